@@ -1,0 +1,82 @@
+"""What happened to a run: one append-only file of JSON lines, and the readers of it. Imports neither torch nor Lightning.
+
+Every line is one event: ``{"event": ..., "time": seconds since the epoch, "rank": ..., "node": ..., ...}``. A line is
+written by a single ``write`` to a file opened for appending, so processes that write at once do not mix their lines, and a
+``kill -9`` costs at most the line being written. A torn line is skipped by the reader.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class Ledger:
+    """Appends events to a run's ledger.
+
+    Writing never ends a training: if the storage is full or gone, the event is logged instead and training goes on.
+
+    Args:
+        path: The ledger's file; its directory is created.
+        rank: Written into every event.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
+        self.path = Path(path)
+        self.rank = rank
+        self._warned = False
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Appends one event.
+
+        Args:
+            event: What happened, one word or two joined by an underscore: ``start``, ``resumed``, ``saved``, ``signal``...
+            **fields: What else is known, JSON-serialisable.
+        """
+        line = {"event": event, "time": time.time(), "rank": self.rank, "node": platform.node(), **fields}
+        data = json.dumps(line, default=str).encode()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                # A process killed in the middle of its line left no newline: begin a fresh line, or two events are lost.
+                size = os.fstat(fd).st_size
+                torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+                os.write(fd, (b"\n" if torn else b"") + data + b"\n")
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "The ledger %s cannot be written (%s); events are only logged from here on.", self.path, error
+                )
+            log.warning("Ledger event: %s", data.decode())
+
+
+def read_ledger(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The events of a ledger in the order in which they were written; torn and foreign lines are skipped.
+
+    Args:
+        path: The ledger's file. A missing file has no events.
+    """
+    try:
+        file = open(path, "rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and isinstance(event.get("event"), str):
+                yield event

@@ -1,0 +1,182 @@
+"""The run directory: the identity of a run on shared storage. Files only; imports neither torch nor Lightning.
+
+```
+RUN_DIR/
+  ledger.jsonl        what happened (see ledger.py)
+  attempt.json        the token of the processes that may write now; a late process of an older attempt may not
+  outcome.json        how the script ended last
+  fit-000/            one folder for every fit of the script, in the order in which the script makes them
+    fingerprint.json  what the fit trains: module class and parameter shapes
+    outcome.json      how this fit ended last
+    checkpoints/      step-000000000012.ckpt ...
+    quarantine/       what failed its verification, with the reason beside it
+```
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from lightning_resilience._files import read_json, write_json
+
+RUN_DIR_VARIABLE = "LIGHTNING_RESILIENCE_RUN_DIR"
+"""Environment variable in which ``lightning-resilience launch`` tells the workers their run directory."""
+
+Status = Literal["finished", "interrupted", "failed", "halted"]
+"""How a fit or a script ended.
+
+``finished``: there is nothing left to do. ``interrupted``: stopped on purpose and resumable. ``failed``: an error; may be
+tried again within the budget. ``halted``: a verdict that trying again cannot change.
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a fit or the whole script ended.
+
+    Args:
+        status: See :data:`Status`.
+        reason: One sentence for a person.
+        step: ``trainer.global_step`` at the end, if a fit had begun.
+        attempt: Token of the attempt that wrote this (see :meth:`RunDirectory.claim`).
+        time: Seconds since the epoch.
+        details: Whatever else the writer knows, JSON-serialisable.
+    """
+
+    status: Status
+    reason: str
+    step: int | None = None
+    attempt: str | None = None
+    time: float = field(default_factory=time.time)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Publishes this outcome at ``path``."""
+        write_json(path, asdict(self))
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Outcome | None:
+        """The outcome at ``path``, or ``None`` if there is none that can be read."""
+        content = read_json(path)
+        if content is None or content.get("status") not in get_args(Status):
+            return None
+        step, attempt, written, details = (content.get(key) for key in ("step", "attempt", "time", "details"))
+        return Outcome(
+            status=cast(Status, content["status"]),
+            reason=str(content.get("reason", "")),
+            step=step if isinstance(step, int) else None,
+            attempt=attempt if isinstance(attempt, str) else None,
+            time=float(written) if isinstance(written, (int, float)) else 0.0,
+            details=details if isinstance(details, dict) else {},
+        )
+
+
+class StaleAttempt(SystemExit):
+    """A process of an older attempt tried to write into a run that a newer attempt owns."""
+
+
+class FitDirectory:
+    """One fit's folder in a run directory.
+
+    Args:
+        path: The folder, created with its ``checkpoints`` on first use.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.quarantine = path / "quarantine"
+        self._outcome = path / "outcome.json"
+        self._fingerprint = path / "fingerprint.json"
+
+    def create(self) -> None:
+        """Makes the folders."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How this fit ended last."""
+        return Outcome.read(self._outcome)
+
+    @outcome.setter
+    def outcome(self, outcome: Outcome) -> None:
+        outcome.write(self._outcome)
+
+    @property
+    def fingerprint(self) -> dict[str, Any] | None:
+        """What this fit trains, as its first attempt described it."""
+        return read_json(self._fingerprint)
+
+    @fingerprint.setter
+    def fingerprint(self, fingerprint: dict[str, Any]) -> None:
+        write_json(self._fingerprint, fingerprint)
+
+
+class RunDirectory:
+    """A run's folder on shared storage.
+
+    Args:
+        path: The folder; it is created when something is first written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self.ledger = self.path / "ledger.jsonl"
+        self._attempt = self.path / "attempt.json"
+        self._outcome = self.path / "outcome.json"
+
+    def fit(self, index: int) -> FitDirectory:
+        """The folder of the script's fit number ``index`` (0 is the first)."""
+        return FitDirectory(self.path / f"fit-{index:03d}")
+
+    @property
+    def fits(self) -> list[FitDirectory]:
+        """The folders of all fits that have begun, in order."""
+        return [FitDirectory(path) for path in sorted(self.path.glob("fit-[0-9]*"))]
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How the script ended last."""
+        return Outcome.read(self._outcome)
+
+    @outcome.setter
+    def outcome(self, outcome: Outcome) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        outcome.write(self._outcome)
+
+    def forget_outcome(self) -> None:
+        """Removes the outcome of an earlier attempt, so that it can't be taken for this one's."""
+        self._outcome.unlink(missing_ok=True)
+
+    def claim(self) -> str:
+        """Makes this attempt the only one that may publish, and returns its token. One process does this for all ranks."""
+        token = uuid.uuid4().hex
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(
+            self._attempt, {"token": token, "pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
+        )
+        return token
+
+    @property
+    def attempt(self) -> str | None:
+        """The token of the attempt that owns the run now."""
+        content = read_json(self._attempt)
+        token = content.get("token") if content else None
+        return token if isinstance(token, str) else None
+
+    def check_owner(self, token: str) -> None:
+        """Fences a late process off: called right before anything is published.
+
+        Raises:
+            StaleAttempt: If a newer attempt has claimed this run.
+        """
+        if (owner := self.attempt) != token:
+            raise StaleAttempt(
+                f"this process belongs to attempt {token[:8]} of {self.path}, which attempt {str(owner)[:8]} has taken "
+                "over; it stops without writing"
+            )
