@@ -1,5 +1,62 @@
-"""Callbacks and a launcher that let any PyTorch Lightning training run survive what kills training runs."""
+"""Callbacks and a launcher that let any PyTorch Lightning training run survive what kills training runs.
+
+Nothing is imported before it is used: the launcher must be up before torch and Lightning are.
+"""
 
 from __future__ import annotations
 
+import importlib
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_resilience import recipes
+    from lightning_resilience.callbacks import AutoResume, Preemption
+    from lightning_resilience.checkpoint.resume import resolve_resume_path
+    from lightning_resilience.launch.job_info import log_job_info
+    from lightning_resilience.launch.slurm import get_slurm_info
+    from lightning_resilience.signals import Interrupted
+
 __version__ = "0.1.0.dev0"
+
+_WHERE = {
+    "AutoResume": "callbacks",
+    "Interrupted": "signals",
+    "Preemption": "callbacks",
+    "get_slurm_info": "launch.slurm",
+    "log_job_info": "launch.job_info",
+    "resolve_resume_path": "checkpoint.resume",
+}
+
+__all__ = [
+    "AutoResume",
+    "Interrupted",
+    "Preemption",
+    "get_slurm_info",
+    "log_job_info",
+    "recipes",
+    "resolve_resume_path",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "recipes":
+        return importlib.import_module("lightning_resilience.recipes")
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"lightning_resilience.{_WHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _log_to_stderr() -> None:
+    # Like Lightning's own logger: readable without any setup, and left alone where the program has set up logging.
+    logger = logging.getLogger(__name__)
+    logger.setLevel(logging.INFO)
+    if not logging.root.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[lightning-resilience] %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+
+
+_log_to_stderr()

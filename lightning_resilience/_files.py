@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import time
 import uuid
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+T = TypeVar("T")
+
+_TEMPORARY_NAME = re.compile(r"\..+\.(?P<host>[0-9a-f]{8})-(?P<pid>[0-9]+)-[0-9a-f]{8}\.tmp")
+_ABANDONED_AFTER_S = 24 * 3600
 
 
 def sync_directory(directory: str | os.PathLike[str]) -> None:
@@ -19,39 +29,116 @@ def sync_directory(directory: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
+def make_directory(directory: str | os.PathLike[str]) -> None:
+    """Creates ``directory`` and its parents, so that they survive a power loss."""
+    directory = Path(directory)
+    if directory.is_dir():
+        return
+    make_directory(directory.parent)
+    directory.mkdir(exist_ok=True)
+    sync_directory(directory.parent)
+
+
+def _host() -> str:
+    return f"{zlib.crc32(os.uname().nodename.encode()):08x}"
+
+
 def temporary_path(path: str | os.PathLike[str]) -> Path:
     """A name beside ``path`` that no other writer uses and that no reader takes for a finished file."""
     path = Path(path)
-    return path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
+    # Shortened, because a name has 255 bytes at most and checkpoints are named after their metrics.
+    return path.with_name(f".{path.name[:50]}.{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
 
 
-def publish(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]) -> None:
+def is_temporary(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` has a name made by :func:`temporary_path`."""
+    return _TEMPORARY_NAME.fullmatch(Path(path).name) is not None
+
+
+def clean_temporaries(directory: str | os.PathLike[str]) -> list[Path]:
+    """Removes what killed writers left in ``directory``, and returns it.
+
+    A temporary file is left alone while it may still become a finished one: its writer lives on this host, or ran on
+    another one (of which nothing is known here) and the file is younger than a day.
+    """
+    removed = []
+    for path in sorted(Path(directory).glob(".*.tmp")):
+        if (name := _TEMPORARY_NAME.fullmatch(path.name)) is None:
+            continue
+        try:
+            abandoned = path.lstat().st_mtime < time.time() - _ABANDONED_AFTER_S
+            dead = name["host"] == _host() and not _is_alive(int(name["pid"]))
+            if not dead and not abandoned:
+                continue
+            if path.is_dir() and not path.is_symlink():  # On its way out: a removal was killed.
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+            removed.append(path)
+        except FileNotFoundError:  # Finished or removed by another process in the meantime.
+            continue
+    return removed
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # Somebody else's process.
+        return True
+    return True
+
+
+def publish(
+    path: str | os.PathLike[str], write: Callable[[BinaryIO], T], before_publish: Callable[[], None] | None = None
+) -> T:
     """Calls ``write`` on a temporary file in the directory of ``path`` and renames it to ``path`` once it is on disk.
 
-    A reader sees the old content or the new one, never a part. If ``write`` raises, ``path`` is untouched and the
+    A reader sees the old content or the new one, never a part. If anything raises, ``path`` is untouched and the
     temporary file is removed.
+
+    Args:
+        path: The file to write or to replace.
+        write: Writes the content; may read it back. What it returns is returned.
+        before_publish: Called when the content is on disk, right before the rename; what it raises stops the rename.
     """
     temporary = temporary_path(path)
     try:
-        with open(temporary, "xb") as file:
-            write(file)
+        with open(temporary, "x+b") as file:
+            result = write(file)
             file.flush()
             os.fsync(file.fileno())
+        if before_publish is not None:
+            before_publish()
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # On storage that has just become read-only this fails too; the first error counts.
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(temporary.parent)
+    return result
+
+
+def publish_link(path: str | os.PathLike[str], target: str) -> None:
+    """Makes ``path`` a symbolic link to ``target`` in one step: it never is missing in between."""
+    temporary = temporary_path(path)
+    try:
+        os.symlink(target, temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
     sync_directory(temporary.parent)
 
 
-def _write_all(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
-
-
-def write_json(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+def write_json(
+    path: str | os.PathLike[str], content: dict[str, Any], before_publish: Callable[[], None] | None = None
+) -> None:
     """Publishes ``content`` as JSON."""
     data = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
-    publish(path, lambda file: _write_all(file, data))
+    publish(path, lambda file: file.write(data), before_publish)
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:

@@ -26,10 +26,10 @@ class Ledger:
 
     Args:
         path: The ledger's file; its directory is created.
-        rank: Written into every event.
+        rank: Written into every event; ``None`` for the launcher, which is no rank.
     """
 
-    def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
+    def __init__(self, path: str | os.PathLike[str], rank: int | None = 0) -> None:
         self.path = Path(path)
         self.rank = rank
         self._warned = False

@@ -1,0 +1,537 @@
+"""The only file that touches private or version-dependent names of Lightning; each with its reason.
+
+``tests/test_lightning_internals.py`` fails when a name goes away.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import Metric
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+elif find_spec("lightning") is not None:
+    from lightning.pytorch import Callback
+else:
+    from pytorch_lightning import Callback
+
+
+class ResilienceCallback(Callback):
+    """Base of this package's callbacks, so that a Trainer of either namespace takes them.
+
+    ``lightning.pytorch`` and ``pytorch_lightning`` are the same code twice, with unrelated classes, and a Trainer
+    refuses a callback of the other one. Which one a script uses is not known when the callbacks are defined.
+
+    Attributes:
+        injected: Whether ``lightning-resilience launch`` added this callback; the user's own one goes first.
+    """
+
+    injected = False
+
+
+def adopt_namespace(package: str) -> None:
+    """Makes this package's callbacks instances of ``package``'s ``Callback`` too.
+
+    Called by the entry-point factories, which a Trainer calls before it checks its callbacks.
+
+    Args:
+        package: ``lightning.pytorch`` or ``pytorch_lightning``; already imported, since its Trainer calls.
+    """
+    base = sys.modules[package].Callback
+    if not issubclass(ResilienceCallback, base):
+        ResilienceCallback.__bases__ = (*ResilienceCallback.__bases__, base)
+
+
+class Patches:
+    """Attributes set on instances for the time of a fit, and taken off again: nothing of ours outlives it."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, bool, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Sets ``owner.name``, which must exist, to ``value`` until :meth:`undo`."""
+        getattr(owner, name)  # a name that has gone away fails here, at setup, and not by being ignored
+        self._undo.append((owner, name, name in vars(owner), vars(owner).get(name)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Restores everything, newest first."""
+        while self._undo:
+            owner, name, was_set, value = self._undo.pop()
+            if was_set:
+                setattr(owner, name, value)
+            else:
+                delattr(owner, name)
+
+
+def callbacks(trainer: Trainer) -> list[Any]:
+    """The Trainer's callbacks (an attribute that Lightning sets from elsewhere, so type checkers do not see it)."""
+    return list(vars(trainer)["callbacks"])
+
+
+def is_search(trainer: Trainer) -> bool:
+    """Whether this ``fit`` is a learning-rate or batch-size search of a ``Tuner``, which ends before training.
+
+    The Tuner adds its callback with ``_early_exit`` and calls ``trainer.fit``; nothing public tells it from a real fit.
+    """
+    return any(getattr(callback, "_early_exit", False) for callback in callbacks(trainer))
+
+
+def on_restore(trainer: Trainer, patches: Patches, restore: Callable[[str | None, Any], None]) -> None:
+    """Has ``restore(ckpt_path, weights_only)`` called where Lightning loads a checkpoint.
+
+    A callback cannot choose the checkpoint: ``trainer.ckpt_path`` set in ``setup`` has no effect. This connector method
+    is called after ``setup`` and ``configure_model`` in every strategy.
+    """
+    connector = trainer._checkpoint_connector
+
+    def wrapper(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        restore(None if checkpoint_path is None else str(checkpoint_path), weights_only)
+
+    patches.set(connector, "_restore_modules_and_callbacks", wrapper)
+
+
+def load_checkpoint(trainer: Trainer, path: str | None, weights_only: bool | None = None) -> dict[str, Any]:
+    """Has Lightning read the checkpoint at ``path`` through the strategy, and returns what it read (empty for none)."""
+    connector = trainer._checkpoint_connector
+    connector.resume_start(path, weights_only=weights_only)
+    return connector._loaded_checkpoint
+
+
+def restore_checkpoint(trainer: Trainer, path: str | None, checkpoint: dict[str, Any]) -> None:
+    """Restores module, data module and callbacks from ``checkpoint``; Lightning restores the rest later on its own."""
+    connector = trainer._checkpoint_connector
+    connector._ckpt_path = path
+    connector._loaded_checkpoint = checkpoint
+    connector.restore_model()
+    connector.restore_datamodule()
+    connector.restore_callbacks()
+
+
+def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """Lightning's checkpoint of everything a resume needs.
+
+    Without hyper-parameters: a resume restores into the live module and does not need them, and they hold whatever the
+    user passed, which a safe load cannot read. ``trainer.save_checkpoint`` would write a file and cannot leave them out.
+    """
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
+        for key in ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"):
+            checkpoint.pop(getattr(owner, key, None), None)
+    return checkpoint
+
+
+def saves_directories(trainer: Trainer) -> bool:
+    """Whether the strategy writes sharded checkpoints itself, as directories, instead of one file on rank 0."""
+    strategy = trainer.strategy
+    own = next(cls for cls in type(strategy).__mro__ if "save_checkpoint" in vars(cls))
+    sharded = getattr(strategy, "_state_dict_type", None) == "sharded" or getattr(
+        strategy, "_save_distributed_checkpoint", False
+    )
+    return own.__name__ != "Strategy" and bool(sharded)
+
+
+def steps_counted(trainer: Trainer) -> int:
+    """A count, the same on all ranks, that grows with every training batch begun and with every epoch begun."""
+    fit_loop = trainer.fit_loop
+    return fit_loop.epoch_loop.batch_progress.total.ready + fit_loop.epoch_progress.total.ready
+
+
+def accumulation_window_complete(trainer: Trainer) -> bool:
+    """Whether no gradients wait for the rest of their accumulation window."""
+    return trainer.accumulate_grad_batches == 1 or not trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def on_training_boundary(trainer: Trainer, patches: Patches, boundary: Callable[[], bool]) -> None:
+    """Has ``boundary`` called between training batches, when all that was due after the last one has happened.
+
+    No hook is called there: ``on_train_batch_end`` comes before the validation and the scheduler steps of its batch.
+    ``boundary`` returns whether the next batch may be trained; if not, only what is due after the last one is done.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    advance = loop.advance
+
+    def wrapper(data_fetcher: Any) -> None:
+        if boundary():
+            advance(data_fetcher)
+
+    patches.set(loop, "advance", wrapper)
+    # In DDP Lightning broadcasts "was there a SIGTERM" here, with a host sync, in every step.
+    patches.set(loop, "_broadcast_sigterm_tensor", lambda: None)
+
+
+def on_evaluation(
+    trainer: Trainer,
+    patches: Patches,
+    start: Callable[[], None],
+    before_data: Callable[[list[Any]], None],
+    boundary: Callable[[int, int], None],
+    end: Callable[[], None],
+) -> None:
+    """Has functions called around and within every validation of the fit, the sanity check included.
+
+    Args:
+        trainer: The Trainer.
+        patches: Undone after the fit.
+        start: Before anything of the validation, its data-loader iterators included (they draw random numbers).
+        before_data: Given the data loaders, before their iterators are made.
+        boundary: Before every batch, with the data-loader index and the batch index.
+        end: After the last batch, before the reductions at the end. No hook is called there on all ranks alike.
+    """
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    run, reset, step, run_end = loop.run, loop.reset, loop._evaluation_step, loop.on_run_end
+
+    def wrapped_run() -> Any:
+        start()
+        return run()
+
+    def wrapped_reset() -> None:
+        before_data(loop._combined_loader.flattened if loop._combined_loader is not None else [])
+        reset()
+
+    def wrapped_step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        boundary(dataloader_idx, batch_idx)
+        step(batch, batch_idx, dataloader_idx, dataloader_iter)
+
+    def wrapped_run_end() -> Any:
+        end()
+        return run_end()
+
+    patches.set(loop, "run", wrapped_run)
+    patches.set(loop, "reset", wrapped_reset)
+    patches.set(loop, "_evaluation_step", wrapped_step)
+    patches.set(loop, "on_run_end", wrapped_run_end)
+
+
+def evaluation_progress(trainer: Trainer) -> dict[str, Any]:
+    """The progress of the fit's validation loop, by its keys in a checkpoint."""
+    state: dict[str, Any] = {}
+    trainer.fit_loop.epoch_loop.val_loop.state_dict(state, "epoch_loop.val_loop.")
+    return state
+
+
+def on_train_data(
+    trainer: Trainer,
+    patches: Patches,
+    first: Callable[[Callable[[], None]], None],
+    again: Callable[[], None],
+) -> None:
+    """Has functions called right before the iterators of the training data loaders are made.
+
+    Args:
+        trainer: The Trainer.
+        patches: Undone after the fit.
+        first: At the start of the fit, given the function that has the loaders restore their own states.
+        again: At the start of every later epoch. The hook ``on_train_epoch_start`` is too early: the user's own may
+            draw random numbers after it.
+    """
+    fit_loop = trainer.fit_loop
+    load_states, on_run_start = fit_loop._load_combined_loader_states, fit_loop.epoch_loop.on_run_start
+
+    def wrapped_on_run_start(data_fetcher: Any) -> None:
+        # the condition under which Lightning makes new iterators in there
+        if trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting:
+            again()
+        on_run_start(data_fetcher)
+
+    patches.set(fit_loop, "_load_combined_loader_states", lambda: first(load_states))
+    patches.set(fit_loop.epoch_loop, "on_run_start", wrapped_on_run_start)
+
+
+def train_loaders(trainer: Trainer) -> list[Any]:
+    """The training data loaders as Lightning iterates them, its distributed samplers included."""
+    loader = trainer.fit_loop._combined_loader
+    return [] if loader is None else list(loader.flattened)
+
+
+def validation_loaders(trainer: Trainer) -> list[Any]:
+    """The validation data loaders as Lightning iterates them."""
+    loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return [] if loader is None else list(loader.flattened)
+
+
+def set_epoch_of_samplers(trainer: Trainer) -> None:
+    """Tells every sampler the current epoch.
+
+    Lightning does it only after the iterators are made, too late for loaders with workers (its issue #21938).
+    """
+    for loader in train_loaders(trainer):
+        for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(vars(trainer.fit_loop.epoch_progress.current)["processed"])
+
+
+def loader_states(trainer: Trainer) -> list[dict[str, Any]] | None:
+    """This rank's states of the training data loaders, if every one of them is stateful and can restore its place.
+
+    Lightning saves the states of rank 0 only. Where the length is unknown Lightning holds one batch back, which the
+    loader's state counts as consumed: such a loader is replayed like one without a state.
+    """
+    loader, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
+    if loader is None or fetcher is None or fetcher.length is None:
+        return None
+    if not all(hasattr(one, "state_dict") and hasattr(one, "load_state_dict") for one in loader.flattened):
+        return None
+    return list(loader._state_dicts())
+
+
+def set_loader_states(trainer: Trainer, states: list[dict[str, Any]]) -> None:
+    """Has Lightning restore ``states`` into the training data loaders before it makes their iterators."""
+    trainer.fit_loop._combined_loader_states_to_load = states
+
+
+def batches_fetched(trainer: Trainer) -> int:
+    """How many batches a replay must fetch to stand where this rank stands in its training data."""
+    fetcher, progress = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop.batch_progress
+    by_iterator = type(fetcher).__name__ == "_DataLoaderIterDataFetcher"  # the user's step fetches as it likes
+    return fetcher.fetched if by_iterator and fetcher is not None else progress.current.ready
+
+
+def replay_fetch(trainer: Trainer) -> Callable[[], Any]:
+    """A function that fetches the next training batch without training on it."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
+        return functools.partial(vars(type(fetcher).__mro__[1])["__next__"], fetcher)
+    return lambda: next(fetcher)
+
+
+def count_replayed(trainer: Trainer) -> None:
+    """Evens out that Lightning adds the batches before a resume to the fetcher's count: a replay has counted them."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    fetcher.fetched -= trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def end_restart(trainer: Trainer) -> None:
+    """Tells all loops that they are not restarting any more.
+
+    From here on our checkpoints say exactly what is done and what is due. Lightning guesses it from its counters while
+    ``_restarting`` is set, for the rest of the epoch, and skips validations and scheduler steps; with ``max_steps`` the
+    public setter cannot even unset it.
+    """
+
+    def clear(loop: Any) -> None:
+        loop._restarting = False
+        for child in vars(loop).values():
+            if hasattr(child, "_restarting"):
+                clear(child)
+
+    clear(trainer.fit_loop)
+
+
+def reload_epochs(trainer: Trainer) -> list[float]:
+    """The epochs in which the data loaders were made last (``reload_dataloaders_every_n_epochs``)."""
+    fit_loop = trainer.fit_loop
+    return [fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
+
+
+def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
+    """Restores :func:`reload_epochs`, so that loaders are made anew in the same epochs as without the interruption."""
+    fit_loop = trainer.fit_loop
+    fit_loop._last_train_dl_reload_epoch = epochs[0]
+    # The validation loaders have to be made in this process first.
+    if fit_loop.epoch_loop.val_loop._combined_loader is not None:
+        fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epochs[1]
+
+
+def epoch_loop_batches(trainer: Trainer) -> int:
+    """How many training batches of this epoch are done."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.completed
+
+
+def ddp_wrapper(trainer: Trainer) -> DistributedDataParallel | None:
+    """The strategy's DistributedDataParallel wrapper, if it uses one."""
+    model = trainer.strategy.model
+    return model if isinstance(model, DistributedDataParallel) else None
+
+
+def keep_signal_handlers(trainer: Trainer, patches: Patches, put_back: Callable[[], None]) -> None:
+    """Keeps Lightning's SIGTERM handler, which broadcasts inside the handler and deadlocks DDP, out of the way.
+
+    ``put_back`` is called after Lightning has registered its handlers, right before the stages run.
+    """
+    connector = trainer._signal_connector
+    register = connector.register_signal_handlers
+
+    def wrapper() -> None:
+        register()
+        put_back()
+
+    patches.set(connector, "register_signal_handlers", wrapper)
+
+
+def forget_signal_handlers(trainer: Trainer, signums: Any) -> None:
+    """Keeps Lightning from restoring handlers of ours after we have removed them (after an exception it comes last)."""
+    for signum in signums:
+        trainer._signal_connector._original_handlers.pop(signum, None)
+
+
+def requeue_signal(trainer: Trainer) -> Any | None:
+    """The signal on which Lightning requeues a Slurm job from inside its handler, if it would."""
+    environment = trainer._accelerator_connector.cluster_environment
+    if not getattr(environment, "auto_requeue", False):
+        return None
+    return getattr(environment, "requeue_signal", None)
+
+
+def metric_states(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """This rank's metrics in the middle of an epoch, which Lightning does not save.
+
+    The accumulated ``self.log(on_epoch=True)`` values, the states of ``torchmetrics`` attributes, and the last values
+    that schedulers and callbacks may monitor.
+    """
+    results = {}
+    for key, result in trainer.fit_loop.epoch_loop._results.items():
+        meta = result.meta
+        if not result.is_tensor or meta.sync.group is not None:
+            continue
+        results[key] = {
+            "meta": {
+                name: getattr(meta, name)
+                for name in (
+                    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
+                    "dataloader_idx", "metric_attribute",
+                )
+            },
+            "reduce": meta.reduce_fx.__name__,
+            "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+            "value": result.value.clone(),
+            "cumulated_batch_size": result.cumulated_batch_size.clone() if meta.is_mean_reduction else None,
+            "updates": result._update_count,
+            "has_reset": result.has_reset,
+        }
+    modules = {
+        name: {"state": {key: _clone(getattr(metric, key)) for key in metric._defaults}, "updates": metric._update_count}
+        for name, metric in module.named_modules()
+        if isinstance(metric, Metric)
+    }
+    connector = trainer._logger_connector
+    latest = {
+        name: {key: _clone(value) for key, value in getattr(connector, name).items()}
+        for name in ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+    }
+    return {"results": results, "modules": modules, "latest": latest}
+
+
+def set_metric_states(trainer: Trainer, module: LightningModule, states: dict[str, Any]) -> None:
+    """Restores :func:`metric_states`."""
+    device = trainer.strategy.root_device
+    collection = trainer.fit_loop.epoch_loop._results
+    package = sys.modules[type(collection).__module__]
+    for key, state in states["results"].items():
+        sync = package._Sync(
+            _should=state["sync"]["should"], fn=trainer.strategy.reduce, rank_zero_only=state["sync"]["rank_zero_only"]
+        )
+        meta = package._Metadata(**state["meta"], reduce_fx=getattr(torch, state["reduce"]))
+        meta.sync = sync
+        metric = package._ResultMetric(meta, True)
+        metric.value = state["value"].to(device)
+        if state["cumulated_batch_size"] is not None:
+            metric.cumulated_batch_size = state["cumulated_batch_size"].to(device)
+        metric._update_count, metric.has_reset = state["updates"], state["has_reset"]
+        collection[key] = metric.to(device)
+    metrics = dict(module.named_modules())
+    for name, state in states["modules"].items():
+        metric = metrics.get(name)
+        if isinstance(metric, Metric):
+            for key, value in state["state"].items():
+                setattr(metric, key, _to(value, metric.device))
+            metric._update_count, metric._computed = state["updates"], None
+    connector = trainer._logger_connector
+    for name, values in states["latest"].items():
+        getattr(connector, name).update({key: _to(value, device) for key, value in values.items()})
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return [_clone(item) for item in value] if isinstance(value, list) else value
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return [_to(item, device) for item in value] if isinstance(value, list) else value
+
+
+# Checkpoint plugins. Recognised by the names of their classes: a script's Trainer may come from either namespace, and
+# importing the other one only to compare would cost seconds.
+
+
+def is_plain_checkpoint_io(io: object) -> bool:
+    """Whether ``io`` is exactly Lightning's ``TorchCheckpointIO``, not a subclass that may do anything."""
+    cls = type(io)
+    return cls.__name__ == "TorchCheckpointIO" and cls.__module__ in (
+        "lightning.fabric.plugins.io.torch_io",
+        "lightning_fabric.plugins.io.torch_io",
+    )
+
+
+def is_async_checkpoint_io(io: object) -> bool:
+    """Whether ``io`` is an ``AsyncCheckpointIO``, which hands every save to a thread."""
+    return any(
+        cls.__name__ == "AsyncCheckpointIO"
+        and cls.__module__ in ("lightning.pytorch.plugins.io.async_plugin", "pytorch_lightning.plugins.io.async_plugin")
+        for cls in type(io).__mro__
+    )
+
+
+def set_inner_checkpoint_io(io: Any, inner: Any) -> None:
+    """Exchanges what an ``AsyncCheckpointIO`` wraps; its public setter ignores a second value."""
+    io._checkpoint_io = inner
+
+
+def after_async_saves(io: Any, action: Callable[[], None]) -> None:
+    """Queues ``action`` behind the saves that an ``AsyncCheckpointIO`` has not finished.
+
+    Its executor has one thread, so this is their order. ``action`` is dropped once a save has failed: it relies on the
+    newest checkpoint. Its own error is raised by the next save or the teardown, as that of a save is.
+    """
+
+    def act() -> None:
+        if io._error is None:
+            try:
+                action()
+            except BaseException as error:
+                io._error = error
+
+    io._ensure_setup()
+    io._executor.submit(act)
+
+
+def wait_for_async_saves(io: Any) -> None:
+    """Waits until everything queued in an ``AsyncCheckpointIO`` is done; its error stays for its teardown to raise."""
+    if io._executor is not None:
+        io._executor.submit(lambda: None).result()
+
+
+def replace_link_checkpoint(callback: Any, link: Callable[[Any, str, str], None]) -> None:
+    """Makes a ``ModelCheckpoint`` link ``last.ckpt`` with ``link(trainer, filepath, linkpath)``.
+
+    ``_link_checkpoint`` removes the old link before it makes the new one. A subclass that has its own is left alone.
+    """
+    plain = getattr(type(callback), "_link_checkpoint", None)
+    if plain is not None and plain.__module__ in (
+        "lightning.pytorch.callbacks.model_checkpoint",
+        "pytorch_lightning.callbacks.model_checkpoint",
+    ):
+        callback._link_checkpoint = link
+
+
+def restore_link_checkpoint(callback: Any) -> None:
+    """Undoes :func:`replace_link_checkpoint`."""
+    vars(callback).pop("_link_checkpoint", None)
+
+
+def writes_directories(strategy: Any) -> bool:
+    """Whether the strategy may save without its ``CheckpointIO``: it has a ``save_checkpoint`` of its own (FSDP)."""
+    plain = type(strategy).save_checkpoint
+    return plain.__module__ not in ("lightning.pytorch.strategies.strategy", "pytorch_lightning.strategies.strategy")

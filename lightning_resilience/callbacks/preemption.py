@@ -1,0 +1,203 @@
+"""``Preemption``: a signal stops the run in order, on all ranks together, with nothing lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning_resilience import _lightning, signals
+from lightning_resilience._lightning import ResilienceCallback
+from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.ledger import read_ledger
+from lightning_resilience.run_directory import Outcome
+from lightning_resilience.session import FitSession, join, session_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+log = logging.getLogger(__name__)
+
+_PREEMPT = "preempt"
+
+
+class Preemption(ResilienceCallback):
+    """Stops the run at the next boundary when a scheduler asks for it by a signal.
+
+    The signal may reach any rank, at any time: it is noticed at once, even while the main thread is blocked in a
+    collective, and all ranks stop between the same two batches, in training or in validation. They save one checkpoint
+    that counts the batches done, and end with :class:`~lightning_resilience.signals.Interrupted`, a ``SystemExit``: the
+    script's own code after ``fit()`` does not run on an unfinished model. A signal before the training starts takes
+    effect at its first boundary.
+
+    A second signal (later than the double delivery that schedulers produce), or the end of the grace period, ends the
+    process at once; the newest checkpoint published before stands.
+
+    Lightning's own SIGTERM handler, which broadcasts inside the handler and can deadlock DDP, is not used; its requeuing
+    of Slurm jobs (``SLURMEnvironment(auto_requeue=True)``) is done from the boundary instead of from inside the handler.
+
+    Args:
+        signals: The signals that stop the run.
+        grace_period_s: Seconds from the signal to the end of the process. Default: 600, KempnerForge's shutdown
+            deadline; a launcher that knows a shorter one sets it.
+        enable_exit_handler_for_data_loader: Whether data-loader workers ignore the signals, so that a signal to the whole
+            process group does not fail the step in progress (Megatron-Bridge's name).
+        run_dir: The run directory on storage that all nodes share. Default: the launcher's, else ``resilience`` in the
+            Trainer's ``default_root_dir``.
+
+    Raises:
+        ValueError: If an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        signals: Sequence[signal.Signals | int | str] = (signal.SIGTERM,),
+        grace_period_s: float = signals.DEFAULT_GRACE_PERIOD_S,
+        enable_exit_handler_for_data_loader: bool = True,
+        run_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.signals = tuple(_to_signal(each) for each in signals)
+        if not self.signals:
+            raise ValueError("signals is empty: there is nothing to stop the run on.")
+        if grace_period_s <= 0:
+            raise ValueError(f"grace_period_s must be positive, not {grace_period_s}.")
+        self.grace_period_s = grace_period_s
+        self.enable_exit_handler_for_data_loader = enable_exit_handler_for_data_loader
+        self.run_dir = run_dir
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Starts to listen for signals."""
+        session = join(self, trainer, pl_module, stage)
+        if session is None:
+            return
+        requeue = _lightning.requeue_signal(trainer)
+        signums = {*self.signals, *([requeue] if requeue is not None else [])}
+        listener = signals.installed()
+        self._installed_here = listener is None or not signums <= set(listener.signums)
+        if listener is not None and self._installed_here:
+            signums |= set(listener.signums)
+            signals.uninstall()
+        if self._installed_here:
+            listener = signals.install(sorted(signums), signals.grace_period(self.grace_period_s))
+        if listener is None:
+            log.warning("fit() does not run in the main thread, where alone Python notices signals: Preemption is off.")
+            return
+        session.protect_workers = self.enable_exit_handler_for_data_loader
+        session.handlers[_PREEMPT] = lambda event: _stop(session, event)
+        session.on_event = lambda event: listener.start_grace_period() if event.kind == _PREEMPT else None
+        _lightning.keep_signal_handlers(trainer, session.patches, listener.handle)
+        listener.subscribe(
+            lambda signum: _request(session, signum, requeue=signum == requeue),
+            before_exit=lambda reason: _end_now(session, reason),
+        )
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The batches of the sanity check are boundaries too."""
+        if session := session_of(trainer, self):
+            session.start_sanity_check()
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends what the start began."""
+        if session := session_of(trainer, self):
+            session.end_sanity_check()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warns if the grace period is too short for a save."""
+        if session := session_of(trainer, self):
+            session.start()
+            if trainer.is_global_zero:
+                _check_grace_period(session, signals.grace_period(self.grace_period_s))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The fit is done: a stop that was asked for too late has nothing left to stop."""
+        if session := session_of(trainer, self):
+            session.complete()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves nothing behind."""
+        if session := session_of(trainer, self):
+            self._stop_listening(trainer)
+            session.fail(exception)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leaves nothing behind."""
+        if session := session_of(trainer, self):
+            self._stop_listening(trainer)
+            session.leave()
+
+    def _stop_listening(self, trainer: Trainer) -> None:
+        if (listener := signals.installed()) is None:
+            return
+        listener.unsubscribe()
+        if self._installed_here:
+            _lightning.forget_signal_handlers(trainer, listener.signums)
+            signals.uninstall()
+
+
+def _to_signal(value: signal.Signals | int | str) -> signal.Signals:
+    try:
+        found = signal.Signals[value] if isinstance(value, str) else signal.Signals(value)
+    except (KeyError, ValueError):
+        raise ValueError(f"{value!r} is not a signal; give signal.SIGTERM, 'SIGTERM' or 15.") from None
+    if found in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(f"{found.name} cannot be caught by any process.")
+    return found
+
+
+def _request(session: FitSession, signum: signal.Signals, requeue: bool) -> None:
+    session.ledger.record("signal", fit=session.index, signum=int(signum))
+    session.agreement.request(_PREEMPT, {"signum": int(signum), "requeue": requeue}, Needs.CLEAN)
+
+
+def _stop(session: FitSession, event: Event) -> None:
+    trainer = session.trainer
+    if trainer.is_global_zero:
+        log.info("Preemption detected, saving checkpoint and exiting")  # NeMo's words
+    path = session.save("preemption")
+    step = trainer.global_step
+    reason = f"signal {event.payload['signum']} on rank {event.rank}"
+    if trainer.is_global_zero:
+        session.fit.outcome = Outcome("interrupted", reason, step, session.token)
+        session.ledger.record("interrupted", fit=session.index, step=step, reason=reason)
+        log.info(
+            "Stopped at step %d because of %s; %s. Run the same command again to go on.",
+            step, reason, f"saved {path}" if path is not None else "no new checkpoint could be saved",
+        )
+        if event.payload["requeue"]:
+            _requeue()
+    raise signals.Interrupted(f"interrupted at step {step} by {reason}")
+
+
+def _requeue() -> None:
+    array_job, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array_job}_{task}" if array_job else os.environ.get("SLURM_JOB_ID", "")
+    try:
+        result = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=False)
+        message = None if result.returncode == 0 else result.stderr.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        message = str(error)
+    if message is None:
+        log.info("Slurm job %s is requeued.", job)
+    else:
+        log.error("Slurm job %s could not be requeued (%s). Submit it again: it resumes.", job, message)
+
+
+def _end_now(session: FitSession, reason: str) -> None:
+    """The process is about to end without having been able to stop in order."""
+    session.ledger.record("interrupted", fit=session.index, reason=reason)
+    if session.run.attempt == session.token:
+        session.fit.outcome = Outcome("interrupted", reason, attempt=session.token)
+
+
+def _check_grace_period(session: FitSession, grace_period_s: float) -> None:
+    seconds = [e["seconds"] for e in read_ledger(session.run.ledger) if e["event"] == "saved" and "seconds" in e]
+    if seconds and seconds[-1] > grace_period_s:
+        log.warning(
+            "The last save took %.0f s, the grace period is %.0f s: after a signal there will be no time for a save, and "
+            "the run will go back to its last one. Give it more time, or save to faster storage.",
+            seconds[-1], grace_period_s,
+        )

@@ -1,0 +1,107 @@
+"""Where a rank stands in its random streams and in its data, so that a resume in the middle of an epoch is exact.
+
+A data loader's order and the random numbers of its workers follow from the state of the random generators at the moment
+its iterator was made. So a position is that state, the number of batches fetched since, and the state now: a resume
+makes the iterator from the first, fetches as many batches again, and goes on from the second.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_resilience.checkpoint.plain import from_plain, to_plain
+
+log = logging.getLogger(__name__)
+
+RandomState = dict[str, Any]
+"""The state of every global random generator of a process, in plain types (see :mod:`.plain`)."""
+
+PROGRESS_INTERVAL_S = 5.0
+"""How often a replay of fetched batches says how far it is."""
+
+
+def _accelerator(device: torch.device) -> Any | None:
+    return None if device.type == "cpu" else torch.get_device_module(device)
+
+
+def get_random_state(device: torch.device, generators: Iterable[torch.Generator] = ()) -> RandomState:
+    """The state of the generators of Python, NumPy, torch on the CPU and torch on ``device``.
+
+    Args:
+        device: This rank's device.
+        generators: More generators, those of data loaders and samplers; a resume passes the same ones in the same order.
+    """
+    numpy_state = np.random.get_state(legacy=False)
+    state = {
+        "python": random.getstate(),
+        "numpy": to_plain(numpy_state)[0],
+        "torch": torch.get_rng_state(),
+        "generators": [generator.get_state() for generator in generators],
+    }
+    if (accelerator := _accelerator(device)) is not None:
+        state["accelerator"] = accelerator.get_rng_state()
+    return state
+
+
+def set_random_state(state: RandomState, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+    """Restores what :func:`get_random_state` returned."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(from_plain(state["numpy"]))
+    torch.set_rng_state(state["torch"])
+    for generator, generator_state in zip(generators, state["generators"], strict=False):
+        generator.set_state(generator_state)
+    if (accelerator := _accelerator(device)) is not None and "accelerator" in state:
+        accelerator.set_rng_state(state["accelerator"])
+
+
+def loader_generators(loaders: Iterable[Any]) -> list[torch.Generator]:
+    """The generators that the user gave to data loaders or samplers, each once, in a fixed order."""
+    found: dict[int, torch.Generator] = {}
+    for loader in loaders:
+        sampler = getattr(loader, "sampler", None)
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        for owner in (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found.setdefault(id(generator), generator)
+    return list(found.values())
+
+
+def inexact_loaders(loaders: Iterable[Any]) -> list[str]:
+    """What stands between these loaders and an exact resume, one sentence for each, naming what to change."""
+    reasons = []
+    for index, loader in enumerate(loaders):
+        if isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0:
+            reasons.append(
+                f"train data loader {index} keeps its workers over epochs (persistent_workers=True), and the state of "
+                "their random generators cannot be read: a resume after the first epoch is exact only if the dataset "
+                "draws no random numbers. Set persistent_workers=False for an exact resume."
+            )
+    return reasons
+
+
+def replay(fetch: Callable[[], Any], batches: int, rank: int = 0) -> None:
+    """Fetches ``batches`` batches again, so that the loader and its workers stand where they stood.
+
+    Args:
+        fetch: Fetches one batch.
+        batches: How many had been fetched.
+        rank: Rank 0 says how far it is, if it takes long.
+    """
+    started = last = time.monotonic()
+    for done in range(1, batches + 1):
+        fetch()
+        now = time.monotonic()
+        if rank == 0 and now - last >= PROGRESS_INTERVAL_S:
+            last = now
+            left = (batches - done) * (now - started) / done
+            log.info("Replaying the data of this epoch: batch %d of %d, about %.0f s left.", done, batches, left)

@@ -1,0 +1,543 @@
+"""Checkpoints that a crash cannot tear and that no bit can leave unnoticed: torch and files, no Trainer.
+
+**A file** is what ``torch.save`` writes, an ordinary zip archive that plain Lightning and ``torch.load`` read, with a
+trailer in the place that the zip format has for comments, at its very end:
+
+```
+archive as torch wrote it ... | length of comment | {"format": 1, "size": ..., "metadata": {...}, "xxh3_128": "..."}
+```
+
+The digest is the last thing in the file and covers everything before it (the length, which only the finished trailer
+has, counts as zero; it must match the file's size exactly). Checksum and content become visible by the same rename.
+
+**A directory** (sharded strategies: many ranks write many files in place) is complete once it holds the marker
+``COMPLETE``, which lists every file with its size and digest and is written last.
+
+Everything here reads and writes in pieces: no checkpoint is ever in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import stat
+import struct
+import uuid
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from glob import escape
+from io import BufferedReader
+from pathlib import Path
+from typing import IO, Any, BinaryIO, NoReturn, cast
+
+import torch
+import xxhash
+
+from lightning_resilience._files import (
+    clean_temporaries,
+    is_temporary,
+    make_directory,
+    publish,
+    publish_link,
+    sync_directory,
+    temporary_path,
+    write_json,
+)
+
+__all__ = [
+    "MARKER",
+    "CorruptCheckpoint",
+    "Stamp",
+    "clean_temporaries",
+    "discard_aside",
+    "link",
+    "load",
+    "quarantine",
+    "read_stamp",
+    "remove",
+    "save",
+    "seal_directory",
+    "set_aside",
+    "verify",
+    "verify_directory",
+]
+
+log = logging.getLogger(__name__)
+
+MARKER = "COMPLETE"
+"""Name of the file that makes a directory a complete checkpoint."""
+
+_FORMAT = 1
+_BLOCK = 8 << 20
+
+_END_RECORD = b"PK\x05\x06"
+_END_RECORD_SIZE = 22  # The last two bytes are the length of the comment, which follows.
+_LONGEST_COMMENT = 0xFFFF
+_CLOSING = b'"}'
+_DIGEST_SIZE = 32
+
+_SEALING_THREADS = 8  # Reading many files of a network storage at once; the hash releases the GIL.
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What a checkpoint says about itself.
+
+    Args:
+        digest: xxh3-128 over the content, as 32 hexadecimal digits.
+        size: Bytes of the archive without its trailer, or of all files of a directory.
+        metadata: What the writer of the checkpoint wanted to be readable without loading it.
+    """
+
+    digest: str
+    size: int
+    metadata: dict[str, Any]
+
+
+class CorruptCheckpoint(ValueError):
+    """A checkpoint is missing, incomplete, damaged or none at all; the message says which, and what is wrong with it.
+
+    A storage that fails to answer raises its ``OSError`` instead: that says nothing about the checkpoint.
+    """
+
+
+def _corrupt(path: str | os.PathLike[str], reason: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(f"checkpoint {os.fspath(path)} cannot be used: {reason}")
+
+
+# Files: writing
+
+
+class _HashingWriter:
+    """The file that ``torch.save`` sees: passes everything on and hashes it on the way."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.hash = xxhash.xxh3_128()
+        self.error: OSError | None = None
+
+    def write(self, data: memoryview) -> int:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self.hash.update(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def save(
+    obj: Any,
+    path: str | os.PathLike[str],
+    metadata: dict[str, Any] | None = None,
+    before_publish: Callable[[], None] | None = None,
+) -> Stamp:
+    """Saves ``obj`` as ``torch.save`` does, so that after any crash ``path`` holds its old content or the new one.
+
+    When this returns, the checkpoint is on disk and survives a power loss. When it raises, ``path`` is as it was before
+    and nothing else is left.
+
+    Args:
+        obj: Anything that ``torch.save`` takes.
+        path: The file to write or to replace. Its directory must exist.
+        metadata: JSON-serialisable; read back by :func:`read_stamp` without loading the checkpoint. At most 64 KiB.
+        before_publish: Called when everything is written, right before the checkpoint becomes visible; what it raises
+            stops the save.
+    """
+
+    def write(file: BinaryIO) -> Stamp:
+        writer = _HashingWriter(file)
+        try:
+            torch.save(obj, cast(IO[bytes], writer))
+        except RuntimeError:
+            # torch keeps on writing after a write has failed, and then reports a wrong position instead of the cause.
+            if writer.error is not None:
+                raise writer.error from None
+            raise
+        size = file.tell()
+        trailer = json.dumps({"format": _FORMAT, "size": size, "metadata": metadata or {}}).encode()
+        trailer = trailer[:-1] + b', "xxh3_128": "'
+        length = len(trailer) + _DIGEST_SIZE + len(_CLOSING)
+        if length > _LONGEST_COMMENT:
+            raise ValueError(f"the metadata of {path} takes {length} bytes as JSON; a checkpoint has room for 64 KiB")
+        writer.hash.update(trailer)
+        file.seek(size - 2)
+        file.write(struct.pack("<H", length) + trailer + writer.hash.hexdigest().encode() + _CLOSING)
+        written = _read_trailer(file, path)
+        if written is None:  # Cannot be, unless torch.save no longer ends its archives in the way we know.
+            raise RuntimeError(f"torch {torch.__version__} wrote {path} in a format that has no room for a checksum")
+        return written[0]
+
+    try:
+        return publish(path, write, before_publish)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot save the checkpoint ({error.strerror or error}); what was at this path before is untouched",
+            os.fspath(path),
+        ) from error
+
+
+# Files: reading
+
+
+def _open(path: str | os.PathLike[str]) -> BufferedReader:
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise _corrupt(path, "it is a directory, not a file")
+        if not stat.S_ISREG(mode):  # Opening a pipe would block.
+            raise _corrupt(path, "it is not a regular file")
+        return open(path, "rb")
+    except (FileNotFoundError, NotADirectoryError):
+        raise _corrupt(path, "it does not exist") from None
+
+
+def _hash_blocks(hasher: xxhash.xxh3_128, file: BufferedReader, count: int) -> int:
+    """Hashes the next ``count`` bytes of ``file``, or as many as there are, and returns how many."""
+    buffer = memoryview(bytearray(min(_BLOCK, max(count, 1))))
+    left = count
+    while left > 0 and (got := file.readinto(buffer[: min(left, len(buffer))])):
+        hasher.update(buffer[:got])
+        left -= got
+    return count - left
+
+
+def _read_trailer(file: BinaryIO, path: str | os.PathLike[str]) -> tuple[Stamp, bytes] | None:
+    """The stamp and the trailer that it was read from, or ``None`` if the archive ends without a comment."""
+    length = file.seek(0, os.SEEK_END)
+    if length == 0:
+        raise _corrupt(path, "it is empty")
+    start = max(0, length - _END_RECORD_SIZE - _LONGEST_COMMENT)
+    file.seek(start)
+    tail = file.read()
+    position = tail.rfind(_END_RECORD)
+    if position < 0 or len(tail) - position < _END_RECORD_SIZE:
+        file.seek(0)
+        if file.read(4) == b"PK\x03\x04":
+            raise _corrupt(path, f"it is truncated or its end is damaged ({length} bytes, no end of the archive)")
+        raise _corrupt(path, "it is not a file written by torch.save (no zip archive)")
+    (comment_length,) = struct.unpack_from("<H", tail, position + _END_RECORD_SIZE - 2)
+    comment = tail[position + _END_RECORD_SIZE :]
+    if len(comment) != comment_length:
+        raise _corrupt(
+            path,
+            f"it is truncated or its end is damaged (a trailer of {len(comment)} bytes instead of {comment_length})",
+        )
+    if not comment:
+        return None
+    try:
+        trailer = json.loads(comment)
+        stamp = Stamp(trailer["xxh3_128"], trailer["size"], trailer["metadata"])
+        version = trailer["format"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise _corrupt(path, "its trailer is damaged") from None
+    if version != _FORMAT:
+        raise _corrupt(path, f"its trailer has format {version!r}; this version of the package reads {_FORMAT}")
+    if stamp.size != start + position + _END_RECORD_SIZE:
+        raise _corrupt(path, "its size is not the one that was written")
+    return stamp, comment
+
+
+def _verify(file: BufferedReader, path: str | os.PathLike[str]) -> Stamp | None:
+    found = _read_trailer(file, path)
+    if found is None:
+        _verify_unstamped(file, path)
+        return None
+    stamp, trailer = found
+    hasher = xxhash.xxh3_128()
+    file.seek(0)
+    _hash_blocks(hasher, file, stamp.size - 2)
+    hasher.update(b"\0\0")
+    hasher.update(trailer[: -_DIGEST_SIZE - len(_CLOSING)])
+    if trailer[-_DIGEST_SIZE - len(_CLOSING) :] != hasher.hexdigest().encode() + _CLOSING:
+        raise _corrupt(path, "its content is damaged (the checksum differs)")
+    return stamp
+
+
+def _verify_unstamped(file: BinaryIO, path: str | os.PathLike[str]) -> None:
+    """Checks what can be checked without our digest: the structure of the archive, and torch's CRC of every record."""
+    try:
+        archive = zipfile.ZipFile(file)
+        records = archive.infolist()
+        # All zero: written with torch.serialization.set_crc32_options(False).
+        damaged = archive.testzip() if any(record.CRC for record in records) else None
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # zipfile seeks to wherever a damaged record sends it.
+            raise
+        raise _corrupt(path, f"the archive is damaged ({error})") from error
+    except Exception as error:  # zipfile raises a dozen types on damaged archives, by no means only BadZipFile.
+        raise _corrupt(path, f"the archive is damaged ({error})") from error
+    if damaged is not None:
+        raise _corrupt(path, f"the archive's record {damaged} is damaged")
+    # The first record of an archive that lost its beginning, or is the end of another one, is not at the start.
+    if not records or min(record.header_offset for record in records) != 0:
+        raise _corrupt(path, "the archive is incomplete")
+    if not any(record.filename.endswith("/data.pkl") for record in records):
+        raise _corrupt(path, "it is a zip archive, but not one written by torch.save")
+
+
+def read_stamp(path: str | os.PathLike[str]) -> Stamp | None:
+    """What the checkpoint says about itself. Reads only its end: whether the content is intact, :func:`verify` says.
+
+    Returns:
+        ``None`` for an archive without a trailer, as plain Lightning writes it.
+
+    Raises:
+        CorruptCheckpoint: If this is no checkpoint or its end is missing or damaged.
+    """
+    with _open(path) as file:
+        found = _read_trailer(file, path)
+    return None if found is None else found[0]
+
+
+def verify(path: str | os.PathLike[str]) -> Stamp | None:
+    """Reads every byte of a checkpoint file and checks it.
+
+    Returns:
+        ``None`` for an intact archive without a trailer, as plain Lightning writes it. Its tensors are checked by the
+        CRC that torch has written for each of them.
+
+    Raises:
+        CorruptCheckpoint: If it is not intact.
+    """
+    with _open(path) as file:
+        return _verify(file, path)
+
+
+def load(path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
+    """Verifies a checkpoint file and loads it.
+
+    Args:
+        path: Written by :func:`save` or by plain Lightning.
+        map_location: As in ``torch.load``.
+        weights_only: As in ``torch.load``, where ``None`` is torch's default.
+
+    Raises:
+        CorruptCheckpoint: If it is not intact; nothing has been loaded then.
+    """
+    with _open(path) as file:  # One open file: what is loaded is what was verified, even if the name is replaced.
+        _verify(file, path)
+        file.seek(0)
+        return torch.load(file, map_location=map_location, weights_only=weights_only)
+
+
+# Directories
+
+
+def _files_of(directory: Path) -> list[Path]:
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    return sorted(
+        Path(folder, name)
+        for folder, _, names in os.walk(directory, onerror=fail)
+        for name in names
+        if Path(folder, name) != directory / MARKER and not is_temporary(name)
+    )
+
+
+def _hash_file(path: Path, sync: bool = False) -> dict[str, Any]:
+    hasher = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        size = _hash_blocks(hasher, file, os.fstat(file.fileno()).st_size)
+    return {"size": size, "xxh3_128": hasher.hexdigest()}
+
+
+def _digest_of(content: dict[str, Any]) -> str:
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode()))
+
+
+def seal_directory(
+    path: str | os.PathLike[str],
+    metadata: dict[str, Any] | None = None,
+    before_publish: Callable[[], None] | None = None,
+) -> None:
+    """Declares a directory a complete checkpoint; one process calls this after all ranks have written.
+
+    Syncs every file to disk, then writes the marker with the digests of all of them.
+
+    Args:
+        path: The directory.
+        metadata: JSON-serialisable, kept in the marker.
+        before_publish: Called right before the marker becomes visible; what it raises stops that.
+    """
+    directory = Path(path)
+    files = _files_of(directory)
+    if not files:
+        raise _corrupt(path, "there is nothing in it to seal")
+    with ThreadPoolExecutor(_SEALING_THREADS) as pool:
+        digests = list(pool.map(lambda file: _hash_file(file, sync=True), files))
+    for folder in {directory.parent, directory, *(file.parent for file in files)}:
+        sync_directory(folder)
+    content = {
+        "format": _FORMAT,
+        "files": {str(file.relative_to(directory)): digest for file, digest in zip(files, digests, strict=True)},
+        "metadata": metadata or {},
+    }
+    write_json(directory / MARKER, {**content, "xxh3_128": _digest_of(content)}, before_publish)
+
+
+def verify_directory(path: str | os.PathLike[str]) -> Stamp:
+    """Reads every byte of a sealed directory and checks it.
+
+    Raises:
+        CorruptCheckpoint: If the marker is missing or damaged, or a file is missing, truncated or differs.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise _corrupt(path, "it is not a directory" if directory.exists() else "it does not exist")
+    try:
+        marker = json.loads((directory / MARKER).read_bytes())
+        digest = marker.pop("xxh3_128")
+        if _digest_of(marker) != digest:
+            raise _corrupt(path, f"its {MARKER} marker is damaged (the checksum differs)")
+        expected: dict[str, dict[str, Any]] = marker["files"]
+        stamp = Stamp(digest, sum(file["size"] for file in expected.values()), marker["metadata"])
+    except FileNotFoundError:
+        raise _corrupt(path, f"it was never finished (no {MARKER} marker)") from None
+    except CorruptCheckpoint:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise _corrupt(path, f"its {MARKER} marker is damaged") from None
+
+    def check(name: str) -> None:
+        try:
+            found = _hash_file(directory / name)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            raise _corrupt(path, f"its file {name} is missing") from None
+        if found["size"] != expected[name]["size"]:
+            raise _corrupt(path, f"its file {name} has {found['size']} bytes instead of {expected[name]['size']}")
+        if found != expected[name]:
+            raise _corrupt(path, f"its file {name} is damaged (the checksum differs)")
+
+    with ThreadPoolExecutor(_SEALING_THREADS) as pool:
+        list(pool.map(check, expected))
+    return stamp
+
+
+def _aside(directory: Path) -> Path:
+    return directory.with_name(f"previous-{directory.name}")
+
+
+def set_aside(path: str | os.PathLike[str]) -> None:
+    """Moves the sealed directory ``path``, if there is one, to ``previous-<name>`` before a new one is written there.
+
+    A directory is written in place, so this is what keeps the old checkpoint whole until the new one is sealed;
+    :func:`discard_aside` removes it then. A killed save leaves an unsealed directory at ``path``, the good one aside.
+    A directory that was never sealed is left alone: nobody relies on it, and it may be anything.
+    """
+    directory = Path(path)
+    aside = _aside(directory)
+    if (directory / MARKER).is_file():
+        discard_aside(directory)
+        os.replace(directory, aside)
+        sync_directory(directory.parent)
+    elif (aside / MARKER).is_file():
+        remove(directory)
+
+
+def discard_aside(path: str | os.PathLike[str]) -> None:
+    """Removes what :func:`set_aside` kept; called when ``path`` is complete."""
+    aside = _aside(Path(path))
+    if (aside / MARKER).is_file():
+        remove(aside)
+
+
+# Both
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Removes a checkpoint if it exists: a file, a link, or a directory, of which no half is ever left under its name."""
+    path = Path(path)
+    if path.is_dir() and not path.is_symlink():
+        temporary = temporary_path(path)
+        os.replace(path, temporary)
+        shutil.rmtree(temporary)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Makes ``path`` a relative link to the checkpoint ``target``; it never is missing or points at nothing in between.
+
+    Only a directory at ``path`` is removed before. Where the storage knows no symbolic links, ``path`` becomes a copy of
+    the file.
+    """
+    target, path = Path(target), Path(path)
+    if not target.exists():
+        raise FileNotFoundError(
+            errno.ENOENT, f"cannot be made a link to {target}, which does not exist", os.fspath(path)
+        )
+    relative = os.path.relpath(target.absolute(), path.parent.absolute())
+    if path.is_dir() and not path.is_symlink():
+        remove(path)
+    try:
+        publish_link(path, relative)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS) or not target.is_file():
+            raise
+        with open(target, "rb") as source:
+            publish(path, lambda file: shutil.copyfileobj(source, file, _BLOCK))
+
+
+def quarantine(path: str | os.PathLike[str], folder: str | os.PathLike[str], reason: str) -> Path:
+    """Moves a bad checkpoint out of the way, never to be chosen again and never deleted.
+
+    Args:
+        path: A file, directory or link. If another process has moved it already, the place where it is now is returned.
+        folder: Where to; created if needed. On another file system, a ``quarantine`` beside ``path`` is used instead.
+        reason: Written into a ``.reason.txt`` beside the moved checkpoint, if the storage still takes it.
+
+    Returns:
+        Where the checkpoint is now.
+
+    Raises:
+        OSError: If it cannot be moved (read-only storage): it still is where it was, and must be passed over.
+    """
+    path, folder = Path(path), Path(folder)
+    name = f"{path.name}.{uuid.uuid4().hex[:8]}"
+    try:
+        make_directory(folder)
+        try:
+            os.rename(path, folder / name)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            folder = path.parent / "quarantine"
+            make_directory(folder)
+            os.rename(path, folder / name)
+    except FileNotFoundError:
+        moved = [
+            found
+            for place in (folder, path.parent / "quarantine")
+            for found in place.glob(f"{escape(path.name)}.????????")
+        ]
+        if not moved:
+            raise
+        return max(moved, key=lambda found: found.lstat().st_ctime_ns)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot move the checkpoint into {folder} ({error.strerror}); pass it over", os.fspath(path)
+        ) from error
+    quarantined = folder / name
+    try:
+        sync_directory(folder)
+        sync_directory(path.parent)
+        text = f"{path}\n{reason}\n".encode()
+        publish(folder / f"{name}.reason.txt", lambda file: file.write(text))
+    except OSError as error:
+        log.warning(
+            "Checkpoint %s is in %s, but the reason cannot be written there (%s): %s", path, folder, error, reason
+        )
+    return quarantined

@@ -1,0 +1,113 @@
+"""The order in which DistributedDataParallel reduces gradients, kept over a restart.
+
+DDP groups parameters into buckets and, after the first iteration, groups them anew in the order in which their gradients
+arrived. A resumed process would run its first iteration with the initial buckets, where the undisturbed one long since
+ran with the rebuilt ones; from 3 ranks on, the sums then differ in their last bit. So the order of arrival is recorded
+once, saved with every checkpoint, and replayed right after wrapping: a synthetic loss of zero, whose backward reaches the
+parameters in the recorded order, makes DDP rebuild the same buckets. No code of the user runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def rebuilds_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether this wrapper regroups its buckets after the first iteration: DDP does unless it looks for unused parameters."""
+    return not ddp.find_unused_parameters
+
+
+class GradientArrivalRecorder:
+    """Records the order in which gradients arrive in the first iteration that reduces them.
+
+    Args:
+        ddp: The wrapped model, before its first iteration.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        self._order: list[str] = []
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._recorder(name))
+            for name, parameter in ddp.module.named_parameters()
+            if parameter.requires_grad
+        ]
+
+    def _recorder(self, name: str) -> Any:
+        def record(_: Tensor) -> None:
+            # Backwards under ``no_sync`` (gradient accumulation) do not reach DDP's reducer.
+            if self._ddp.require_backward_grad_sync:
+                self._order.append(name)
+
+        return record
+
+    def finish(self) -> list[str] | None:
+        """The names of the parameters in their order of arrival, or ``None`` as long as none has arrived.
+
+        Call it between iterations; once there is an order, recording ends.
+        """
+        if not self._order:
+            return None
+        self.stop()
+        return self._order
+
+    def stop(self) -> None:
+        """Ends recording."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+class _ZeroLoss(nn.Module):
+    def __init__(self, parameters: list[Tensor]) -> None:
+        super().__init__()
+        self._ordered = parameters
+
+    def forward(self) -> Tensor:
+        # Autograd runs first what was created last.
+        total = torch.zeros((), device=self._ordered[0].device)
+        for parameter in reversed(self._ordered):
+            total = total + (parameter * 0).sum().to(total.dtype)
+        return total
+
+
+def replay_gradient_arrival(ddp: DistributedDataParallel, order: list[str]) -> bool:
+    """Makes ``ddp`` build the buckets that it would have built had gradients arrived in ``order``. A collective.
+
+    Args:
+        ddp: The wrapped model, before its first iteration.
+        order: Names of parameters, from :class:`GradientArrivalRecorder`.
+
+    Returns:
+        Whether that was possible: ``False`` if ``order`` does not name this model's parameters.
+    """
+    parameters = {name: parameter for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
+    if sorted(order) != sorted(parameters):
+        return False
+    module, model = ddp.module, list(parameters.values())
+    # The user's hooks must not see this backward: one that steps an optimizer would change weights. Autograd holds on to
+    # the dicts themselves, so they are emptied and filled again.
+    hook_dicts: list[dict[int, Any]] = [
+        hooks
+        for parameter in model
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        if hooks
+    ]
+    saved_hooks = [dict(hooks) for hooks in hook_dicts]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        try:
+            for hooks in hook_dicts:
+                hooks.clear()
+            ddp._modules["module"] = _ZeroLoss([parameters[name] for name in order])
+            ddp().backward()
+        finally:
+            ddp._modules["module"] = module
+            for hooks, saved in zip(hook_dicts, saved_hooks, strict=True):
+                hooks.update(saved)
+            for parameter in model:
+                parameter.grad = None
+    return True

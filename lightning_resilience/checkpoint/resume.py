@@ -1,0 +1,123 @@
+"""Which checkpoint a run resumes from: the newest, by its step, that can be verified."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_resilience.checkpoint import durable
+from lightning_resilience.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d+)(-final)?\.ckpt")
+
+
+def checkpoint_name(step: int, final: bool = False) -> str:
+    """The name of the checkpoint of ``step``; names sort by step, and a final one after any other of its step."""
+    return f"step-{step:012d}{'-final' if final else ''}.ckpt"
+
+
+def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
+    """The published checkpoints in ``directory``, newest first by step, whether or not they can be read."""
+    found = []
+    try:
+        entries = list(Path(directory).iterdir())
+    except FileNotFoundError:
+        return []
+    for path in entries:
+        if match := _NAME.fullmatch(path.name):
+            found.append((int(match[1]), match[2] is not None, path))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def step_of(path: str | os.PathLike[str]) -> int:
+    """The step in a checkpoint's name.
+
+    Raises:
+        ValueError: If ``path`` is not named like a checkpoint of ours.
+    """
+    if (match := _NAME.fullmatch(Path(path).name)) is None:
+        raise ValueError(f"{path} is not named like a checkpoint (step-000000000012.ckpt)")
+    return int(match[1])
+
+
+def is_final(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint's name says that it is the last state of a finished fit."""
+    return (match := _NAME.fullmatch(Path(path).name)) is not None and match[2] is not None
+
+
+def verify(path: Path, expected: dict[str, Any] | None = None) -> durable.Stamp:
+    """Reads every byte of a checkpoint of ours.
+
+    Args:
+        path: A file, or the directory of a sharded checkpoint.
+        expected: Metadata that it must carry, such as ``{"fit": 0}``.
+
+    Raises:
+        durable.CorruptCheckpoint: If it is damaged, or was not written by this package, or for something else.
+    """
+    stamp = durable.verify_directory(path) if path.is_dir() else durable.verify(path)
+    if stamp is None:
+        raise durable.CorruptCheckpoint(f"{path} carries no checksum: it was not written here")
+    for key, value in (expected or {}).items():
+        if stamp.metadata.get(key) != value:
+            raise durable.CorruptCheckpoint(
+                f"{path} is foreign: its {key} is {stamp.metadata.get(key)!r}, expected {value!r}"
+            )
+    return stamp
+
+
+def retain(directory: str | os.PathLike[str], keep: int) -> None:
+    """Removes all but the newest ``keep`` checkpoints; what cannot be removed stays."""
+    for path in checkpoints(directory)[keep:]:
+        try:
+            durable.remove(path)
+        except OSError as error:
+            log.warning("The old checkpoint %s could not be removed: %s", path, error)
+
+
+def newest_verified(
+    directory: str | os.PathLike[str],
+    expected: dict[str, Any] | None = None,
+    on_corrupt: Callable[[Path, durable.CorruptCheckpoint], None] | None = None,
+) -> Iterator[Path]:
+    """The checkpoints in ``directory`` that verify, newest first; the next one is looked at only when it is asked for.
+
+    Args:
+        directory: Where they lie.
+        expected: See :func:`verify`.
+        on_corrupt: Told about every one that does not verify, before the next older one is tried.
+    """
+    for path in checkpoints(directory):
+        try:
+            verify(path, expected)
+        except durable.CorruptCheckpoint as error:
+            if on_corrupt is not None:
+                on_corrupt(path, error)
+            continue
+        yield path
+
+
+def resolve_resume_path(run_dir: str | os.PathLike[str], fit: int | None = None) -> Path | None:
+    """The checkpoint that a run would resume from now.
+
+    Args:
+        run_dir: A run directory, or a folder of checkpoints.
+        fit: Number of the fit in the script; default: the newest that has a checkpoint.
+
+    Returns:
+        The newest checkpoint that verifies, or ``None``. Nothing is moved or changed.
+    """
+    run = RunDirectory(run_dir)
+    directories = [run.path]
+    if run.fits:
+        directories = [each.checkpoints for each in (reversed(run.fits) if fit is None else [run.fit(fit)])]
+    for directory in directories:
+        for path in newest_verified(directory):
+            return path
+    return None

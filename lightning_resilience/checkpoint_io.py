@@ -1,0 +1,245 @@
+"""Lightning's own saves through :mod:`lightning_resilience.checkpoint.durable`: a thin adapter, no mechanism.
+
+:func:`make_durable` covers the three ways in which Lightning writes checkpoints: files, through the strategy's
+``CheckpointIO``; directories, which sharded strategies write without it; and ``ModelCheckpoint``'s ``last.ckpt`` link.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+from lightning_resilience import _lightning
+from lightning_resilience._files import make_directory
+from lightning_resilience.checkpoint import durable
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+if TYPE_CHECKING or find_spec("lightning") is not None:
+    from lightning.fabric.plugins import CheckpointIO
+else:
+    from lightning_fabric.plugins import CheckpointIO
+
+log = logging.getLogger(__name__)
+
+
+def _local_path(path: str | Path) -> Path | None:
+    """``path`` as Lightning resolves it, or ``None`` if it is on a remote storage (``s3://...``)."""
+    file_system, local = url_to_fs(os.fspath(path))
+    return Path(local) if isinstance(file_system, LocalFileSystem) else None
+
+
+class DurableCheckpointIO(CheckpointIO):
+    """Saves checkpoint files atomically, on disk and with a checksum, and verifies them at load.
+
+    Args:
+        inner: Lightning's own plugin, which still does what concerns remote storages.
+        before_publish: Called right before a checkpoint becomes visible; what it raises stops the save.
+        metadata: Added to every checkpoint's stamp, beside ``step`` and ``epoch``.
+    """
+
+    def __init__(
+        self,
+        inner: CheckpointIO,
+        before_publish: Callable[[], None] | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        self.inner = inner
+        self.before_publish = before_publish
+        self.metadata = metadata or {}
+        self.newest: Path | None = None
+        self._told = False
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Saves a checkpoint; when this returns, it is on disk."""
+        local = _local_path(path)
+        if local is None or storage_options is not None:
+            self._tell(path)
+            self.inner.save_checkpoint(checkpoint, path, storage_options)
+            return
+        make_directory(local.parent)
+        durable.save(checkpoint, local, _stamped(checkpoint, self.metadata), self.before_publish)
+        self.newest = local
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Verifies and loads a checkpoint, which plain Lightning may have written.
+
+        Raises:
+            CorruptCheckpoint: If it is not intact.
+            FileNotFoundError: If there is none.
+        """
+        local = _local_path(path)
+        if local is None:
+            return self.inner.load_checkpoint(path, map_location, weights_only)
+        if not local.exists():
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        return durable.load(local, map_location, weights_only)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Removes a checkpoint. A link to it beside it, ``last.ckpt``, is first moved on to the newest one."""
+        local = _local_path(path)
+        if local is None:
+            self.inner.remove_checkpoint(path)
+            return
+        if self.newest is not None and self.newest != local and self.newest.exists():
+            for link in _links_to(local):
+                durable.link(self.newest, link)
+        durable.remove(local)
+
+    def teardown(self) -> None:
+        """Ends what Lightning's own plugin has running."""
+        self.inner.teardown()
+
+    def _tell(self, path: str | Path) -> None:
+        if not self._told:
+            self._told = True
+            log.warning(
+                "Checkpoint %s is not on a local file system: it is saved by Lightning, without checksum.", path
+            )
+
+
+def _links_to(path: Path) -> list[Path]:
+    if path.is_symlink() or not path.parent.is_dir():
+        return []
+    return [entry for entry in path.parent.iterdir() if entry.is_symlink() and os.path.realpath(entry) == str(path)]
+
+
+def _stamped(checkpoint: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
+    """``metadata`` with what the checkpoint itself says about where in the training it was taken."""
+    position = {"step": checkpoint.get("global_step"), "epoch": checkpoint.get("epoch")}
+    return {**{key: value for key, value in position.items() if isinstance(value, int)}, **metadata}
+
+
+class _SealedSave:
+    """``save_checkpoint`` of a strategy that writes directories without its ``CheckpointIO`` (FSDP, ModelParallel).
+
+    Before: the directory that is there is set aside whole. After: rank 0 seals the new one, and the old one goes.
+    """
+
+    def __init__(
+        self, strategy: Any, before_publish: Callable[[], None] | None, metadata: dict[str, Any] | None
+    ) -> None:
+        self._strategy = strategy
+        self._save = strategy.save_checkpoint
+        self.before_publish = before_publish
+        self.metadata = metadata or {}
+
+    def __call__(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
+        strategy = self._strategy
+        path = Path(strategy.broadcast(filepath))
+        metadata = _stamped(checkpoint, self.metadata)  # Before the strategy takes things out of it.
+        _on_rank_zero(strategy, partial(durable.set_aside, path))
+        self._save(checkpoint, filepath, storage_options)
+        strategy.barrier()
+        _on_rank_zero(strategy, partial(self._finish, path, metadata))
+
+    def _finish(self, path: Path, metadata: dict[str, Any]) -> None:
+        if path.is_dir():
+            durable.seal_directory(path, metadata, self.before_publish)
+            if isinstance(io := self._strategy.checkpoint_io, DurableCheckpointIO):
+                io.newest = path.absolute()
+        durable.discard_aside(path)
+
+
+def _on_rank_zero(strategy: Any, action: Callable[[], None]) -> None:
+    """Runs ``action`` on rank 0 while the others wait; if it raises, every rank does, and none waits for ever."""
+    raised: BaseException | None = None
+    if strategy.is_global_zero:
+        try:
+            action()
+        except (Exception, SystemExit) as error:
+            raised = error
+    told = strategy.broadcast(None if raised is None else (isinstance(raised, SystemExit), str(raised)))
+    if raised is not None:
+        raise raised
+    if told is not None:
+        ends, message = told
+        raise (SystemExit if ends else RuntimeError)(f"rank 0: {message}")
+
+
+def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+    """``ModelCheckpoint._link_checkpoint`` without the moment in which there is no ``last.ckpt``."""
+    if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+        if _lightning.is_async_checkpoint_io(trainer.strategy.checkpoint_io):
+            # The checkpoint is not written yet.
+            _lightning.after_async_saves(trainer.strategy.checkpoint_io, partial(durable.link, filepath, linkpath))
+        else:
+            durable.link(filepath, linkpath)
+    trainer.strategy.barrier()
+
+
+def make_durable(
+    trainer: Trainer, before_publish: Callable[[], None] | None = None, metadata: dict[str, Any] | None = None
+) -> None:
+    """Makes every checkpoint that ``trainer`` saves survive a crash, and verifies every one that it loads.
+
+    Called in a callback's ``setup`` for every stage; a second call only adds what it is given. A ``CheckpointIO`` other
+    than Lightning's default is the user's choice and stays as it is.
+
+    Args:
+        trainer: Its strategy must be set up.
+        before_publish: Called right before a checkpoint becomes visible; what it raises stops the save.
+        metadata: JSON-serialisable, added to every checkpoint's stamp.
+    """
+    strategy: Any = trainer.strategy
+    io = strategy.checkpoint_io
+    inner = io.checkpoint_io if _lightning.is_async_checkpoint_io(io) else io
+    if isinstance(inner, DurableCheckpointIO):
+        inner.before_publish = before_publish or inner.before_publish
+        inner.metadata.update(metadata or {})
+    elif _lightning.is_plain_checkpoint_io(inner):
+        ours = DurableCheckpointIO(inner, before_publish, dict(metadata or {}))
+        if inner is io:
+            strategy.checkpoint_io = ours
+        else:
+            _lightning.set_inner_checkpoint_io(io, ours)
+            # Lightning removes the previous checkpoint right after it has submitted the new one.
+            io.remove_checkpoint = lambda path: _lightning.after_async_saves(io, partial(ours.remove_checkpoint, path))
+    elif trainer.is_global_zero:
+        log.warning(
+            "Checkpoints are saved by %s, which this package leaves as it is: they are not verified, and only as "
+            "atomic as it makes them.",
+            type(inner).__name__,
+        )
+
+    if isinstance(sealed := vars(strategy).get("save_checkpoint"), _SealedSave):
+        sealed.before_publish = before_publish or sealed.before_publish
+        sealed.metadata.update(metadata or {})
+    elif _lightning.writes_directories(strategy):
+        strategy.save_checkpoint = _SealedSave(strategy, before_publish, dict(metadata or {}))
+
+    for callback in trainer.checkpoint_callbacks:
+        _lightning.replace_link_checkpoint(callback, _link_checkpoint)
+
+
+def undo(trainer: Trainer) -> None:
+    """Takes off everything that :func:`make_durable` has put on ``trainer``; called in a callback's ``teardown``.
+
+    Waits for asynchronous saves that have not finished.
+    """
+    strategy: Any = trainer.strategy
+    io = strategy.checkpoint_io
+    if isinstance(io, DurableCheckpointIO):
+        strategy.checkpoint_io = io.inner
+    elif _lightning.is_async_checkpoint_io(io) and isinstance(io.checkpoint_io, DurableCheckpointIO):
+        _lightning.wait_for_async_saves(io)
+        _lightning.set_inner_checkpoint_io(io, io.checkpoint_io.inner)
+        del io.remove_checkpoint
+    if isinstance(vars(strategy).get("save_checkpoint"), _SealedSave):
+        del strategy.save_checkpoint
+    for callback in trainer.checkpoint_callbacks:
+        _lightning.restore_link_checkpoint(callback)

@@ -1,0 +1,417 @@
+"""Starts the workers, reads how they ended, and decides what happens next, until the run is over or its budget is."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from lightning_resilience import _nvrx, signals
+from lightning_resilience._files import read_json, write_json
+from lightning_resilience.launch.budget import Budget, highest_verified_step
+from lightning_resilience.launch.nodes import (
+    FIRST_NODE_WITHIN_S,
+    OWNER_LOST_AFTER_S,
+    Board,
+    FirstNodeMissing,
+    is_this_host,
+)
+from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, Reaper, end_processes
+from lightning_resilience.launch.slurm import get_slurm_info
+from lightning_resilience.launch.worker import JOB_ATTEMPT_VARIABLE, first_fault
+from lightning_resilience.ledger import Ledger, read_ledger
+from lightning_resilience.run_directory import RUN_DIR_VARIABLE, Outcome, RunDirectory
+
+RECIPE_VARIABLE = "LIGHTNING_RESILIENCE_RECIPE"
+"""Environment variable with the name of the recipe whose callbacks register themselves in the workers."""
+
+_VERDICT_EXIT_CODES = (16, 17)  # Megatron's: a fault that came again, and one that did not
+_LEFTOVERS_PATIENCE_S = 5.0
+_TERM_MARGIN_S = 5.0  # the workers keep to the grace period themselves; the elastic launcher comes after them...
+_KILL_MARGIN_S = 20.0  # ...and this launch after both
+_POLL_S = 0.1
+_CHECK_NODES_EVERY_S = 2.0
+_OTHERS_END_WITHIN_S = 20.0
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """What the command line of ``launch`` says.
+
+    Args:
+        command: The script with its arguments, or ``-m``, a module and its arguments.
+        run_dir: The run directory, the identity of the run.
+        recipe: Name of the recipe whose callbacks the workers get.
+        nproc_per_node: Workers for each node: a number or ``auto``.
+        nnodes: Nodes: a number or ``MIN:MAX``.
+        node_rank: Which node this is, if that is fixed.
+        rdzv_endpoint: ``HOST:PORT`` of the rendezvous; needed with several nodes.
+        budget: How often the run may fail.
+        grace_period_s: How long the workers have to save and end when they are told to.
+    """
+
+    command: list[str]
+    run_dir: Path
+    recipe: str = "nemo"
+    nproc_per_node: str = "auto"
+    nnodes: str = "1"
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
+    budget: Budget = field(default_factory=Budget)
+    grace_period_s: float = signals.DEFAULT_GRACE_PERIOD_S
+
+    @property
+    def is_single_node(self) -> bool:
+        """Whether this node is the whole job."""
+        return self.nnodes in ("1", "1:1")
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this node decides: the one that hosts the rendezvous."""
+        if self.is_single_node or self.node_rank is not None:
+            return not self.node_rank
+        return self.rdzv_endpoint is not None and is_this_host(self.rdzv_endpoint.rpartition(":")[0].strip("[]"))
+
+
+Starter = Callable[[LaunchSettings, str, int], tuple[list[str], dict[str, str]]]
+"""Makes the command that runs the workers under a given rendezvous id with a given number of restarts, and what that
+command needs in its environment."""
+
+
+def elastic_command(settings: LaunchSettings, run_id: str, max_restarts: int) -> tuple[list[str], dict[str, str]]:
+    """The command that runs the workers under NVRx's launcher, or under torch's where NVRx is not installed."""
+    command, environment = _nvrx.elastic_launcher(
+        max_restarts,
+        settings.grace_period_s + _TERM_MARGIN_S,
+        settings.run_dir / "elastic",
+        _nvrx.installed_version(),
+    )
+    endpoint = settings.rdzv_endpoint or "127.0.0.1:0"
+    command += [f"--nnodes={settings.nnodes}", f"--nproc-per-node={settings.nproc_per_node}", "--rdzv-backend=c10d"]
+    command += [f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}"]
+    if settings.node_rank is not None:
+        command += [f"--node-rank={settings.node_rank}"]
+    if settings.is_single_node:
+        command += ["--local-addr=127.0.0.1"]  # the machine's own name need not resolve
+    return [*command, "-m", "lightning_resilience.launch.worker", *settings.command], environment
+
+
+class Refused(Exception):
+    """The launch can't begin."""
+
+
+class _StopRequest:
+    """Notices the signals by which a person or a scheduler asks the launch to stop."""
+
+    def __init__(self) -> None:
+        self.signum: signal.Signals | None = None
+        self.now = False
+        self._at = 0.0
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
+                signal.signal(signum, self._handle)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum is None:
+            self.signum, self._at = signal.Signals(signum), time.monotonic()
+        elif (
+            time.monotonic() - self._at >= signals.SECOND_SIGNAL_AFTER_S
+        ):  # before that it is the same one, delivered twice
+            self.now = True
+
+    def __bool__(self) -> bool:
+        return self.signum is not None
+
+
+class Launch:
+    """One call of ``lightning-resilience launch``.
+
+    Args:
+        settings: What to run and how.
+        starter: Makes the command that runs the workers.
+    """
+
+    def __init__(self, settings: LaunchSettings, starter: Starter = elastic_command) -> None:
+        self.settings = settings
+        self.launch_id = uuid.uuid4().hex
+        self._starter = starter
+        self._run_directory = RunDirectory(settings.run_dir)
+        self._ledger = Ledger(self._run_directory.ledger, rank=None)
+        self._board = Board(self._run_directory.path / "decision.json", self.launch_id)
+        self._record_path = self._run_directory.path / "launches" / f"{self.launch_id}.json"
+
+        self._over_since: float | None = None  # when this node saw that the job it is in has been given up
+
+    def run(self) -> int:
+        """Runs to the end and returns the exit code: 0 finished, 75 interrupted, 1 failed, or a verdict's own.
+
+        Raises:
+            Refused: If the run directory is in use.
+        """
+        self._stop = _StopRequest()
+        self._register()
+        reaper = Reaper(self.launch_id)
+        try:
+            exit_code = self._own() if self.settings.is_owner else self._follow()
+        finally:
+            end_processes(self.launch_id, _LEFTOVERS_PATIENCE_S)
+            self._record_path.unlink(missing_ok=True)
+            reaper.dismiss()
+        return exit_code
+
+    # The node that decides
+
+    def _own(self) -> int:
+        if (outcome := self._finished_before()) is not None:
+            say(
+                f"The run in {self._run_directory.path} has finished already ({outcome.reason}); nothing to do. Other "
+                "script arguments, or another --run-dir, would run the script again."
+            )
+            return self._end(Outcome("finished", "it had finished already"))
+        self._describe()
+        while True:
+            decision = self.settings.budget.decide(read_ledger(self._ledger.path), time.time())
+            if decision.action == "give_up":
+                self._ledger.record("give_up", reason=decision.reason)
+                return self._end(Outcome("failed", self._with_last_fault(decision.reason)))
+            run_id = uuid.uuid4().hex[:12]
+            self._ledger.record(
+                "job_start",
+                retry=decision.action == "retry",
+                job_attempt=decision.job_attempt,
+                run_id=run_id,
+                max_restarts=decision.max_restarts,
+                reason=decision.reason,
+            )
+            if not self.settings.is_single_node:
+                self._board.publish(run_id, decision.max_restarts, decision.job_attempt)
+            exit_code = self._run_workers(run_id, decision.max_restarts, decision.job_attempt, self._watch_nodes)
+            outcome = self._verdict(exit_code, run_id)
+            if outcome.status != "failed":
+                return self._end(outcome)
+            self._ledger.record("failure", run_id=run_id, exit_code=exit_code, reason=outcome.reason)
+            following = self.settings.budget.decide(read_ledger(self._ledger.path), time.time())
+            next_step = {
+                "start": "starting the workers again",
+                "retry": "starting the job again",
+                "give_up": "giving up",
+            }
+            say(f"Failed: {outcome.reason}. {following.reason}: {next_step[following.action]}.")
+
+    def _finished_before(self) -> Outcome | None:
+        """The outcome, if the whole run had finished with the very same command."""
+        outcome = self._run_directory.outcome
+        if outcome is None or outcome.status != "finished" or outcome.details.get("command") != self.settings.command:
+            return None
+        ends = [event for event in read_ledger(self._ledger.path) if event["event"] in ("start", "exit")]
+        if not ends or ends[-1].get("status") != "finished":
+            return None  # rank 0 had finished, but not every rank
+        fits = [fit.outcome for fit in self._run_directory.fits]
+        return outcome if all(fit is not None and fit.status == "finished" for fit in fits) else None
+
+    def _describe(self) -> None:
+        events = list(read_ledger(self._ledger.path))
+        launches = [event["event"] for event in events if event["event"] in ("launch", "exit")]
+        if launches[-1:] == ["launch"]:
+            self._ledger.record("launcher_killed")
+        slurm = get_slurm_info()
+        self._ledger.record(
+            "launch",
+            launch_id=self.launch_id,
+            command=self.settings.command,
+            recipe=self.settings.recipe,
+            nnodes=self.settings.nnodes,
+            nproc_per_node=self.settings.nproc_per_node,
+            slurm_job_id=slurm.job_id if slurm else None,
+            slurm_restart_count=slurm.restart_count if slurm else None,
+        )
+        step = highest_verified_step(events)
+        state = (
+            "new run"
+            if not events
+            else "continuing, " + ("no checkpoint yet" if step is None else f"step {step} is safe")
+        )
+        say(f"Run directory {self._run_directory.path} ({state}). The same command again resumes it.")
+        if _nvrx.installed_version() is None:
+            say("nvidia-resiliency-ext is not installed: torchrun starts the workers, and hung ranks are not detected.")
+
+    def _verdict(self, exit_code: int, run_id: str) -> Outcome:
+        """How the workers ended: what rank 0 recorded, as far as the exit code agrees."""
+        said = self._run_directory.outcome
+        if said is not None and said.details.get("elastic_run_id") != run_id:
+            said = None  # an earlier one's
+        if said is not None and (said.status == "halted" or (said.status == "finished" and exit_code == 0)):
+            return said
+        if self._stop.signum is not None:
+            return Outcome("interrupted", f"the launcher received {self._stop.signum.name}")
+        events = list(read_ledger(self._ledger.path))
+        starts = [index for index, event in enumerate(events) if event["event"] in ("job_start", "start")]
+        if exit_code == 0:
+            if said is not None and said.status == "interrupted":
+                return said
+            if any(event["event"] in ("signal", "interrupted") for event in events[starts[-1] :]):
+                return Outcome("interrupted", "the workers were told to stop and ended before they could say more")
+            return Outcome("failed", "the workers ended with 0 without an outcome; does the script call os._exit?")
+        restarts = max((event["restart_count"] for event in events if event.get("elastic_run_id") == run_id), default=0)
+        if fault := first_fault(events, run_id, restarts):
+            return Outcome("failed", fault)
+        how = f"exit code {exit_code}" if exit_code > 0 else signal.Signals(-exit_code).name
+        return Outcome("failed", f"a worker was killed, or never started (the elastic launcher ended with {how})")
+
+    def _with_last_fault(self, reason: str) -> str:
+        failures = [event for event in read_ledger(self._ledger.path) if event["event"] == "failure"]
+        return f"{reason}; last failure: {failures[-1].get('reason')}" if failures else reason
+
+    def _watch_nodes(self, run_id: str) -> bool:
+        """Whether the workers must go. The elastic launcher's own count is per node, the budget counts all nodes."""
+        if self.settings.is_single_node:
+            return False
+        self._board.beat()
+        if ":" not in self.settings.nnodes and any(record.get("left") == run_id for _, record in self._records()):
+            return True  # with a fixed number of nodes the others would wait for that one in vain
+        return self.settings.budget.decide(read_ledger(self._ledger.path), time.time()).action != "start"
+
+    def _end(self, outcome: Outcome) -> int:
+        exit_code = {"finished": 0, "interrupted": signals.EXIT_INTERRUPTED, "failed": 1, "halted": 1}[outcome.status]
+        if outcome.status == "halted" and outcome.details.get("exit_code") in _VERDICT_EXIT_CODES:
+            exit_code = outcome.details["exit_code"]
+        self._ledger.record("exit", status=outcome.status, exit_code=exit_code, reason=outcome.reason)
+        if not self.settings.is_single_node:
+            self._board.finish(exit_code)
+        then = {
+            "finished": "",
+            "interrupted": " Run the same command again to resume.",
+            "failed": " The same command tries again from the last checkpoint, with a fresh budget.",
+            "halted": " Trying again would not change this.",
+        }
+        say(f"{outcome.status.capitalize()}: {outcome.reason}.{then[outcome.status]} (exit code {exit_code})")
+        return exit_code
+
+    # The nodes that follow
+
+    def _follow(self) -> int:
+        if self._finished_before() is not None:
+            say("The run has finished already; nothing to do.")
+            return 0
+        try:
+            decision = self._board.wait_for(None, FIRST_NODE_WITHIN_S, lambda: bool(self._stop))
+            while decision is not None and decision.exit_code is None:
+                run_id = decision.run_id
+                exit_code = self._run_workers(run_id, decision.max_restarts, decision.job_attempt, self._is_superseded)
+                if exit_code != 0:
+                    self._write_record(left=run_id)
+                decision = self._board.wait_for(decision, OWNER_LOST_AFTER_S, lambda: self._stop.now)
+        except FirstNodeMissing as missing:
+            say(f"Failed: {missing}")
+            return signals.EXIT_INTERRUPTED if self._stop else 1
+        if decision is None or decision.exit_code is None:
+            return signals.EXIT_INTERRUPTED
+        say(f"The first node ended the run (exit code {decision.exit_code}).")
+        return decision.exit_code
+
+    def _is_superseded(self, run_id: str) -> bool:
+        decision = self._board.read()
+        if decision is None or (decision.run_id == run_id and decision.exit_code is None):
+            return False
+        if self._over_since is None:
+            self._over_since = time.monotonic()
+        return time.monotonic() - self._over_since > _OTHERS_END_WITHIN_S
+
+    # Every node
+
+    def _register(self) -> None:
+        """Refuses a run directory in use, ends what a killed launch has left on this host, and leaves a record."""
+        this_host = platform.node()
+        for path, record in self._records():
+            if record.get("host") != this_host or not isinstance(record.get("launch_id"), str):
+                continue
+            if not _is_alive(record):
+                if count := end_processes(record["launch_id"]):
+                    say(f"Ended {count} processes that an earlier launch of this run had left.")
+                path.unlink(missing_ok=True)
+            elif record.get("node_rank") == self.settings.node_rank:
+                raise Refused(
+                    f"process {record['pid']} on this host runs {self._run_directory.path} already; wait for it, "
+                    "stop it with SIGTERM, or use another --run-dir"
+                )
+        self._record_path.parent.mkdir(parents=True, exist_ok=True)
+        self._write_record(left=None)
+
+    def _records(self) -> list[tuple[Path, dict[str, Any]]]:
+        paths = sorted(self._record_path.parent.glob("*.json"))
+        return [(path, record) for path in paths if (record := read_json(path)) is not None]
+
+    def _write_record(self, left: str | None) -> None:
+        """Says which process this launch is, and which job its workers have left although it was not over."""
+        write_json(
+            self._record_path,
+            {
+                "launch_id": self.launch_id,
+                "host": platform.node(),
+                "pid": os.getpid(),
+                "process_started": psutil.Process().create_time(),
+                "node_rank": self.settings.node_rank,
+                "left": left,
+            },
+        )
+
+    def _run_workers(self, run_id: str, max_restarts: int, job_attempt: int, must_go: Callable[[str], bool]) -> int:
+        """Runs the workers to their end and returns the exit code of their launcher."""
+        if self._stop:
+            return 0
+        self._over_since = None
+        command, environment = self._starter(self.settings, run_id, max_restarts)
+        environment |= {
+            RUN_DIR_VARIABLE: str(self._run_directory.path),
+            RECIPE_VARIABLE: self.settings.recipe,
+            signals.GRACE_PERIOD_VARIABLE: str(self.settings.grace_period_s),
+            LAUNCH_ID_VARIABLE: self.launch_id,
+            JOB_ATTEMPT_VARIABLE: str(job_attempt),
+        }
+        # In a session of its own: a Ctrl-C at the terminal reaches this process, which passes it on once.
+        process = subprocess.Popen(command, env=os.environ | environment, start_new_session=True)
+        deadline = None
+        nodes_checked_at = time.monotonic()
+        exit_code: int | None
+        while (exit_code := process.poll()) is None:
+            now = time.monotonic()
+            if self._stop.signum is not None and deadline is None:
+                deadline = now + self.settings.grace_period_s + _KILL_MARGIN_S
+                say(
+                    f"Received {self._stop.signum.name}: the workers have {self.settings.grace_period_s:g} s to save "
+                    "and stop. A second signal ends them at once."
+                )
+                process.send_signal(signal.SIGTERM)
+            if self._stop.now or (deadline is not None and now > deadline):
+                say("Ending the workers now: " + ("a second signal." if self._stop.now else "their time is up."))
+                end_processes(self.launch_id)
+            elif now - nodes_checked_at >= _CHECK_NODES_EVERY_S and deadline is None:
+                nodes_checked_at = now
+                if must_go(run_id):
+                    end_processes(self.launch_id)
+            time.sleep(_POLL_S)
+        end_processes(self.launch_id, _LEFTOVERS_PATIENCE_S)
+        return exit_code
+
+
+def _is_alive(record: dict[str, Any]) -> bool:
+    try:
+        return bool(psutil.Process(int(record["pid"])).create_time() == record["process_started"])
+    except (psutil.Error, KeyError, ValueError, TypeError):
+        return False
+
+
+def say(line: str) -> None:
+    """One readable line about one decision."""
+    print(f"[lightning-resilience] {line}", file=sys.stderr, flush=True)

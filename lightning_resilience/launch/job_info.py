@@ -1,0 +1,62 @@
+"""The facts of the job that this process belongs to, for the log and the ledger."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+from lightning_resilience.launch.slurm import get_slurm_info
+from lightning_resilience.ledger import Ledger
+
+log = logging.getLogger(__name__)
+
+_PACKAGES = ("lightning-resilience", "torch", "lightning", "pytorch-lightning", "nvidia-resiliency-ext")
+
+
+def job_info() -> dict[str, Any]:
+    """Host, world, scheduler and versions, without importing any of the packages."""
+    environment = os.environ.get
+    slurm = get_slurm_info()
+    return {
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "world_size": _int(environment("WORLD_SIZE")) or 1,
+        "local_world_size": _int(environment("LOCAL_WORLD_SIZE")) or 1,
+        "nodes": _int(environment("GROUP_WORLD_SIZE")) or 1,
+        "visible_devices": environment("CUDA_VISIBLE_DEVICES"),
+        "elastic_run_id": environment("TORCHELASTIC_RUN_ID"),
+        "restart_count": _int(environment("TORCHELASTIC_RESTART_COUNT")) or 0,
+        "slurm": asdict(slurm) if slurm else None,
+        "versions": {"python": platform.python_version()} | _versions(),
+    }
+
+
+def log_job_info(ledger: Ledger | None = None) -> dict[str, Any]:
+    """Logs the facts of the job in one line, records them in ``ledger`` and returns them.
+
+    Args:
+        ledger: Where to record them as a ``job_info`` event, if anywhere.
+    """
+    info = job_info()
+    log.info("Job: %s", ", ".join(f"{name}={value}" for name, value in info.items() if value is not None))
+    if ledger is not None:
+        ledger.record("job_info", **info)
+    return info
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _int(value: str | None) -> int | None:
+    return int(value) if value is not None and value.isdecimal() else None

@@ -1,0 +1,125 @@
+"""What ``lightning-resilience launch`` starts on every rank: runs the user's script and records how it ended.
+
+Imports neither torch nor Lightning, so that signals are noticed from the script's first import on.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_resilience import signals
+from lightning_resilience.launch.budget import highest_verified_step
+from lightning_resilience.launch.job_info import job_info
+from lightning_resilience.ledger import Ledger, read_ledger
+from lightning_resilience.run_directory import RUN_DIR_VARIABLE, Outcome, RunDirectory
+
+JOB_ATTEMPT_VARIABLE = "LIGHTNING_RESILIENCE_JOB_ATTEMPT"
+"""Environment variable with the number of the job retry: 0 is the first job."""
+
+
+def main() -> None:
+    """Runs ``[-m] script [args...]`` from the command line as ``__main__``."""
+    signals.install()
+    command = sys.argv[1:]
+    run_directory = RunDirectory(os.environ[RUN_DIR_VARIABLE])
+    ledger = Ledger(run_directory.ledger, rank=int(os.environ.get("RANK", "0")))
+    began = time.time()
+    if ledger.rank == 0:
+        _record_start(run_directory, ledger)
+    try:
+        _run_script(command)
+        outcome = Outcome("finished", "the script ended")
+    except signals.Interrupted as interruption:
+        outcome = Outcome("interrupted", str(interruption))
+    except SystemExit as exit_request:
+        if exit_request.code is None or exit_request.code == 0:
+            outcome = Outcome("finished", "the script ended by sys.exit")
+        else:
+            outcome = Outcome("failed", f"the script ended by sys.exit({exit_request.code!r})")
+            if not isinstance(exit_request.code, int):
+                print(exit_request.code, file=sys.stderr)  # as Python does
+    except BaseException as error:
+        outcome = Outcome("failed", traceback.format_exception_only(type(error), error)[-1].strip())
+        _show(error)
+
+    for fit in run_directory.fits:  # a fit's own word counts for more: a library may have swallowed its exception
+        said = fit.outcome
+        if said is None or said.time < began:
+            continue
+        if said.status == "halted" or (said.status == "interrupted" and outcome.status == "finished"):
+            outcome = said
+    _record_end(run_directory, ledger, outcome, command)
+    sys.exit(1 if outcome.status == "failed" else 0)  # the launcher would restart whatever does not end with 0
+
+
+def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:
+    run_directory.forget_outcome()
+    events = list(read_ledger(run_directory.ledger))
+    info, step = job_info(), highest_verified_step(events)
+    ledger.record(
+        "start",
+        attempt=run_directory.claim(),  # from here on no process of an earlier attempt can publish anything
+        job_attempt=int(os.environ.get(JOB_ATTEMPT_VARIABLE, "0")),
+        verified_step=step,
+        **info,
+    )
+    if info["restart_count"] > 0:  # the elastic launcher has decided this, not the launch
+        cause = first_fault(events, info["elastic_run_id"], info["restart_count"] - 1) or "a worker was killed"
+        safe = "no checkpoint yet" if step is None else f"step {step} is safe"
+        line = f"[lightning-resilience] Restart {info['restart_count']} inside the job, {safe}. Before: {cause}."
+        print(line, file=sys.stderr, flush=True)
+
+
+def first_fault(events: Iterable[dict[str, Any]], elastic_run_id: str | None, restart_count: int) -> str | None:
+    """What the first worker of a group to fail has said; the others have only lost a peer."""
+    group = {"event": "fault", "elastic_run_id": elastic_run_id, "restart_count": restart_count}
+    for event in events:
+        if group.items() <= event.items():
+            return f"rank {event.get('rank')}: {event.get('reason')}"
+    return None
+
+
+def _record_end(run_directory: RunDirectory, ledger: Ledger, outcome: Outcome, command: list[str]) -> None:
+    elastic_run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if outcome.status == "failed":
+        restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        ledger.record("fault", reason=outcome.reason, elastic_run_id=elastic_run_id, restart_count=restart_count)
+    if ledger.rank != 0:
+        return
+    details = {"command": command, "elastic_run_id": elastic_run_id}
+    run_directory.outcome = replace(
+        outcome, attempt=run_directory.attempt, time=time.time(), details=outcome.details | details
+    )
+    ledger.record("outcome", status=outcome.status, reason=outcome.reason)
+
+
+def _show(error: BaseException) -> None:
+    """Reports an exception as Python does for a script of its own: without the frames that led to the script."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        frames = frames.tb_next
+    sys.excepthook(type(error), error.with_traceback(frames), frames)
+
+
+def _run_script(command: list[str]) -> None:
+    """What ``python [-m] script args...`` does."""
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = command
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(command[0]).resolve().parent)
+    runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""What happened to a run, for a person: its timeline, and what each interruption cost. Reads nothing but the ledger."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+from lightning_resilience.ledger import read_ledger
+from lightning_resilience.run_directory import RunDirectory
+
+Event = dict[str, Any]
+
+_COMMON = ("event", "time", "rank", "node", "step", "fit")
+_TOO_LONG = ("slurm", "versions", "elastic_run_id", "launch_id", "run_id", "attempt", "host", "pid")
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """One end of the workers that was not the end of the run.
+
+    Args:
+        time: When the workers that came after it started.
+        kind: ``crash``, ``preempted`` or ``launcher killed``.
+        reason: What was recorded about it.
+        saved_step: Step of the last save before it.
+        reached_step: The furthest step known of the workers it ended.
+        resumed_step: The step from which their successors went on; 0 if from the beginning.
+        seconds_lost: From the moment whose state was resumed until training went on from it.
+    """
+
+    time: float
+    kind: str
+    reason: str
+    saved_step: int | None
+    reached_step: int | None
+    resumed_step: int | None
+    seconds_lost: float | None
+
+    @property
+    def steps_lost(self) -> int | None:
+        """How many steps had to be done again, as far as is known."""
+        if self.reached_step is None or self.resumed_step is None:
+            return None
+        return max(0, self.reached_step - self.resumed_step)
+
+
+def interruptions(events: Iterable[Event]) -> list[Interruption]:
+    """The interruptions in a ledger, oldest first: one for every group of workers that ended before the run had."""
+    found = []
+    groups: list[list[Event]] = []  # the events from one start to the next
+    for event in events:
+        if event["event"] == "start":
+            groups.append([])
+        if groups:
+            groups[-1].append(event)
+    if groups and not any(event["event"] in ("failure", "exit", "launcher_killed") for event in groups[-1]):
+        groups.pop()  # still at work
+    for before, after in zip_longest(groups, groups[1:], fillvalue=[]):
+        began = next((event for event in after if event["event"] in ("resumed", "fresh")), None)
+        resumed = None if began is None else (_step(began) if began["event"] == "resumed" else 0)
+        fit = None if began is None else began.get("fit")
+        steps = [(event, step) for event in before if event.get("fit") == fit and (step := _step(event)) is not None]
+        saves = [event for event, _ in steps if event["event"] == "saved"]
+        # What was resumed is the state of that save, or that with which the interrupted workers themselves began.
+        states = [event for event, step in steps if step == resumed and event["event"] in ("saved", "resumed")]
+        lost_since = _time(states[-1] if states else before[0])
+        kind, reason = _cause(before)
+        found.append(
+            Interruption(
+                time=_time(after[0]),
+                kind=kind,
+                reason=reason,
+                saved_step=_step(saves[-1]) if saves else None,
+                reached_step=max((step for _, step in steps), default=None),
+                resumed_step=resumed,
+                seconds_lost=None if began is None else max(0.0, _time(began) - lost_since),
+            )
+        )
+    return found
+
+
+def report(run_dir: str | os.PathLike[str]) -> str:
+    """The report on a run, as text.
+
+    Args:
+        run_dir: The run directory.
+    """
+    run_directory = RunDirectory(run_dir)
+    events = list(read_ledger(run_directory.ledger))
+    if not events:
+        return f"Nothing is recorded in {run_directory.ledger}: no run has been started here."
+    lines = [f"Run {run_directory.path}", "", "Timeline"]
+    lines += _table(["time", "event", "who", "where", "step", "details"], [_timeline_row(event) for event in events])
+    found = interruptions(events)
+    lines += ["", "Interruptions" if found else "No interruption."]
+    if found:
+        head = ["time", "kind", "last save", "reached", "resumed from", "steps lost", "seconds lost", "reason"]
+        lines += _table(head, [_interruption_row(each) for each in found])
+        lines.append("")
+    kinds = {kind: sum(1 for each in found if each.kind == kind) for kind in dict.fromkeys(each.kind for each in found)}
+    steps = [each.steps_lost for each in found if each.steps_lost is not None]
+    seconds = [each.seconds_lost for each in found if each.seconds_lost is not None]
+    total = _time(events[-1]) - _time(events[0])
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "0"
+    lines.append(f"Interruptions: {counts}. Steps lost: {sum(steps)}. Seconds lost: {sum(seconds):.1f} of {total:.1f}.")
+    outcome = run_directory.outcome
+    lines.append(f"Outcome: {outcome.status} ({outcome.reason})" if outcome else "Outcome: none; running, or killed.")
+    return "\n".join(lines)
+
+
+def _cause(before: list[Event]) -> tuple[str, str]:
+    """Why the workers of these events ended."""
+    kinds = {event["event"] for event in before}
+    if "launcher_killed" in kinds:
+        return "launcher killed", "the launcher was killed, and its workers with it"
+    exits = [event for event in before if event["event"] == "exit"]
+    if exits and exits[-1].get("status") == "interrupted":
+        return "preempted", str(exits[-1].get("reason", ""))
+    fault = next((event for event in before if event["event"] == "fault"), None) or next(
+        (event for event in before if event["event"] == "failure"), None
+    )
+    if fault is None and "interrupted" in kinds:
+        return "preempted", "the workers were told to stop"
+    return "crash", str(fault.get("reason", "")) if fault else "a worker was killed"
+
+
+def _timeline_row(event: Event) -> list[str]:
+    rank, step, fit = event.get("rank"), event.get("step"), event.get("fit")
+    details = {name: value for name, value in event.items() if name not in (*_COMMON, *_TOO_LONG) and value is not None}
+    return [
+        _clock(_time(event)),
+        event["event"],
+        "launcher" if rank is None else f"rank {rank}",
+        str(event.get("node", "")),
+        "" if step is None else (str(step) if fit is None else f"{fit}: {step}"),
+        _short(" ".join(f"{name}={value}" for name, value in details.items()), 100),
+    ]
+
+
+def _interruption_row(each: Interruption) -> list[str]:
+    numbers = (each.saved_step, each.reached_step, each.resumed_step, each.steps_lost)
+    seconds = "-" if each.seconds_lost is None else f"{each.seconds_lost:.1f}"
+    return [
+        _clock(each.time),
+        each.kind,
+        *("-" if number is None else str(number) for number in numbers),
+        seconds,
+        _short(each.reason, 80),
+    ]
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+    ]
+
+
+def _short(text: str, limit: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _time(event: Event) -> float:
+    time = event.get("time")
+    return float(time) if isinstance(time, (int, float)) else 0.0
+
+
+def _step(event: Event) -> int | None:
+    step = event.get("step")
+    return step if isinstance(step, int) else None

@@ -1,0 +1,559 @@
+"""What the callbacks of one fit share: its place in the run directory, the agreement, and the saving and restoring of state.
+
+A callback joins the session of its Trainer in ``setup`` and meets the others there; no callback calls another one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_resilience import _lightning, agreement, signals
+from lightning_resilience.agreement import Agreement, Event, Needs
+from lightning_resilience.checkpoint import data_position, durable, resume
+from lightning_resilience.checkpoint.plain import from_plain, to_plain
+from lightning_resilience.checkpoint.reduction_order import (
+    GradientArrivalRecorder,
+    rebuilds_buckets,
+    replay_gradient_arrival,
+)
+from lightning_resilience.ledger import Ledger
+from lightning_resilience.run_directory import RUN_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+log = logging.getLogger(__name__)
+
+STATE_KEY = "lightning_resilience"
+"""The key in a Lightning checkpoint under which everything lies that an exact resume needs beside Lightning's own state."""
+
+_sessions: weakref.WeakKeyDictionary[Any, FitSession] = weakref.WeakKeyDictionary()
+_active: FitSession | None = None
+_fits_begun: dict[Path, int] = {}
+
+
+class FitSession:
+    """One ``trainer.fit`` of a run.
+
+    Args:
+        trainer: The Trainer, in the ``setup`` of its fit.
+        module: The module that is fitted.
+        run_dir: The run directory; default: that of the launcher, else ``resilience`` in the Trainer's
+            ``default_root_dir``.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, run_dir: str | os.PathLike[str] | None) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.members: list[_lightning.ResilienceCallback] = []
+        self.rank: int = trainer.global_rank
+        self.handlers: dict[str, Callable[[Event], None]] = {}
+        """What a callback does, on every rank at the same boundary, when an event of its kind is acted on."""
+        self.at_boundary: list[Callable[[bool], None]] = []
+        """Called at every training boundary with whether the state may be saved there; must cost next to nothing."""
+        self.choose_checkpoint: Callable[[str | None], tuple[Path, dict[str, Any] | None] | None] = lambda explicit: None
+        """Given the user's explicit ``ckpt_path``, chooses the checkpoint to resume from, if any."""
+        self.on_event: Callable[[Event], None] = lambda event: None
+        """Called from the agreement's thread as soon as an event is known, before its boundary."""
+        self.save_final = False
+        """Whether the final state of the fit is saved, from which a restarted script restores it."""
+        self.protect_workers = False
+        """Whether data-loader workers ignore the signals that ask the run to stop."""
+
+        path = run_dir or os.environ.get(RUN_DIR_VARIABLE) or os.path.join(trainer.default_root_dir, "resilience")
+        common: dict[str, Any] = {}
+        if trainer.is_global_zero:
+            self.run = RunDirectory(path)
+            common = {"path": str(self.run.path), "token": self.run.claim(), "nonce": uuid.uuid4().hex[:12]}
+        common = trainer.strategy.broadcast(common)
+        self.run = RunDirectory(common["path"])
+        self.token: str = common["token"]
+        self.index = _fits_begun.get(self.run.path, 0)
+        _fits_begun[self.run.path] = self.index + 1
+        self.fit = self.run.fit(self.index)
+        self.fit.create()
+        self.ledger = Ledger(self.run.ledger, self.rank)
+        self.previous_outcome = self.fit.outcome
+        self.agreement = Agreement(
+            self.rank,
+            trainer.world_size,
+            torch.distributed.distributed_c10d._get_default_store() if trainer.world_size > 1 else None,
+            prefix=f"resilience/{self.run.path.name}/{self.index}/{trainer.world_size}/{common['nonce']}",
+            on_event=lambda event: self.on_event(event),
+        )
+        self.patches = _lightning.Patches()
+        self._install()
+
+        self._running = False
+        self._searching = False
+        self._finished = False
+        self._resumed: dict[str, Any] | None = None
+        self._replayed = False
+        self.resumed_from: Path | None = None
+        self._epoch_random_state: data_position.RandomState | None = None
+        self._stateful_loaders = False
+        self._before_evaluation: dict[str, Any] | None = None
+        self._recorder: GradientArrivalRecorder | None = None
+        self._arrival_order: list[str] | None = None
+        self.saving = False
+
+    def _install(self) -> None:
+        trainer, patches = self.trainer, self.patches
+        _lightning.on_restore(trainer, patches, self._restore)
+        _lightning.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
+        _lightning.on_training_boundary(trainer, patches, self._training_boundary)
+        _lightning.on_evaluation(
+            trainer,
+            patches,
+            self._evaluation_start,
+            self._protect_workers,
+            self._evaluation_boundary,
+            self._evaluation_end,
+        )
+
+    # -- restoring -----------------------------------------------------------------------------------------------------
+
+    def _restore(self, explicit: str | None, weights_only: bool | None) -> None:
+        self._check_fingerprint(explicit)
+        choice = self.choose_checkpoint(explicit)
+        path, checkpoint = choice if choice is not None else (explicit, None)
+        if checkpoint is None:
+            checkpoint = _lightning.load_checkpoint(self.trainer, None if path is None else str(path), weights_only)
+        if STATE_KEY in checkpoint:
+            checkpoint = from_plain(checkpoint)
+            self._resumed = self._understand(checkpoint, Path(str(path)))
+        _lightning.restore_checkpoint(self.trainer, None if path is None else str(path), checkpoint)
+        if choice is not None:
+            self.resumed_from = Path(str(path))
+
+    def _check_fingerprint(self, explicit: str | None) -> None:
+        """A fit folder belongs to one model: no fit ever loads another's weights."""
+        shapes = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.module.named_parameters())
+        module = type(self.module)
+        mine = {
+            "module": f"{module.__module__}.{module.__qualname__}",
+            "parameters": hashlib.sha256(shapes.encode()).hexdigest(),
+        }
+        recorded = self.fit.fingerprint
+        # All ranks read before rank 0 writes.
+        self.trainer.strategy.barrier("resilience fingerprint")
+        if recorded is None:
+            if self.trainer.is_global_zero:
+                self.fit.fingerprint = {**mine, "ckpt_path": explicit}
+            return
+        different = [key for key in mine if recorded.get(key) != mine[key]]
+        if different:
+            raise RuntimeError(
+                f"{self.fit.path} holds another fit: its {' and '.join(different)} differ (recorded module: "
+                f"{recorded.get('module')}, this one: {mine['module']}). Fits are told apart by their order in the "
+                "script. If the script or the model has changed, give the run another directory (--run-dir, run_dir=)."
+            )
+
+    def _understand(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
+        state: dict[str, Any] = checkpoint[STATE_KEY]
+        world_size = len(state["ranks"])
+        if world_size != self.trainer.world_size:
+            if self.trainer.is_global_zero:
+                log.warning(
+                    "%s was saved by %d ranks and is resumed by %d: weights and optimizer are the same, but the data "
+                    "order and the random numbers are not, and this epoch is continued from batch %d of each rank.",
+                    path, world_size, self.trainer.world_size, _resized(checkpoint, world_size, self.trainer.world_size),
+                )
+            else:
+                _resized(checkpoint, world_size, self.trainer.world_size)
+            return {"mine": None, "due": state["due"], "final": state["final"], "arrival_order": None}
+        return {
+            "mine": state["ranks"][self.rank],
+            "due": state["due"],
+            "final": state["final"],
+            "arrival_order": state["arrival_order"],
+        }
+
+    # -- the training data ---------------------------------------------------------------------------------------------
+
+    def _before_first_iterator(self, load_loader_states: Callable[[], None]) -> None:
+        loaders = _lightning.train_loaders(self.trainer)
+        if self._is_search():
+            load_loader_states()
+            return
+        self._protect_workers(loaders)
+        if self.trainer.is_global_zero:
+            for reason in data_position.inexact_loaders(loaders):
+                log.warning("A resume in the middle of an epoch will not be exact: %s", reason)
+        mine = self._resumed["mine"] if self._resumed is not None else None
+        if self._resumed is not None:
+            _lightning.set_epoch_of_samplers(self.trainer)
+        if mine is None:
+            load_loader_states()
+        else:
+            if mine["loader_states"] is not None:
+                _lightning.set_loader_states(self.trainer, mine["loader_states"])
+                load_loader_states()
+            elif self.trainer.current_epoch > 0:
+                # Workers that outlive epochs drew their seed once, at the first: make them before the epoch's own draws.
+                for loader in loaders:
+                    if isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0:
+                        iter(loader)
+            _lightning.set_reload_epochs(self.trainer, mine["reload_epochs"])
+            self._set_random_state(mine["epoch"] or mine["now"])
+        self._before_iterator()
+
+    def _before_iterator(self) -> None:
+        if not self._is_search():
+            self._epoch_random_state = self._get_random_state()
+
+    def _protect_workers(self, loaders: list[Any]) -> None:
+        listener = signals.installed()
+        if listener is None or not self.protect_workers:
+            return
+        for loader in loaders:
+            if isinstance(loader, DataLoader) and loader.num_workers > 0:
+                init = loader.worker_init_fn
+                if not isinstance(init, signals.IgnoreSignalsInWorker):
+                    wrapper = signals.IgnoreSignalsInWorker(init, listener.signums)
+                    self.patches.set(loader, "worker_init_fn", wrapper)
+
+    def _generators(self) -> list[torch.Generator]:
+        return data_position.loader_generators(
+            [*_lightning.train_loaders(self.trainer), *_lightning.validation_loaders(self.trainer)]
+        )
+
+    def _get_random_state(self) -> data_position.RandomState:
+        return data_position.get_random_state(self.trainer.strategy.root_device, self._generators())
+
+    def _set_random_state(self, state: data_position.RandomState) -> None:
+        data_position.set_random_state(state, self.trainer.strategy.root_device, self._generators())
+
+    # -- start and end of training -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Called in ``on_train_start``: from here on there are boundaries."""
+        if self._running:
+            return
+        self._running = True
+        ddp = _lightning.ddp_wrapper(self.trainer)
+        if self._resumed is not None:
+            self._arrival_order = self._resumed["arrival_order"]
+            self._find_place_in_data(self._resumed["mine"])
+        if ddp is not None and rebuilds_buckets(ddp):
+            if self._arrival_order is None:
+                self._recorder = GradientArrivalRecorder(ddp)
+            elif not replay_gradient_arrival(ddp, self._arrival_order) and self.rank == 0:
+                log.warning(
+                    "The parameters that need gradients have changed since the checkpoint was saved: DDP reduces in "
+                    "another order, and the weights may differ in their last bits from those of an undisturbed run."
+                )
+
+    def _find_place_in_data(self, mine: dict[str, Any] | None) -> None:
+        if mine is not None and self._resumed is not None and self._resumed["final"]:
+            mine["now"] = self._get_random_state()  # a new epoch: its iterators have just been made
+        elif mine is None or mine["loader_states"] is None:
+            batches = _lightning.epoch_loop_batches(self.trainer) if mine is None else mine["fetched"]
+            if batches and self.rank == 0:
+                log.info("Fetching the first %d batches of epoch %d again.", batches, self.trainer.current_epoch)
+            data_position.replay(_lightning.replay_fetch(self.trainer), batches, self.rank)
+            _lightning.count_replayed(self.trainer)
+
+    def start_sanity_check(self) -> None:
+        """Called in ``on_sanity_check_start``: its batches are boundaries too."""
+        self._running = True
+
+    def end_sanity_check(self) -> None:
+        """Called in ``on_sanity_check_end``."""
+        self._running = False
+
+    def complete(self) -> None:
+        """Called in ``on_train_end``: closes the agreement and publishes the final state."""
+        if self._finished:
+            return
+        for event in self.agreement.close():
+            log.info("%s was asked for by rank %d when the fit had ended; nothing is left to do.", event.kind, event.rank)
+        self._running = False
+        if self.save_final:
+            self.save("finished", final=True)
+        step = self.trainer.global_step
+        if self.trainer.is_global_zero:
+            self.fit.outcome = Outcome("finished", self._why_finished(), step, self.token, details=self._limits())
+            self.ledger.record("finished", fit=self.index, step=step)
+        self._finished = True
+
+    def _why_finished(self) -> str:
+        trainer = self.trainer
+        if trainer.max_steps not in (None, -1) and trainer.global_step >= trainer.max_steps:
+            return "max_steps"
+        if trainer.max_epochs not in (None, -1) and trainer.current_epoch >= trainer.max_epochs:
+            return "max_epochs"
+        return "should_stop"
+
+    def _limits(self) -> dict[str, Any]:
+        return {"max_epochs": self.trainer.max_epochs, "max_steps": self.trainer.max_steps}
+
+    def finished_before(self) -> bool:
+        """Whether an earlier attempt finished this fit and the limits that ended it have not been raised."""
+        outcome = self.previous_outcome
+        if outcome is None or outcome.status != "finished":
+            return False
+        if outcome.reason == "should_stop":
+            return True
+        before, now = outcome.details.get(outcome.reason), self._limits().get(outcome.reason)
+        return isinstance(before, int) and isinstance(now, int) and 0 <= now <= before
+
+    def fail(self, exception: BaseException) -> None:
+        """Called in ``on_exception``: peers learn of it, the outcome is written, and everything is taken off again."""
+        if _sessions.get(self.trainer) is not self:
+            return
+        if not isinstance(exception, (signals.Interrupted, StaleAttempt)):
+            reason = f"{type(exception).__name__}: {exception}"
+            self.agreement.abort(reason)
+            self.ledger.record("fault", fit=self.index, step=self.trainer.global_step, reason=reason)
+            if not self._finished and self.run.attempt == self.token:
+                self.fit.outcome = Outcome("failed", reason, self.trainer.global_step, self.token)
+        self.leave()
+
+    def leave(self) -> None:
+        """Called in ``teardown`` and after an exception: leaves nothing behind."""
+        global _active
+        if _sessions.pop(self.trainer, None) is None:
+            return
+        if self._resumed is not None and self._resumed["final"] and (mine := self._resumed["mine"]) is not None:
+            # A finished fit was restored, not trained: what the script does next finds the random state it left.
+            self._set_random_state(mine["now"])
+        self.agreement.stop()
+        self.patches.undo()
+        if self._recorder is not None:
+            self._recorder.stop()
+        if _active is self:
+            _active = None
+        self.at_boundary.clear()
+        self.handlers.clear()
+
+    # -- boundaries ----------------------------------------------------------------------------------------------------
+
+    def _is_search(self) -> bool:
+        # A learning-rate search inside the fit runs the same loops with the callbacks taken out of the Trainer.
+        return not any(callback in self.members for callback in _lightning.callbacks(self.trainer))
+
+    def _training_boundary(self) -> bool:
+        if not self._running:
+            return True
+        if self._resumed is not None and self._complete_resume():
+            return False
+        if self._recorder is not None and (order := self._recorder.finish()) is not None:
+            self._arrival_order, self._recorder = order, None
+        clean = _lightning.accumulation_window_complete(self.trainer)
+        position = agreement.training(_lightning.steps_counted(self.trainer))
+        events = self.agreement.boundary(position, Needs.TRAINING | Needs.CLEAN if clean else Needs.TRAINING)
+        for event in events:
+            self._act(event)
+        for hook in self.at_boundary:
+            hook(clean)
+        return True
+
+    def _complete_resume(self) -> bool:
+        """The last touch of a resume, right where the state was saved. Returns whether a validation is due first."""
+        assert self._resumed is not None
+        resumed, self._resumed = self._resumed, None
+        _lightning.end_restart(self.trainer)
+        if (mine := resumed["mine"]) is not None:
+            self.trainer.should_stop = mine["should_stop"]
+            if not resumed["final"]:
+                _lightning.set_metric_states(self.trainer, self.module, mine["metrics"])
+            self._set_random_state(mine["now"])
+        return bool(resumed["due"] == "validation")
+
+    def _evaluation_start(self) -> None:
+        if self._running:
+            self._before_evaluation = {
+                "random": self._get_random_state(),
+                "progress": _lightning.evaluation_progress(self.trainer),
+                "metrics": _lightning.metric_states(self.trainer, self.module),
+            }
+
+    def _evaluation_boundary(self, loader: int, index: int) -> None:
+        if self._running:
+            self._boundary_in_evaluation(
+                agreement.evaluation(_lightning.steps_counted(self.trainer), loader, index)
+            )
+
+    def _evaluation_end(self) -> None:
+        if self._running:
+            self._boundary_in_evaluation(agreement.end_of_evaluation(_lightning.steps_counted(self.trainer)))
+            self._before_evaluation = None
+
+    def _boundary_in_evaluation(self, position: agreement.Position) -> None:
+        # Before the first batch there is nothing to save yet that a fresh start would not make again: the sanity check
+        # is short, and the first training boundary follows it.
+        clean = not self.trainer.sanity_checking and _lightning.accumulation_window_complete(self.trainer)
+        for event in self.agreement.boundary(position, Needs.CLEAN if clean else Needs.NOTHING):
+            self._act(event)
+
+    def _act(self, event: Event) -> None:
+        self.agreement.arrive(event)
+        if (handler := self.handlers.get(event.kind)) is not None:
+            handler(event)
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def save(self, reason: str, final: bool = False) -> Path | None:
+        """Publishes the state of all ranks at this boundary. A collective.
+
+        Args:
+            reason: Why, one word, for the ledger.
+            final: Whether the fit has ended.
+
+        Returns:
+            The checkpoint, or ``None`` if it could not be written; the run then goes on with the older ones.
+        """
+        trainer, started = self.trainer, time.monotonic()
+        state = self._state_of_all_ranks(final)
+        step = trainer.global_step
+        path = self.fit.checkpoints / resume.checkpoint_name(step, final)
+        metadata = {
+            "run": str(self.run.path.name),
+            "fit": self.index,
+            "step": step,
+            "world_size": trainer.world_size,
+            "final": final,
+            "attempt": self.token,
+        }
+        self.saving = True
+        try:
+            checkpoint = _lightning.dump_checkpoint(trainer)
+        finally:
+            self.saving = False
+        if self._before_evaluation is not None:
+            checkpoint["loops"]["fit_loop"].update(self._before_evaluation["progress"])
+        checkpoint, left_out = to_plain({**checkpoint, STATE_KEY: state})
+        error: BaseException | None = None
+        try:
+            if _lightning.saves_directories(trainer):
+                self._save_directory(checkpoint, path, metadata)
+            elif trainer.is_global_zero:
+                durable.save(checkpoint, path, metadata, before_publish=functools.partial(self.run.check_owner, self.token))
+        except (OSError, StaleAttempt) as exception:
+            error = exception
+        # Every rank must know whether the checkpoint is published before it goes on.
+        outcome = trainer.strategy.broadcast((type(error).__name__, str(error)) if error is not None else None)
+        if outcome is not None:
+            if outcome[0] == StaleAttempt.__name__:
+                raise error if error is not None else StaleAttempt(outcome[1])
+            if trainer.is_global_zero:
+                log.error(
+                    "The checkpoint of step %d could not be saved (%s: %s). Training goes on; the newest checkpoint is "
+                    "an older one. Free some space under %s, or give the run another directory.",
+                    step, *outcome, self.fit.checkpoints,
+                )
+            self.ledger.record("save_failed", fit=self.index, step=step, reason=": ".join(outcome))
+            return None
+        if trainer.is_global_zero:
+            seconds = time.monotonic() - started
+            self.ledger.record(
+                "saved", fit=self.index, step=step, path=str(path), seconds=round(seconds, 4), reason=reason, tier="global"
+            )
+            self._report_left_out(left_out)
+        return path
+
+    _left_out_reported: tuple[str, ...] = ()
+
+    def _report_left_out(self, left_out: list[str]) -> None:
+        if left_out and tuple(left_out) != self._left_out_reported:
+            self._left_out_reported = tuple(left_out)
+            log.warning(
+                "These parts of the state can only be pickled and are not in the checkpoints that the run resumes from: "
+                "%s. Keep them in types that torch.load(weights_only=True) reads.",
+                ", ".join(left_out),
+            )
+
+    def _save_directory(self, checkpoint: dict[str, Any], path: Path, metadata: dict[str, Any]) -> None:
+        if self.trainer.is_global_zero:
+            self.run.check_owner(self.token)
+            durable.unseal_directory(path)
+        self.trainer.strategy.barrier("resilience unsealed")
+        type(self.trainer.strategy).save_checkpoint(self.trainer.strategy, checkpoint, path)
+        self.trainer.strategy.barrier("resilience written")
+        if self.trainer.is_global_zero:
+            self.run.check_owner(self.token)
+            durable.seal_directory(path, metadata)
+
+    def _state_of_all_ranks(self, final: bool) -> dict[str, Any]:
+        before = self._before_evaluation
+        mine = {
+            "epoch": None if final else self._epoch_random_state,
+            "now": before["random"] if before is not None else self._get_random_state(),
+            "fetched": 0 if final else _lightning.batches_fetched(self.trainer),
+            "loader_states": None if final else _lightning.loader_states(self.trainer),
+            "metrics": (
+                before["metrics"] if before is not None else _lightning.metric_states(self.trainer, self.module)
+            ),
+            "reload_epochs": _lightning.reload_epochs(self.trainer),
+            "should_stop": self.trainer.should_stop,
+        }
+        ranks: list[Any] = [mine]
+        if self.trainer.world_size > 1:
+            ranks = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(ranks, mine)
+        return {
+            "version": 1,
+            "ranks": ranks,
+            "due": "validation" if before is not None else None,
+            "final": final,
+            "arrival_order": self._arrival_order,
+        }
+
+
+def _resized(checkpoint: dict[str, Any], before: int, now: int) -> int:
+    """Rescales the progress of the epoch to another world size, rounding down: a few samples may be seen twice."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+    batches = progress["completed"] * before // now
+    for key in ("ready", "started", "processed", "completed"):
+        progress[key] = batches
+    return int(batches)
+
+
+def join(
+    callback: _lightning.ResilienceCallback, trainer: Trainer, module: LightningModule, stage: str
+) -> FitSession | None:
+    """The session of ``trainer``'s fit, which ``callback`` takes part in from now on; called in its ``setup``.
+
+    Returns:
+        ``None`` where the callback has to stay passive: outside of ``fit``, in ``fast_dev_run`` and ``barebones``, in the
+        fit of a Tuner's search, in a Trainer that runs inside another Trainer's fit, and where another callback of the
+        same class acts in this Trainer.
+    """
+    global _active
+    if stage != "fit" or vars(trainer)["fast_dev_run"] or trainer.barebones or _lightning.is_search(trainer):
+        return None
+    alike = [other for other in _lightning.callbacks(trainer) if type(other) is type(callback)]
+    # One that the user added goes before an injected one. A list of callbacks that is used for a second Trainer still
+    # holds what was injected into the first: the newest acts.
+    if callback is not max(alike, key=lambda other: (not other.injected, alike.index(other))):
+        return None
+    session = _sessions.get(trainer)
+    if session is None:
+        if _active is not None:
+            return None
+        run_dirs = [own.run_dir for own in _lightning.callbacks(trainer) if getattr(own, "run_dir", None) is not None]
+        if len({os.path.abspath(path) for path in run_dirs}) > 1:
+            raise ValueError(f"The callbacks of one Trainer must share one run_dir, not {sorted(map(str, run_dirs))}.")
+        session = FitSession(trainer, module, run_dirs[0] if run_dirs else None)
+        _sessions[trainer] = _active = session
+    session.members.append(callback)
+    return session
+
+
+def session_of(trainer: Trainer, callback: _lightning.ResilienceCallback) -> FitSession | None:
+    """The session that ``callback`` has joined, if it has."""
+    session = _sessions.get(trainer)
+    return session if session is not None and callback in session.members else None
