@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -268,6 +269,19 @@ def set_epoch_of_samplers(trainer: Trainer) -> None:
                 set_epoch(vars(trainer.fit_loop.epoch_progress.current)["processed"])
 
 
+def silence_resume_warning(trainer: Trainer, patches: Patches) -> None:
+    """Silences Lightning's warning that a plain data loader cannot be resumed in the middle of an epoch: here it can."""
+    loop = trainer.fit_loop.epoch_loop
+    reset = loop.reset
+
+    def wrapper() -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+            reset()
+
+    patches.set(loop, "reset", wrapper)
+
+
 def loader_states(trainer: Trainer) -> list[dict[str, Any]] | None:
     """This rank's states of the training data loaders, if every one of them is stateful and can restore its place.
 
@@ -285,6 +299,18 @@ def loader_states(trainer: Trainer) -> list[dict[str, Any]] | None:
 def set_loader_states(trainer: Trainer, states: list[dict[str, Any]]) -> None:
     """Has Lightning restore ``states`` into the training data loaders before it makes their iterators."""
     trainer.fit_loop._combined_loader_states_to_load = states
+
+
+def fetches_ahead_here(trainer: Trainer) -> bool:
+    """Whether a training batch is fetched in this process one step before it is trained on.
+
+    Lightning does so where a loader does not know its length. Without workers the fetch draws from the same random
+    streams as the training, so that the batch in flight depends on their state one boundary ago.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    return fetcher is not None and fetcher.length is None and any(
+        getattr(loader, "num_workers", 0) == 0 for loader in train_loaders(trainer)
+    )
 
 
 def batches_fetched(trainer: Trainer) -> int:
@@ -337,8 +363,7 @@ def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
     """Restores :func:`reload_epochs`, so that loaders are made anew in the same epochs as without the interruption."""
     fit_loop = trainer.fit_loop
     fit_loop._last_train_dl_reload_epoch = epochs[0]
-    # The validation loaders have to be made in this process first.
-    if fit_loop.epoch_loop.val_loop._combined_loader is not None:
+    if fit_loop.epoch_loop.val_loop._combined_loader is not None:  # else they have yet to be made in this process
         fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epochs[1]
 
 
@@ -418,7 +443,9 @@ def metric_states(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         name: {key: _clone(value) for key, value in getattr(connector, name).items()}
         for name in ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
     }
-    return {"results": results, "modules": modules, "latest": latest}
+    # Without these the next ``self.log`` takes its batch for the first of the epoch and starts all means afresh.
+    loop = {"_first_loop_iter": connector._first_loop_iter, "_current_fx": connector._current_fx}
+    return {"results": results, "modules": modules, "latest": latest, "loop": loop}
 
 
 def set_metric_states(trainer: Trainer, module: LightningModule, states: dict[str, Any]) -> None:
@@ -446,6 +473,8 @@ def set_metric_states(trainer: Trainer, module: LightningModule, states: dict[st
                 setattr(metric, key, _to(value, metric.device))
             metric._update_count, metric._computed = state["updates"], None
     connector = trainer._logger_connector
+    for name, value in states["loop"].items():
+        setattr(connector, name, value)
     for name, values in states["latest"].items():
         getattr(connector, name).update({key: _to(value, device) for key, value in values.items()})
 

@@ -322,7 +322,7 @@ class Participant:
                 self._stirred = self._clock()
                 yield from self._posts.popleft()
             if (reason := (yield Get("abort"))) is not None:
-                self._fail(reason.decode())
+                yield from self._fail_last(reason.decode())
                 break
             yield from self._follow_rounds()
             yield from self._look_for_arrivals()
@@ -428,7 +428,14 @@ class Participant:
         posted = yield Get("abort")
         if posted is None:
             yield Set("abort", reason)
-        self._fail(reason if posted is None else posted.decode())
+        yield from self._fail_last(reason if posted is None else posted.decode())
+
+    def _fail_last(self, reason: str) -> Watching[None]:
+        """The store may die with rank 0, so the others get a few polls to read the reason before rank 0 raises."""
+        until = self._clock() + 3 * self._longest_pause
+        while self._rank == 0 and self._world_size > 1 and self._clock() < until:
+            yield Sleep(self._shortest_pause)
+        self._fail(reason)
 
 
 def _arrival(event: Event) -> str:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
 from typing import Any
 
 from lightning_resilience.ledger import read_ledger
@@ -23,7 +22,7 @@ class Interruption:
     """One end of the workers that was not the end of the run.
 
     Args:
-        time: When the workers that came after it started.
+        time: When the last that belongs to it was recorded.
         kind: ``crash``, ``preempted`` or ``launcher killed``.
         reason: What was recorded about it.
         saved_step: Step of the last save before it.
@@ -51,36 +50,53 @@ class Interruption:
 def interruptions(events: Iterable[Event]) -> list[Interruption]:
     """The interruptions in a ledger, oldest first: one for every group of workers that ended before the run had."""
     found = []
-    groups: list[list[Event]] = []  # the events from one start to the next
-    for event in events:
-        if event["event"] == "start":
-            groups.append([])
-        if groups:
-            groups[-1].append(event)
-    if groups and not any(event["event"] in ("failure", "exit", "launcher_killed") for event in groups[-1]):
-        groups.pop()  # still at work
-    for before, after in zip_longest(groups, groups[1:], fillvalue=[]):
+    groups = _groups(events)
+    past: list[Event] = []
+    for index, before in enumerate(groups):
+        past += before
+        after = groups[index + 1] if index + 1 < len(groups) else []
+        exits = [event for event in before if event["event"] == "exit"]
+        is_at_work = not after and not exits and not any(event["event"] == "failure" for event in before)
+        if is_at_work or any(event.get("status") == "finished" for event in exits):
+            continue
         began = next((event for event in after if event["event"] in ("resumed", "fresh")), None)
         resumed = None if began is None else (_step(began) if began["event"] == "resumed" else 0)
         fit = None if began is None else began.get("fit")
         steps = [(event, step) for event in before if event.get("fit") == fit and (step := _step(event)) is not None]
-        saves = [event for event, _ in steps if event["event"] == "saved"]
-        # What was resumed is the state of that save, or that with which the interrupted workers themselves began.
-        states = [event for event, step in steps if step == resumed and event["event"] in ("saved", "resumed")]
-        lost_since = _time(states[-1] if states else before[0])
+        saves = [step for event, step in steps if event["event"] == "saved"]
+        # What was resumed is the state of a save, or the one with which the interrupted workers had begun themselves.
+        states = [event for event in past if event["event"] in ("saved", "resumed") and _step(event) == resumed]
+        lost_since = states[-1] if states else before[0]
         kind, reason = _cause(before)
         found.append(
             Interruption(
-                time=_time(after[0]),
+                time=_time(before[-1]),
                 kind=kind,
                 reason=reason,
-                saved_step=_step(saves[-1]) if saves else None,
+                saved_step=saves[-1] if saves else None,
                 reached_step=max((step for _, step in steps), default=None),
                 resumed_step=resumed,
-                seconds_lost=None if began is None else max(0.0, _time(began) - lost_since),
+                seconds_lost=None if began is None else max(0.0, _time(began) - _time(lost_since)),
             )
         )
     return found
+
+
+def _groups(events: Iterable[Event]) -> list[list[Event]]:
+    """The events of each group of workers, the launcher's words on its end included."""
+    groups: list[list[Event]] = []
+    begun: set[Any] = set()
+    for event in events:
+        begins_fit = event["event"] in ("resumed", "fresh")
+        # Without our launcher nobody records a start, but no process begins the same fit twice.
+        if event["event"] == "start" or (begins_fit and (event.get("fit") in begun or not groups)):
+            groups.append([])
+            begun.clear()
+        if begins_fit:
+            begun.add(event.get("fit"))
+        if groups:
+            groups[-1].append(event)
+    return groups
 
 
 def report(run_dir: str | os.PathLike[str]) -> str:

@@ -5,6 +5,9 @@ RUN_DIR/
   ledger.jsonl        what happened (see ledger.py)
   attempt.json        the token of the processes that may write now; a late process of an older attempt may not
   outcome.json        how the script ended last
+  launches/           the launches of this run that are at work now, each with its host and process
+  decision.json       with several nodes: what the first node has decided for all
+  elastic/            the elastic launcher's own files
   fit-000/            one folder for every fit of the script, in the order in which the script makes them
     fingerprint.json  what the fit trains: module class and parameter shapes
     outcome.json      how this fit ended last

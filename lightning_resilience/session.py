@@ -103,7 +103,8 @@ class FitSession:
         self._replayed = False
         self.resumed_from: Path | None = None
         self._epoch_random_state: data_position.RandomState | None = None
-        self._stateful_loaders = False
+        self._fetches_ahead = False
+        self._before_fetch: data_position.RandomState | None = None
         self._before_evaluation: dict[str, Any] | None = None
         self._recorder: GradientArrivalRecorder | None = None
         self._arrival_order: list[str] | None = None
@@ -134,6 +135,7 @@ class FitSession:
         if STATE_KEY in checkpoint:
             checkpoint = from_plain(checkpoint)
             self._resumed = self._understand(checkpoint, Path(str(path)))
+            _lightning.silence_resume_warning(self.trainer, self.patches)
         _lightning.restore_checkpoint(self.trainer, None if path is None else str(path), checkpoint)
         if choice is not None:
             self.resumed_from = Path(str(path))
@@ -206,7 +208,6 @@ class FitSession:
                 for loader in loaders:
                     if isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0:
                         iter(loader)
-            _lightning.set_reload_epochs(self.trainer, mine["reload_epochs"])
             self._set_random_state(mine["epoch"] or mine["now"])
         self._before_iterator()
 
@@ -243,6 +244,7 @@ class FitSession:
         if self._running:
             return
         self._running = True
+        self._fetches_ahead = _lightning.fetches_ahead_here(self.trainer)
         ddp = _lightning.ddp_wrapper(self.trainer)
         if self._resumed is not None:
             self._arrival_order = self._resumed["arrival_order"]
@@ -257,13 +259,22 @@ class FitSession:
                 )
 
     def _find_place_in_data(self, mine: dict[str, Any] | None) -> None:
+        if mine is not None:
+            _lightning.set_reload_epochs(self.trainer, mine["reload_epochs"])
         if mine is not None and self._resumed is not None and self._resumed["final"]:
             mine["now"] = self._get_random_state()  # a new epoch: its iterators have just been made
         elif mine is None or mine["loader_states"] is None:
             batches = _lightning.epoch_loop_batches(self.trainer) if mine is None else mine["fetched"]
             if batches and self.rank == 0:
                 log.info("Fetching the first %d batches of epoch %d again.", batches, self.trainer.current_epoch)
-            data_position.replay(_lightning.replay_fetch(self.trainer), batches, self.rank)
+            fetch = _lightning.replay_fetch(self.trainer)
+            self._before_fetch = mine["in_flight"] if mine is not None else None
+            if batches and self._before_fetch is not None:
+                data_position.replay(fetch, batches - 1, self.rank)
+                self._set_random_state(self._before_fetch)
+                fetch()
+            else:
+                data_position.replay(fetch, batches, self.rank)
             _lightning.count_replayed(self.trainer)
 
     def start_sanity_check(self) -> None:
@@ -359,6 +370,8 @@ class FitSession:
             self._act(event)
         for hook in self.at_boundary:
             hook(clean)
+        if self._fetches_ahead:
+            self._before_fetch = self._get_random_state()
         return True
 
     def _complete_resume(self) -> bool:
@@ -493,6 +506,7 @@ class FitSession:
             "epoch": None if final else self._epoch_random_state,
             "now": before["random"] if before is not None else self._get_random_state(),
             "fetched": 0 if final else _lightning.batches_fetched(self.trainer),
+            "in_flight": None if final else self._before_fetch,
             "loader_states": None if final else _lightning.loader_states(self.trainer),
             "metrics": (
                 before["metrics"] if before is not None else _lightning.metric_states(self.trainer, self.module)

@@ -63,6 +63,7 @@ __all__ = [
     "save",
     "seal_directory",
     "set_aside",
+    "unseal_directory",
     "verify",
     "verify_directory",
 ]
@@ -388,6 +389,15 @@ def seal_directory(
     write_json(directory / MARKER, {**content, "xxh3_128": _digest_of(content)}, before_publish)
 
 
+def unseal_directory(path: str | os.PathLike[str]) -> None:
+    """Takes the marker away, before a directory is written into again. What it held is no checkpoint from then on."""
+    try:
+        os.unlink(Path(path, MARKER))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    sync_directory(path)
+
+
 def verify_directory(path: str | os.PathLike[str]) -> Stamp:
     """Reads every byte of a sealed directory and checks it.
 
@@ -458,7 +468,7 @@ def discard_aside(path: str | os.PathLike[str]) -> None:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Removes a checkpoint if it exists: a file, a link, or a directory, of which no half is ever left under its name."""
+    """Removes a checkpoint if it exists: a file, a link, or a directory, of which no half is left under its name."""
     path = Path(path)
     if path.is_dir() and not path.is_symlink():
         temporary = temporary_path(path)
@@ -471,8 +481,8 @@ def remove(path: str | os.PathLike[str]) -> None:
 def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Makes ``path`` a relative link to the checkpoint ``target``; it never is missing or points at nothing in between.
 
-    Only a directory at ``path`` is removed before. Where the storage knows no symbolic links, ``path`` becomes a copy of
-    the file.
+    Only a directory at ``path`` is removed before. Where the storage knows no symbolic links, ``path`` becomes a copy
+    of the file.
     """
     target, path = Path(target), Path(path)
     if not target.exists():

@@ -98,14 +98,17 @@ def replay_gradient_arrival(ddp: DistributedDataParallel, order: list[str]) -> b
         if hooks
     ]
     saved_hooks = [dict(hooks) for hooks in hook_dicts]
+    sync_buffers = ddp.require_forward_param_sync
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
+            ddp.require_forward_param_sync = False  # the synthetic module has no buffers to broadcast
             for hooks in hook_dicts:
                 hooks.clear()
             ddp._modules["module"] = _ZeroLoss([parameters[name] for name in order])
             ddp().backward()
         finally:
             ddp._modules["module"] = module
+            ddp.require_forward_param_sync = sync_buffers
             for hooks, saved in zip(hook_dicts, saved_hooks, strict=True):
                 hooks.update(saved)
             for parameter in model:

@@ -74,7 +74,9 @@ class Budget:
             history.add(event)
         today = sum(1 for time in history.failure_times if time > now - _DAY_S)
         if today > self.max_failures_per_day:
-            reason = f"{today} failures within 24 hours are more than the {self.max_failures_per_day} allowed"
+            reason = (
+                f"{today} failures within 24 hours are more than --max-failures-per-day={self.max_failures_per_day}"
+            )
             return Decision("give_up", 0, history.job_retries, reason)
         left_today = self.max_failures_per_day - today
         failures = history.failures_in_job

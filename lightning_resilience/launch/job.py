@@ -42,7 +42,7 @@ _TERM_MARGIN_S = 5.0  # the workers keep to the grace period themselves; the ela
 _KILL_MARGIN_S = 20.0  # ...and this launch after both
 _POLL_S = 0.1
 _CHECK_NODES_EVERY_S = 2.0
-_OTHERS_END_WITHIN_S = 20.0
+_OTHERS_END_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ def elastic_command(settings: LaunchSettings, run_id: str, max_restarts: int) ->
         command += [f"--node-rank={settings.node_rank}"]
     if settings.is_single_node:
         command += ["--local-addr=127.0.0.1"]  # the machine's own name need not resolve
+    else:
+        command += [f"--rdzv-conf=is_host={int(settings.is_owner)}"]  # the node that decides is the one the others lose
     return [*command, "-m", "lightning_resilience.launch.worker", *settings.command], environment
 
 
@@ -197,17 +199,15 @@ class Launch:
             if not self.settings.is_single_node:
                 self._board.publish(run_id, decision.max_restarts, decision.job_attempt)
             exit_code = self._run_workers(run_id, decision.max_restarts, decision.job_attempt, self._watch_nodes)
+            if exit_code == 0 and not self.settings.is_single_node:
+                exit_code = self._wait_for_nodes(run_id)
             outcome = self._verdict(exit_code, run_id)
             if outcome.status != "failed":
                 return self._end(outcome)
             self._ledger.record("failure", run_id=run_id, exit_code=exit_code, reason=outcome.reason)
             following = self.settings.budget.decide(read_ledger(self._ledger.path), time.time())
-            next_step = {
-                "start": "starting the workers again",
-                "retry": "starting the job again",
-                "give_up": "giving up",
-            }
-            say(f"Failed: {outcome.reason}. {following.reason}: {next_step[following.action]}.")
+            if following.action != "give_up":
+                say(f"Failed: {outcome.reason}. Next: {following.reason}.")
 
     def _finished_before(self) -> Outcome | None:
         """The outcome, if the whole run had finished with the very same command."""
@@ -263,7 +263,8 @@ class Launch:
             if any(event["event"] in ("signal", "interrupted") for event in events[starts[-1] :]):
                 return Outcome("interrupted", "the workers were told to stop and ended before they could say more")
             return Outcome("failed", "the workers ended with 0 without an outcome; does the script call os._exit?")
-        restarts = max((event["restart_count"] for event in events if event.get("elastic_run_id") == run_id), default=0)
+        ends = (event for event in events if event.get("elastic_run_id") == run_id)
+        restarts = max((int(event.get("restart_count") or 0) for event in ends), default=0)
         if fault := first_fault(events, run_id, restarts):
             return Outcome("failed", fault)
         how = f"exit code {exit_code}" if exit_code > 0 else signal.Signals(-exit_code).name
@@ -278,9 +279,31 @@ class Launch:
         if self.settings.is_single_node:
             return False
         self._board.beat()
-        if ":" not in self.settings.nnodes and any(record.get("left") == run_id for _, record in self._records()):
+        if ":" not in self.settings.nnodes and any(exit_code != 0 for exit_code in self._other_nodes(run_id)):
             return True  # with a fixed number of nodes the others would wait for that one in vain
         return self.settings.budget.decide(read_ledger(self._ledger.path), time.time()).action != "start"
+
+    def _wait_for_nodes(self, run_id: str) -> int:
+        """How the other nodes' workers ended: their launchers do not tell each other."""
+        starts = [
+            event
+            for event in read_ledger(self._ledger.path)
+            if event["event"] == "start" and event.get("elastic_run_id") == run_id
+        ]
+        others = int(starts[-1].get("nodes", 1)) - 1 if starts else 0
+        deadline = time.monotonic() + _OTHERS_END_WITHIN_S
+        while len(exit_codes := self._other_nodes(run_id)) < others and not self._stop:
+            if time.monotonic() > deadline:
+                say(f"Of {others} other nodes only {len(exit_codes)} have said how their workers ended.")
+                return 1
+            self._board.beat()
+            time.sleep(_POLL_S)
+        return next((exit_code for exit_code in exit_codes if exit_code != 0), 0)
+
+    def _other_nodes(self, run_id: str) -> list[int]:
+        """The exit codes of the other nodes' elastic launchers, as far as they have ended."""
+        ends = [record.get("ended") or {} for _, record in self._records()]
+        return [int(end["exit_code"]) for end in ends if end.get("run_id") == run_id]
 
     def _end(self, outcome: Outcome) -> int:
         exit_code = {"finished": 0, "interrupted": signals.EXIT_INTERRUPTED, "failed": 1, "halted": 1}[outcome.status]
@@ -292,7 +315,7 @@ class Launch:
         then = {
             "finished": "",
             "interrupted": " Run the same command again to resume.",
-            "failed": " The same command tries again from the last checkpoint, with a fresh budget.",
+            "failed": " Once the cause is removed, the same command goes on from the last checkpoint.",
             "halted": " Trying again would not change this.",
         }
         say(f"{outcome.status.capitalize()}: {outcome.reason}.{then[outcome.status]} (exit code {exit_code})")
@@ -309,8 +332,7 @@ class Launch:
             while decision is not None and decision.exit_code is None:
                 run_id = decision.run_id
                 exit_code = self._run_workers(run_id, decision.max_restarts, decision.job_attempt, self._is_superseded)
-                if exit_code != 0:
-                    self._write_record(left=run_id)
+                self._write_record(ended={"run_id": run_id, "exit_code": exit_code})
                 decision = self._board.wait_for(decision, OWNER_LOST_AFTER_S, lambda: self._stop.now)
         except FirstNodeMissing as missing:
             say(f"Failed: {missing}")
@@ -322,7 +344,9 @@ class Launch:
 
     def _is_superseded(self, run_id: str) -> bool:
         decision = self._board.read()
-        if decision is None or (decision.run_id == run_id and decision.exit_code is None):
+        if decision is None or decision.run_id != run_id:
+            return decision is not None
+        if decision.exit_code is None:
             return False
         if self._over_since is None:
             self._over_since = time.monotonic()
@@ -346,14 +370,14 @@ class Launch:
                     "stop it with SIGTERM, or use another --run-dir"
                 )
         self._record_path.parent.mkdir(parents=True, exist_ok=True)
-        self._write_record(left=None)
+        self._write_record(ended=None)
 
     def _records(self) -> list[tuple[Path, dict[str, Any]]]:
         paths = sorted(self._record_path.parent.glob("*.json"))
         return [(path, record) for path in paths if (record := read_json(path)) is not None]
 
-    def _write_record(self, left: str | None) -> None:
-        """Says which process this launch is, and which job its workers have left although it was not over."""
+    def _write_record(self, ended: dict[str, Any] | None) -> None:
+        """Says which process this launch is, and how its workers ended."""
         write_json(
             self._record_path,
             {
@@ -362,7 +386,7 @@ class Launch:
                 "pid": os.getpid(),
                 "process_started": psutil.Process().create_time(),
                 "node_rank": self.settings.node_rank,
-                "left": left,
+                "ended": ended,
             },
         )
 
@@ -407,7 +431,9 @@ class Launch:
 
 def _is_alive(record: dict[str, Any]) -> bool:
     try:
-        return bool(psutil.Process(int(record["pid"])).create_time() == record["process_started"])
+        process = psutil.Process(int(record["pid"]))
+        is_same = process.create_time() == record["process_started"]  # and not another one with its number
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, KeyError, ValueError, TypeError):
         return False
 

@@ -1,0 +1,119 @@
+"""Runs the test program in real processes: forked ranks from a server that has the heavy imports done."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).with_name("program.py")
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["lightning.pytorch", "torch.distributed", "numpy", "tests.program"])
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _rank(config: dict[str, Any], environment: dict[str, str], output: str) -> None:
+    os.setsid()
+    fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.environ.update(environment)
+    from tests.program import main
+
+    main(config)
+
+
+class Ranks:
+    """The ranks of one running job, as an elastic launcher would start them."""
+
+    def __init__(self, config: dict[str, Any], tmp: Path, environment: dict[str, str] | None = None) -> None:
+        world_size = config.get("trainer", {}).get("devices", 1)
+        elastic = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "GROUP_RANK": "0",
+            "TORCHELASTIC_RUN_ID": "test",
+        }
+        self.output = tmp / "output"
+        self.processes = []
+        for rank in range(world_size):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
+            env = {"OMP_NUM_THREADS": "1", **(elastic if world_size > 1 else {}), **own, **(environment or {})}
+            process = _CONTEXT.Process(target=_rank, args=(config, env, str(self.output)))
+            process.start()
+            self.processes.append(process)
+
+    def kill(self, signum: int, ranks: Sequence[int] | None = None) -> None:
+        for rank, process in enumerate(self.processes):
+            if (ranks is None or rank in ranks) and process.is_alive():
+                os.kill(process.pid, signum)
+
+    def wait(self, timeout_s: float = 100.0, kill_rest: bool = True) -> list[int | None]:
+        """The exit codes. As a launcher does, ends the others when a rank has died."""
+        deadline = time.monotonic() + timeout_s
+        while any(p.is_alive() for p in self.processes):
+            died = [p for p in self.processes if p.exitcode not in (None, 0)]
+            if died and kill_rest:
+                time.sleep(0.3)
+                self.kill(signal.SIGKILL)
+            if time.monotonic() > deadline:
+                self.kill(signal.SIGKILL)
+                for p in self.processes:
+                    p.join()
+                raise AssertionError(f"still running after {timeout_s} s:\n{self.text()}")
+            time.sleep(0.02)
+        return [p.exitcode for p in self.processes]
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+
+def run(config: dict[str, Any], tmp: Path, timeout_s: float = 100.0, **kwargs: Any) -> tuple[list[int | None], str]:
+    """Runs the program to its end; returns the exit codes of its ranks and what it printed."""
+    ranks = Ranks(config, tmp, **kwargs)
+    codes = ranks.wait(timeout_s)
+    return codes, ranks.text()
+
+
+def result(config: dict[str, Any]) -> Any:
+    return json.loads(Path(config["out"]).read_text())
+
+
+def samples(config: dict[str, Any]) -> list[dict[tuple[int, int], list[int]]]:
+    """For every rank, the samples that were trained on in the end, by fit and step: the last time each step ran."""
+    world_size = config.get("trainer", {}).get("devices", 1)
+    found = []
+    for rank in range(world_size):
+        steps: dict[tuple[int, int], list[int]] = {}
+        for line in Path(f"{config['log']}.{rank}").read_text().splitlines():
+            fit, step, ids = json.loads(line)
+            steps[fit, step] = ids
+        found.append(steps)
+    return found
+
+
+def command(config: dict[str, Any]) -> list[str]:
+    """The program as a command line, for real launchers."""
+    return [sys.executable, str(PROGRAM), json.dumps(config)]
+
+
+def run_command(arguments: Sequence[str], timeout_s: float = 200.0, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}
+    return subprocess.run(
+        arguments, capture_output=True, text=True, timeout=timeout_s, check=False, env=env, **kwargs
+    )

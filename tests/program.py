@@ -1,0 +1,259 @@
+"""A training program for the tests: what it trains, on what data, and what happens to it when, all from one config."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchmetrics import MeanMetric
+
+BATCH = 4
+BATCHES = 16
+
+DEFAULTS: dict[str, Any] = {
+    "run_dir": None,
+    "out": None,  # the result is written here by rank 0
+    "log": None,  # every rank writes the samples of every step here
+    "data": "shuffle",
+    "workers": 0,
+    "persistent": False,
+    "augment": True,
+    "dropout": 0.2,
+    "trainer": {},
+    "validation": False,
+    "plateau": False,
+    "early_stopping": False,
+    "manual": False,
+    "save_every": 5,
+    "model_checkpoint": None,
+    "callbacks": ["preemption", "auto_resume"],
+    "ckpt_path": None,
+    "grace_period_s": 60.0,
+    "fits": 1,
+    "events": [],  # {"at": "train", "step": 23, "rank": 1, "do": "SIGKILL"}
+    "step_s": 0.0,
+}
+
+
+def do(config: dict[str, Any], at: str, step: int, rank: int) -> None:
+    """Does what the config says shall happen at this place."""
+    for number, event in enumerate(config["events"]):
+        if event["at"] != at or event.get("step", 0) != step or event.get("rank", rank) != rank:
+            continue
+        if event.get("once"):
+            marker = Path(config["run_dir"]).with_suffix(f".event{number}-{rank}")
+            if marker.exists():
+                continue
+            marker.touch()
+        time.sleep(event.get("after_s", 0.0))
+        what = event["do"]
+        if what == "raise":
+            raise RuntimeError("on purpose")
+        if what == "exit":
+            os._exit(3)
+        if what == "sleep":
+            time.sleep(event["seconds"])
+        elif event.get("group"):
+            os.killpg(os.getpgid(0), getattr(signal, what))
+        else:
+            os.kill(os.getpid(), getattr(signal, what))
+
+
+class Data(Dataset):
+    def __init__(self, size: int, augment: bool) -> None:
+        self.size, self.augment = size, augment
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        x = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        if self.augment:
+            x = x + torch.rand(1) * 0.1 + float(np.random.rand()) * 0.1 + random.random() * 0.1
+        return {"x": x, "id": index}
+
+
+class Stream(IterableDataset):
+    """Endless for a loader that asks for its length; samples drawn with NumPy."""
+
+    def __init__(self, size: int, augment: bool) -> None:
+        self.size, self.augment = size, augment
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        data = Data(self.size, self.augment)
+        for index in range(info.id if info else 0, self.size, info.num_workers if info else 1):
+            yield data[index]
+
+
+def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
+    size = BATCH * BATCHES * world_size
+    kind, workers = config["data"], config["workers"]
+    keep = {"num_workers": workers, "persistent_workers": config["persistent"] and workers > 0}
+    data = Data(size, config["augment"])
+    if kind == "sequential":
+        return DataLoader(data, BATCH, **keep)
+    if kind == "shuffle":
+        return DataLoader(data, BATCH, shuffle=True, **keep)
+    if kind == "generator":
+        return DataLoader(data, BATCH, shuffle=True, generator=torch.Generator().manual_seed(5), **keep)
+    if kind == "iterable":
+        return DataLoader(Stream(BATCH * BATCHES, config["augment"]), BATCH, **keep)
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    if kind == "stateful":
+        return StatefulDataLoader(data, BATCH, shuffle=True, **keep)
+    if kind == "stateful_distributed":
+        sampler = StatefulDistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=True)
+        return StatefulDataLoader(data, BATCH, sampler=sampler, **keep)
+    if kind == "stateful_iterable":
+        return StatefulDataLoader(Stream(BATCH * BATCHES, config["augment"]), BATCH, **keep)
+    raise ValueError(kind)
+
+
+class Module(L.LightningModule):
+    def __init__(self, config: dict[str, Any], width: int = 32) -> None:
+        super().__init__()
+        self.config = config
+        self.automatic_optimization = not config["manual"]
+        first, second = torch.nn.Linear(8, width), torch.nn.Linear(width, width)
+        self.net = torch.nn.Sequential(
+            first, torch.nn.ReLU(), torch.nn.Dropout(config["dropout"]), second, torch.nn.Tanh(), torch.nn.Linear(width, 1)
+        )
+        self.register_buffer("average", torch.zeros(()))
+        self.metric = MeanMetric()
+        self.epoch_values: list[float] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        rank, step = self.trainer.global_rank, self.trainer.fit_loop.epoch_loop.total_batch_idx
+        if self.config["log"]:
+            with open(f"{self.config['log']}.{rank}", "a") as file:
+                file.write(json.dumps([self.config["fit"], step, batch["id"].tolist()]) + "\n")
+        do(self.config, "train", step, rank)
+        if self.config["step_s"]:
+            time.sleep(self.config["step_s"])
+        loss = self.net(batch["x"]).pow(2).mean()
+        self.average.copy_(0.9 * self.average + 0.1 * loss.detach())
+        self.metric.update(loss.detach())
+        self.log("train_metric", self.metric, on_step=False, on_epoch=True)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        if self.config["manual"]:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        do(self.config, "batch_end", self.trainer.fit_loop.epoch_loop.total_batch_idx, self.trainer.global_rank)
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        at = "sanity" if self.trainer.sanity_checking else "validation"
+        do(self.config, at, self.trainer.global_step if at == "validation" else batch_idx, self.trainer.global_rank)
+        self.log("val_loss", self.net(batch["x"]).pow(2).mean() * (1 + torch.rand(())), sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        do(self.config, "epoch_end", self.trainer.current_epoch, self.trainer.global_rank)
+
+    def setup(self, stage: str) -> None:
+        do(self.config, "setup", 0, self.trainer.global_rank)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["numpy"] = np.arange(3)
+        do(self.config, "save", self.trainer.global_step, self.trainer.global_rank)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert "numpy" in checkpoint
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        if not self.config["plateau"]:
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 48)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
+        monitor = {"scheduler": scheduler, "monitor": config_monitor(self.config), "interval": "epoch"}
+        return {"optimizer": optimizer, "lr_scheduler": monitor}
+
+
+def config_monitor(config: dict[str, Any]) -> str:
+    return "val_loss" if config["validation"] else "train_loss_epoch"
+
+
+def digest(module: torch.nn.Module) -> str:
+    tensors = [*module.parameters(), *(b for b in module.buffers())]
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()[:16]
+
+
+def main(config: dict[str, Any]) -> None:
+    config = {**DEFAULTS, **config}
+    torch.set_num_threads(1)
+    world_size = config["trainer"].get("devices", 1)
+    results = []
+    L.seed_everything(1, verbose=False)
+    for fit in range(config["fits"]):
+        config["fit"] = fit
+        do(config, "between", fit, int(os.environ.get("LOCAL_RANK", 0)))
+        # made after the fit before: its weights depend on the random state that that one left
+        module = Module(config, 32 + fit)
+        trainer = make_trainer(config, world_size)
+        val = DataLoader(Data(BATCH * 3 * world_size, False), BATCH) if config["validation"] else None
+        train = loader(config, world_size, trainer.global_rank)
+        trainer.fit(module, train, val, ckpt_path=config["ckpt_path"])
+        metrics = {key: float(value) for key, value in sorted(trainer.callback_metrics.items())}
+        results.append(
+            {
+                "weights": digest(module),
+                "step": trainer.global_step,
+                "epoch": trainer.current_epoch,
+                "metrics": metrics,
+                "lr": trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None,
+                "random": torch.rand(()).item(),
+            }
+        )
+    if trainer.is_global_zero and config["out"]:
+        Path(config["out"]).write_text(json.dumps(results))
+
+
+def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
+    from lightning_resilience import AutoResume, Preemption
+
+    available = {
+        "preemption": lambda: Preemption(run_dir=config["run_dir"], grace_period_s=config["grace_period_s"]),
+        "auto_resume": lambda: AutoResume(config["run_dir"], every_n_train_steps=config["save_every"]),
+    }
+    callbacks: list[Any] = [available[name]() for name in config["callbacks"]]
+    if config["early_stopping"]:
+        callbacks.append(L.callbacks.EarlyStopping(config_monitor(config), patience=1, min_delta=0.5))
+    if config["model_checkpoint"] is not None:
+        callbacks.append(L.callbacks.ModelCheckpoint(**config["model_checkpoint"]))
+    options = {
+        "max_epochs": 3,
+        "devices": 1,
+        "accelerator": "cpu",
+        "strategy": "ddp" if world_size > 1 else "auto",
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "enable_checkpointing": config["model_checkpoint"] is not None,
+        "default_root_dir": str(Path(config["run_dir"]).parent),
+        **config["trainer"],
+    }
+    return L.Trainer(callbacks=callbacks, **options)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(IndexError):
+        main(json.loads(sys.argv[1]))
