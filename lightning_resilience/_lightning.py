@@ -407,6 +407,20 @@ def requeue_signal(trainer: Trainer) -> Any | None:
     return getattr(environment, "requeue_signal", None)
 
 
+_LOG_ARGUMENTS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+
+
 def metric_states(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """This rank's metrics in the middle of an epoch, which Lightning does not save.
 
@@ -416,20 +430,17 @@ def metric_states(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     results = {}
     for key, result in trainer.fit_loop.epoch_loop._results.items():
         meta = result.meta
-        if not result.is_tensor or meta.sync.group is not None:
+        if meta.sync.group is not None or not (result.is_tensor or meta.metric_attribute):
             continue
         results[key] = {
-            "meta": {
-                name: getattr(meta, name)
-                for name in (
-                    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
-                    "dataloader_idx", "metric_attribute",
-                )
-            },
+            "meta": {name: getattr(meta, name) for name in _LOG_ARGUMENTS},
             "reduce": meta.reduce_fx.__name__,
             "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
-            "value": result.value.clone(),
-            "cumulated_batch_size": result.cumulated_batch_size.clone() if meta.is_mean_reduction else None,
+            # the state of a logged torchmetrics object is that of the module's attribute
+            "value": result.value.clone() if result.is_tensor else None,
+            "cumulated_batch_size": (
+                result.cumulated_batch_size.clone() if result.is_tensor and meta.is_mean_reduction else None
+            ),
             "updates": result._update_count,
             "has_reset": result.has_reset,
         }
@@ -459,10 +470,11 @@ def set_metric_states(trainer: Trainer, module: LightningModule, states: dict[st
         )
         meta = package._Metadata(**state["meta"], reduce_fx=getattr(torch, state["reduce"]))
         meta.sync = sync
-        metric = package._ResultMetric(meta, True)
-        metric.value = state["value"].to(device)
+        is_tensor = state["value"] is not None
+        metric = package._ResultMetric(meta, is_tensor)
+        metric.value = state["value"] if is_tensor else module.get_submodule(state["meta"]["metric_attribute"])
         if state["cumulated_batch_size"] is not None:
-            metric.cumulated_batch_size = state["cumulated_batch_size"].to(device)
+            metric.cumulated_batch_size = state["cumulated_batch_size"]
         metric._update_count, metric.has_reset = state["updates"], state["has_reset"]
         collection[key] = metric.to(device)
     metrics = dict(module.named_modules())

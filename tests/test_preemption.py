@@ -1,0 +1,167 @@
+"""A signal to any rank at any time stops all ranks together, with nothing lost; never a deadlock."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_resilience import Preemption
+from lightning_resilience.checkpoint import resume
+from lightning_resilience.ledger import read_ledger
+from lightning_resilience.run_directory import RunDirectory
+from tests.harness import Ranks, result, run
+from tests.test_exact_resume import make, undisturbed
+
+TERM = {"do": "SIGTERM", "once": True}
+TWO = {"trainer": {"devices": 2}, "validation": True, "data": "shuffle", "save_every": None}
+
+SCENARIOS: dict[str, list[dict[str, Any]]] = {
+    "rank 0 only": [{"at": "train", "step": 20, "rank": 0}],
+    "rank 1 only": [{"at": "train", "step": 20, "rank": 1}],
+    "both": [{"at": "train", "step": 20}],
+    "both with skew": [{"at": "train", "step": 20, "rank": 0}, {"at": "train", "step": 21, "rank": 1}],
+    "rank 1 while rank 0 is blocked in a collective": [{"at": "batch_end", "step": 9, "rank": 1, "after_s": 0.3}],
+    "validation": [{"at": "validation", "step": 16, "rank": 1}],
+    "validation of the last epoch": [
+        {"at": "validation", "step": 48, "rank": 0},
+        {"at": "validation", "step": 48, "do": "sleep", "seconds": 0.3, "once": False},
+    ],
+    "sanity check": [{"at": "sanity", "rank": 1}],
+    "setup": [{"at": "setup", "rank": 0}],
+    "end of the epoch": [{"at": "epoch_end", "step": 1, "rank": 1}],
+}
+
+
+def stop_and_resume(tmp: Path, events: list[dict[str, Any]], **options: Any) -> tuple[RunDirectory, str]:
+    """Stops the run by the events, checks that it is stopped and resumable, resumes it, and checks that it is exact."""
+    config = make(tmp, "disturbed", events=[{**TERM, **event} for event in events], **options)
+    codes, text = run(config, tmp / "disturbed", timeout_s=60)
+    assert set(codes) == {0}, text
+    assert not Path(config["out"]).exists(), "the script went on after fit()"
+    directory = RunDirectory(config["run_dir"])
+    outcome = directory.fit(0).outcome
+    assert outcome is not None
+    assert outcome.status == "interrupted", text
+    assert "Preemption detected, saving checkpoint and exiting" in text
+    newest = resume.checkpoints(directory.fit(0).checkpoints)[0]
+    assert resume.verify(newest).metadata["step"] == outcome.step
+    interruption_text = text
+    for _ in events:  # one that the first stop came before happens in the second run
+        if not Path(config["out"]).exists():
+            codes, text = run(config, tmp / "disturbed")
+            assert set(codes) == {0}, text
+    reference = undisturbed(tmp, **options)[0]
+    assert result(config) == reference
+    return directory, interruption_text
+
+
+@pytest.mark.parametrize("events", SCENARIOS.values(), ids=SCENARIOS.keys())
+def test_stops_all_ranks_and_resumes_exactly(tmp_path: Path, events: list[dict[str, Any]]) -> None:
+    stop_and_resume(tmp_path, events, **TWO)
+
+
+def test_during_a_save(tmp_path: Path) -> None:
+    stop_and_resume(tmp_path, [{"at": "save", "step": 20, "rank": 0}], **{**TWO, "save_every": 10})
+
+
+def test_never_cuts_an_accumulation_window_in_two(tmp_path: Path) -> None:
+    options = {**TWO, "trainer": {"devices": 2, "accumulate_grad_batches": 4}}
+    stop_and_resume(tmp_path, [{"at": "train", "step": 21, "rank": 1}], **options)
+
+
+def test_one_process_without_a_process_group(tmp_path: Path) -> None:
+    config = make(tmp_path, "alone", events=[{**TERM, "at": "train", "step": 20}])
+    codes, text = run(config, tmp_path / "alone")
+    assert codes == [75], text  # no launcher that would restart it: the code says "run me again"
+    codes, text = run(config, tmp_path / "alone")
+    assert codes == [0], text
+    assert result(config) == undisturbed(tmp_path)[0]
+
+
+def test_a_signal_to_the_process_group_spares_the_data_loader_workers(tmp_path: Path) -> None:
+    events = [{"at": "train", "step": 20, "group": True}]
+    _, text = stop_and_resume(tmp_path, events, **{**TWO, "workers": 2})
+    assert "killed by signal" not in text
+
+
+def test_workers_have_no_protection_without_the_option() -> None:
+    assert Preemption(enable_exit_handler_for_data_loader=False).enable_exit_handler_for_data_loader is False
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+    hang = {"at": "train", "step": 20, "do": "sleep", "seconds": 600, "once": True}
+    config = make(tmp_path, "disturbed", events=[{**TERM, "at": "train", "step": 20, "rank": 0}, hang], **TWO)
+    config["save_every"] = 10
+    ranks = Ranks(config, tmp_path / "disturbed")
+    _wait_for(ranks, "initiating graceful stop")
+    ranks.kill(signal.SIGTERM)  # the same request, delivered twice
+    time.sleep(2.5)
+    assert all(process.is_alive() for process in ranks.processes)
+    ranks.kill(signal.SIGTERM)
+    assert ranks.wait(30) == [0, 0], ranks.text()
+    assert "received a second time" in ranks.text()
+    outcome = RunDirectory(config["run_dir"]).fit(0).outcome
+    assert outcome is not None
+    assert outcome.status == "interrupted"
+    codes, text = run(config, tmp_path / "disturbed")
+    assert set(codes) == {0}, text
+    assert "Resuming from step 20" in text
+    assert result(config) == undisturbed(tmp_path, **{**TWO, "save_every": 10})[0]
+
+
+def test_the_end_of_the_grace_period_ends_the_run(tmp_path: Path) -> None:
+    hang = {"at": "train", "step": 20, "do": "sleep", "seconds": 600, "once": True}
+    config = make(tmp_path, "disturbed", events=[{**TERM, "at": "train", "step": 20, "rank": 1}, hang], **TWO)
+    config["grace_period_s"] = 3.0
+    ranks = Ranks(config, tmp_path / "disturbed")
+    assert ranks.wait(60) == [0, 0], ranks.text()  # rank 0 got no signal: it knows from the agreement
+    assert "grace period of 3 s has run out" in ranks.text()
+    events = [event["event"] for event in read_ledger(RunDirectory(config["run_dir"]).ledger)]
+    assert "interrupted" in events
+
+
+def test_warns_when_a_save_does_not_fit_into_the_grace_period(tmp_path: Path) -> None:
+    config = make(tmp_path, "run", trainer={"max_epochs": 1})
+    run_dir = RunDirectory(config["run_dir"])
+    run_dir.path.mkdir()
+    run_dir.ledger.write_text(json.dumps({"event": "saved", "seconds": 3600.0, "step": 1}) + "\n")
+    assert "The last save took 3600 s, the grace period is 60 s" in run(config, tmp_path / "run")[1]
+
+
+def test_leaves_nothing_behind(tmp_path: Path) -> None:
+    import os
+    import threading
+
+    from tests.program import main
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1), dict(os.environ)
+    threads = set(threading.enumerate())
+    config = make(tmp_path, "run", trainer={"max_epochs": 1}, log=None)
+    main(config)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before[:2]
+    assert signal.set_wakeup_fd(-1) == -1
+    assert set(threading.enumerate()) <= threads
+    added = {key for key in os.environ if key not in before[2]}
+    assert not {key for key in added if "RESILIENCE" in key}
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["out", "run"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"signals": ()}, {"signals": ("SIGNOPE",)}, {"signals": (signal.SIGKILL,)}, {"grace_period_s": 0}],
+)
+def test_refuses_arguments_that_make_no_sense(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Preemption(**arguments)
+
+
+def _wait_for(ranks: Ranks, text: str, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while text not in ranks.text():
+        assert time.monotonic() < deadline, ranks.text()
+        time.sleep(0.05)
