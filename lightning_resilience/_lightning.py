@@ -487,8 +487,14 @@ def set_metric_states(trainer: Trainer, module: LightningModule, states: dict[st
     connector = trainer._logger_connector
     for name, value in states["loop"].items():
         setattr(connector, name, value)
+    set_latest_metrics(trainer, states)
+
+
+def set_latest_metrics(trainer: Trainer, states: dict[str, Any]) -> None:
+    """Restores the part of :func:`metric_states` that ``trainer.callback_metrics`` and its like show."""
     for name, values in states["latest"].items():
-        getattr(connector, name).update({key: _to(value, device) for key, value in values.items()})
+        latest = getattr(trainer._logger_connector, name)
+        latest.update({key: _to(value, trainer.strategy.root_device) for key, value in values.items()})
 
 
 def _clone(value: Any) -> Any:

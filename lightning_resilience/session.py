@@ -339,8 +339,9 @@ class FitSession:
         if _sessions.pop(self.trainer, None) is None:
             return
         if self._resumed is not None and self._resumed["final"] and (mine := self._resumed["mine"]) is not None:
-            # A finished fit was restored, not trained: what the script does next finds the random state it left.
+            # A finished fit was restored, not trained: what the script does next finds what it left.
             self._set_random_state(mine["now"])
+            _lightning.set_latest_metrics(self.trainer, mine["metrics"])
         self.agreement.stop()
         self.patches.undo()
         if self._recorder is not None:

@@ -1,0 +1,200 @@
+"""Several fits in one script, fits that are finished, searches, and Trainers inside Trainers."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+
+from lightning_resilience import AutoResume, Preemption
+from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.session import _sessions
+from tests.harness import result, run
+from tests.test_exact_resume import killed_and_resumed, make, undisturbed
+
+THREE = {"fits": 3, "trainer": {"max_epochs": 2}}
+KILLS = {
+    "in each": [
+        {"at": "train", "step": 9, "fit": 0},
+        {"at": "batch_end", "step": 20, "fit": 1},
+        {"at": "train", "step": 31, "fit": 2},
+    ],
+    "between": [{"at": "between", "step": 1}, {"at": "between", "step": 2}],
+    "in the second": [{"at": "train", "step": 17, "fit": 1}],
+}
+
+
+@pytest.mark.parametrize("events", KILLS.values(), ids=KILLS.keys())
+def test_three_fits(tmp_path: Path, events: list[dict[str, Any]]) -> None:
+    assert killed_and_resumed(tmp_path, events, **THREE)[:2] == undisturbed(tmp_path, **THREE)
+
+
+def test_three_fits_with_two_ranks(tmp_path: Path) -> None:
+    options = {"fits": 3, "trainer": {"max_epochs": 2, "devices": 2}}
+    events = [{"at": "train", "step": 9, "rank": 1, "fit": 1}, {"at": "between", "step": 2, "rank": 0}]
+    assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
+    config = make(tmp_path, "run", validation=True)
+    run(config, tmp_path / "run")
+    first, log = result(config), Path(f"{config['log']}.0").read_text()
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    assert "it is not trained again" in text
+    assert Path(f"{config['log']}.0").read_text() == log
+    again = result(config)
+    for key in ("weights", "step", "epoch", "lr", "random"):
+        assert again[0][key] == first[0][key]
+
+
+def test_early_stopping_counts_as_finished(tmp_path: Path) -> None:
+    config = make(tmp_path, "run", validation=True, early_stopping=True, trainer={"max_epochs": 8})
+    run(config, tmp_path / "run")
+    step = result(config)[0]["step"]
+    assert step < 8 * 16
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0]
+    assert "it is not trained again" in text
+    assert result(config)[0]["step"] == step
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [({"max_epochs": 2}, {"max_epochs": 4}), ({"max_steps": 20, "max_epochs": -1}, {"max_steps": 40, "max_epochs": -1})],
+    ids=["max_epochs", "max_steps"],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_raising_the_limit_goes_on_as_the_longer_run(
+    tmp_path: Path, short: dict[str, int], long: dict[str, int], workers: int
+) -> None:
+    config = make(tmp_path, "run", trainer=short, workers=workers)
+    run(config, tmp_path / "run")
+    codes, text = run({**config, "trainer": long}, tmp_path / "run")
+    assert codes == [0], text
+    assert result(config) == undisturbed(tmp_path, trainer=long, workers=workers)[0]
+
+
+def test_an_explicit_checkpoint_wins(tmp_path: Path) -> None:
+    config = make(tmp_path, "run", numpy=False, model_checkpoint={"dirpath": str(tmp_path), "filename": "ten", "every_n_train_steps": 10,
+                                                     "save_top_k": 1, "monitor": None, "save_last": False})
+    run({**config, "events": [{"at": "train", "step": 16, "do": "SIGKILL"}]}, tmp_path / "run")
+    codes, text = run({**config, "ckpt_path": str(tmp_path / "ten.ckpt")}, tmp_path / "run")
+    assert codes == [0], text
+    assert "wins" in text
+    assert f"Restored all states from the checkpoint at {tmp_path / 'ten.ckpt'}" in text
+
+
+def test_a_restart_of_a_fit_with_an_explicit_checkpoint_goes_on_from_its_own(tmp_path: Path) -> None:
+    base = make(tmp_path, "base", trainer={"max_epochs": 1})
+    run(base, tmp_path / "base")
+    start = str(RunDirectory(base["run_dir"]).fit(0).checkpoints / "step-000000000016-final.ckpt")
+    config = make(tmp_path, "run", ckpt_path=start, events=[{"at": "train", "step": 27, "do": "SIGKILL", "once": True}])
+    assert run(config, tmp_path / "run")[0] == [-signal.SIGKILL]
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    assert "Resuming from step 25" in text
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    config = make(tmp_path, "run", fits=1, trainer={"max_epochs": 1})
+    run(config, tmp_path / "run")
+    fit = RunDirectory(config["run_dir"]).fit(0)
+    fit.fingerprint = {**(fit.fingerprint or {}), "module": "other.Module"}
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [1]
+    assert "holds another fit" in text
+
+
+class Tiny(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.lr = 0.1
+        self.inside: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.inside is not None:
+            inside, self.inside = self.inside, None
+            inside()
+        return self.layer(batch[0]).pow(2).mean()
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(32, 2)), 2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+def trainer(tmp: Path, callbacks: list[Any], **options: Any) -> L.Trainer:
+    return L.Trainer(
+        **{
+            "max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
+            "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": str(tmp), **options,
+        },
+        callbacks=callbacks,
+    )
+
+
+def both(tmp: Path) -> list[Any]:
+    return [Preemption(run_dir=tmp / "run"), AutoResume(tmp / "run")]
+
+
+def test_a_learning_rate_search_is_no_fit_of_the_run(tmp_path: Path) -> None:
+    module, t = Tiny(), trainer(tmp_path, both(tmp_path))
+    L.tuner.Tuner(t).lr_find(module, num_training=10)
+    assert not (tmp_path / "run").exists()
+    t.fit(module)
+    outcome = RunDirectory(tmp_path / "run").fit(0).outcome
+    assert outcome is not None
+    assert outcome.status == "finished"
+    assert len(RunDirectory(tmp_path / "run").fits) == 1
+
+
+def test_a_learning_rate_search_at_the_start_of_the_fit_is_left_alone(tmp_path: Path) -> None:
+    finder = L.callbacks.LearningRateFinder(num_training_steps=10)
+    trainer(tmp_path, [finder, *both(tmp_path)]).fit(Tiny())
+    outcome = RunDirectory(tmp_path / "run").fit(0).outcome
+    assert outcome is not None
+    assert (outcome.status, outcome.step) == ("finished", 16)
+
+
+def test_a_trainer_inside_a_trainer_stays_passive(tmp_path: Path) -> None:
+    outer, inner = Tiny(), Tiny()
+    outer.inside = lambda: trainer(tmp_path, both(tmp_path), max_steps=3).fit(inner)
+    trainer(tmp_path, both(tmp_path)).fit(outer)
+    assert [fit.path.name for fit in RunDirectory(tmp_path / "run").fits] == ["fit-000"]
+    outcome = RunDirectory(tmp_path / "run").fit(0).outcome
+    assert outcome is not None
+    assert outcome.step == 16
+    assert not _sessions
+
+
+def test_a_list_of_callbacks_used_for_two_trainers(tmp_path: Path) -> None:
+    callbacks = both(tmp_path)
+    for number in range(2):
+        trainer(tmp_path, callbacks).fit(Tiny())
+        assert len(RunDirectory(tmp_path / "run").fits) == number + 1
+
+
+def test_an_exception_that_the_script_swallows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = Tiny()
+
+    def fail() -> None:
+        raise RuntimeError("on purpose")
+
+    module.inside = fail
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer(tmp_path, both(tmp_path)).fit(module)
+    outcome = RunDirectory(tmp_path / "run").fit(0).outcome
+    assert outcome is not None
+    assert (outcome.status, outcome.reason) == ("failed", "RuntimeError: on purpose")
+    assert not _sessions
+    with caplog.at_level(logging.INFO):
+        trainer(tmp_path, both(tmp_path)).fit(Tiny())
+    assert [fit.path.name for fit in RunDirectory(tmp_path / "run").fits] == ["fit-000", "fit-001"]
