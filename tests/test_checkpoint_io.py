@@ -13,7 +13,8 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -287,26 +288,21 @@ def test_an_asynchronous_fit(namespace: Namespace, tmp_path: Path) -> None:
     assert durable.load(tmp_path / "last.ckpt")["global_step"] == 3
 
 
-# last.ckpt
+# Crashes
 
 CALLS = ["fsync", "replace", "rename", "remove", "unlink", "symlink", "mkdir"]
 
 
-@pytest.mark.parametrize(("save_last", "asynchronous"), [("link", False), ("link", True), (True, False)])
-def test_killed_at_every_point_of_a_fit(
-    lightning: Namespace, tmp_path: Path, save_last: Any, asynchronous: bool
-) -> None:
-    """From the first complete ``last.ckpt`` on there is one at every instant, and it can be loaded."""
+def killed_everywhere(action: Callable[[Path], object], started: Callable[[Path], bool], root: Path) -> Iterator[Path]:
+    """Yields a folder in which ``action`` was killed, once for each of its fail-points after it has ``started``."""
 
-    def fit(folder: Path, kill_at: int) -> None:
+    def run(folder: Path, kill_at: int) -> None:
         points = 0
-        started = False
 
         def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(*args: Any, **kwargs: Any) -> Any:
-                nonlocal points, started
-                started = started or (folder / "last.ckpt").exists()
-                points += started
+                nonlocal points
+                points += bool(points or started(folder))
                 if points == kill_at:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return function(*args, **kwargs)
@@ -315,28 +311,69 @@ def test_killed_at_every_point_of_a_fit(
 
         for name in CALLS:
             setattr(os, name, wrap(getattr(os, name)))
-        plugins = [lightning.async_io()] if asynchronous else []
-        checkpoint = lightning.checkpoint(folder, every_n_train_steps=1, save_top_k=1, save_last=save_last)
-        lightning.trainer(folder, checkpoint, lightning.durable(), plugins=plugins, steps=2).fit(lightning.model())
+        action(folder)
         assert points > 5, "the fail-points have missed the saves"
 
     for kill_at in range(1, 200):
-        folder = tmp_path / f"kill-{kill_at}"
+        folder = root / f"kill-{kill_at}"
         sys.stdout.flush()
         if (pid := os.fork()) == 0:
             try:
-                fit(folder, kill_at)
+                run(folder, kill_at)
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert durable.load(folder / "last.ckpt")["global_step"] in (1, 2)
+        assert code in (0, -signal.SIGKILL)
+        yield folder
         if code == 0:
             return
-        assert code == -signal.SIGKILL
         shutil.rmtree(folder)
-    raise AssertionError("the fit does not end")
+    raise AssertionError("the action does not end")
+
+
+@pytest.mark.parametrize(("save_last", "asynchronous"), [("link", False), ("link", True), (True, False)])
+def test_killed_at_every_point_of_a_fit(
+    lightning: Namespace, tmp_path: Path, save_last: Any, asynchronous: bool
+) -> None:
+    """From the first complete ``last.ckpt`` on there is one at every instant, and it can be loaded."""
+
+    def fit(folder: Path) -> None:
+        plugins = [lightning.async_io()] if asynchronous else []
+        checkpoint = lightning.checkpoint(folder, every_n_train_steps=1, save_top_k=1, save_last=save_last)
+        lightning.trainer(folder, checkpoint, lightning.durable(), plugins=plugins, steps=2).fit(lightning.model())
+
+    for folder in killed_everywhere(fit, lambda folder: (folder / "last.ckpt").exists(), tmp_path):
+        assert durable.load(folder / "last.ckpt")["global_step"] in (1, 2)
+
+
+def test_killed_at_every_point_of_a_strategys_directory(lightning: Namespace, tmp_path: Path) -> None:
+    """The only checkpoint is saved again under its name."""
+    strategies = importlib.import_module("lightning.pytorch.strategies")
+
+    class Sharded(strategies.SingleDeviceStrategy):  # type: ignore[misc,name-defined]
+        def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+            os.makedirs(filepath, exist_ok=True)
+            for name in ("__0_0.distcp", "__1_0.distcp"):
+                Path(filepath, "part").write_text(f"{name} {checkpoint.pop(name)}")
+                os.replace(Path(filepath, "part"), Path(filepath, name))
+
+    def save(folder: Path) -> None:
+        trainer = lightning.trainer(folder, strategy=Sharded(device="cpu"))
+        make_durable(trainer)
+        for step in (1, 2):
+            shards = {"__0_0.distcp": step, "__1_0.distcp": step}
+            trainer.strategy.save_checkpoint({"global_step": step, **shards}, folder / "a.ckpt")
+
+    for folder in killed_everywhere(save, lambda folder: (folder / "a.ckpt" / durable.MARKER).exists(), tmp_path):
+        complete = []
+        for path in folder.glob("*.ckpt"):
+            with suppress(CorruptCheckpoint):
+                complete.append(durable.verify_directory(path).metadata["step"])
+                assert (path / "__1_0.distcp").read_text() == f"__1_0.distcp {complete[-1]}"
+        assert complete
+    assert complete == [2]
 
 
 def test_a_subclass_with_its_own_link_keeps_it(lightning: Namespace, tmp_path: Path) -> None:
@@ -413,10 +450,17 @@ def test_sharded_directories(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, script, folder], env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    log = tmp_path / "log"
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            [sys.executable, script, folder], env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        assert process.wait(120) == 0, log.read_text()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     for path, step in ((folder / "same.ckpt", 3), (folder / "checkpoints" / "last.ckpt", 3)):
         assert len(list(path.glob("*.distcp"))) == 2
         assert durable.verify_directory(path).metadata == {"step": step, "epoch": 0, "fit": 7}

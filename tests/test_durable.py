@@ -392,6 +392,7 @@ def write_shards(folder: Path, seed: int) -> None:
     for name in ("__0_0.distcp", "__1_0.distcp", ".metadata", "deep/meta.pt"):
         (folder / name).write_bytes(f"{name} {seed}".encode() * 10)
         _files.sync_directory(folder)
+    (folder / f"only-in-{seed}").touch()
 
 
 def seed_of(folder: Path) -> int:
@@ -421,6 +422,7 @@ def test_killed_at_every_point_of_a_directory(tmp_path: Path) -> None:
         assert set(complete(folder)) & {1, 2}
         save(folder, 3)  # Goes on from whatever the kill left, and leaves nothing of it.
         assert complete(folder) == [3]
+        assert [path.name for path in (folder / "a.ckpt").glob("only-in-*")] == ["only-in-3"]
         durable.clean_temporaries(folder)
         assert [path.name for path in folder.iterdir()] == ["a.ckpt"]
 
@@ -437,7 +439,7 @@ def test_the_data_is_on_disk_before_the_name(tmp_path: Path, monkeypatch: pytest
     points.passed.clear()
     durable.seal_directory(tmp_path / "dir.ckpt")
     marker = points.passed.index("open")
-    assert points.passed[:marker] == ["fsync"] * 7  # Four files, the two directories they are in, the one around.
+    assert points.passed[:marker] == ["fsync"] * 8  # Five files, the two directories they are in, the one around.
     assert points.passed[-3:] == ["fsync", "replace", "fsync"]
 
 
@@ -458,19 +460,21 @@ def unprivileged() -> Iterator[None]:
 
 def test_a_full_disk_leaves_the_old_content(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    durable.save(state(1), path)
+    big = [torch.full((64, 64), float(value)) for value in range(4)]  # More than fits into the buffer of the file.
+    durable.save(big, path)
 
     def save_with_room_for(size: int) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
         with pytest.raises(OSError, match=r"cannot save the checkpoint \(File too large\).*untouched") as raised:
-            durable.save(state(2), path)
+            durable.save(big[:-1] + big[:1], path)
         assert raised.value.errno == errno.EFBIG
         assert str(path) in str(raised.value)
 
-    for size in range(0, path.stat().st_size, 97):
+    content = path.read_bytes()
+    for size in range(0, len(content) * 3 // 4, 997):
         assert in_child(lambda size=size: save_with_room_for(size)) == 0
-    assert same(durable.load(path), state(1))
+    assert path.read_bytes() == content
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
@@ -519,8 +523,10 @@ def test_leftovers_of_killed_writers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(dead) == 1
     own = _files.temporary_path(tmp_path / "own.ckpt")
     own.touch()
+    no_process = int(dead.copy().pop().split("-")[-2])
     with monkeypatch.context() as other_host:
         other_host.setattr(_files, "_host", lambda: "00000000")
+        other_host.setattr(os, "getpid", lambda: no_process)
         elsewhere, old = (_files.temporary_path(tmp_path / name) for name in ("elsewhere.ckpt", "old.ckpt"))
     elsewhere.touch()
     old.touch()
@@ -544,6 +550,26 @@ def test_a_sealed_directory(tmp_path: Path) -> None:
     assert stamp.size == sum(
         path.stat().st_size for path in folder.rglob("*") if path.name != durable.MARKER and path.is_file()
     )
+
+
+def test_what_a_killed_sealing_left_is_not_sealed(tmp_path: Path) -> None:
+    folder = tmp_path / "a.ckpt"
+    write_shards(folder, 1)
+    _files.temporary_path(folder / durable.MARKER).touch()
+    durable.seal_directory(folder)
+    for path in folder.glob(".*.tmp"):
+        path.unlink()
+    durable.verify_directory(folder)
+
+
+def test_an_unsealed_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "a.ckpt"
+    durable.unseal_directory(folder)
+    write_shards(folder, 1)
+    durable.seal_directory(folder)
+    durable.unseal_directory(folder)
+    with pytest.raises(CorruptCheckpoint, match="never finished"):
+        durable.verify_directory(folder)
 
 
 def test_a_directory_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:

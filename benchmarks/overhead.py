@@ -1,0 +1,179 @@
+"""Cost of each callback in a healthy step, measured within one run: switched on and off every 10 steps.
+
+Separate runs differ by more than the callbacks cost. Every variant is measured in its own run of the same small model,
+against the steps of that run in which it is off; medians are compared, and main-thread CPU time is shown beside. The last
+row is NVRx's own fault-tolerance callback, under its rank monitor, in the same table.
+
+    python benchmarks/overhead.py [--steps 4000] [--repeat 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_resilience import AutoResume, Preemption, session
+
+TOGGLE = 10
+
+
+class Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+class Toggle(L.Callback):
+    """Takes callbacks out of the Trainer and puts them back, every ``TOGGLE`` steps, and times the steps."""
+
+    def __init__(self, others: list[L.Callback], set_on: Callable[[L.Trainer, bool], None]) -> None:
+        self.others, self.set_on = others, set_on
+        self.on = True
+        self.wall: dict[bool, list[float]] = {True: [], False: []}
+        self.cpu: dict[bool, list[float]] = {True: [], False: []}
+        self.last: tuple[float, float] | None = None
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        now = time.perf_counter(), time.thread_time()
+        if self.last is not None and batch_idx > 200 and batch_idx % TOGGLE not in (0, 1):
+            self.wall[self.on].append(now[0] - self.last[0])
+            self.cpu[self.on].append(now[1] - self.last[1])
+        if batch_idx % TOGGLE == 0:
+            self.on = not self.on
+            trainer.callbacks = [self, *(self.others if self.on else [])]
+            self.set_on(trainer, self.on)
+        self.last = time.perf_counter(), time.thread_time()
+
+
+def ours_on(trainer: L.Trainer, on: bool) -> None:
+    """The boundary belongs to the callbacks: without them it is not there."""
+    fit = session._sessions.get(trainer)
+    if fit is not None:
+        fit._running = on
+
+
+def measure(make: Callable[[], list[L.Callback]], steps: int, set_on: Callable[[L.Trainer, bool], None]) -> Toggle:
+    callbacks = make()
+    toggle = Toggle(callbacks, set_on)
+    data = DataLoader(TensorDataset(torch.randn(steps * 4, 64)), 4)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = L.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            callbacks=[toggle, *callbacks],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=directory,
+        )
+        trainer.fit(Model(), data)
+    return toggle
+
+
+@contextlib.contextmanager
+def rank_monitor() -> Iterator[bool]:
+    """NVRx's rank monitor for this process, as ``ft_launcher`` starts it. Yields whether there is one."""
+    try:
+        from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig
+        from nvidia_resiliency_ext.fault_tolerance.rank_monitor_server import RankMonitorServer
+    except ImportError:
+        yield False
+        return
+    directory = tempfile.mkdtemp()
+    socket_path = os.path.join(directory, "monitor.socket")
+    config = FaultToleranceConfig(
+        initial_rank_heartbeat_timeout=None,
+        rank_heartbeat_timeout=None,
+        rank_section_timeouts={"setup": 600.0, "step": 180.0, "checkpointing": 420.0},
+        rank_out_of_section_timeout=300.0,
+    )
+    os.environ["FT_RANK_MONITOR_IPC_SOCKET"] = socket_path
+    os.environ.setdefault("FAULT_TOL_FINISHED_FLAG_FILE", os.path.join(directory, "finished"))
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    process = RankMonitorServer.run_in_subprocess(cfg=config, ipc_socket_path=socket_path)
+    try:
+        yield True
+    finally:
+        process.terminate()
+        process.join(5)
+
+
+def nvrx_sections() -> list[L.Callback]:
+    from nvidia_resiliency_ext.ptl_resiliency.fault_tolerance_sections_callback import FaultToleranceSectionsCallback
+
+    return [FaultToleranceSectionsCallback(autoresume=False, calculate_timeouts=False, exp_dir=tempfile.mkdtemp())]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--repeat", type=int, default=3)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    ours: dict[str, Callable[[], list[L.Callback]]] = {
+        "Preemption": lambda: [Preemption()],
+        "AutoResume": lambda: [AutoResume()],
+        "all together": lambda: [Preemption(), AutoResume()],
+    }
+    rows: list[tuple[str, float, float, float]] = []
+    for name, make in ours.items():
+        rows.append(row(name, [measure(make, arguments.steps, ours_on) for _ in range(arguments.repeat)]))
+    with rank_monitor() as running:
+        if running:
+            # Its sections wrap the strategy's step: taking the callback out leaves those in place, so they are
+            # unwrapped and wrapped again.
+            runs = [measure(nvrx_sections, arguments.steps, nvrx_on) for _ in range(arguments.repeat)]
+            rows.append(row("NVRx FaultToleranceSectionsCallback", runs))
+        else:
+            print("NVRx is not installed: its row is missing.")
+    reference = rows[-1][2] if len(rows) == 4 else None
+    print(f"\n{'callback':38} {'bare step':>10} {'added':>9} {'added CPU':>10} {'of NVRx':>8}")
+    for name, base, added, cpu in rows:
+        share = f"{added / reference:7.1%}" if reference else "-"
+        print(f"{name:38} {base:7.0f} us {added:6.1f} us {cpu:7.1f} us {share:>8}")
+
+
+def nvrx_on(trainer: L.Trainer, on: bool) -> None:
+    """Switches NVRx's wrapped step off and on."""
+    strategy = trainer.strategy
+    wrapped = vars(strategy).setdefault("_benchmark_step", vars(strategy).get("training_step"))
+    if wrapped is None:
+        return
+    if on:
+        strategy.training_step = wrapped
+    else:
+        strategy.training_step = type(strategy).training_step.__get__(strategy)
+
+
+def row(name: str, runs: list[Toggle]) -> tuple[str, float, float, float]:
+    def added(times: str) -> float:
+        differences = [
+            statistics.median(getattr(run, times)[True]) - statistics.median(getattr(run, times)[False]) for run in runs
+        ]
+        return statistics.median(differences) * 1e6
+
+    base = statistics.median(statistics.median(run.wall[False]) for run in runs) * 1e6
+    return name, base, added("wall"), added("cpu")
+
+
+if __name__ == "__main__":
+    main()
