@@ -129,16 +129,6 @@ def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
     return checkpoint
 
 
-def saves_directories(trainer: Trainer) -> bool:
-    """Whether the strategy writes sharded checkpoints itself, as directories, instead of one file on rank 0."""
-    strategy = trainer.strategy
-    own = next(cls for cls in type(strategy).__mro__ if "save_checkpoint" in vars(cls))
-    sharded = getattr(strategy, "_state_dict_type", None) == "sharded" or getattr(
-        strategy, "_save_distributed_checkpoint", False
-    )
-    return own.__name__ != "Strategy" and bool(sharded)
-
-
 def steps_counted(trainer: Trainer) -> int:
     """A count, the same on all ranks, that grows with every training batch begun and with every epoch begun."""
     fit_loop = trainer.fit_loop

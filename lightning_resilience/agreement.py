@@ -378,17 +378,12 @@ class Participant:
         """Rank 0: lists all open events as the next round; none at all, once every rank has finished."""
         # This is read first, so that what a rank asked before it finished is among the events.
         all_finished = self._finished and (yield Get("done/all")) is not None
-        requested = yield Add("events", 0)
         events = []
-        while self._next_event < requested:
-            if (described := (yield Get(f"event/{self._next_event}"))) is None:
-                break  # numbered by a rank that is about to describe it, or that died in between
+        while (described := (yield Get(f"event/{self._next_event}"))) is not None:
             events.append({"number": self._next_event, **json.loads(described)})
             self._next_event += 1
         if events or all_finished:
             yield Set(name, json.dumps(events))
-        elif self._next_event < requested and self._overdue(f"event/{self._next_event}", self._answer_timeout):
-            yield from self._give_up(f"a rank died while it asked for event {self._next_event}")
 
     def _look_for_arrivals(self) -> Watching[None]:
         if (event := self._arriving) is None:
@@ -517,7 +512,9 @@ class Agreement:
             allows: What this boundary offers, the same on all ranks.
 
         Returns:
-            The events that every rank acts on here, in order; nearly always none.
+            The events that every rank acts on here; nearly always none. Act on them one by one and in this order, and
+            after one that ends the loop leave the rest: within an evaluation, a rank with more batches may get the
+            same events over several boundaries. At a training boundary all ranks get the same ones.
 
         Raises:
             PeerLost: If another rank gave up or does not answer.

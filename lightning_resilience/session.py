@@ -5,7 +5,6 @@ A callback joins the session of its Trainer in ``setup`` and meets the others th
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_resilience import _lightning, agreement, signals
+from lightning_resilience import _lightning, agreement, checkpoint_io, signals
 from lightning_resilience.agreement import Agreement, Event, Needs
 from lightning_resilience.checkpoint import data_position, durable, resume
 from lightning_resilience.checkpoint.plain import from_plain, to_plain
@@ -93,6 +92,12 @@ class FitSession:
             prefix=f"resilience/{self.run.path.name}/{self.index}/{trainer.world_size}/{common['nonce']}",
             on_event=lambda event: self.on_event(event),
         )
+        self._metadata = {
+            "run": self.run.path.name,
+            "fit": self.index,
+            "world_size": trainer.world_size,
+            "attempt": self.token,
+        }
         self.patches = _lightning.Patches()
         self._install()
 
@@ -112,6 +117,7 @@ class FitSession:
 
     def _install(self) -> None:
         trainer, patches = self.trainer, self.patches
+        checkpoint_io.make_durable(trainer, self._check_owner, self._metadata)
         _lightning.on_restore(trainer, patches, self._restore)
         _lightning.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
         _lightning.on_training_boundary(trainer, patches, self._training_boundary)
@@ -123,6 +129,9 @@ class FitSession:
             self._evaluation_boundary,
             self._evaluation_end,
         )
+
+    def _check_owner(self) -> None:
+        self.run.check_owner(self.token)
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
@@ -343,6 +352,7 @@ class FitSession:
             self._set_random_state(mine["now"])
             _lightning.set_latest_metrics(self.trainer, mine["metrics"])
         self.agreement.stop()
+        checkpoint_io.undo(self.trainer)
         self.patches.undo()
         if self._recorder is not None:
             self._recorder.stop()
@@ -434,14 +444,7 @@ class FitSession:
         state = self._state_of_all_ranks(final)
         step = trainer.global_step
         path = self.fit.checkpoints / resume.checkpoint_name(step, final)
-        metadata = {
-            "run": str(self.run.path.name),
-            "fit": self.index,
-            "step": step,
-            "world_size": trainer.world_size,
-            "final": final,
-            "attempt": self.token,
-        }
+        metadata = {**self._metadata, "step": step}
         self.saving = True
         try:
             checkpoint = _lightning.dump_checkpoint(trainer)
@@ -452,17 +455,17 @@ class FitSession:
         checkpoint, left_out = to_plain({**checkpoint, STATE_KEY: state})
         error: BaseException | None = None
         try:
-            if _lightning.saves_directories(trainer):
-                self._save_directory(checkpoint, path, metadata)
+            if _lightning.writes_directories(trainer.strategy):
+                trainer.strategy.save_checkpoint(checkpoint, path)
             elif trainer.is_global_zero:
-                durable.save(checkpoint, path, metadata, before_publish=functools.partial(self.run.check_owner, self.token))
-        except (OSError, StaleAttempt) as exception:
+                durable.save(checkpoint, path, metadata, self._check_owner)
+        except (OSError, RuntimeError, SystemExit) as exception:
             error = exception
         # Every rank must know whether the checkpoint is published before it goes on.
         outcome = trainer.strategy.broadcast((type(error).__name__, str(error)) if error is not None else None)
         if outcome is not None:
-            if outcome[0] == StaleAttempt.__name__:
-                raise error if error is not None else StaleAttempt(outcome[1])
+            if outcome[0] in (StaleAttempt.__name__, SystemExit.__name__):
+                raise StaleAttempt(outcome[1])
             if trainer.is_global_zero:
                 log.error(
                     "The checkpoint of step %d could not be saved (%s: %s). Training goes on; the newest checkpoint is "
@@ -489,17 +492,6 @@ class FitSession:
                 "%s. Keep them in types that torch.load(weights_only=True) reads.",
                 ", ".join(left_out),
             )
-
-    def _save_directory(self, checkpoint: dict[str, Any], path: Path, metadata: dict[str, Any]) -> None:
-        if self.trainer.is_global_zero:
-            self.run.check_owner(self.token)
-            durable.unseal_directory(path)
-        self.trainer.strategy.barrier("resilience unsealed")
-        type(self.trainer.strategy).save_checkpoint(self.trainer.strategy, checkpoint, path)
-        self.trainer.strategy.barrier("resilience written")
-        if self.trainer.is_global_zero:
-            self.run.check_owner(self.token)
-            durable.seal_directory(path, metadata)
 
     def _state_of_all_ranks(self, final: bool) -> dict[str, Any]:
         before = self._before_evaluation

@@ -44,6 +44,7 @@ DEFAULTS: dict[str, Any] = {
     "fits": 1,
     "events": [],  # {"at": "train", "step": 23, "rank": 1, "do": "SIGKILL"}
     "step_s": 0.0,
+    "sharded": False,
     "numpy": True,  # something in the checkpoint that a safe load cannot read
 }
 
@@ -140,6 +141,12 @@ class Module(L.LightningModule):
         self.metric = MeanMetric()
         self.epoch_values: list[float] = []
 
+    def configure_model(self) -> None:
+        if self.config["sharded"]:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
         rank, step = self.trainer.global_rank, self.trainer.fit_loop.epoch_loop.total_batch_idx
         if self.config["log"]:
@@ -198,7 +205,8 @@ def config_monitor(config: dict[str, Any]) -> str:
 
 def digest(module: torch.nn.Module) -> str:
     tensors = [*module.parameters(), *(b for b in module.buffers())]
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()[:16]
+    full = [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for t in tensors]
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in full)).hexdigest()[:16]
 
 
 def main(config: dict[str, Any]) -> None:
@@ -255,6 +263,8 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         "default_root_dir": str(Path(config["run_dir"]).parent),
         **config["trainer"],
     }
+    if config["sharded"]:
+        options["strategy"] = L.strategies.ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
     return L.Trainer(callbacks=callbacks, **options)
 
 

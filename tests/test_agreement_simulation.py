@@ -1,14 +1,16 @@
 """The shipped agreement under a simulated scheduler, store and clock, so that thousands of interleavings can be tried.
 
 Every rank runs a small training script against its `Participant`, beside its watcher and somebody who makes requests at
-random moments. The scheduler decides after every step of anybody who goes next, and how long a sleep really takes. What a
-healthy agreement may never do is a `Violation`; the last tests put old mistakes back and expect one.
+random moments. The scheduler decides after every step of anybody who goes next, and how long a sleep really takes. What
+a healthy agreement may never do is a `Violation`; the last tests put old mistakes back and expect one.
 """
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +18,10 @@ import pytest
 
 from lightning_resilience.agreement import (
     FINISHED,
+    Add,
     Announce,
     Event,
+    Get,
     LocalStore,
     Needs,
     Participant,
@@ -29,8 +33,8 @@ from lightning_resilience.agreement import (
     training,
 )
 
-ANSWER_TIMEOUT, ARRIVAL_TIMEOUT, COLLECTIVE_TIMEOUT = 10.0, 60.0, 5.0
-BATCHES, WINDOW, EVALUATE_EVERY = 4, 2, 2
+ANSWER_TIMEOUT, ARRIVAL_TIMEOUT, COLLECTIVE_TIMEOUT = 3.0, 10.0, 2.0
+WINDOW, EVALUATE_EVERY = 2, 2
 
 
 class Violation(AssertionError):
@@ -132,19 +136,26 @@ class Simulation:
         rank_0_owns_store: bool = True,
         store: LocalStore | None = None,
         attempt: int = 0,
+        small: bool = False,
+        deadlines: tuple[float, float] = (ANSWER_TIMEOUT, ARRIVAL_TIMEOUT),
     ) -> None:
-        """`fall`: the rank that dies (or `raises`) and before which of its own steps."""
+        """`fall`: which rank dies (or `raises`), and before which of its own steps. `small`: one short fit, 2 ranks."""
         self.random = random.Random(seed)
         self.mistakes = mistakes or Mistakes()
         self.fall, self.raises = fall, raises
         self.rank_0_owns_store, self.store_lost = rank_0_owns_store, False
         self.store = store or LocalStore()
         self.attempt = attempt
+        self.deadlines = deadlines
 
-        self.world_size = self.random.choice([2, 2, 3, 3, 4])
+        self.world_size = 2 if small else self.random.choice([2, 2, 3, 3, 4])
+        self.batches = 2 if small else 4
         self.evaluation_batches = [self.random.choice([1, 2, 5]) for _ in range(self.world_size)]
-        self.fits = self.random.choice([1, 1, 2])
+        self.fits = 1 if small else self.random.choice([1, 1, 2])
         self.slowness = self.random.choice([0.003, 0.03])
+        self.starved = self.random.randrange(
+            2 * self.world_size
+        )  # in half of the schedules, a rank hardly ever gets to run
         self.now = 0.0
         self.steps_of = [0] * self.world_size
         self.gone: set[int] = set()
@@ -168,6 +179,8 @@ class Simulation:
                     raise Violation(f"hangs; errors so far: {self.errors}")
                 continue
             actor = self.random.choice(ready)
+            if actor.rank == self.starved and self.random.random() < 0.9:
+                actor = self.random.choice(ready)
             if self.fall == (actor.rank, self.steps_of[actor.rank]):
                 self.fall = None
                 if not self.raises:
@@ -215,9 +228,7 @@ class Simulation:
 
     def run_fit(self, rank: int, number: int) -> Steps:
         prefix = "" if self.mistakes.stale_keys else f"{self.attempt}/{number}/"
-        participant = self.mistakes.participant(
-            rank, self.world_size, lambda: self.now, ANSWER_TIMEOUT, ARRIVAL_TIMEOUT
-        )
+        participant = self.mistakes.participant(rank, self.world_size, lambda: self.now, *self.deadlines)
         fit = Fit(participant)
         self.done[rank].append(fit)
         self.actors.append(Actor(rank, self.watch(rank, fit, Prefixed(self, prefix))))
@@ -225,7 +236,7 @@ class Simulation:
         untouched: tuple[Event, ...] = ()
         try:
             yield from self.evaluate(rank, number, fit, 0)
-            for batches in range(1, BATCHES + 1):
+            for batches in range(1, self.batches + 1):
                 yield self.sleep(self.slowness)
                 yield from self.collective(rank, number, "gradients", batches)
                 if batches % EVALUATE_EVERY == 0:
@@ -234,6 +245,8 @@ class Simulation:
                 yield from self.boundary(rank, number, fit, training(batches), Needs.TRAINING | clean)
         except Stop as stop:
             untouched = stop.untouched
+        if self.random.random() < 0.3:
+            self.request(rank, fit, "save", Needs.NOTHING)
         participant.finish()
         untouched += yield from self.wait_for(rank, participant.ended)
         fit.left_over = sorted(event.payload["id"] for event in untouched)
@@ -302,11 +315,14 @@ class Simulation:
         for _ in range(self.random.choice([0, 0, 1, 2, 3])):
             yield self.sleep(self.slowness * self.random.choice([0, 3, 10]))
             if fit.participant.passed < FINISHED:  # what is asked after the end may be dropped
-                name = self.random.randrange(2**31)
-                fit.requested.append(name)
                 needs = self.random.choice([Needs.NOTHING, Needs.NOTHING, Needs.TRAINING, Needs.CLEAN])
-                fit.participant.request(self.random.choice(["save"] * 5 + ["stop"]), {"id": name}, needs)
-                self.woken[rank] = True
+                self.request(rank, fit, self.random.choice(["save"] * 5 + ["stop"]), needs)
+
+    def request(self, rank: int, fit: Fit, kind: str, needs: Needs) -> None:
+        name = self.random.randrange(2**31)
+        fit.requested.append(name)
+        fit.participant.request(kind, {"id": name}, needs)
+        self.woken[rank] = True
 
     def collective(self, rank: int, *name: Any) -> Steps:
         """Lets nobody go before all ranks are in it, and no rank be in another one."""
@@ -336,11 +352,13 @@ class Simulation:
         for rank, names in enumerate(self.collectives):
             for fit, action, event in names:
                 if action == "act" and len(self.reached[fit, event]) < self.world_size:
-                    raise Violation(f"rank {rank} acted on event {event} and had only {self.reached[fit, event]} beside it")
+                    raise Violation(
+                        f"rank {rank} acted on event {event} and had only {self.reached[fit, event]} beside it"
+                    )
         for number in range(self.fits):
             fits = [fits[number] for fits in self.done if len(fits) > number]
-            for acted in zip(*(fit.acted for fit in fits)):
-                ids, positions = zip(*acted)
+            for acted in zip(*(fit.acted for fit in fits), strict=False):  # who lost a peer did less
+                ids, positions = zip(*acted, strict=True)
                 places = {position for position in positions if position != end_of_evaluation(position[0])}
                 if len(set(ids)) > 1 or len(places) > 1 or len({position[:2] for position in positions}) > 1:
                     raise Violation(f"acted on {ids} at {positions}")
@@ -365,8 +383,8 @@ class Simulation:
                 raise Violation("an event was not announced on every rank")
 
 
-def run_undisturbed(seed: int, mistakes: Mistakes | None = None, **options: Any) -> Simulation:
-    simulation = Simulation(seed, mistakes, **options)
+def run_undisturbed(seed: int, mistakes: Mistakes | None = None, *, small: bool = False, **options: Any) -> Simulation:
+    simulation = Simulation(seed, mistakes, small=small, **options)
     simulation.run()
     simulation.check_undisturbed()
     return simulation
@@ -376,21 +394,32 @@ def run_with_a_fall(seed: int, rank: int, step: int, mistakes: Mistakes | None =
     simulation = Simulation(seed, mistakes, fall=(rank, step), **options)
     simulation.run()
     simulation.check_actions()
+    for survivor in set(range(simulation.world_size)) - {rank}:
+        if survivor in simulation.errors and simulation.done[survivor][-1].participant._end_agreed:
+            raise Violation(f"rank {survivor} failed after the end was agreed: {simulation.errors}")
+        if survivor not in simulation.errors and simulation.done[rank][-1].participant.passed != FINISHED:
+            raise Violation(f"rank {survivor} ended well although rank {rank} never did")
     return simulation
 
 
-def falls(seeds: range) -> Iterator[tuple[int, int, int]]:
-    """Every rank before each of its steps: (seed, rank, step)."""
+def every_fall(seeds: range) -> Iterator[tuple[int, int, int]]:
+    """Every rank of a short fit before each of its steps: (seed, rank, step)."""
     for seed in seeds:
-        simulation = run_undisturbed(seed)
-        for rank, steps in enumerate(simulation.steps_of):
+        for rank, steps in enumerate(run_undisturbed(seed, small=True).steps_of):
             for step in range(steps):
                 yield seed, rank, step
 
 
+def random_falls(seeds: range) -> Iterator[tuple[int, int, int]]:
+    """A random rank of a longer run before a random step: (seed, rank, step)."""
+    for seed in seeds:
+        chosen = random.Random(seed)
+        yield seed, chosen.randrange(2), chosen.randrange(600)
+
+
 def test_all_ranks_act_at_the_same_boundary_or_none_does() -> None:
     acted = left_over = between = 0
-    for seed in range(2500):
+    for seed in range(1500):
         simulation = run_undisturbed(seed)
         for fit in simulation.done[0]:
             acted += len(fit.acted)
@@ -400,3 +429,144 @@ def test_all_ranks_act_at_the_same_boundary_or_none_does() -> None:
     assert acted > 1000
     assert left_over > 200
     assert between > 200
+
+
+@pytest.mark.parametrize("rank_0_owns_store", [True, False], ids=["store dies with rank 0", "store survives"])
+def test_nobody_hangs_or_acts_alone_wherever_a_rank_dies(rank_0_owns_store: bool) -> None:
+    lost = 0
+    for seed, rank, step in every_fall(range(1)):
+        simulation = run_with_a_fall(seed, rank, step, small=True, rank_0_owns_store=rank_0_owns_store)
+        lost += any(isinstance(error, PeerLost) for error in simulation.errors.values())
+    for seed, rank, step in random_falls(range(300)):
+        simulation = run_with_a_fall(seed, rank, step, rank_0_owns_store=rank_0_owns_store)
+        lost += any(isinstance(error, PeerLost) for error in simulation.errors.values())
+    assert lost > 100
+
+
+def test_a_rank_that_raises_is_named_to_all_others() -> None:
+    told = 0
+    for seed, rank, step in random_falls(range(300)):
+        forever = (ANSWER_TIMEOUT, 1e6)  # it is not by a deadline of their own that they learn of it
+        simulation = run_with_a_fall(seed, rank, step, raises=True, rank_0_owns_store=False, deadlines=forever)
+        for survivor, error in simulation.errors.items():
+            if survivor != rank and isinstance(error, PeerLost):
+                assert f"rank {rank} stopped: out of memory" in str(error)
+                told += 1
+    assert told > 50
+
+
+def test_a_restart_on_the_same_store_sees_nothing_of_the_attempt_before() -> None:
+    for seed, rank, step in random_falls(range(150)):
+        simulation = run_with_a_fall(seed, rank, step, rank_0_owns_store=False)
+        run_undisturbed(seed, store=simulation.store, attempt=1)
+
+
+class ByHand:
+    """A rank of two whose watcher makes the steps that a test wants it to make."""
+
+    def __init__(self, rank: int, store: LocalStore) -> None:
+        self.participant = Participant(rank, 2, lambda: 0.0, ANSWER_TIMEOUT, ARRIVAL_TIMEOUT)
+        self.store = store
+        self.watch = self.participant.watch()
+        self.wanted: Any = None
+
+    def step(self) -> None:
+        passive = self.wanted is None or isinstance(self.wanted, Sleep | Announce)
+        self.wanted = self.watch.send(None if passive else self.wanted.apply(self.store))
+
+    def run_until(self, wanted: Callable[[Any], bool]) -> None:
+        """Goes on until the watcher wants this, and has not got it yet."""
+        self.step()
+        while not wanted(self.wanted):
+            self.step()
+
+
+def test_what_was_asked_before_the_end_is_not_lost_while_rank_0_looks() -> None:
+    store = LocalStore()
+    first, second = ByHand(0, store), ByHand(1, store)
+    first.participant.finish()
+    first.run_until(lambda wanted: wanted == Get("event/0"))
+    first.step()  # it sees no event
+    second.participant.request("save", {}, Needs.NOTHING)
+    second.participant.finish()
+    second.run_until(lambda wanted: isinstance(wanted, Sleep))
+    while not (first.participant.over and second.participant.over):
+        for rank in (first, second):
+            with suppress(StopIteration):
+                rank.run_until(lambda wanted: isinstance(wanted, Sleep))
+    for rank in (first, second):
+        assert [event.kind for event in rank.participant.ended() or ()] == ["save"]
+
+
+def test_a_rank_that_acted_and_finished_has_arrived() -> None:
+    event, store = Event(0, "report", 0, Needs.NOTHING, {}), LocalStore()
+    first, second = ByHand(0, store), ByHand(1, store)
+    first.participant.arrive(event)
+    first.run_until(lambda wanted: wanted == Add("done/count", 0))
+    second.participant.arrive(event)
+    second.run_until(lambda wanted: isinstance(wanted, Sleep))
+    second.participant.finish()
+    second.run_until(lambda wanted: isinstance(wanted, Sleep))
+    first.run_until(lambda wanted: isinstance(wanted, Sleep))
+    assert first.participant.arrived()
+
+
+def test_a_store_that_goes_after_the_agreed_end_is_not_missed() -> None:
+    store = LocalStore()
+    store.set("round/0", "[]")
+    rank = ByHand(1, store)
+    rank.participant.finish()
+    rank.run_until(lambda wanted: wanted == Add("left", 1))
+    rank.participant.lose_touch(ConnectionError("Broken pipe"))
+    assert rank.participant.ended() == ()
+
+
+class NeverDone(Participant):
+    """A rank that has finished leaves without a word."""
+
+    def finish(self) -> None:
+        self.passed = FINISHED
+        self._end_agreed = True
+
+
+class NeverHeld(Participant):
+    """The main thread goes on while its position is being compared."""
+
+    def cross(self, position: Position, allows: Needs) -> tuple[Event, ...] | None:
+        held, self._held = self._held, None
+        try:
+            return super().cross(position, allows)
+        finally:
+            self._held = held
+            self._update_alert()
+
+
+class OwnPositionCounts(Participant):
+    """Every rank acts after its own position instead of the largest one."""
+
+    def _follow_rounds(self) -> Any:
+        known = len(self._pending)
+        yield from super()._follow_rounds()
+        self._pending[known:] = [(self.passed, event) for _, event in self._pending[known:]]
+
+
+@pytest.mark.parametrize(
+    "mistakes",
+    [
+        pytest.param(Mistakes(stale_keys=True), id="a second fit on the keys of the first"),
+        pytest.param(Mistakes(plain_counter=True), id="a plain counter for a position"),
+        pytest.param(Mistakes(no_end_of_evaluation=True), id="no boundary at the end of an evaluation"),
+        pytest.param(Mistakes(participant=NeverDone), id="the end is not an event"),
+        pytest.param(Mistakes(participant=NeverHeld), id="nobody is held"),
+        pytest.param(Mistakes(participant=OwnPositionCounts), id="no common position"),
+    ],
+)
+def test_the_simulation_finds_a_mistake_that_is_put_back(mistakes: Mistakes) -> None:
+    with pytest.raises(Violation):
+        deque((run_undisturbed(seed, mistakes) for seed in range(300)), maxlen=0)
+
+
+def test_the_simulation_finds_a_missing_arrival() -> None:
+    mistakes = Mistakes(no_arrival=True)
+    with pytest.raises(Violation, match="acted on event"):
+        deque((run_with_a_fall(*fall, mistakes) for fall in random_falls(range(1000))), maxlen=0)

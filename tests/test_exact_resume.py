@@ -95,3 +95,10 @@ def test_stateful_distributed_loader(tmp_path: Path) -> None:
     options = {"data": "stateful_distributed", "workers": 2, "augment": False, "trainer": {"devices": 2}}
     events = [{"at": "train", "step": 23, "rank": 1}]
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
+
+
+def test_sharded(tmp_path: Path) -> None:
+    """FSDP2 through ModelParallelStrategy: a directory of shards, sealed; nothing is gathered."""
+    options = {"sharded": True, "trainer": {"devices": 2}}
+    events = [{"at": "train", "step": 23, "rank": 1}]
+    assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)

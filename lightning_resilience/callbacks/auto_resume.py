@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_resilience import checkpoint_io
 from lightning_resilience._files import clean_temporaries
 from lightning_resilience._lightning import ResilienceCallback
 from lightning_resilience.agreement import Event, Needs
@@ -81,7 +80,6 @@ class AutoResume(ResilienceCallback):
         session.choose_checkpoint = self._saving.choose
         session.save_final = True
         session.handlers[_SAVE] = self._saving.save_for
-        checkpoint_io.make_durable(trainer, before_publish=lambda: session.run.check_owner(session.token))
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to the fit in progress."""
@@ -118,13 +116,11 @@ class AutoResume(ResilienceCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leaves nothing behind."""
         if session := session_of(trainer, self):
-            checkpoint_io.undo(trainer)
             session.fail(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves nothing behind."""
         if session := session_of(trainer, self):
-            checkpoint_io.undo(trainer)
             session.leave()
 
 

@@ -36,8 +36,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     try:
         sys.exit(Launch(_settings(options, parser)).run())
-    except Refused as refusal:
-        say(f"Refused: {refusal}.")
+    except (Refused, OSError) as error:
+        say(f"Refused: {error}.")
         sys.exit(1)
 
 

@@ -127,9 +127,7 @@ class _StopRequest:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is None:
             self.signum, self._at = signal.Signals(signum), time.monotonic()
-        elif (
-            time.monotonic() - self._at >= signals.SECOND_SIGNAL_AFTER_S
-        ):  # before that it is the same one, delivered twice
+        elif time.monotonic() - self._at >= signals.SECOND_SIGNAL_AFTER_S:  # else the same one, delivered twice
             self.now = True
 
     def __bool__(self) -> bool:
@@ -152,7 +150,6 @@ class Launch:
         self._ledger = Ledger(self._run_directory.ledger, rank=None)
         self._board = Board(self._run_directory.path / "decision.json", self.launch_id)
         self._record_path = self._run_directory.path / "launches" / f"{self.launch_id}.json"
-
         self._over_since: float | None = None  # when this node saw that the job it is in has been given up
 
     def run(self) -> int:
@@ -196,6 +193,9 @@ class Launch:
                 max_restarts=decision.max_restarts,
                 reason=decision.reason,
             )
+            if not any(event.get("run_id") == run_id for event in read_ledger(self._ledger.path)):
+                # Failures that are not recorded are not counted: the restarts would never end.
+                return self._end(Outcome("failed", f"the ledger {self._ledger.path} cannot be written"))
             if not self.settings.is_single_node:
                 self._board.publish(run_id, decision.max_restarts, decision.job_attempt)
             exit_code = self._run_workers(run_id, decision.max_restarts, decision.job_attempt, self._watch_nodes)
@@ -237,11 +237,8 @@ class Launch:
             slurm_restart_count=slurm.restart_count if slurm else None,
         )
         step = highest_verified_step(events)
-        state = (
-            "new run"
-            if not events
-            else "continuing, " + ("no checkpoint yet" if step is None else f"step {step} is safe")
-        )
+        safe = "no checkpoint yet" if step is None else f"step {step} is safe"
+        state = f"continuing, {safe}" if events else "new run"
         say(f"Run directory {self._run_directory.path} ({state}). The same command again resumes it.")
         if _nvrx.installed_version() is None:
             say("nvidia-resiliency-ext is not installed: torchrun starts the workers, and hung ranks are not detected.")
@@ -256,11 +253,11 @@ class Launch:
         if self._stop.signum is not None:
             return Outcome("interrupted", f"the launcher received {self._stop.signum.name}")
         events = list(read_ledger(self._ledger.path))
-        starts = [index for index, event in enumerate(events) if event["event"] in ("job_start", "start")]
         if exit_code == 0:
             if said is not None and said.status == "interrupted":
                 return said
-            if any(event["event"] in ("signal", "interrupted") for event in events[starts[-1] :]):
+            begun = max(index for index, event in enumerate(events) if event["event"] in ("job_start", "start"))
+            if any(event["event"] in ("signal", "interrupted") for event in events[begun:]):
                 return Outcome("interrupted", "the workers were told to stop and ended before they could say more")
             return Outcome("failed", "the workers ended with 0 without an outcome; does the script call os._exit?")
         ends = (event for event in events if event.get("elastic_run_id") == run_id)

@@ -1,0 +1,575 @@
+"""The launcher with real processes.
+
+The flow of a launch is tested with a few lines in place of the elastic launcher, which takes seconds to import torch;
+the tests at the end run the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, end_processes, processes_of
+from lightning_resilience.ledger import read_ledger
+from lightning_resilience.run_directory import Outcome, RunDirectory
+
+PATIENCE_S = 60.0
+
+REAL = """
+import sys
+from lightning_resilience.launch import cli
+cli.main(sys.argv[1:])
+"""
+
+WITHOUT_NVRX = """
+import sys
+from lightning_resilience import _nvrx
+from lightning_resilience.launch import cli
+_nvrx.installed_version = lambda: None
+cli.main(sys.argv[1:])
+"""
+
+# What the elastic launcher does, for one worker and without torch.
+ELASTIC = """
+import os, signal, subprocess, sys
+run_id, max_restarts, *command = sys.argv[1:]
+for restart_count in range(int(max_restarts) + 1):
+    environment = {"TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": str(restart_count)}
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "lightning_resilience.launch.worker", *command],
+        env={"RANK": "0"} | os.environ | environment,
+        start_new_session=True,
+    )
+    signal.signal(signal.SIGTERM, lambda *_: worker.terminate())
+    if worker.wait() == 0:
+        sys.exit(int(os.environ.get("ELASTIC_EXIT_CODE", "0")))
+sys.exit(1)
+"""
+
+FAKE = f"""
+import functools, sys
+from lightning_resilience.launch import cli
+def starter(settings, run_id, max_restarts):
+    return [sys.executable, "-c", {ELASTIC!r}, run_id, str(max_restarts), *settings.command], {{}}
+cli.Launch = functools.partial(cli.Launch, starter=starter)
+cli.main(sys.argv[1:])
+"""
+
+
+class Launcher:
+    """Starts launches in one folder and cleans up after them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_directory = RunDirectory(folder / "run")
+        self._launches: list[subprocess.Popen[str]] = []
+
+    def script(self, text: str, name: str = "script.py") -> None:
+        prelude = """
+            import os, signal, subprocess, sys, time
+            from lightning_resilience import signals
+            from lightning_resilience.ledger import Ledger
+            from lightning_resilience.run_directory import Outcome, RunDirectory
+            run_directory = RunDirectory(os.environ["LIGHTNING_RESILIENCE_RUN_DIR"])
+            ledger = Ledger(run_directory.ledger)
+            restart_count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        """
+        (self.folder / name).write_text(textwrap.dedent(prelude) + textwrap.dedent(text))
+
+    def start(self, *arguments: str, program: str = FAKE, **environment: str) -> subprocess.Popen[str]:
+        arguments = arguments or ("script.py",)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        environment.pop(LAUNCH_ID_VARIABLE, None)
+        launch = subprocess.Popen(
+            [sys.executable, "-c", program, "launch", f"--run-dir={self.run_directory.path}", *arguments],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=open(self.folder / f"stderr-{len(self._launches)}", "w"),
+            text=True,
+        )
+        self._launches.append(launch)
+        return launch
+
+    def run(self, *arguments: str, program: str = FAKE, **environment: str) -> int:
+        return self.start(*arguments, program=program, **environment).wait(PATIENCE_S)
+
+    def stderr(self, index: int = -1) -> str:
+        return (self.folder / f"stderr-{range(len(self._launches))[index]}").read_text()
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        return [event for event in read_ledger(self.run_directory.ledger) if event["event"] in names]
+
+    def wait_for(self, event: str, count: int = 1) -> None:
+        wait_until(lambda: len(self.events(event)) >= count, lambda: self.stderr())
+
+    @property
+    def launch_ids(self) -> list[str]:
+        return [event["launch_id"] for event in self.events("launch")]
+
+    def clean_up(self) -> None:
+        for launch in self._launches:
+            launch.kill()
+            launch.wait()
+        for launch_id in self.launch_ids:
+            end_processes(launch_id)
+
+
+def wait_until(condition: Callable[[], Any], explain: Callable[[], str] = lambda: "") -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, explain()
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path)
+    yield launcher
+    launcher.clean_up()
+
+
+def test_a_script_runs_as_it_does_under_python_and_its_end_is_recorded(launcher: Launcher) -> None:
+    folder = launcher.folder / "code"
+    folder.mkdir()
+    (folder / "neighbour.py").write_text("answer = 42\n")
+    launcher.script(
+        """
+        import json, neighbour, pickle
+        assert "torch" not in sys.modules and "lightning" not in sys.modules
+        class Local: pass
+        pickle.loads(pickle.dumps(Local()))
+        names = ["GRACE_PERIOD_S", "RECIPE", "JOB_ATTEMPT"]
+        facts = [sys.argv, __name__, neighbour.answer, [os.environ["LIGHTNING_RESILIENCE_" + name] for name in names]]
+        open("facts", "w").write(json.dumps(facts))
+        """,
+        "code/script.py",
+    )
+    command = ["code/script.py", "--lr", "-m", "x"]
+    assert launcher.run("--grace-period=30", *command) == 0, launcher.stderr()
+    facts = json.loads((launcher.folder / "facts").read_text())
+    assert facts == [command, "__main__", 42, ["30.0", "nemo", "0"]]
+    outcome = launcher.run_directory.outcome
+    assert outcome is not None
+    assert (outcome.status, outcome.details["command"]) == ("finished", command)
+    [start] = launcher.events("start")
+    assert start["versions"]["torch"]
+    assert (start["world_size"], start["restart_count"], start["verified_step"]) == (1, 0, None)
+    [end] = launcher.events("exit")
+    assert (end["status"], end["exit_code"], end["rank"]) == ("finished", 0, None)
+
+
+def test_a_module_and_sys_exit_0(launcher: Launcher) -> None:
+    launcher.script("assert sys.argv[1:] == ['a'] and __name__ == '__main__'\nsys.exit(0)", "module.py")
+    assert launcher.run("-m", "module", "a") == 0, launcher.stderr()
+
+
+def test_a_crash_is_restarted_inside_the_job(launcher: Launcher) -> None:
+    launcher.script("if restart_count == 0: raise RuntimeError('boom')")
+    assert launcher.run() == 0, launcher.stderr()
+    assert [event["event"] for event in launcher.events("job_start", "start", "failure", "exit")] == [
+        "job_start",
+        "start",
+        "start",
+        "exit",
+    ]
+    assert "Restart 1 inside the job, no checkpoint yet. Before: rank 0: RuntimeError: boom." in launcher.stderr()
+    traceback = launcher.stderr().split("Traceback")[1]
+    assert "runpy" not in traceback
+    assert "launch/worker.py" not in traceback
+
+
+def test_what_always_crashes_ends_with_the_budget_and_the_reason(launcher: Launcher) -> None:
+    launcher.script("raise RuntimeError('boom')")
+    assert launcher.run("--in-job-restarts=1", "--job-retries=1", "script.py") == 1
+    assert [event["job_attempt"] for event in launcher.events("start")] == [0, 0, 1, 1]
+    again = (
+        "Failed: rank 0: RuntimeError: boom. Next: starting the job again, retry 1 of 1: the last one made no progress."
+    )
+    assert again in launcher.stderr()
+    assert "no progress in 2 jobs" in launcher.stderr()
+    assert "last failure: rank 0: RuntimeError: boom" in launcher.stderr()
+    outcome = launcher.run_directory.outcome
+    assert outcome is not None
+    assert (outcome.status, outcome.reason) == ("failed", "RuntimeError: boom")
+
+    assert launcher.run("--in-job-restarts=0", "--job-retries=0", "script.py") == 1
+    assert len(launcher.events("start")) == 5, "a person who launches it again has a fresh budget"
+
+
+def test_progress_refills_the_budget_until_the_day_is_spent(launcher: Launcher) -> None:
+    launcher.script(
+        """
+        step = 1 + max([0, *(int(name) for name in os.listdir() if name.isdecimal())])
+        open(str(step), "w").close()
+        ledger.record("saved", fit=0, step=step)
+        sys.exit("leaks")
+        """
+    )
+    options = ["--in-job-restarts=1", "--job-retries=0", "--max-failures-per-day=3"]
+    assert launcher.run(*options, "script.py") == 1
+    assert [event["verified_step"] for event in launcher.events("start")] == [None, 1, 2, 3]
+    assert all(not event["retry"] for event in launcher.events("job_start"))
+    assert "4 failures within 24 hours are more than --max-failures-per-day=3" in launcher.stderr()
+    assert "step 1 is safe" in launcher.stderr()
+
+
+def test_an_interrupted_run_ends_with_75_and_the_same_command_resumes_it(launcher: Launcher) -> None:
+    launcher.script(
+        """
+        if not os.path.exists("interrupted"):
+            open("interrupted", "w").close()
+            try:
+                raise signals.Interrupted("preempted at step 3")
+            except Exception:
+                pass
+        """
+    )
+    assert launcher.run() == 75
+    assert "Interrupted: preempted at step 3. Run the same command again to resume." in launcher.stderr()
+    assert launcher.run() == 0
+    assert [event["exit_code"] for event in launcher.events("exit")] == [75, 0]
+    assert not launcher.events("failure")
+
+
+@pytest.mark.parametrize(
+    ("status", "details", "exit_code"), [("interrupted", {}, 75), ("halted", {}, 1), ("halted", {"exit_code": 16}, 16)]
+)
+def test_the_word_of_a_fit_counts_even_if_a_library_swallowed_it(
+    launcher: Launcher, status: str, details: dict[str, Any], exit_code: int
+) -> None:
+    launcher.run_directory.fit(0).create()
+    launcher.run_directory.fit(0).outcome = Outcome("interrupted", "by an earlier attempt")
+    launcher.run_directory.fit(1).create()
+    launcher.script(f"run_directory.fit(1).outcome = Outcome({status!r}, 'said so', step=7, details={details})")
+    assert launcher.run() == exit_code
+    assert len(launcher.events("start")) == 1
+    outcome = launcher.run_directory.outcome
+    assert outcome is not None
+    assert (outcome.status, outcome.reason, outcome.step) == (status, "said so", 7)
+
+
+def test_an_earlier_attempt_has_no_word(launcher: Launcher) -> None:
+    launcher.run_directory.fit(0).create()
+    launcher.run_directory.fit(0).outcome = Outcome("interrupted", "by an earlier attempt")
+    launcher.script("")
+    assert launcher.run() == 0
+
+
+def test_an_end_without_an_outcome_is_a_failure(launcher: Launcher) -> None:
+    launcher.script("os._exit(0)")
+    assert launcher.run("--in-job-restarts=0", "--job-retries=0", "script.py") == 1
+    assert "without an outcome" in launcher.stderr()
+
+
+def test_an_outcome_of_another_job_is_not_believed(launcher: Launcher) -> None:
+    launcher.script(
+        """
+        run_directory.outcome = Outcome("finished", "late", details={"elastic_run_id": "another"})
+        os._exit(0)
+        """
+    )
+    assert launcher.run("--in-job-restarts=0", "--job-retries=0", "script.py") == 1
+
+
+def test_workers_that_were_told_to_stop_and_could_not_say_so_are_interrupted(launcher: Launcher) -> None:
+    launcher.script("ledger.record('signal', signum=15)\nos._exit(0)")
+    assert launcher.run() == 75
+
+
+def test_a_finished_run_is_not_run_again_unless_its_command_changes(launcher: Launcher) -> None:
+    launcher.script("open('runs', 'a').write('x')")
+    runs = launcher.folder / "runs"
+    assert [launcher.run(), launcher.run()] == [0, 0]
+    assert runs.read_text() == "x"
+    assert "has finished already" in launcher.stderr()
+    assert launcher.run("script.py", "--max-epochs=9") == 0
+    assert runs.read_text() == "xx"
+    launcher.run_directory.fit(0).create()
+    assert launcher.run("script.py", "--max-epochs=9") == 0
+    assert runs.read_text() == "xxx", "a fit that has begun and not finished reopens the run"
+
+
+def test_rank_0_alone_cannot_finish_a_run(launcher: Launcher) -> None:
+    launcher.script("")
+    assert launcher.run("--job-retries=0", "script.py", ELASTIC_EXIT_CODE="1") == 1
+    assert launcher.run_directory.outcome is not None
+    assert launcher.run_directory.outcome.status == "finished"
+    assert launcher.run() == 0
+    assert len(launcher.events("start")) == 2
+
+
+STOPS_WHEN_TOLD = """
+    import threading
+    told = threading.Event()
+    signals.installed().subscribe(lambda signum: told.set())
+    ledger.record("ready")
+    while not told.wait(0.01): pass
+    time.sleep(float(os.environ.get("SAVING_TAKES", "0")))
+    open(f"saved-{os.environ['RANK']}", "w").close()
+    raise signals.Interrupted("saved")
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_stops_the_run_in_order(launcher: Launcher, signum: signal.Signals) -> None:
+    launcher.script(STOPS_WHEN_TOLD)
+    launch = launcher.start(SAVING_TAKES="0.3")
+    launcher.wait_for("ready")
+    launch.send_signal(signum)
+    time.sleep(0.1)
+    launch.send_signal(signum)  # a scheduler's second delivery of the same
+    assert launch.wait(PATIENCE_S) == 75
+    assert (launcher.folder / "saved-0").exists()
+    assert f"Received {signum.name}" in launcher.stderr()
+
+
+def test_a_second_signal_ends_the_run_at_once(launcher: Launcher) -> None:
+    launcher.script(STOPS_WHEN_TOLD)
+    launch = launcher.start(SAVING_TAKES="1000")
+    launcher.wait_for("ready")
+    launch.send_signal(signal.SIGTERM)
+    time.sleep(2.1)
+    launch.send_signal(signal.SIGTERM)
+    assert launch.wait(PATIENCE_S) == 75
+    assert not (launcher.folder / "saved-0").exists()
+
+
+def test_a_script_that_does_not_listen_ends_with_its_grace_period(launcher: Launcher) -> None:
+    launcher.script("ledger.record('ready')\ntime.sleep(1000)")
+    launch = launcher.start("--grace-period=0.5", "script.py")
+    launcher.wait_for("ready")
+    launch.send_signal(signal.SIGTERM)
+    assert launch.wait(PATIENCE_S) == 75
+
+
+HAS_CHILDREN = """
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    if os.fork() == 0:
+        time.sleep(1000)
+    ledger.record("ready")
+    time.sleep(1000)
+"""
+
+
+def reapers_of(launch_id: str) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if process.info["cmdline"] and process.info["cmdline"][-1] == launch_id
+    ]
+
+
+def test_a_killed_launcher_leaves_no_process_behind(launcher: Launcher) -> None:
+    launcher.script(HAS_CHILDREN)
+    launch = launcher.start()
+    launcher.wait_for("ready")
+    [launch_id] = launcher.launch_ids
+    assert len(processes_of(launch_id)) == 4
+    launch.kill()
+    wait_until(lambda: not processes_of(launch_id) and not reapers_of(launch_id))
+
+    launcher.script("")
+    assert launcher.run() == 0, launcher.stderr()
+    assert len(launcher.events("launcher_killed")) == 1
+
+
+def test_what_survived_a_launcher_and_its_reaper_is_ended_by_the_next_launch(launcher: Launcher) -> None:
+    launcher.script(HAS_CHILDREN)
+    launch = launcher.start()
+    launcher.wait_for("ready")
+    [launch_id] = launcher.launch_ids
+    for reaper in reapers_of(launch_id):
+        reaper.kill()
+    launch.kill()
+    launch.wait()
+    assert processes_of(launch_id)
+    launcher.script("")
+    assert launcher.run() == 0, launcher.stderr()
+    assert not processes_of(launch_id)
+    assert "Ended 4 processes that an earlier launch of this run had left" in launcher.stderr()
+
+
+def test_what_a_finished_script_leaves_behind_is_ended(launcher: Launcher) -> None:
+    launcher.script('subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)')
+    assert launcher.run() == 0
+    [launch_id] = launcher.launch_ids
+    assert not processes_of(launch_id)
+    assert not reapers_of(launch_id)
+
+
+def test_a_run_directory_in_use_is_refused(launcher: Launcher) -> None:
+    launcher.script(STOPS_WHEN_TOLD)
+    first = launcher.start()
+    launcher.wait_for("ready")
+    assert launcher.run() == 1
+    assert f"Refused: process {first.pid} on this host runs" in launcher.stderr()
+    assert len(launcher.events("launch")) == 1
+    first.terminate()
+    assert first.wait(PATIENCE_S) == 75
+
+
+NODES = ["--nnodes=2", "--rdzv-endpoint=127.0.0.1:1", "--in-job-restarts=0"]
+
+
+def test_a_node_that_fails_after_the_first_one_has_finished_takes_the_whole_job_along(launcher: Launcher) -> None:
+    launcher.script(
+        """
+        if os.environ["RANK"] == "1":
+            time.sleep(0.5)  # the first node has finished by then
+            if os.environ["LIGHTNING_RESILIENCE_JOB_ATTEMPT"] == "0": raise RuntimeError("boom")
+        """
+    )
+    nodes = [
+        launcher.start(*NODES, f"--node-rank={rank}", "script.py", RANK=str(rank), GROUP_WORLD_SIZE="2")
+        for rank in (1, 0)
+    ]
+    assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], launcher.stderr(0) + launcher.stderr(1)
+    assert [event["retry"] for event in launcher.events("job_start")] == [False, True]
+    assert "Failed: rank 1: RuntimeError: boom. Next: starting the job again" in launcher.stderr()
+    assert "The first node ended the run (exit code 0)" in launcher.stderr(0)
+
+
+def test_a_node_that_fails_ends_the_workers_of_the_others(launcher: Launcher) -> None:
+    launcher.script(
+        """
+        if os.environ["RANK"] == "1": raise RuntimeError("boom")
+        time.sleep(1000)
+        """
+    )
+    nodes = [
+        launcher.start(
+            *NODES, "--job-retries=0", f"--node-rank={rank}", "script.py", RANK=str(rank), GROUP_WORLD_SIZE="2"
+        )
+        for rank in (1, 0)
+    ]
+    assert [node.wait(PATIENCE_S) for node in nodes] == [1, 1], launcher.stderr(0) + launcher.stderr(1)
+    assert "last failure: rank 1: RuntimeError: boom" in launcher.stderr()
+
+
+def test_without_a_ledger_nothing_is_restarted(launcher: Launcher) -> None:
+    launcher.script("raise RuntimeError")
+    launcher.run_directory.path.mkdir()
+    launcher.run_directory.ledger.symlink_to(launcher.folder / "missing" / "ledger.jsonl")
+    assert launcher.run() == 1
+    assert "ledger.jsonl cannot be written" in launcher.stderr()
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused(launcher: Launcher) -> None:
+    launcher.script("")
+    launcher.run_directory.path.write_text("a file")
+    assert launcher.run() == 1
+    assert "Refused: " in launcher.stderr()
+    assert "Traceback" not in launcher.stderr()
+    launcher.run_directory.path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py"], "there is no script missing.py"),
+        (["--nproc-per-node=0", "script.py"], "neither a number of at least 1 nor 'auto'"),
+        (["--nnodes=3:2", "script.py"], "neither a number of at least 1 nor MIN:MAX"),
+        (["--nnodes=2", "script.py"], "several nodes need --rdzv-endpoint"),
+        (["--nnodes=2", "--rdzv-endpoint=host", "script.py"], "is not HOST:PORT"),
+        (["--job-retries=-1", "script.py"], "not a number of at least 0"),
+        (["--grace-period=soon", "script.py"], "not a number of seconds"),
+        (["--recipe=unknown", "script.py"], "invalid choice"),
+        ([], "required: script"),
+    ],
+)
+def test_bad_arguments(
+    launcher: Launcher,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from lightning_resilience.launch import cli
+
+    launcher.script("")
+    monkeypatch.chdir(launcher.folder)
+    with pytest.raises(SystemExit) as exit_request:
+        cli.main(["launch", f"--run-dir={launcher.run_directory.path}", *arguments])
+    assert exit_request.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not launcher.run_directory.path.exists()
+
+
+# With the real elastic launcher
+
+
+def test_real_a_crash_of_one_rank_restarts_all_of_them(launcher: Launcher) -> None:
+    launcher.script(
+        """
+        rank = os.environ["RANK"]
+        if rank == "1" and restart_count == 0: raise RuntimeError("boom")
+        open(f"ran-{rank}-{restart_count}", "w").close()
+        """
+    )
+    assert launcher.run("--nproc-per-node=2", "script.py", program=REAL) == 0, launcher.stderr()
+    assert {"ran-0-1", "ran-1-1"} <= {path.name for path in launcher.folder.iterdir()}
+    assert launcher.events("start")[-1]["restart_count"] == 1
+    assert launcher.events("start")[-1]["world_size"] == 2
+
+
+def test_real_a_scheduler_that_signals_every_process_does_not_cut_the_grace_period_short(launcher: Launcher) -> None:
+    launcher.script(STOPS_WHEN_TOLD.replace('ledger.record("ready")', 'ledger.record(f"ready")'))
+    launch = launcher.start("--nproc-per-node=2", "script.py", program=REAL, SAVING_TAKES="1.5")
+    launcher.wait_for("ready", 2)
+    [launch_id] = launcher.launch_ids
+    [elastic] = psutil.Process(launch.pid).children()[-1:]
+    assert elastic in processes_of(launch_id)
+    for process in processes_of(launch_id):
+        process.send_signal(signal.SIGTERM)
+    launch.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    elastic.send_signal(signal.SIGTERM)
+    elastic.send_signal(signal.SIGUSR1)
+    assert launch.wait(PATIENCE_S) == 75, launcher.stderr()
+    assert {"saved-0", "saved-1"} <= {path.name for path in launcher.folder.iterdir()}, launcher.stderr()
+
+
+def test_real_killed_launcher_and_resume(launcher: Launcher) -> None:
+    launcher.script(HAS_CHILDREN)
+    launch = launcher.start("--nproc-per-node=2", "script.py", program=REAL)
+    launcher.wait_for("ready", 2)
+    [launch_id] = launcher.launch_ids
+    launch.kill()
+    wait_until(lambda: not processes_of(launch_id))
+
+
+def test_real_torchrun_takes_the_place_of_a_missing_nvrx(launcher: Launcher) -> None:
+    launcher.script("")
+    assert launcher.run("script.py", program=WITHOUT_NVRX) == 0, launcher.stderr()
+    assert "nvidia-resiliency-ext is not installed" in launcher.stderr()
+    assert [event["world_size"] for event in launcher.events("start")] == [1]
+
+
+def test_real_two_nodes_follow_the_first_ones_decision(launcher: Launcher) -> None:
+    launcher.script(
+        """
+        if os.environ["RANK"] == "1" and os.environ["LIGHTNING_RESILIENCE_JOB_ATTEMPT"] == "0":
+            raise RuntimeError("boom")
+        ledger.record("ran")
+        """
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    options = ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}", "--in-job-restarts=0"]
+    nodes = [launcher.start(*options, f"--node-rank={rank}", "script.py", program=REAL) for rank in (1, 0)]
+    assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], launcher.stderr(0) + launcher.stderr(1)
+    assert [event["retry"] for event in launcher.events("job_start")] == [False, True]
+    assert len(launcher.events("exit")) == 1

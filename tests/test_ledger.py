@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_resilience.launch.cli import main
+from lightning_resilience.launch.job_info import log_job_info
+from lightning_resilience.launch.slurm import get_slurm_info
+from lightning_resilience.ledger import Ledger, read_ledger
+from lightning_resilience.report import Interruption, interruptions, report
+from lightning_resilience.run_directory import Outcome, RunDirectory
+
+
+def write_many(path: Path, rank: int, count: int) -> None:
+    ledger = Ledger(path, rank)
+    for index in range(count):
+        ledger.record("saved", step=index, padding="x" * 300)
+
+
+def test_events_come_back_in_order_with_who_and_where(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "new" / "ledger.jsonl", rank=3)
+    ledger.record("saved", step=7, path=Path("/somewhere"))
+    ledger.record("finished")
+    first, second = read_ledger(ledger.path)
+    assert (first["event"], first["rank"], first["step"], first["path"]) == ("saved", 3, 7, "/somewhere")
+    assert first["node"] == os.uname().nodename
+    assert first["time"] <= second["time"]
+    assert second["event"] == "finished"
+
+
+def test_a_missing_ledger_is_empty(tmp_path: Path) -> None:
+    assert list(read_ledger(tmp_path / "missing")) == []
+
+
+def test_torn_and_foreign_lines_are_skipped_and_the_next_event_is_not_lost_with_them(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.record("start")
+    with open(ledger.path, "ab") as file:
+        file.write(b'[1]\n"text"\n{"no": "event"}\n{"event": 1}\n\xff\xfe\n\n{"event": "sav')
+    ledger.record("resumed", step=1)
+    ledger.record("saved", step=2)
+    assert [event["event"] for event in read_ledger(ledger.path)] == ["start", "resumed", "saved"]
+
+
+def test_processes_that_write_at_once_do_not_mix_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_many, args=(path, rank, 200)) for rank in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    lines = [line for line in path.read_bytes().splitlines() if line]  # a writer may see half of another's line
+    assert len(lines) == 800
+    steps: dict[int, list[int]] = {}
+    for event in map(json.loads, lines):
+        steps.setdefault(event["rank"], []).append(event["step"])
+    assert steps == {rank: list(range(200)) for rank in range(4)}
+
+
+def test_a_killed_writer_costs_at_most_its_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    for _ in range(3):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", f"from lightning_resilience.ledger import Ledger\nl = Ledger({str(path)!r})\n"
+             "print(flush=True)\ni = 0\nwhile True: l.record('saved', step=i); i += 1"],
+            stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        size = path.stat().st_size if path.exists() else 0
+        while not path.exists() or path.stat().st_size < size + 20_000:
+            pass
+        writer.send_signal(signal.SIGKILL)
+        writer.communicate()
+    events = list(read_ledger(path))
+    lines = path.read_bytes().splitlines()
+    assert len(lines) - len(events) <= 3
+    before = [event["step"] for event in events]
+    runs = before.count(0)
+    assert runs == 3
+    assert all(after in (step + 1, 0) for step, after in pairwise(before))
+
+
+def test_storage_that_cannot_be_written_does_not_end_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    ledger = Ledger(tmp_path / "file" / "ledger.jsonl")
+    with caplog.at_level(logging.WARNING):
+        ledger.record("saved", step=1)
+        ledger.record("saved", step=2)
+    assert sum("cannot be written" in message for message in caplog.messages) == 1
+    assert sum("Ledger event" in message for message in caplog.messages) == 2
+
+
+# Slurm and the job's facts
+
+
+def test_no_slurm_outside_a_job() -> None:
+    assert get_slurm_info({"SLURM_CONF": "/etc/slurm.conf", "SLURM_JOB_ID": " "}) is None
+
+
+def test_a_requeued_array_job() -> None:
+    info = get_slurm_info(
+        {
+            "SLURM_JOB_ID": "17",
+            "SLURM_JOB_NAME": "train",
+            "SLURM_JOB_NODELIST": "n[1-4]",
+            "SLURM_JOB_NUM_NODES": "4",
+            "SLURM_TASKS_PER_NODE": "2(x3),1",
+            "SLURM_NODEID": "3",
+            "SLURM_RESTART_COUNT": "2",
+            "SLURM_JOB_PARTITION": "gpu",
+            "SLURM_ARRAY_JOB_ID": "15",
+            "SLURM_ARRAY_TASK_ID": "0",
+        }
+    )
+    assert info is not None
+    assert (info.job_id, info.job_name, info.node_list, info.num_nodes) == ("17", "train", "n[1-4]", 4)
+    assert (info.ntasks_per_node, info.node_rank, info.partition) == (1, 3, "gpu")
+    assert (info.restart_count, info.is_requeued, info.array_job_id, info.array_task_id) == (2, True, "15", 0)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "node", "expected"),
+    [
+        ("2", "0", 2),
+        ("2(x3)", "2", 2),
+        ("2(x3)", "3", None),
+        ("4,2(x2),1", "0", 4),
+        ("4,2(x2),1", "2", 2),
+        ("4, 2(x2) ,1", "3", 1),
+        ("two", "0", None),
+        ("2(x", "0", None),
+        ("", "0", None),
+    ],
+)
+def test_tasks_per_node(tasks: str, node: str, expected: int | None) -> None:
+    info = get_slurm_info({"SLURM_JOB_ID": "1", "SLURM_TASKS_PER_NODE": tasks, "SLURM_NODEID": node})
+    assert info is not None
+    assert info.ntasks_per_node == expected
+
+
+def test_garbage_is_none_not_an_error() -> None:
+    names = ("JOB_NUM_NODES", "NNODES", "NODEID", "RESTART_COUNT", "ARRAY_TASK_ID", "NTASKS_PER_NODE")
+    info = get_slurm_info({"SLURM_JOB_ID": "x", **{f"SLURM_{name}": "-1.5 garbage" for name in names}})
+    assert info is not None
+    assert (info.num_nodes, info.node_rank, info.restart_count, info.array_task_id) == (None, None, 0, None)
+    assert info.ntasks_per_node is None
+
+
+def test_the_facts_of_a_job_are_logged_recorded_and_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    with caplog.at_level(logging.INFO):
+        info = log_job_info(ledger)
+    assert (info["world_size"], info["slurm"]["job_id"]) == (8, "17")
+    assert info["versions"]["torch"]
+    [event] = read_ledger(ledger.path)
+    assert info.items() <= event.items()
+    assert len(caplog.messages) == 1
+
+
+# The report
+
+
+def ledger_of(tmp_path: Path, *events: dict[str, Any]) -> Path:
+    with open(tmp_path / "ledger.jsonl", "w") as file:
+        for time, event in enumerate(events):
+            file.write(json.dumps({"time": 1000.0 + 10 * time, "rank": 0, "node": "n1"} | event) + "\n")
+    return tmp_path
+
+
+STORY: tuple[dict[str, Any], ...] = (
+    {"event": "launch", "rank": None, "command": ["train.py"]},
+    {"event": "job_start", "rank": None},
+    {"event": "start"},  # 1020
+    {"event": "fresh", "fit": 0},
+    {"event": "saved", "fit": 0, "step": 10},
+    {"event": "saved", "fit": 0, "step": 20},  # 1050
+    {"event": "fault", "fit": 0, "step": 27, "rank": 1, "reason": "RuntimeError: boom"},
+    {"event": "start", "restart_count": 1},
+    {"event": "quarantined", "fit": 0, "path": "step-20.ckpt", "reason": "checksum"},
+    {"event": "resumed", "fit": 0, "step": 10},  # 1090
+    {"event": "signal", "signum": 15},
+    {"event": "interrupted", "fit": 0, "step": 15},
+    {"event": "saved", "fit": 0, "step": 15},  # 1120
+    {"event": "exit", "rank": None, "status": "interrupted", "reason": "the launcher received SIGTERM"},
+    {"event": "launch", "rank": None},
+    {"event": "start"},
+    {"event": "resumed", "fit": 0, "step": 15},  # 1160
+    {"event": "launcher_killed", "rank": None},
+    {"event": "launch", "rank": None},
+    {"event": "start"},
+    {"event": "resumed", "fit": 0, "step": 15},  # 1200
+    {"event": "finished", "fit": 0, "step": 30},
+    {"event": "exit", "rank": None, "status": "finished"},
+)
+
+
+def test_what_each_interruption_cost(tmp_path: Path) -> None:
+    crash, preempted, killed = interruptions(read_ledger(ledger_of(tmp_path, *STORY) / "ledger.jsonl"))
+    assert crash == Interruption(1060.0, "crash", "RuntimeError: boom", 20, 27, 10, 1090.0 - 1040.0)
+    assert crash.steps_lost == 17
+    assert (preempted.kind, preempted.reason) == ("preempted", "the launcher received SIGTERM")
+    assert (preempted.saved_step, preempted.reached_step, preempted.resumed_step) == (15, 15, 15)
+    assert (preempted.steps_lost, preempted.seconds_lost) == (0, 1160.0 - 1120.0)
+    assert (killed.kind, killed.saved_step, killed.resumed_step, killed.seconds_lost) == (
+        "launcher killed",
+        None,
+        15,
+        1200.0 - 1160.0,
+    )
+
+
+def test_a_report_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = ledger_of(tmp_path, *STORY)
+    RunDirectory(run_dir).outcome = Outcome("finished", "the script ended")
+    main(["report", str(run_dir)])
+    text = capsys.readouterr().out
+    assert (
+        "Interruptions: 1 crash, 1 preempted, 1 launcher killed. Steps lost: 17. Seconds lost: 130.0 of 220.0." in text
+    )
+    assert "Outcome: finished (the script ended)" in text
+    assert "reason=RuntimeError: boom" in text
+    assert "path=step-20.ckpt reason=checksum" in text
+    assert any(line.split()[2:] == ["saved", "rank", "0", "n1", "0:", "20"] for line in text.splitlines())
+
+
+def test_a_run_that_was_given_up_or_is_at_work(tmp_path: Path) -> None:
+    at_work = STORY[:6]
+    assert interruptions(read_ledger(ledger_of(tmp_path, *at_work) / "ledger.jsonl")) == []
+    given_up = ledger_of(tmp_path, *STORY[:7], {"event": "failure", "rank": None, "reason": "rank 1: boom"})
+    [crash] = interruptions(read_ledger(given_up / "ledger.jsonl"))
+    assert (crash.kind, crash.resumed_step, crash.seconds_lost) == ("crash", None, None)
+    assert "crash" in report(given_up)
+
+
+def test_a_run_without_our_launcher_has_interruptions_too(tmp_path: Path) -> None:
+    events = [event for event in STORY if event["event"] in ("fresh", "saved", "fault", "resumed", "finished")]
+    found = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger.jsonl"))
+    assert [each.resumed_step for each in found] == [10, 15, 15]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\xff\n{", b'{"event": "start"}\n{"event": "start", "time": "x"}\n'])
+def test_an_empty_or_torn_ledger_is_reported(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "ledger.jsonl").write_bytes(content)
+    assert report(tmp_path)
+
+
+def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no run has been started here" in report(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path / "missing")])
+    assert "is not a directory" in capsys.readouterr().err
