@@ -125,7 +125,7 @@ class FitSession:
             trainer,
             patches,
             self._evaluation_start,
-            self._protect_workers,
+            self._guard_workers,
             self._evaluation_boundary,
             self._evaluation_end,
         )
@@ -199,7 +199,7 @@ class FitSession:
         if self._is_search():
             load_loader_states()
             return
-        self._protect_workers(loaders)
+        self._guard_workers(loaders)
         if self.trainer.is_global_zero:
             for reason in data_position.inexact_loaders(loaders):
                 log.warning("A resume in the middle of an epoch will not be exact: %s", reason)
@@ -224,16 +224,14 @@ class FitSession:
         if not self._is_search():
             self._epoch_random_state = self._get_random_state()
 
-    def _protect_workers(self, loaders: list[Any]) -> None:
+    def _guard_workers(self, loaders: list[Any]) -> None:
         listener = signals.installed()
-        if listener is None or not self.protect_workers:
-            return
+        signums = listener.signums if listener is not None and self.protect_workers else ()
         for loader in loaders:
             if isinstance(loader, DataLoader) and loader.num_workers > 0:
                 init = loader.worker_init_fn
-                if not isinstance(init, signals.IgnoreSignalsInWorker):
-                    wrapper = signals.IgnoreSignalsInWorker(init, listener.signums)
-                    self.patches.set(loader, "worker_init_fn", wrapper)
+                if not isinstance(init, signals.WorkerGuard):
+                    self.patches.set(loader, "worker_init_fn", signals.WorkerGuard(init, signums))
 
     def _generators(self) -> list[torch.Generator]:
         return data_position.loader_generators(

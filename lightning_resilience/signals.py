@@ -10,6 +10,7 @@ signal that arrives before anyone listens is kept and delivered to the first sub
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import logging
 import os
@@ -276,11 +277,12 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-class IgnoreSignalsInWorker:
-    """A ``worker_init_fn`` that keeps a data-loader worker alive while its trainer stops in order.
+class WorkerGuard:
+    """A ``worker_init_fn`` that ties a data-loader worker to its trainer: it neither ends before it nor outlives it.
 
-    A signal to the whole process group reaches the workers too; one that dies of it fails the step in progress. The
-    worker ends with its trainer as always: by the loader's own message, or because its parent is gone.
+    A signal to the whole process group reaches the workers too; one that dies of it fails the step in progress. And a
+    worker whose trainer was killed can hang for ever, blocked on a pipe that its siblings hold open: after a few
+    restarts such orphans fill the memory of the node.
 
     Args:
         inner: The loader's own ``worker_init_fn``.
@@ -290,11 +292,30 @@ class IgnoreSignalsInWorker:
     def __init__(self, inner: Callable[[int], None] | None, signums: Collection[signal.Signals]) -> None:
         self.inner = inner
         self.signums = tuple(signums)
+        self.trainer_pid = os.getpid()
 
     def __call__(self, worker_id: int) -> None:
         """Runs in the worker, before the loader's own function."""
+        _die_with(self.trainer_pid)
         # torch's own handlers are in place by now: they would end the worker.
         for signum in self.signums:
             signal.signal(signum, signal.SIG_IGN)
         if self.inner is not None:
             self.inner(worker_id)
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def _die_with(trainer: int) -> None:
+    """Has the kernel kill this process when its parent ends; only Linux knows how.
+
+    The parent is the trainer, or its fork server, which ends with it.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        os.kill(trainer, 0)
+    except ProcessLookupError:  # it ended before that
+        os._exit(1)

@@ -27,6 +27,7 @@ def free_port() -> int:
 
 def _rank(config: dict[str, Any], environment: dict[str, str], output: str) -> None:
     os.setsid()
+    multiprocessing.set_start_method("fork", force=True)  # for data-loader workers, as in a program of its own
     fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lightning_resilience import Preemption
@@ -87,6 +88,19 @@ def test_a_signal_to_the_process_group_spares_the_data_loader_workers(tmp_path: 
     events = [{"at": "train", "step": 20, "group": True}]
     _, text = stop_and_resume(tmp_path, events, **{**TWO, "workers": 2})
     assert "killed by signal" not in text
+
+
+def test_data_loader_workers_do_not_outlive_a_killed_trainer(tmp_path: Path) -> None:
+    config = make(tmp_path, "run", workers=2, events=[{"at": "train", "step": 20, "do": "SIGSTOP"}])
+    ranks = Ranks(config, tmp_path / "run")
+    trainer = psutil.Process(ranks.processes[0].pid)
+    while trainer.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.05)
+    workers = trainer.children()
+    assert len(workers) == 2
+    ranks.kill(signal.SIGKILL)
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
 
 
 def test_workers_have_no_protection_without_the_option() -> None:
