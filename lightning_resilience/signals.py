@@ -286,7 +286,7 @@ class WorkerGuard:
 
     Args:
         inner: The loader's own ``worker_init_fn``.
-        signums: The signals to ignore.
+        signums: The signals that it ignores from anyone but its trainer.
     """
 
     def __init__(self, inner: Callable[[int], None] | None, signums: Collection[signal.Signals]) -> None:
@@ -297,11 +297,28 @@ class WorkerGuard:
     def __call__(self, worker_id: int) -> None:
         """Runs in the worker, before the loader's own function."""
         _die_with(self.trainer_pid)
-        # torch's own handlers are in place by now: they would end the worker.
-        for signum in self.signums:
-            signal.signal(signum, signal.SIG_IGN)
+        if self.signums:
+            _obey_only(self.trainer_pid, self.signums)
         if self.inner is not None:
             self.inner(worker_id)
+
+
+def _obey_only(trainer: int, signums: Collection[signal.Signals]) -> None:
+    """Has these signals end this process if they come from its trainer, and do nothing if they come from elsewhere.
+
+    The trainer ends its workers by SIGTERM when it exits, and waits for them. A handler is not told who sent a signal,
+    and torch's own, in place by now, ends the worker in any case.
+    """
+    if not hasattr(signal, "sigwaitinfo"):  # macOS
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, signums)
+
+    def wait() -> None:
+        while True:
+            if signal.sigwaitinfo(signums).si_pid == trainer:
+                os._exit(0)
+
+    threading.Thread(target=wait, name="resilience-worker-signals", daemon=True).start()
 
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -38,7 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "manual": False,
     "save_every": 5,
     "model_checkpoint": None,
-    "callbacks": ["preemption", "auto_resume"],
+    "callbacks": ["preemption", "auto_resume"],  # or the names of classes, which get no arguments
     "ckpt_path": None,
     "grace_period_s": 60.0,
     "fits": 1,
@@ -69,8 +69,6 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> None:
             os._exit(3)
         if what == "sleep":
             time.sleep(event["seconds"])
-        elif event.get("group"):
-            os.killpg(os.getpgid(0), getattr(signal, what))
         else:
             os.kill(os.getpid(), getattr(signal, what))
 
@@ -240,13 +238,14 @@ def main(config: dict[str, Any]) -> None:
 
 
 def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
+    import lightning_resilience
     from lightning_resilience import AutoResume, Preemption
 
     available = {
         "preemption": lambda: Preemption(run_dir=config["run_dir"], grace_period_s=config["grace_period_s"]),
         "auto_resume": lambda: AutoResume(config["run_dir"], every_n_train_steps=config["save_every"]),
     }
-    callbacks: list[Any] = [available[name]() for name in config["callbacks"]]
+    callbacks: list[Any] = [available.get(name, getattr(lightning_resilience, name, None))() for name in config["callbacks"]]
     if config["early_stopping"]:
         callbacks.append(L.callbacks.EarlyStopping(config_monitor(config), patience=1, min_delta=0.5))
     if config["model_checkpoint"] is not None:

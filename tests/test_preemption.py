@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -34,6 +35,7 @@ SCENARIOS: dict[str, list[dict[str, Any]]] = {
     ],
     "sanity check": [{"at": "sanity", "rank": 1}],
     "setup": [{"at": "setup", "rank": 0}],
+    "validation, with data-loader workers": [{"at": "validation", "step": 16, "rank": 0}],
     "end of the epoch": [{"at": "epoch_end", "step": 1, "rank": 1}],
 }
 
@@ -62,8 +64,11 @@ def stop_and_resume(tmp: Path, events: list[dict[str, Any]], **options: Any) -> 
 
 
 @pytest.mark.parametrize("events", SCENARIOS.values(), ids=SCENARIOS.keys())
-def test_stops_all_ranks_and_resumes_exactly(tmp_path: Path, events: list[dict[str, Any]]) -> None:
-    stop_and_resume(tmp_path, events, **TWO)
+def test_stops_all_ranks_and_resumes_exactly(
+    tmp_path: Path, events: list[dict[str, Any]], request: pytest.FixtureRequest
+) -> None:
+    workers = 1 if "workers" in request.node.name else 0
+    stop_and_resume(tmp_path, events, **{**TWO, "workers": workers})
 
 
 def test_during_a_save(tmp_path: Path) -> None:
@@ -85,9 +90,19 @@ def test_one_process_without_a_process_group(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_the_process_group_spares_the_data_loader_workers(tmp_path: Path) -> None:
-    events = [{"at": "train", "step": 20, "group": True}]
-    _, text = stop_and_resume(tmp_path, events, **{**TWO, "workers": 2})
-    assert "killed by signal" not in text
+    config = make(tmp_path, "run", **{**TWO, "workers": 2, "save_every": 4, "step_s": 0.05})
+    ranks = Ranks(config, tmp_path / "run")
+    fit = RunDirectory(config["run_dir"]).fit(0)
+    while not resume.checkpoints(fit.checkpoints):
+        time.sleep(0.02)
+    for process in ranks.processes:
+        os.killpg(process.pid, signal.SIGTERM)
+    assert ranks.wait(60) == [0, 0], ranks.text()
+    assert not Path(config["out"]).exists()
+    assert "DataLoader worker" not in ranks.text()
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0, 0], text
+    assert result(config) == undisturbed(tmp_path, **{**TWO, "workers": 2, "save_every": 4, "step_s": 0.05})[0]
 
 
 def test_data_loader_workers_do_not_outlive_a_killed_trainer(tmp_path: Path) -> None:
@@ -148,7 +163,6 @@ def test_warns_when_a_save_does_not_fit_into_the_grace_period(tmp_path: Path) ->
 
 
 def test_leaves_nothing_behind(tmp_path: Path) -> None:
-    import os
     import threading
 
     from tests.program import main
