@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import random
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric
+
+from lightning_resilience.checkpoint import durable, resume
+from lightning_resilience.run_directory import RunDirectory
 
 BATCH = 4
 BATCHES = 16
@@ -45,6 +50,10 @@ DEFAULTS: dict[str, Any] = {
     "events": [],  # {"at": "train", "step": 23, "rank": 1, "do": "SIGKILL"}
     "step_s": 0.0,
     "sharded": False,
+    "interval_s": None,
+    "unreadable": None,  # [rank, file name]
+    "disk_full_at": None,  # a step
+    "taken_over_at": None,  # a step: another attempt claims the run
     "numpy": True,  # something in the checkpoint that a safe load cannot read
 }
 
@@ -151,6 +160,8 @@ class Module(L.LightningModule):
             with open(f"{self.config['log']}.{rank}", "a") as file:
                 file.write(json.dumps([self.config["fit"], step, batch["id"].tolist()]) + "\n")
         do(self.config, "train", step, rank)
+        if step == self.config["taken_over_at"]:
+            RunDirectory(self.config["run_dir"]).claim()
         if self.config["step_s"]:
             time.sleep(self.config["step_s"])
         loss = self.net(batch["x"]).pow(2).mean()
@@ -210,6 +221,7 @@ def digest(module: torch.nn.Module) -> str:
 def main(config: dict[str, Any]) -> None:
     config = {**DEFAULTS, **config}
     torch.set_num_threads(1)
+    sabotage(config)
     world_size = config["trainer"].get("devices", 1)
     results = []
     L.seed_everything(1, verbose=False)
@@ -237,13 +249,38 @@ def main(config: dict[str, Any]) -> None:
         Path(config["out"]).write_text(json.dumps(results))
 
 
+def sabotage(config: dict[str, Any]) -> None:
+    """What goes wrong with the storage, as the code sees it."""
+    load, save = durable.load, durable.save
+    if config["unreadable"] is not None and config["unreadable"][0] == int(os.environ.get("RANK", "0")):
+
+        def no_load(path: Path, *args: Any) -> Any:
+            if Path(path).name == config["unreadable"][1]:
+                raise durable.CorruptCheckpoint(f"{path} is damaged on its way to this rank")
+            return load(path, *args)
+
+        durable.load = no_load
+    if config["disk_full_at"] is not None:
+
+        def no_save(obj: Any, path: Path, *args: Any, **kwargs: Any) -> Any:
+            if resume.step_of(path) == config["disk_full_at"]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return save(obj, path, *args, **kwargs)
+
+        durable.save = no_save
+
+
 def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
     import lightning_resilience
     from lightning_resilience import AutoResume, Preemption
 
     available = {
         "preemption": lambda: Preemption(run_dir=config["run_dir"], grace_period_s=config["grace_period_s"]),
-        "auto_resume": lambda: AutoResume(config["run_dir"], every_n_train_steps=config["save_every"]),
+        "auto_resume": lambda: AutoResume(
+            config["run_dir"],
+            every_n_train_steps=config["save_every"],
+            **({"train_time_interval": timedelta(seconds=config["interval_s"])} if config["interval_s"] else {}),
+        ),
     }
     callbacks: list[Any] = [available.get(name, getattr(lightning_resilience, name, None))() for name in config["callbacks"]]
     if config["early_stopping"]:

@@ -1,0 +1,218 @@
+"""Which checkpoint a run resumes from, what it does with one that cannot be trusted, and when it saves."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_resilience import AutoResume, resolve_resume_path
+from lightning_resilience.checkpoint import durable, resume
+from lightning_resilience.checkpoint.plain import from_plain, to_plain
+from lightning_resilience.ledger import read_ledger
+from lightning_resilience.run_directory import RunDirectory
+from tests.harness import result, run
+from tests.test_exact_resume import killed_and_resumed, make, undisturbed
+
+
+def killed(tmp: Path, **options: Any) -> dict[str, Any]:
+    """A run that was killed at step 23: there are checkpoints of steps 15 and 20."""
+    config = make(tmp, "run", **options)
+    codes, text = run({**config, "events": [{"at": "train", "step": 23, "do": "SIGKILL"}]}, tmp / "run")
+    assert -signal.SIGKILL in codes, text
+    return config
+
+
+def checkpoints(config: dict[str, Any]) -> list[Path]:
+    return resume.checkpoints(RunDirectory(config["run_dir"]).fit(0).checkpoints)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def plain_torch(path: Path) -> None:
+    torch.save({"state_dict": {}}, path)
+
+
+def foreign(path: Path) -> None:
+    durable.save({"state_dict": {}}, path, {"fit": 7})
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "one flipped bit": flip_a_bit,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "the last bytes are missing": lambda path: os.truncate(path, path.stat().st_size - 10),
+    "empty": lambda path: os.truncate(path, 0),
+    "garbage": lambda path: path.write_bytes(b"not a checkpoint" * 100),
+    "not written by us": plain_torch,
+    "of another fit": foreign,
+    "an unsealed directory": lambda path: (path.unlink(), path.mkdir(), (path / "shard").write_bytes(b"x")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_checkpoint_that_does_not_verify_is_quarantined(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
+    config = killed(tmp_path)
+    newest = checkpoints(config)[0]
+    damage(newest)
+    os.utime(newest, (2**31, 2**31))  # the newest by its time, too
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    assert "Checkpoint rejected" in text
+    assert "Resuming from step 15" in text
+    quarantine = RunDirectory(config["run_dir"]).fit(0).quarantine
+    assert any(path.name.startswith(newest.name) for path in quarantine.iterdir())
+    assert any(event["event"] == "quarantined" for event in read_ledger(RunDirectory(config["run_dir"]).ledger))
+    assert result(config) == undisturbed(tmp_path)[0]
+
+
+def test_nothing_that_verifies_starts_fresh_and_says_so(tmp_path: Path) -> None:
+    config = killed(tmp_path)
+    for path in checkpoints(config):
+        flip_a_bit(path)
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    assert "No checkpoint in" in text or "a fresh start" in text
+    assert result(config) == undisturbed(tmp_path)[0]
+
+
+def test_one_rank_cannot_read_what_the_others_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks take the same checkpoint: the newest that every one of them has verified."""
+    options = {"trainer": {"devices": 2}}
+    config = killed(tmp_path, **options)
+    codes, text = run({**config, "unreadable": [1, "step-000000000020.ckpt"]}, tmp_path / "run")
+    assert codes == [0, 0], text
+    assert "Rank 1 cannot read" in text
+    assert "Resuming from step 15" in text
+    assert result(config) == undisturbed(tmp_path, **options)[0]
+
+
+def test_left_overs_of_a_save_that_was_killed_are_removed(tmp_path: Path) -> None:
+    config = killed(tmp_path)
+    directory = RunDirectory(config["run_dir"]).fit(0).checkpoints
+    from lightning_resilience._files import temporary_path
+
+    leftover = temporary_path(directory / "step-000000000025.ckpt")
+    name = leftover.name.replace(str(os.getpid()), "999999999")
+    (directory / name).write_bytes(b"half")
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    assert sorted(path.suffix for path in directory.iterdir()) == [".ckpt", ".ckpt"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
+def test_another_world_size_goes_on_and_says_that_it_is_not_exact(tmp_path: Path, before: int, after: int) -> None:
+    config = killed(tmp_path, trainer={"devices": before})
+    codes, text = run({**config, "trainer": {"devices": after}}, tmp_path / "run")
+    assert set(codes) == {0}, text
+    assert f"was saved by {before} ranks and is resumed by {after}" in text
+    assert result(config)[0]["epoch"] == 3
+
+
+def test_keeps_only_the_newest(tmp_path: Path) -> None:
+    config = make(tmp_path, "run")
+    run(config, tmp_path / "run")
+    assert [path.name for path in checkpoints(config)] == ["step-000000000048-final.ckpt", "step-000000000045.ckpt"]
+
+
+def test_saves_by_the_clock_on_all_ranks_together(tmp_path: Path) -> None:
+    options = {"trainer": {"devices": 2}, "save_every": None, "step_s": 0.02, "interval_s": 0.2}
+    config = make(tmp_path, "run", events=[{"at": "train", "step": 40, "rank": 1, "do": "SIGKILL", "once": True}],
+                  **options)
+    assert -signal.SIGKILL in run(config, tmp_path / "run")[0]
+    saved = [event for event in read_ledger(RunDirectory(config["run_dir"]).ledger) if event["event"] == "saved"]
+    assert saved
+    assert {event["reason"] for event in saved} == {"interval"}
+    codes, text = run(config, tmp_path / "run")
+    assert set(codes) == {0}, text
+    assert result(config) == undisturbed(tmp_path, trainer={"devices": 2})[0]
+
+
+def test_follows_the_saves_of_model_checkpoint(tmp_path: Path) -> None:
+    options = {"save_every": None, "validation": True, "plateau": True}
+    save = {"every_n_train_steps": 8, "save_top_k": 1, "monitor": "val_loss", "dirpath": str(tmp_path / "own")}
+    events = [{"at": "train", "step": 29}]
+    got = killed_and_resumed(tmp_path, events, **options, model_checkpoint=save)
+    shutil.rmtree(tmp_path / "own")
+    save = {**save, "dirpath": str(tmp_path / "reference-own")}
+    assert got[:2] == undisturbed(tmp_path, **options, model_checkpoint=save)
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path: Path) -> None:
+    config = make(tmp_path, "run", disk_full_at=20)
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    assert "could not be saved" in text
+    assert result(config) == undisturbed(tmp_path)[0]
+
+
+def test_a_late_process_of_an_older_attempt_writes_nothing(tmp_path: Path) -> None:
+    config = make(tmp_path, "run", taken_over_at=12)
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [1], text
+    assert "it stops without writing" in text
+    assert [resume.step_of(path) for path in checkpoints(config)] == [10, 5]
+    assert RunDirectory(config["run_dir"]).fit(0).outcome is None
+
+
+def test_resolve_resume_path(tmp_path: Path) -> None:
+    assert resolve_resume_path(tmp_path / "nothing here") is None
+    config = killed(tmp_path)
+    newest, older = checkpoints(config)
+    assert resolve_resume_path(config["run_dir"]) == newest
+    flip_a_bit(newest)
+    assert resolve_resume_path(config["run_dir"]) == older
+    assert resolve_resume_path(newest.parent) == older
+    assert newest.exists()
+
+
+def test_a_checkpoint_opens_with_plain_torch(tmp_path: Path) -> None:
+    config = killed(tmp_path)
+    checkpoint = torch.load(checkpoints(config)[0], weights_only=True)
+    assert checkpoint["global_step"] == 20
+    assert set(checkpoint) >= {"state_dict", "optimizer_states", "loops", "lightning_resilience"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"keep": 1}, {"every_n_train_steps": 0}, {"train_time_interval": datetime.timedelta(0)}],
+)
+def test_refuses_arguments_that_make_no_sense(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        AutoResume(**arguments)
+
+
+def test_state_in_plain_types(tmp_path: Path) -> None:
+    state = {
+        "array": np.arange(6, dtype=np.uint16).reshape(2, 3),
+        "number": np.float32(1.5),
+        "path": Path("/a/b"),
+        "wait": datetime.timedelta(days=1, microseconds=3),
+        "when": datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.timezone.utc),
+        "nested": [({"x": torch.ones(2)}, {1, 2}), None],
+    }
+    plain, left_out = to_plain(state)
+    assert left_out == []
+    torch.save(plain, tmp_path / "state")
+    loaded = from_plain(torch.load(tmp_path / "state", weights_only=True))
+    assert (loaded["array"] == state["array"]).all()
+    assert loaded["array"].dtype == np.uint16
+    assert type(loaded["number"]) is np.float32
+    for key in ("path", "wait", "when"):
+        assert loaded[key] == state[key]
+    assert torch.equal(loaded["nested"][0][0]["x"], torch.ones(2))
+
+    plain, left_out = to_plain({"callbacks": {"Mine": {"encoder": object(), "kept": 1}}})
+    assert plain == {"callbacks": {"Mine": {"kept": 1}}}
+    assert left_out == ["callbacks.Mine.encoder (builtins.object)"]
