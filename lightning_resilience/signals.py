@@ -100,10 +100,16 @@ class SignalListener:
 
     def start(self) -> None:
         """Installs the handlers. Only the main thread may do this."""
-        for signum in self.signums:
-            self._previous[signum] = signal.signal(signum, self._ignore)
+        self.add(self.signums)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread.start()
+
+    def add(self, signums: Collection[signal.Signals]) -> None:
+        """Notices ``signums`` too. Only the main thread may do this."""
+        for signum in signums:
+            if signum not in self._previous:
+                self._previous[signum] = signal.signal(signum, self._ignore)
+        self.signums = tuple(self._previous)
 
     def handle(self) -> None:
         """Puts the handlers back in place after something else (Lightning, at the start of a fit) has replaced them."""
@@ -234,7 +240,7 @@ _installed: SignalListener | None = None
 def install(
     signums: Collection[signal.Signals] = (signal.SIGTERM,), grace_period_s: float | None = None
 ) -> SignalListener | None:
-    """Installs the process's one listener, or returns the one that is installed.
+    """Installs the process's one listener, or has the one that is installed notice ``signums`` too.
 
     Args:
         signums: The signals to notice.
@@ -244,10 +250,11 @@ def install(
         The listener, or ``None`` in any thread but the main one, where Python allows no signal handling.
     """
     global _installed
-    if _installed is not None:
-        return _installed
     if threading.current_thread() is not threading.main_thread():
         return None
+    if _installed is not None:
+        _installed.add(signums)
+        return _installed
     listener = SignalListener(signums, grace_period() if grace_period_s is None else grace_period_s)
     listener.start()
     _installed = listener

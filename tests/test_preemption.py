@@ -12,11 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_resilience import Preemption
+from lightning_resilience import Interrupted, Preemption, signals
 from lightning_resilience.checkpoint import resume
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import RunDirectory
 from tests.harness import Ranks, result, run
+from tests.program import DEFAULTS, Module, loader, make_trainer
 from tests.test_exact_resume import make, undisturbed
 
 TERM = {"do": "SIGTERM", "once": True}
@@ -177,6 +178,26 @@ def test_leaves_nothing_behind(tmp_path: Path) -> None:
     added = {key for key in os.environ if key not in before[2]}
     assert not {key for key in added if "RESILIENCE" in key}
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["out", "run"]
+
+
+@pytest.mark.parametrize("what", ["validate", "test", "predict"])
+def test_a_launched_process_stops_outside_of_a_fit_too(tmp_path: Path, what: str) -> None:
+    config = {**DEFAULTS, "run_dir": str(tmp_path / "run"), "fit": 0}
+    module = Module(config)
+    module.validation_step = module.test_step = module.predict_step = lambda batch, batch_idx: None  # type: ignore
+    trainer = make_trainer({**config, "callbacks": ["preemption"]}, 1)
+    listener = signals.install(grace_period_s=60)  # as launch does
+    assert listener is not None
+    try:
+        data = loader(config, 1, 0)
+        getattr(trainer, what)(module, data)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while listener.received is None:
+            time.sleep(0.01)
+        with pytest.raises(Interrupted, match="outside of a fit"):
+            getattr(trainer, what)(module, data)
+    finally:
+        signals.uninstall()
 
 
 @pytest.mark.parametrize(

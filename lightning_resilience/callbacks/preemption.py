@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_resilience import _lightning, signals
 from lightning_resilience._lightning import ResilienceCallback
@@ -73,27 +73,43 @@ class Preemption(ResilienceCallback):
         """Starts to listen for signals."""
         session = join(self, trainer, pl_module, stage)
         if session is None:
+            self._stop_outside_of_fit()
             return
         requeue = _lightning.requeue_signal(trainer)
         signums = {*self.signals, *([requeue] if requeue is not None else [])}
-        listener = signals.installed()
-        self._installed_here = listener is None or not signums <= set(listener.signums)
-        if listener is not None and self._installed_here:
-            signums |= set(listener.signums)
-            signals.uninstall()
-        if self._installed_here:
-            listener = signals.install(sorted(signums), signals.grace_period(self.grace_period_s))
+        installed_here = signals.installed() is None
+        listener = signals.install(sorted(signums), signals.grace_period(self.grace_period_s))
         if listener is None:
             log.warning("fit() does not run in the main thread, where alone Python notices signals: Preemption is off.")
             return
+        session.at_leave.append(signals.uninstall if installed_here else listener.unsubscribe)
         session.protect_workers = self.enable_exit_handler_for_data_loader
         session.handlers[_PREEMPT] = lambda event: _stop(session, event)
         session.on_event = lambda event: listener.start_grace_period() if event.kind == _PREEMPT else None
-        _lightning.keep_signal_handlers(trainer, session.patches, listener.handle)
+        _lightning.keep_signal_handlers(trainer, session.patches, listener.signums, listener.handle)
         listener.subscribe(
             lambda signum: _request(session, signum, requeue=signum == requeue),
             before_exit=lambda reason: _end_now(session, reason),
         )
+
+    def _stop_outside_of_fit(self) -> None:
+        """There is no state to save: a process that has been told to stop (launched, so it listens) just ends."""
+        listener = signals.installed()
+        if listener is not None and listener.received is not None:
+            raise signals.Interrupted(f"interrupted by signal {int(listener.received)} outside of a fit")
+
+    def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Stops ``trainer.validate``; within a fit validation batches are boundaries."""
+        if trainer.state.fn != "fit":
+            self._stop_outside_of_fit()
+
+    def on_test_batch_start(self, *args: Any) -> None:
+        """Stops ``trainer.test``."""
+        self._stop_outside_of_fit()
+
+    def on_predict_batch_start(self, *args: Any) -> None:
+        """Stops ``trainer.predict``."""
+        self._stop_outside_of_fit()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The batches of the sanity check are boundaries too."""
@@ -120,22 +136,12 @@ class Preemption(ResilienceCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leaves nothing behind."""
         if session := session_of(trainer, self):
-            self._stop_listening(trainer)
             session.fail(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves nothing behind."""
         if session := session_of(trainer, self):
-            self._stop_listening(trainer)
             session.leave()
-
-    def _stop_listening(self, trainer: Trainer) -> None:
-        if (listener := signals.installed()) is None:
-            return
-        listener.unsubscribe()
-        if self._installed_here:
-            _lightning.forget_signal_handlers(trainer, listener.signums)
-            signals.uninstall()
 
 
 def _to_signal(value: signal.Signals | int | str) -> signal.Signals:
