@@ -1,8 +1,8 @@
 """Cost of each callback in a healthy step, measured within one run: switched on and off every 10 steps.
 
 Separate runs differ by more than the callbacks cost. Every variant is measured in its own run of the same small model,
-against the steps of that run in which it is off; medians are compared, and main-thread CPU time is shown beside. The last
-row is NVRx's own fault-tolerance callback, under its rank monitor, in the same table.
+against the steps of that run in which it is off; medians are compared, and main-thread CPU time is shown beside. The
+last row is NVRx's own fault-tolerance callback, under its rank monitor, in the same table.
 
     python benchmarks/overhead.py [--steps 4000] [--repeat 3]
 """

@@ -8,13 +8,16 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
+
+from lightning_resilience.checkpoint import data_position
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -36,18 +39,39 @@ class ResilienceCallback(Callback):
 
     injected = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        adopt_namespaces()
 
-def adopt_namespace(package: str) -> None:
-    """Makes this package's callbacks instances of ``package``'s ``Callback`` too.
 
-    Called by the entry-point factories, which a Trainer calls before it checks its callbacks.
+def adopt_namespaces() -> None:
+    """Makes this package's callbacks instances of the ``Callback`` of every Lightning package imported so far.
 
-    Args:
-        package: ``lightning.pytorch`` or ``pytorch_lightning``; already imported, since its Trainer calls.
+    Called whenever one may have been added that matters: here for a ``LightningCLI`` that looks a callback up by name,
+    when a callback is made, and by the entry-point factories, which a Trainer calls before it checks its callbacks.
     """
-    base = sys.modules[package].Callback
-    if not issubclass(ResilienceCallback, base):
-        ResilienceCallback.__bases__ = (*ResilienceCallback.__bases__, base)
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        base = getattr(sys.modules.get(package), "Callback", None)
+        if base is not None and not issubclass(ResilienceCallback, base):
+            ResilienceCallback.__bases__ = (*ResilienceCallback.__bases__, base)
+
+
+adopt_namespaces()
+
+
+class _Patch:
+    """A function in the place of a method, which a copy of its owner (a pickled, deep-copied Trainer) has back."""
+
+    def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._name = name
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._owner, self._name)  # the copied owner has no attributes yet: its class's method
 
 
 class Patches:
@@ -60,7 +84,8 @@ class Patches:
         """Sets ``owner.name``, which must exist, to ``value`` until :meth:`undo`."""
         getattr(owner, name)  # a name that has gone away fails here, at setup, and not by being ignored
         self._undo.append((owner, name, name in vars(owner), vars(owner).get(name)))
-        setattr(owner, name, value)
+        # A function made in here cannot be pickled, and a Trainer can.
+        setattr(owner, name, _Patch(owner, name, value) if isinstance(value, FunctionType) else value)
 
     def undo(self) -> None:
         """Restores everything, newest first."""
@@ -120,7 +145,8 @@ def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
     """Lightning's checkpoint of everything a resume needs.
 
     Without hyper-parameters: a resume restores into the live module and does not need them, and they hold whatever the
-    user passed, which a safe load cannot read. ``trainer.save_checkpoint`` would write a file and cannot leave them out.
+    user passed, which a safe load cannot read. ``trainer.save_checkpoint`` would write a file and cannot leave them
+    out.
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
@@ -254,13 +280,14 @@ def set_epoch_of_samplers(trainer: Trainer) -> None:
     Lightning does it only after the iterators are made, too late for loaders with workers (its issue #21938).
     """
     for loader in train_loaders(trainer):
-        for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(vars(trainer.fit_loop.epoch_progress.current)["processed"])
 
 
 def silence_resume_warning(trainer: Trainer, patches: Patches) -> None:
-    """Silences Lightning's warning that a plain data loader cannot be resumed in the middle of an epoch: here it can."""
+    """Silences Lightning's warning that a plain data loader can't be resumed in mid-epoch: here it can."""
     loop = trainer.fit_loop.epoch_loop
     reset = loop.reset
 
@@ -298,8 +325,10 @@ def fetches_ahead_here(trainer: Trainer) -> bool:
     streams as the training, so that the batch in flight depends on their state one boundary ago.
     """
     fetcher = trainer.fit_loop._data_fetcher
-    return fetcher is not None and fetcher.length is None and any(
-        getattr(loader, "num_workers", 0) == 0 for loader in train_loaders(trainer)
+    return (
+        fetcher is not None
+        and fetcher.length is None
+        and any(getattr(loader, "num_workers", 0) == 0 for loader in train_loaders(trainer))
     )
 
 
@@ -317,6 +346,27 @@ def replay_fetch(trainer: Trainer) -> Callable[[], Any]:
     if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
         return functools.partial(vars(type(fetcher).__mro__[1])["__next__"], fetcher)
     return lambda: next(fetcher)
+
+
+def skip_batches(trainer: Trainer, batches: int) -> bool:
+    """Moves the only training data loader on by ``batches`` without reading data. Returns whether that is possible.
+
+    Both iterators, the combined one of Lightning and the one of torch, count what they have yielded.
+    """
+    fit_loop, loaders = trainer.fit_loop, train_loaders(trainer)
+    fetcher, combined = fit_loop._data_fetcher, fit_loop._combined_loader
+    if fetcher is None or combined is None or type(fetcher).__name__ != "_PrefetchDataFetcher":
+        return False
+    if len(loaders) != 1 or fetcher.length is None or not data_position.can_skip(loaders[0]):
+        return False
+    outer: Any = combined._iterator
+    inner: Any = outer.iterators[0]
+    for _ in range(batches):
+        inner._next_index()
+    inner._num_yielded += batches
+    outer._idx += batches
+    fetcher.fetched += batches
+    return True
 
 
 def count_replayed(trainer: Trainer) -> None:
@@ -368,25 +418,28 @@ def ddp_wrapper(trainer: Trainer) -> DistributedDataParallel | None:
     return model if isinstance(model, DistributedDataParallel) else None
 
 
-def keep_signal_handlers(trainer: Trainer, patches: Patches, put_back: Callable[[], None]) -> None:
+def keep_signal_handlers(
+    trainer: Trainer, patches: Patches, signums: Iterable[int], put_back: Callable[[], None]
+) -> None:
     """Keeps Lightning's SIGTERM handler, which broadcasts inside the handler and deadlocks DDP, out of the way.
 
-    ``put_back`` is called after Lightning has registered its handlers, right before the stages run.
+    Args:
+        trainer: The Trainer.
+        patches: Undone after the fit.
+        signums: Signals that Lightning shall not give back at its end: the handlers that it found are ours, and
+            after an exception its end comes after ours.
+        put_back: Called after Lightning has registered its handlers, right before the stages run.
     """
     connector = trainer._signal_connector
     register = connector.register_signal_handlers
 
     def wrapper() -> None:
         register()
+        for signum in signums:
+            connector._original_handlers.pop(signum, None)
         put_back()
 
     patches.set(connector, "register_signal_handlers", wrapper)
-
-
-def forget_signal_handlers(trainer: Trainer, signums: Any) -> None:
-    """Keeps Lightning from restoring handlers of ours after we have removed them (after an exception it comes last)."""
-    for signum in signums:
-        trainer._signal_connector._original_handlers.pop(signum, None)
 
 
 def requeue_signal(trainer: Trainer) -> Any | None:
@@ -435,7 +488,10 @@ def metric_states(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
             "has_reset": result.has_reset,
         }
     modules = {
-        name: {"state": {key: _clone(getattr(metric, key)) for key in metric._defaults}, "updates": metric._update_count}
+        name: {
+            "state": {key: _clone(getattr(metric, key)) for key in metric._defaults},
+            "updates": metric._update_count,
+        }
         for name, metric in module.named_modules()
         if isinstance(metric, Metric)
     }

@@ -59,6 +59,10 @@ class DurableCheckpointIO(CheckpointIO):
         self.newest: Path | None = None
         self._told = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to the fit in progress: a copied Trainer takes no part in it."""
+        return {**vars(self), "before_publish": None}
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Saves a checkpoint; when this returns, it is on disk."""
         local = _local_path(path)

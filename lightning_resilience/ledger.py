@@ -1,8 +1,8 @@
-"""What happened to a run: one append-only file of JSON lines, and the readers of it. Imports neither torch nor Lightning.
+"""What happened to a run: one append-only file of JSON lines, and its readers. Imports neither torch nor Lightning.
 
 Every line is one event: ``{"event": ..., "time": seconds since the epoch, "rank": ..., "node": ..., ...}``. A line is
-written by a single ``write`` to a file opened for appending, so processes that write at once do not mix their lines, and a
-``kill -9`` costs at most the line being written. A torn line is skipped by the reader.
+written by a single ``write`` to a file opened for appending, so processes that write at once do not mix their lines,
+and a ``kill -9`` costs at most the line being written. A torn line is skipped by the reader.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Ledger:
         """Appends one event.
 
         Args:
-            event: What happened, one word or two joined by an underscore: ``start``, ``resumed``, ``saved``, ``signal``...
+            event: What happened, one word or two joined by an underscore: ``start``, ``resumed``, ``saved``...
             **fields: What else is known, JSON-serialisable.
         """
         line = {"event": event, "time": time.time(), "rank": self.rank, "node": platform.node(), **fields}
@@ -47,7 +47,8 @@ class Ledger:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             try:
-                # A process killed in the middle of its line left no newline: begin a fresh line, or two events are lost.
+                # A process killed in the middle of its line left no newline: begin a fresh line, or two events are
+                # lost.
                 size = os.fstat(fd).st_size
                 torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
                 os.write(fd, (b"\n" if torn else b"") + data + b"\n")

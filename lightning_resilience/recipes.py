@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -33,35 +34,27 @@ RECIPES: dict[str, Callable[..., list[ResilienceCallback]]] = {"nemo": nemo}
 """The recipes by the names that ``launch --recipe`` takes."""
 
 
-def _injected(package: str) -> list[ResilienceCallback]:
-    from importlib.util import find_spec
+def callbacks_factory() -> list[ResilienceCallback]:
+    """The ``callbacks_factory`` entry point of both Lightning packages, which every ``Trainer()`` of theirs calls.
 
-    import sys
+    Returns:
+        The callbacks of the recipe that ``launch`` has named in the environment; none where it has not.
 
-    # The callbacks of this package, also those that the user adds, must be accepted by this Trainer.
-    if "lightning_resilience._lightning" in sys.modules:
-        from lightning_resilience._lightning import adopt_namespace
-
-        adopt_namespace(package)
+    Raises:
+        ValueError: If there is no such recipe.
+    """
     name = os.environ.get(RECIPE_VARIABLE)
+    if not name and "lightning_resilience._lightning" not in sys.modules:
+        return []  # Of no use to this program: it costs it nothing.
+    from lightning_resilience._lightning import adopt_namespaces
+
+    # For the callbacks that the user has added; the Trainer has not looked at their class yet.
+    adopt_namespaces()
     if not name:
         return []
     if name not in RECIPES:
         raise ValueError(f"{RECIPE_VARIABLE}={name!r} is not a recipe; there are: {', '.join(RECIPES)}.")
     callbacks = RECIPES[name]()
-    from lightning_resilience._lightning import adopt_namespace
-
-    adopt_namespace(package)
     for callback in callbacks:
         callback.injected = True
     return callbacks
-
-
-def callbacks_for_lightning() -> list[ResilienceCallback]:
-    """Entry point ``lightning.pytorch.callbacks_factory``: called by every ``Trainer()``; empty unless launched."""
-    return _injected("lightning.pytorch")
-
-
-def callbacks_for_pytorch_lightning() -> list[ResilienceCallback]:
-    """Entry point ``pytorch_lightning.callbacks_factory``: called by every ``Trainer()``; empty unless launched."""
-    return _injected("pytorch_lightning")

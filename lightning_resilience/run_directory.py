@@ -33,8 +33,8 @@ RUN_DIR_VARIABLE = "LIGHTNING_RESILIENCE_RUN_DIR"
 Status = Literal["finished", "interrupted", "failed", "halted"]
 """How a fit or a script ended.
 
-``finished``: there is nothing left to do. ``interrupted``: stopped on purpose and resumable. ``failed``: an error; may be
-tried again within the budget. ``halted``: a verdict that trying again cannot change.
+``finished``: there is nothing left to do. ``interrupted``: stopped on purpose and resumable. ``failed``: an error; may
+be tried again within the budget. ``halted``: a verdict that trying again cannot change.
 """
 
 
@@ -157,7 +157,7 @@ class RunDirectory:
         self._outcome.unlink(missing_ok=True)
 
     def claim(self) -> str:
-        """Makes this attempt the only one that may publish, and returns its token. One process does this for all ranks."""
+        """Makes this attempt the only one that may publish; returns its token. One process does it for all ranks."""
         token = uuid.uuid4().hex
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(

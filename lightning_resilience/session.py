@@ -1,4 +1,4 @@
-"""What the callbacks of one fit share: its place in the run directory, the agreement, and the saving and restoring of state.
+"""What the callbacks of one fit share: its place in the run directory, the agreement, saving and restoring.
 
 A callback joins the session of its Trainer in ``setup`` and meets the others there; no callback calls another one.
 """
@@ -24,6 +24,7 @@ from lightning_resilience.checkpoint import data_position, durable, resume
 from lightning_resilience.checkpoint.plain import from_plain, to_plain
 from lightning_resilience.checkpoint.reduction_order import (
     GradientArrivalRecorder,
+    inexact_reasons,
     rebuilds_buckets,
     replay_gradient_arrival,
 )
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STATE_KEY = "lightning_resilience"
-"""The key in a Lightning checkpoint under which everything lies that an exact resume needs beside Lightning's own state."""
+"""The key in a Lightning checkpoint of everything that an exact resume needs beside Lightning's own state."""
 
 _sessions: weakref.WeakKeyDictionary[Any, FitSession] = weakref.WeakKeyDictionary()
 _active: FitSession | None = None
@@ -62,7 +63,11 @@ class FitSession:
         """What a callback does, on every rank at the same boundary, when an event of its kind is acted on."""
         self.at_boundary: list[Callable[[bool], None]] = []
         """Called at every training boundary with whether the state may be saved there; must cost next to nothing."""
-        self.choose_checkpoint: Callable[[str | None], tuple[Path, dict[str, Any] | None] | None] = lambda explicit: None
+        self.at_leave: list[Callable[[], None]] = []
+        """Called once at the end of the fit, however it ends; whichever callback's hook comes first."""
+        self.choose_checkpoint: Callable[[str | None], tuple[Path, dict[str, Any] | None] | None] = lambda explicit: (
+            None
+        )
         """Given the user's explicit ``ckpt_path``, chooses the checkpoint to resume from, if any."""
         self.on_event: Callable[[Event], None] = lambda event: None
         """Called from the agreement's thread as soon as an event is known, before its boundary."""
@@ -114,6 +119,7 @@ class FitSession:
         self._recorder: GradientArrivalRecorder | None = None
         self._arrival_order: list[str] | None = None
         self.saving = False
+        self._left_out_reported: tuple[str, ...] = ()
 
     def _install(self) -> None:
         trainer, patches = self.trainer, self.patches
@@ -180,7 +186,10 @@ class FitSession:
                 log.warning(
                     "%s was saved by %d ranks and is resumed by %d: weights and optimizer are the same, but the data "
                     "order and the random numbers are not, and this epoch is continued from batch %d of each rank.",
-                    path, world_size, self.trainer.world_size, _resized(checkpoint, world_size, self.trainer.world_size),
+                    path,
+                    world_size,
+                    self.trainer.world_size,
+                    _resized(checkpoint, world_size, self.trainer.world_size),
                 )
             else:
                 _resized(checkpoint, world_size, self.trainer.world_size)
@@ -213,7 +222,8 @@ class FitSession:
                 _lightning.set_loader_states(self.trainer, mine["loader_states"])
                 load_loader_states()
             elif self.trainer.current_epoch > 0:
-                # Workers that outlive epochs drew their seed once, at the first: make them before the epoch's own draws.
+                # Workers that outlive epochs drew their seed once, at the first: make them before the epoch's own
+                # draws.
                 for loader in loaders:
                     if isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0:
                         iter(loader)
@@ -256,6 +266,9 @@ class FitSession:
         if self._resumed is not None:
             self._arrival_order = self._resumed["arrival_order"]
             self._find_place_in_data(self._resumed["mine"])
+        if ddp is not None and self.rank == 0:
+            for reason in inexact_reasons(ddp):
+                log.warning("A resume will not be exact: %s", reason)
         if ddp is not None and rebuilds_buckets(ddp):
             if self._arrival_order is None:
                 self._recorder = GradientArrivalRecorder(ddp)
@@ -272,6 +285,9 @@ class FitSession:
             mine["now"] = self._get_random_state()  # a new epoch: its iterators have just been made
         elif mine is None or mine["loader_states"] is None:
             batches = _lightning.epoch_loop_batches(self.trainer) if mine is None else mine["fetched"]
+            if batches and _lightning.skip_batches(self.trainer, batches):
+                _lightning.count_replayed(self.trainer)
+                return
             if batches and self.rank == 0:
                 log.info("Fetching the first %d batches of epoch %d again.", batches, self.trainer.current_epoch)
             fetch = _lightning.replay_fetch(self.trainer)
@@ -297,7 +313,9 @@ class FitSession:
         if self._finished:
             return
         for event in self.agreement.close():
-            log.info("%s was asked for by rank %d when the fit had ended; nothing is left to do.", event.kind, event.rank)
+            log.info(
+                "%s was asked for by rank %d when the fit had ended; nothing is left to do.", event.kind, event.rank
+            )
         self._running = False
         if self.save_final:
             self.save("finished", final=True)
@@ -345,6 +363,8 @@ class FitSession:
         global _active
         if _sessions.pop(self.trainer, None) is None:
             return
+        for undo in self.at_leave:
+            undo()
         if self._resumed is not None and self._resumed["final"] and (mine := self._resumed["mine"]) is not None:
             # A finished fit was restored, not trained: what the script does next finds what it left.
             self._set_random_state(mine["now"])
@@ -405,9 +425,7 @@ class FitSession:
 
     def _evaluation_boundary(self, loader: int, index: int) -> None:
         if self._running:
-            self._boundary_in_evaluation(
-                agreement.evaluation(_lightning.steps_counted(self.trainer), loader, index)
-            )
+            self._boundary_in_evaluation(agreement.evaluation(_lightning.steps_counted(self.trainer), loader, index))
 
     def _evaluation_end(self) -> None:
         if self._running:
@@ -468,26 +486,32 @@ class FitSession:
                 log.error(
                     "The checkpoint of step %d could not be saved (%s: %s). Training goes on; the newest checkpoint is "
                     "an older one. Free some space under %s, or give the run another directory.",
-                    step, *outcome, self.fit.checkpoints,
+                    step,
+                    *outcome,
+                    self.fit.checkpoints,
                 )
             self.ledger.record("save_failed", fit=self.index, step=step, reason=": ".join(outcome))
             return None
         if trainer.is_global_zero:
             seconds = time.monotonic() - started
             self.ledger.record(
-                "saved", fit=self.index, step=step, path=str(path), seconds=round(seconds, 4), reason=reason, tier="global"
+                "saved",
+                fit=self.index,
+                step=step,
+                path=str(path),
+                seconds=round(seconds, 4),
+                reason=reason,
+                tier="global",
             )
             self._report_left_out(left_out)
         return path
-
-    _left_out_reported: tuple[str, ...] = ()
 
     def _report_left_out(self, left_out: list[str]) -> None:
         if left_out and tuple(left_out) != self._left_out_reported:
             self._left_out_reported = tuple(left_out)
             log.warning(
-                "These parts of the state can only be pickled and are not in the checkpoints that the run resumes from: "
-                "%s. Keep them in types that torch.load(weights_only=True) reads.",
+                "These parts of the state can only be pickled, and are not in the checkpoints that the run resumes "
+                "from: %s. Keep them in types that torch.load(weights_only=True) reads.",
                 ", ".join(left_out),
             )
 
@@ -533,14 +557,17 @@ def join(
     """The session of ``trainer``'s fit, which ``callback`` takes part in from now on; called in its ``setup``.
 
     Returns:
-        ``None`` where the callback has to stay passive: outside of ``fit``, in ``fast_dev_run`` and ``barebones``, in the
-        fit of a Tuner's search, in a Trainer that runs inside another Trainer's fit, and where another callback of the
-        same class acts in this Trainer.
+        ``None`` where the callback has to stay passive: outside of ``fit``, in ``fast_dev_run`` and ``barebones``, in
+        the fit of a Tuner's search, in a Trainer that runs inside another Trainer's fit, and where another callback of
+        the same class acts in this Trainer.
     """
     global _active
     if stage != "fit" or vars(trainer)["fast_dev_run"] or trainer.barebones or _lightning.is_search(trainer):
         return None
-    alike = [other for other in _lightning.callbacks(trainer) if type(other) is type(callback)]
+    kind: type[_lightning.ResilienceCallback] = next(
+        cls for cls in type(callback).__mro__ if _lightning.ResilienceCallback in cls.__bases__
+    )
+    alike = [other for other in _lightning.callbacks(trainer) if isinstance(other, kind)]  # also a user's subclass
     # One that the user added goes before an injected one. A list of callbacks that is used for a second Trainer still
     # holds what was injected into the first: the newest acts.
     if callback is not max(alike, key=lambda other: (not other.injected, alike.index(other))):

@@ -115,6 +115,4 @@ def command(config: dict[str, Any]) -> list[str]:
 
 def run_command(arguments: Sequence[str], timeout_s: float = 200.0, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}
-    return subprocess.run(
-        arguments, capture_output=True, text=True, timeout=timeout_s, check=False, env=env, **kwargs
-    )
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=timeout_s, check=False, env=env, **kwargs)

@@ -50,6 +50,7 @@ DEFAULTS: dict[str, Any] = {
     "events": [],  # {"at": "train", "step": 23, "rank": 1, "do": "SIGKILL"}
     "step_s": 0.0,
     "sharded": False,
+    "reads": None,  # every read of a sample adds a letter to this file
     "interval_s": None,
     "unreadable": None,  # [rank, file name]
     "disk_full_at": None,  # a step
@@ -83,13 +84,16 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> None:
 
 
 class Data(Dataset):
-    def __init__(self, size: int, augment: bool) -> None:
-        self.size, self.augment = size, augment
+    def __init__(self, size: int, augment: bool, reads: str | None = None) -> None:
+        self.size, self.augment, self.reads = size, augment, reads
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.reads:
+            with open(self.reads, "a") as file:
+                file.write("x")
         x = torch.randn(8, generator=torch.Generator().manual_seed(index))
         if self.augment:
             x = x + torch.rand(1) * 0.1 + float(np.random.rand()) * 0.1 + random.random() * 0.1
@@ -113,7 +117,7 @@ def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
     size = BATCH * BATCHES * world_size
     kind, workers = config["data"], config["workers"]
     keep = {"num_workers": workers, "persistent_workers": config["persistent"] and workers > 0}
-    data = Data(size, config["augment"])
+    data = Data(size, config["augment"], config["reads"])
     if kind == "sequential":
         return DataLoader(data, BATCH, **keep)
     if kind == "shuffle":
@@ -142,7 +146,12 @@ class Module(L.LightningModule):
         self.automatic_optimization = not config["manual"]
         first, second = torch.nn.Linear(8, width), torch.nn.Linear(width, width)
         self.net = torch.nn.Sequential(
-            first, torch.nn.ReLU(), torch.nn.Dropout(config["dropout"]), second, torch.nn.Tanh(), torch.nn.Linear(width, 1)
+            first,
+            torch.nn.ReLU(),
+            torch.nn.Dropout(config["dropout"]),
+            second,
+            torch.nn.Tanh(),
+            torch.nn.Linear(width, 1),
         )
         self.register_buffer("average", torch.zeros(()))
         self.metric = MeanMetric()
@@ -282,7 +291,9 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
             **({"train_time_interval": timedelta(seconds=config["interval_s"])} if config["interval_s"] else {}),
         ),
     }
-    callbacks: list[Any] = [available.get(name, getattr(lightning_resilience, name, None))() for name in config["callbacks"]]
+    callbacks: list[Any] = [
+        available.get(name, getattr(lightning_resilience, name, None))() for name in config["callbacks"]
+    ]
     if config["early_stopping"]:
         callbacks.append(L.callbacks.EarlyStopping(config_monitor(config), patience=1, min_delta=0.5))
     if config["model_checkpoint"] is not None:

@@ -128,8 +128,9 @@ def test_keeps_only_the_newest(tmp_path: Path) -> None:
 
 def test_saves_by_the_clock_on_all_ranks_together(tmp_path: Path) -> None:
     options = {"trainer": {"devices": 2}, "save_every": None, "step_s": 0.02, "interval_s": 0.2}
-    config = make(tmp_path, "run", events=[{"at": "train", "step": 40, "rank": 1, "do": "SIGKILL", "once": True}],
-                  **options)
+    config = make(
+        tmp_path, "run", events=[{"at": "train", "step": 40, "rank": 1, "do": "SIGKILL", "once": True}], **options
+    )
     assert -signal.SIGKILL in run(config, tmp_path / "run")[0]
     saved = [event for event in read_ledger(RunDirectory(config["run_dir"]).ledger) if event["event"] == "saved"]
     assert saved

@@ -58,7 +58,9 @@ LOADERS = [
 
 @pytest.mark.parametrize("options", LOADERS, ids=lambda o: "-".join(str(v) for v in o.values()))
 def test_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
-    assert killed_and_resumed(tmp_path, [{"at": "train", "step": 27}], **options)[:2] == undisturbed(tmp_path, **options)
+    assert killed_and_resumed(tmp_path, [{"at": "train", "step": 27}], **options)[:2] == undisturbed(
+        tmp_path, **options
+    )
 
 
 TRAINERS = {
@@ -102,3 +104,15 @@ def test_sharded(tmp_path: Path) -> None:
     options = {"sharded": True, "trainer": {"devices": 2}}
     events = [{"at": "train", "step": 23, "rank": 1}]
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
+
+
+@pytest.mark.parametrize(("workers", "skipped"), [(0, True), (2, False)])
+def test_batches_are_skipped_by_the_sampler_where_nothing_is_lost(tmp_path: Path, workers: int, skipped: bool) -> None:
+    config = make(tmp_path, "run", workers=workers)
+    run({**config, "events": [{"at": "train", "step": 29, "do": "SIGKILL"}]}, tmp_path / "run")
+    codes, text = run({**config, "reads": str(tmp_path / "reads")}, tmp_path / "run")
+    assert codes == [0], text
+    assert "Resuming from step 25" in text
+    left = (48 - 25) * 4
+    assert len((tmp_path / "reads").read_text()) == (left if skipped else left + 9 * 4)
+    assert result(config) == undisturbed(tmp_path, workers=workers)[0]

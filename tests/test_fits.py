@@ -66,7 +66,10 @@ def test_early_stopping_counts_as_finished(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("short", "long"),
-    [({"max_epochs": 2}, {"max_epochs": 4}), ({"max_steps": 20, "max_epochs": -1}, {"max_steps": 40, "max_epochs": -1})],
+    [
+        ({"max_epochs": 2}, {"max_epochs": 4}),
+        ({"max_steps": 20, "max_epochs": -1}, {"max_steps": 40, "max_epochs": -1}),
+    ],
     ids=["max_epochs", "max_steps"],
 )
 @pytest.mark.parametrize("workers", [0, 2])
@@ -81,8 +84,19 @@ def test_raising_the_limit_goes_on_as_the_longer_run(
 
 
 def test_an_explicit_checkpoint_wins(tmp_path: Path) -> None:
-    config = make(tmp_path, "run", numpy=False, model_checkpoint={"dirpath": str(tmp_path), "filename": "ten", "every_n_train_steps": 10,
-                                                     "save_top_k": 1, "monitor": None, "save_last": False})
+    config = make(
+        tmp_path,
+        "run",
+        numpy=False,
+        model_checkpoint={
+            "dirpath": str(tmp_path),
+            "filename": "ten",
+            "every_n_train_steps": 10,
+            "save_top_k": 1,
+            "monitor": None,
+            "save_last": False,
+        },
+    )
     run({**config, "events": [{"at": "train", "step": 16, "do": "SIGKILL"}]}, tmp_path / "run")
     codes, text = run({**config, "ckpt_path": str(tmp_path / "ten.ckpt")}, tmp_path / "run")
     assert codes == [0], text
@@ -134,8 +148,14 @@ class Tiny(L.LightningModule):
 def trainer(tmp: Path, callbacks: list[Any], **options: Any) -> L.Trainer:
     return L.Trainer(
         **{
-            "max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
-            "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": str(tmp), **options,
+            "max_epochs": 1,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": str(tmp),
+            **options,
         },
         callbacks=callbacks,
     )

@@ -1,4 +1,4 @@
-"""A stop in order, and an exact resume, under every launcher: Lightning's own, torchrun, and ours with no change of code."""
+"""A stop in order and an exact resume under every launcher: Lightning's own, torchrun, and ours with unchanged code."""
 
 from __future__ import annotations
 
@@ -79,8 +79,12 @@ def test_a_signal_to_some_rank(tmp_path: Path, launcher: Any, events: list[dict[
 def test_launch_survives_a_crash_a_preemption_and_the_loss_of_the_launcher(tmp_path: Path) -> None:
     """The script itself is plain Lightning: the launcher alone makes it survive."""
     options = {**OPTIONS, "step_s": 0.05, "model_checkpoint": {"every_n_train_steps": 6, "save_top_k": -1}}
-    config = make(tmp_path, "disturbed", events=[{"at": "train", "step": 15, "rank": 1, "do": "SIGKILL", "once": True}],
-                  **{**options, "model_checkpoint": {**options["model_checkpoint"], "dirpath": str(tmp_path / "c")}})
+    config = make(
+        tmp_path,
+        "disturbed",
+        events=[{"at": "train", "step": 15, "rank": 1, "do": "SIGKILL", "once": True}],
+        **{**options, "model_checkpoint": {**options["model_checkpoint"], "dirpath": str(tmp_path / "c")}},
+    )
     output = tmp_path / "output"
     process = start(ours(config), output)
     wait_for_step(config, 18, output)  # beyond the crash: restarted in the job
@@ -91,7 +95,7 @@ def test_launch_survives_a_crash_a_preemption_and_the_loss_of_the_launcher(tmp_p
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
-    gone, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive, alive
     assert finish(start(ours(config), output), output) == 0, output.read_text()
     reference = {**options, "model_checkpoint": {**options["model_checkpoint"], "dirpath": str(tmp_path / "reference")}}

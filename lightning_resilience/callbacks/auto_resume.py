@@ -27,25 +27,25 @@ class AutoResume(ResilienceCallback):
     """Makes ``trainer.fit()`` go on where the run stood, bitwise exactly, however its last process ended.
 
     State is saved into the run directory between batches, when all that was due after a batch (validation, scheduler
-    steps, early stopping) has happened, and never in the middle of an accumulation window. It holds what Lightning saves
-    and what it does not: the random states of every rank, the place in the data, the metrics of the epoch, the order in
-    which DDP reduces. ``fit()`` then resumes from the newest checkpoint that can be verified; one that cannot is moved
-    to ``quarantine`` with the reason, and the next older is taken. A fit that is finished is restored, not trained again,
-    unless ``max_epochs`` or ``max_steps`` has been raised.
+    steps, early stopping) has happened, and never in the middle of an accumulation window. It holds what Lightning
+    saves and what it does not: the random states of every rank, the place in the data, the metrics of the epoch, the
+    order in which DDP reduces. ``fit()`` then resumes from the newest checkpoint that can be verified; one that cannot
+    is moved to ``quarantine`` with the reason, and the next older is taken. A fit that is finished is restored, not
+    trained again, unless ``max_epochs`` or ``max_steps`` has been raised.
 
-    An explicit ``fit(ckpt_path=...)`` wins. Only if the fit has begun with the same ``ckpt_path`` before, the run goes on
-    from its own newer checkpoint: a restarted script must not fall back to where it once began.
+    An explicit ``fit(ckpt_path=...)`` wins. Only if the fit has begun with the same ``ckpt_path`` before, the run goes
+    on from its own newer checkpoint: a restarted script must not fall back to where it once began.
 
     While this callback is in use, Lightning's own checkpoints (``ModelCheckpoint``, ``trainer.save_checkpoint``) are
-    written atomically, to disk, and with a checksum too. Whenever ``ModelCheckpoint`` saves, the state to resume from is
-    saved at the next boundary.
+    written atomically, to disk, and with a checksum too. Whenever ``ModelCheckpoint`` saves, the state to resume from
+    is saved at the next boundary.
 
     Args:
         run_dir: The run directory on storage that all nodes share. Default: the launcher's, else ``resilience`` in the
             Trainer's ``default_root_dir``.
         every_n_train_steps: Also save whenever ``trainer.global_step`` is a multiple of this. Default: no.
-        train_time_interval: Also save when this much time has passed since the last save. Default: 15 minutes, as in
-            NeMo's ``default_log`` recipe; ``None``: no.
+        train_time_interval: Also save when this much time has passed since the last save; a number is in seconds, and
+            YAML takes ``0:15:00``. Default: 15 minutes, as in NeMo's ``default_log`` recipe; ``None``: no.
         keep: How many checkpoints to keep; at least 2, so that one is left when the newest turns out to be damaged.
 
     Raises:
@@ -56,14 +56,16 @@ class AutoResume(ResilienceCallback):
         self,
         run_dir: str | os.PathLike[str] | None = None,
         every_n_train_steps: int | None = None,
-        train_time_interval: timedelta | None = timedelta(minutes=15),  # noqa: B008 - immutable
+        train_time_interval: timedelta | float | None = timedelta(minutes=15),
         keep: int = 2,
     ) -> None:
         super().__init__()
         if every_n_train_steps is not None and every_n_train_steps < 1:
-            raise ValueError(f"every_n_train_steps must be at least 1, not {every_n_train_steps}; None switches it off.")
+            raise ValueError(f"every_n_train_steps must be at least 1, not {every_n_train_steps}; None is off.")
+        if isinstance(train_time_interval, (int, float)):
+            train_time_interval = timedelta(seconds=train_time_interval)
         if train_time_interval is not None and train_time_interval <= timedelta(0):
-            raise ValueError(f"train_time_interval must be positive, not {train_time_interval}; None switches it off.")
+            raise ValueError(f"train_time_interval must be positive, not {train_time_interval}; None is off.")
         if keep < 2:
             raise ValueError(f"keep must be at least 2, not {keep}: the newest checkpoint may turn out to be damaged.")
         self.run_dir = run_dir
@@ -80,6 +82,7 @@ class AutoResume(ResilienceCallback):
         session.choose_checkpoint = self._saving.choose
         session.save_final = True
         session.handlers[_SAVE] = self._saving.save_for
+        session.at_leave.append(lambda: delattr(self, "_saving"))
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to the fit in progress."""
@@ -179,9 +182,11 @@ class _Saving:
         if zero:
             clean_temporaries(session.fit.checkpoints)
         finished = session.finished_before()
-        candidates = resume.newest_verified(
-            session.fit.checkpoints, {"fit": session.index}, self._quarantine
-        ) if zero else iter(())
+        candidates = (
+            resume.newest_verified(session.fit.checkpoints, {"fit": session.index}, self._quarantine)
+            if zero
+            else iter(())
+        )
         while True:
             path = next((one for one in candidates if finished or not self._ends_early(one)), None)
             path = trainer.strategy.broadcast(path)
@@ -235,7 +240,8 @@ class _Saving:
             if finished:
                 log.info(
                     "This fit finished at step %d before; its final state is restored and it is not trained again. "
-                    "Raise max_epochs or max_steps to go on, or use another run directory.", step
+                    "Raise max_epochs or max_steps to go on, or use another run directory.",
+                    step,
                 )
             else:
                 log.info("Resuming from step %d (%s).", step, path)

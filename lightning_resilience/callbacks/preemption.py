@@ -36,15 +36,16 @@ class Preemption(ResilienceCallback):
     A second signal (later than the double delivery that schedulers produce), or the end of the grace period, ends the
     process at once; the newest checkpoint published before stands.
 
-    Lightning's own SIGTERM handler, which broadcasts inside the handler and can deadlock DDP, is not used; its requeuing
-    of Slurm jobs (``SLURMEnvironment(auto_requeue=True)``) is done from the boundary instead of from inside the handler.
+    Lightning's own SIGTERM handler, which broadcasts inside the handler and can deadlock DDP, is not used; its
+    requeuing of Slurm jobs (``SLURMEnvironment(auto_requeue=True)``) is done from the boundary instead of from inside
+    the handler.
 
     Args:
         signals: The signals that stop the run.
         grace_period_s: Seconds from the signal to the end of the process. Default: 600, KempnerForge's shutdown
             deadline; a launcher that knows a shorter one sets it.
-        enable_exit_handler_for_data_loader: Whether data-loader workers ignore the signals, so that a signal to the whole
-            process group does not fail the step in progress (Megatron-Bridge's name).
+        enable_exit_handler_for_data_loader: Whether data-loader workers ignore the signals, so that a signal to the
+            whole process group does not fail the step in progress (Megatron-Bridge's name).
         run_dir: The run directory on storage that all nodes share. Default: the launcher's, else ``resilience`` in the
             Trainer's ``default_root_dir``.
 
@@ -171,7 +172,9 @@ def _stop(session: FitSession, event: Event) -> None:
         session.ledger.record("interrupted", fit=session.index, step=step, reason=reason)
         log.info(
             "Stopped at step %d because of %s; %s. Run the same command again to go on.",
-            step, reason, f"saved {path}" if path is not None else "no new checkpoint could be saved",
+            step,
+            reason,
+            f"saved {path}" if path is not None else "no new checkpoint could be saved",
         )
         if event.payload["requeue"]:
             _requeue()
@@ -203,7 +206,8 @@ def _check_grace_period(session: FitSession, grace_period_s: float) -> None:
     seconds = [e["seconds"] for e in read_ledger(session.run.ledger) if e["event"] == "saved" and "seconds" in e]
     if seconds and seconds[-1] > grace_period_s:
         log.warning(
-            "The last save took %.0f s, the grace period is %.0f s: after a signal there will be no time for a save, and "
-            "the run will go back to its last one. Give it more time, or save to faster storage.",
-            seconds[-1], grace_period_s,
+            "The last save took %.0f s, the grace period is %.0f s: after a signal there will be no time for a save, "
+            "and the run will go back to its last one. Give it more time, or save to faster storage.",
+            seconds[-1],
+            grace_period_s,
         )

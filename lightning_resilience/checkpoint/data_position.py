@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_resilience.checkpoint.plain import from_plain, to_plain
 
@@ -37,7 +37,8 @@ def get_random_state(device: torch.device, generators: Iterable[torch.Generator]
 
     Args:
         device: This rank's device.
-        generators: More generators, those of data loaders and samplers; a resume passes the same ones in the same order.
+        generators: More generators, those of data loaders and samplers; a resume passes the same ones in the same
+            order.
     """
     numpy_state = np.random.get_state(legacy=False)
     state = {
@@ -86,7 +87,28 @@ def inexact_loaders(loaders: Iterable[Any]) -> list[str]:
                 "their random generators cannot be read: a resume after the first epoch is exact only if the dataset "
                 "draws no random numbers. Set persistent_workers=False for an exact resume."
             )
+        elif not isinstance(loader, (DataLoader, Sequence)) and not hasattr(loader, "load_state_dict"):
+            reasons.append(
+                f"train data loader {index} is a {type(loader).__module__}.{type(loader).__qualname__}, whose place cannot "
+                "be read: a resume after the first epoch is exact only if it begins every epoch anew. Use a torch "
+                "DataLoader, or give it state_dict and load_state_dict."
+            )
     return reasons
+
+
+def can_skip(loader: Any) -> bool:
+    """Whether this loader's place can be found by its sampler alone, without reading the data of the batches before.
+
+    True for a plain ``DataLoader`` over a map-style dataset without workers: what its dataset draws from the global
+    generators is overwritten when their state is restored. With workers it is not, and a dataset with a generator of
+    its own, or one that is iterated, moves on only by being read.
+    """
+    if type(loader) is not DataLoader or loader.num_workers > 0 or loader.batch_sampler is None:
+        return False
+    if not isinstance(loader.dataset, Dataset) or isinstance(loader.dataset, IterableDataset):
+        return False
+    own = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+    return not any(isinstance(value, own) for value in vars(loader.dataset).values())
 
 
 def replay(fetch: Callable[[], Any], batches: int, rank: int = 0) -> None:

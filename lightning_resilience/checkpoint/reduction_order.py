@@ -1,10 +1,10 @@
 """The order in which DistributedDataParallel reduces gradients, kept over a restart.
 
-DDP groups parameters into buckets and, after the first iteration, groups them anew in the order in which their gradients
-arrived. A resumed process would run its first iteration with the initial buckets, where the undisturbed one long since
-ran with the rebuilt ones; from 3 ranks on, the sums then differ in their last bit. So the order of arrival is recorded
-once, saved with every checkpoint, and replayed right after wrapping: a synthetic loss of zero, whose backward reaches the
-parameters in the recorded order, makes DDP rebuild the same buckets. No code of the user runs.
+DDP groups parameters into buckets and, after the first iteration, groups them anew in the order in which their
+gradients arrived. A resumed process would run its first iteration with the initial buckets, where the undisturbed one
+long since ran with the rebuilt ones; from 3 ranks on, the sums then differ in their last bit. So the order of arrival
+is recorded once, saved with every checkpoint, and replayed right after wrapping: a synthetic loss of zero, whose
+backward reaches the parameters in the recorded order, makes DDP rebuild the same buckets. No code of the user runs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,34 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
 def rebuilds_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether this wrapper regroups its buckets after the first iteration: DDP does unless it looks for unused parameters."""
-    return not ddp.find_unused_parameters
+    """Whether this wrapper regroups its buckets after the first iteration, and can be made to do so by a replay.
+
+    DDP does unless it looks for unused parameters. With a static graph it also learns from the first iteration how
+    often each gradient arrives, which a replay would teach it wrongly.
+    """
+    return not ddp.find_unused_parameters and not ddp.static_graph
+
+
+def inexact_reasons(ddp: DistributedDataParallel) -> list[str]:
+    """What in this wrapper stands between a run and an exact resume, one sentence for each, naming what to change."""
+    reasons = []
+    if ddp.static_graph and dist.get_world_size(ddp.process_group) > 2:
+        reasons.append(
+            "DDP is used with static_graph=True, whose order of reduction cannot be restored: from 3 ranks on, weights "
+            "may differ in their last bits after a resume. Leave static_graph at False for an exact resume."
+        )
+    if ddp._comm_hooks:
+        reasons.append(
+            "DDP is used with a communication hook, whose state (such as PowerSGD's error feedback) is not saved: it "
+            "starts afresh after a resume. Use no hook for an exact resume."
+        )
+    return reasons
 
 
 class GradientArrivalRecorder:
@@ -89,8 +110,8 @@ def replay_gradient_arrival(ddp: DistributedDataParallel, order: list[str]) -> b
     if sorted(order) != sorted(parameters):
         return False
     module, model = ddp.module, list(parameters.values())
-    # The user's hooks must not see this backward: one that steps an optimizer would change weights. Autograd holds on to
-    # the dicts themselves, so they are emptied and filled again.
+    # The user's hooks must not see this backward: one that steps an optimizer would change weights. Autograd holds on
+    # to the dicts themselves, so they are emptied and filled again.
     hook_dicts: list[dict[int, Any]] = [
         hooks
         for parameter in model
