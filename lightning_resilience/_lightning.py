@@ -102,6 +102,11 @@ def callbacks(trainer: Trainer) -> list[Any]:
     return list(vars(trainer)["callbacks"])
 
 
+def spawns_processes(trainer: Trainer) -> bool:
+    """Whether the strategy runs each fit in processes of its own that end with it (``ddp_spawn``, ``ddp_fork``)."""
+    return any(cls.__name__ == "_MultiProcessingLauncher" for cls in type(trainer.strategy.launcher).__mro__)
+
+
 def is_search(trainer: Trainer) -> bool:
     """Whether this ``fit`` is a learning-rate or batch-size search of a ``Tuner``, which ends before training.
 
@@ -180,8 +185,6 @@ def on_training_boundary(trainer: Trainer, patches: Patches, boundary: Callable[
             advance(data_fetcher)
 
     patches.set(loop, "advance", wrapper)
-    # In DDP Lightning broadcasts "was there a SIGTERM" here, with a host sync, in every step.
-    patches.set(loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
 def on_evaluation(
@@ -440,6 +443,8 @@ def keep_signal_handlers(
         put_back()
 
     patches.set(connector, "register_signal_handlers", wrapper)
+    # In DDP Lightning broadcasts "was there a SIGTERM" in every step, with a host sync.
+    patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
 def requeue_signal(trainer: Trainer) -> Any | None:

@@ -576,6 +576,7 @@ def join(
     if session is None:
         if _active is not None:
             return None
+        _check_processes(trainer)
         run_dirs = [own.run_dir for own in _lightning.callbacks(trainer) if getattr(own, "run_dir", None) is not None]
         if len({os.path.abspath(path) for path in run_dirs}) > 1:
             raise ValueError(f"The callbacks of one Trainer must share one run_dir, not {sorted(map(str, run_dirs))}.")
@@ -583,6 +584,21 @@ def join(
         _sessions[trainer] = _active = session
     session.members.append(callback)
     return session
+
+
+def _check_processes(trainer: Trainer) -> None:
+    if _lightning.spawns_processes(trainer):
+        raise RuntimeError(
+            "A fit in spawned processes (ddp_spawn, ddp_fork, ddp_notebook) cannot be resumed: they end with it. Use "
+            "strategy='ddp', or start the script by lightning-resilience launch or torchrun."
+        )
+    launched = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else trainer.world_size
+    if launched != trainer.world_size:
+        raise RuntimeError(
+            f"{launched} workers were started, but this Trainer runs with {trainer.world_size}: every worker would "
+            "train on its own and write into the same run directory. Pass the same numbers to Trainer(devices=, num_nodes=) "
+            "and to the launcher (--nproc-per-node, --nnodes)."
+        )
 
 
 def session_of(trainer: Trainer, callback: _lightning.ResilienceCallback) -> FitSession | None:

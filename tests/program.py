@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as L
 import numpy as np
 import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric
 
@@ -50,6 +51,7 @@ DEFAULTS: dict[str, Any] = {
     "events": [],  # {"at": "train", "step": 23, "rank": 1, "do": "SIGKILL"}
     "step_s": 0.0,
     "sharded": False,
+    "slurm": False,
     "reads": None,  # every read of a sample adds a letter to this file
     "interval_s": None,
     "unreadable": None,  # [rank, file name]
@@ -310,6 +312,8 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         "default_root_dir": str(Path(config["run_dir"]).parent),
         **config["trainer"],
     }
+    if config["slurm"]:
+        options["plugins"] = [SLURMEnvironment(auto_requeue=True)]
     if config["sharded"]:
         options["strategy"] = L.strategies.ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
     return L.Trainer(callbacks=callbacks, **options)

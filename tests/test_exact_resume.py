@@ -6,8 +6,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from lightning_resilience.checkpoint import data_position
 from tests.harness import result, run, samples
 
 _references: dict[str, tuple[Any, Any]] = {}
@@ -116,3 +119,22 @@ def test_batches_are_skipped_by_the_sampler_where_nothing_is_lost(tmp_path: Path
     left = (48 - 25) * 4
     assert len((tmp_path / "reads").read_text()) == (left if skipped else left + 9 * 4)
     assert result(config) == undisturbed(tmp_path, workers=workers)[0]
+
+
+def test_a_dataset_that_holds_a_generator_is_read_again() -> None:
+    class Holds(torch.utils.data.Dataset):
+        def __init__(self) -> None:
+            self.rng = np.random.default_rng(0)
+
+        def __len__(self) -> int:
+            return 4
+
+    def skips(dataset: torch.utils.data.Dataset) -> bool:
+        return data_position.can_skip(torch.utils.data.DataLoader(dataset, 2))
+
+    plain = torch.utils.data.TensorDataset(torch.ones(4))
+    assert skips(plain)
+    assert skips(torch.utils.data.Subset(plain, [0, 1]))
+    assert not skips(Holds())
+    assert not skips(torch.utils.data.Subset(Holds(), [0, 1]))
+    assert not skips(torch.utils.data.ConcatDataset([plain, Holds()]))

@@ -218,3 +218,20 @@ def test_an_exception_that_the_script_swallows(tmp_path: Path, caplog: pytest.Lo
     with caplog.at_level(logging.INFO):
         trainer(tmp_path, both(tmp_path)).fit(Tiny())
     assert [fit.path.name for fit in RunDirectory(tmp_path / "run").fits] == ["fit-000", "fit-001"]
+
+
+def test_processes_that_would_overwrite_each_other_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RuntimeError, match="2 workers were started, but this Trainer runs with 1"):
+        trainer(tmp_path, both(tmp_path)).fit(Tiny())
+    assert not (tmp_path / "run").exists()
+
+
+def test_spawned_processes_are_refused(tmp_path: Path) -> None:
+    config = make(tmp_path, "run", trainer={"strategy": "ddp_spawn"})
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [1]
+    assert "cannot be resumed: they end with it" in text

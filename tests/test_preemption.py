@@ -180,6 +180,33 @@ def test_leaves_nothing_behind(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["out", "run"]
 
 
+def test_requeues_a_slurm_job_from_the_boundary(tmp_path: Path) -> None:
+    """SIGUSR1 under ``SLURMEnvironment(auto_requeue=True)``, which Lightning serves from inside the handler."""
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n')
+    scontrol.chmod(0o755)
+    path = f"{scontrol.parent}:{os.environ['PATH']}"
+    environment = {
+        "PATH": path,
+        "SLURM_JOB_ID": "77",
+        "SLURM_NTASKS": "1",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+    }
+    config = make(tmp_path, "run", slurm=True, events=[{"at": "train", "step": 20, "do": "SIGUSR1", "once": True}])
+    codes, text = run(config, tmp_path / "run", environment=environment)
+    assert codes == [75], text
+    assert (tmp_path / "called").read_text() == "requeue 77\n"
+    assert not list((tmp_path / "run").glob("hpc_ckpt*"))
+    codes, text = run(config, tmp_path / "run", environment=environment)
+    assert codes == [0], text
+    assert result(config) == undisturbed(tmp_path)[0]
+
+
 @pytest.mark.parametrize("what", ["validate", "test", "predict"])
 def test_a_launched_process_stops_outside_of_a_fit_too(tmp_path: Path, what: str) -> None:
     config = {**DEFAULTS, "run_dir": str(tmp_path / "run"), "fit": 0}

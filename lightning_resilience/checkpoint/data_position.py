@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,7 @@ def inexact_loaders(loaders: Iterable[Any]) -> list[str]:
                 "their random generators cannot be read: a resume after the first epoch is exact only if the dataset "
                 "draws no random numbers. Set persistent_workers=False for an exact resume."
             )
-        elif not isinstance(loader, (DataLoader, Sequence)) and not hasattr(loader, "load_state_dict"):
+        elif not isinstance(loader, DataLoader) and not hasattr(loader, "load_state_dict"):
             reasons.append(
                 f"train data loader {index} is a {type(loader).__module__}.{type(loader).__qualname__}, whose place cannot "
                 "be read: a resume after the first epoch is exact only if it begins every epoch anew. Use a torch "
@@ -107,8 +107,18 @@ def can_skip(loader: Any) -> bool:
         return False
     if not isinstance(loader.dataset, Dataset) or isinstance(loader.dataset, IterableDataset):
         return False
-    own = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-    return not any(isinstance(value, own) for value in vars(loader.dataset).values())
+    return not _holds_generator(loader.dataset)
+
+
+def _holds_generator(dataset: Any) -> bool:
+    for value in vars(dataset).values():
+        # a short list may hold datasets, a long one holds samples
+        for one in value if isinstance(value, (list, tuple)) and len(value) < 1000 else (value,):
+            if isinstance(one, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)):
+                return True
+            if isinstance(one, Dataset) and _holds_generator(one):  # as a Subset or a ConcatDataset does
+                return True
+    return False
 
 
 def replay(fetch: Callable[[], Any], batches: int, rank: int = 0) -> None:
