@@ -1,0 +1,42 @@
+# Every target sets up what it needs by itself, in .venv; nothing outside this folder is touched.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+# One thread for each process: the ranks share the cores, and results do not depend on how many there are.
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-kills check bench clean
+
+help: ## Show what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+demo: $(READY) ## Watch a training survive five faults (about 4 minutes)
+	@$(BIN)/python examples/demo.py
+
+test: $(READY) ## Run all tests
+	@$(BIN)/python -m pytest
+
+test-kills: $(READY) ## Kill trainings at random instants and compare their final weights (long)
+	@$(BIN)/python -m pytest -m campaign
+
+check: $(READY) ## Check style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(READY) ## Measure what a healthy training step pays
+	@$(BIN)/python benchmarks/overhead.py
+
+clean: ## Remove the environment, caches and everything the demo has written
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache runs build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "Setting up .venv (the first time this can take a few minutes) ..."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt torch
+	@$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@
