@@ -30,8 +30,9 @@ else:
 class ResilienceCallback(Callback):
     """Base of this package's callbacks, so that a Trainer of either namespace takes them.
 
-    ``lightning.pytorch`` and ``pytorch_lightning`` are the same code twice, with unrelated classes, and a Trainer
-    refuses a callback of the other one. Which one a script uses is not known when the callbacks are defined.
+    ``lightning.pytorch`` and ``pytorch_lightning`` are the same code twice, with unrelated classes. A Trainer takes any
+    object in a list of callbacks, but a single callback only of its own class; ``LightningCLI`` takes only its own too.
+    Which one a script uses is not known when the callbacks are defined.
 
     Attributes:
         injected: Whether ``lightning-resilience launch`` added this callback; the user's own one goes first.
@@ -47,8 +48,7 @@ class ResilienceCallback(Callback):
 def adopt_namespaces() -> None:
     """Makes this package's callbacks instances of the ``Callback`` of every Lightning package imported so far.
 
-    Called whenever one may have been added that matters: here for a ``LightningCLI`` that looks a callback up by name,
-    when a callback is made, and by the entry-point factories, which a Trainer calls before it checks its callbacks.
+    Called here, for a ``LightningCLI`` that looks a callback up by its name, and whenever a callback is made.
     """
     for package in ("lightning.pytorch", "pytorch_lightning"):
         base = getattr(sys.modules.get(package), "Callback", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -44,12 +43,6 @@ def callbacks_factory() -> list[ResilienceCallback]:
         ValueError: If there is no such recipe.
     """
     name = os.environ.get(RECIPE_VARIABLE)
-    if not name and "lightning_resilience._lightning" not in sys.modules:
-        return []  # Of no use to this program: it costs it nothing.
-    from lightning_resilience._lightning import adopt_namespaces
-
-    # For the callbacks that the user has added; the Trainer has not looked at their class yet.
-    adopt_namespaces()
     if not name:
         return []
     if name not in RECIPES:

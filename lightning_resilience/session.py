@@ -568,9 +568,9 @@ def join(
         cls for cls in type(callback).__mro__ if _lightning.ResilienceCallback in cls.__bases__
     )
     alike = [other for other in _lightning.callbacks(trainer) if isinstance(other, kind)]  # also a user's subclass
-    # One that the user added goes before an injected one. A list of callbacks that is used for a second Trainer still
-    # holds what was injected into the first: the newest acts.
-    if callback is not max(alike, key=lambda other: (not other.injected, alike.index(other))):
+    # One acts: the user's own, if there is one. Of injected ones there may be several, since a list of callbacks that is
+    # used for a second Trainer still holds those of the first.
+    if callback is not min(alike, key=lambda other: other.injected):
         return None
     session = _sessions.get(trainer)
     if session is None:

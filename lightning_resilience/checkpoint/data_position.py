@@ -89,9 +89,9 @@ def inexact_loaders(loaders: Iterable[Any]) -> list[str]:
             )
         elif not isinstance(loader, DataLoader) and not hasattr(loader, "load_state_dict"):
             reasons.append(
-                f"train data loader {index} is a {type(loader).__module__}.{type(loader).__qualname__}, whose place cannot "
-                "be read: a resume after the first epoch is exact only if it begins every epoch anew. Use a torch "
-                "DataLoader, or give it state_dict and load_state_dict."
+                f"train data loader {index} is a {type(loader).__module__}.{type(loader).__qualname__}, whose place "
+                "cannot be read: a resume after the first epoch is exact only if it begins every epoch anew. Use a "
+                "torch DataLoader, or give it state_dict and load_state_dict."
             )
     return reasons
 

@@ -6,6 +6,7 @@ Imports neither torch nor Lightning, so that signals are noticed from the script
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 import time
@@ -79,12 +80,19 @@ def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:
 
 
 def first_fault(events: Iterable[dict[str, Any]], elastic_run_id: str | None, restart_count: int) -> str | None:
-    """What the first worker of a group to fail has said; the others have only lost a peer."""
+    """What the first worker of a group to fail has said; the others have only lost a peer.
+
+    A worker that was killed says nothing: if all that is known is that peers were lost, it is that one that failed.
+    """
     group = {"event": "fault", "elastic_run_id": elastic_run_id, "restart_count": restart_count}
-    for event in events:
-        if group.items() <= event.items():
-            return f"rank {event.get('rank')}: {event.get('reason')}"
-    return None
+    faults = [f"rank {event.get('rank')}: {event.get('reason')}" for event in events if group.items() <= event.items()]
+    if not faults:
+        return None
+    own = [fault for fault in faults if not _LOST_PEER.search(fault)]
+    return own[0] if own else f"a worker was killed ({faults[0]})"
+
+
+_LOST_PEER = re.compile(r"PeerLost|Connection (closed|reset) by peer|ncclRemoteError|NCCL communicator was aborted")
 
 
 def _record_end(run_directory: RunDirectory, ledger: Ledger, outcome: Outcome, command: list[str]) -> None:

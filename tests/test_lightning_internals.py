@@ -1,0 +1,249 @@
+"""Lightning's private names: each is used in one file only, and here is what fails when one goes away."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torchmetrics
+from torch.utils.data import DataLoader
+
+import lightning_resilience
+
+PACKAGE = Path(lightning_resilience.__file__).parent
+HOME = PACKAGE / "_lightning.py"
+FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+PACKAGES = list(FABRIC)
+
+NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
+    "Trainer": (
+        lambda t: t,
+        {"_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_signal_connector"}
+        | {"barebones", "callbacks", "fast_dev_run", "fit_loop"},
+    ),
+    "checkpoint connector": (
+        lambda t: t._checkpoint_connector,
+        {"_ckpt_path", "_loaded_checkpoint", "_restore_modules_and_callbacks"}
+        | {"dump_checkpoint", "restore_callbacks", "restore_datamodule", "restore_model", "resume_start"},
+    ),
+    "signal connector": (lambda t: t._signal_connector, {"_original_handlers", "register_signal_handlers"}),
+    "accelerator connector": (lambda t: t._accelerator_connector, {"cluster_environment"}),
+    "logger connector": (
+        lambda t: t._logger_connector,
+        {"_callback_metrics", "_current_fx", "_first_loop_iter", "_logged_metrics", "_progress_bar_metrics"},
+    ),
+    "fit loop": (
+        lambda t: t.fit_loop,
+        {"_combined_loader", "_combined_loader_states_to_load", "_data_fetcher", "_last_train_dl_reload_epoch"}
+        | {"_load_combined_loader_states", "_restarting", "epoch_loop", "epoch_progress", "is_resuming"},
+    ),
+    "epoch loop": (
+        lambda t: t.fit_loop.epoch_loop,
+        {"_broadcast_sigterm_tensor", "_restarting", "_results", "_should_accumulate"}
+        | {"advance", "batch_progress", "on_run_start", "reset", "val_loop"},
+    ),
+    "validation loop": (
+        lambda t: t.fit_loop.epoch_loop.val_loop,
+        {"_combined_loader", "_evaluation_step", "_last_val_dl_reload_epoch", "_restarting"}
+        | {"on_run_end", "reset", "run", "state_dict"},
+    ),
+    "epoch progress": (lambda t: t.fit_loop.epoch_progress.current, {"processed"}),
+    "batch progress": (lambda t: t.fit_loop.epoch_loop.batch_progress.current, {"completed", "ready"}),
+    "combined loader": (lambda t: t.fit_loop._combined_loader, {"_iterator", "_state_dicts", "flattened"}),
+    "data fetcher": (
+        lambda t: importlib.import_module(f"{package_of(t)}.loops.fetchers")._PrefetchDataFetcher(),
+        {"fetched", "length"},
+    ),
+    "logged value": (
+        lambda t: next(iter(t.fit_loop.epoch_loop._results.values())),
+        {"_update_count", "cumulated_batch_size", "has_reset", "is_tensor", "meta", "value"},
+    ),
+    "module of the results": (
+        lambda t: importlib.import_module(type(t.fit_loop.epoch_loop._results).__module__),
+        {"_Metadata", "_ResultMetric", "_Sync"},
+    ),
+    "Lightning's ways to fetch": (
+        lambda t: importlib.import_module(f"{package_of(t)}.loops.fetchers"),
+        {"_DataLoaderIterDataFetcher", "_PrefetchDataFetcher"},
+    ),
+    "combined loader's iterator": (lambda t: combined_iterator(package_of(t)), {"_idx", "iterators"}),
+    "torch's data-loader iterator": (
+        lambda t: combined_iterator(package_of(t)).iterators[0],
+        {"_next_index", "_num_yielded"},
+    ),
+    "sync of a logged value": (
+        lambda t: next(iter(t.fit_loop.epoch_loop._results.values())).meta.sync,
+        {"_should", "group", "rank_zero_only", "should"},
+    ),
+    "launchers": (
+        lambda t: importlib.import_module(f"{package_of(t)}.strategies.launchers.multiprocessing"),
+        {"_MultiProcessingLauncher"},
+    ),
+    "ModelCheckpoint": (lambda t: t.checkpoint_callback, {"_link_checkpoint"}),
+    "LearningRateFinder": (
+        lambda t: importlib.import_module(f"{package_of(t)}.callbacks").LearningRateFinder(),
+        {"_early_exit"},
+    ),
+    "AsyncCheckpointIO": (
+        lambda t: async_checkpoint_io(package_of(t)),
+        {"_checkpoint_io", "_ensure_setup", "_error", "_executor", "checkpoint_io"},
+    ),
+    "LightningModule": (
+        lambda t: t.lightning_module,
+        {"CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"},
+    ),
+    "torchmetrics.Metric": (lambda t: torchmetrics.MeanMetric(), {"_computed", "_defaults", "_update_count"}),
+}
+
+CLASSES = [  # recognised by these names
+    ("{package}.strategies.strategy", "Strategy"),
+    ("{package}.callbacks.model_checkpoint", "ModelCheckpoint"),
+    ("{package}.plugins.io.async_plugin", "AsyncCheckpointIO"),
+    ("{fabric}.plugins.io.torch_io", "TorchCheckpointIO"),
+]
+
+NOT_LIGHTNING = {
+    "_exit",  # os: ends the process at once
+    "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone
+    "_comm_hooks",  # torch: see reduction_order.py
+    "_backward_hooks",
+    "_modules",
+    "_post_accumulate_grad_hooks",
+}
+
+
+def package_of(trainer: Any) -> str:
+    return "pytorch_lightning" if type(trainer).__module__.startswith("pytorch_lightning") else "lightning.pytorch"
+
+
+def async_checkpoint_io(package: str) -> Any:
+    plugins = importlib.import_module(f"{package}.plugins.io")
+    return plugins.AsyncCheckpointIO(plugins.TorchCheckpointIO())
+
+
+def combined_iterator(package: str) -> Any:
+    """What a fit iterates over. A fit makes it for itself and has none left at its end."""
+    loader = importlib.import_module(f"{package}.utilities.combined_loader").CombinedLoader([DataLoader(range(4))])
+    return iter(loader)._iterator
+
+
+@pytest.fixture(scope="module", params=PACKAGES)
+def trainer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """After a fit, when everything is there that is made on the way."""
+    package = importlib.import_module(request.param)
+
+    class Module(importlib.import_module(f"{request.param}.demos.boring_classes").BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)["loss"]
+            self.log("loss", loss, on_epoch=True)
+            return loss
+
+    trainer = package.Trainer(
+        max_steps=2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path_factory.mktemp("fit"), limit_val_batches=1,
+    )  # fmt: skip
+    trainer.fit(Module())
+    return trainer
+
+
+@pytest.mark.parametrize("where", NAMES)
+def test_every_name_exists(trainer: Any, where: str) -> None:
+    find, names = NAMES[where]
+    owner = find(trainer)
+    missing = sorted(name for name in names if not hasattr(owner, name))
+    assert not missing, f"{where} has no {', '.join(missing)} any more: see who uses it in _lightning.py"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_classes_are_recognised_by_names_that_exist(package: str) -> None:
+    fabric = FABRIC[package]
+    source = HOME.read_text()
+    for module, name in CLASSES:
+        where = module.format(package=package, fabric=fabric)
+        assert getattr(importlib.import_module(where), name).__module__ == where
+        assert f'"{where}"' in source
+    recognised = re.findall(r'"((?:lightning|pytorch_lightning|lightning_fabric)[\w.]*\.[\w.]+)"', source)
+    known = {module.format(package=p, fabric=f) for module, _ in CLASSES for p, f in FABRIC.items()}
+    assert set(recognised) <= known | set(PACKAGES)
+
+
+def test_a_fetcher_that_the_user_iterates_starts_with_the_plain_one(trainer: Any) -> None:
+    """``replay_fetch`` calls its base's ``__next__``."""
+    fetchers = importlib.import_module(f"{package_of(trainer)}.loops.fetchers")
+    assert "__next__" in vars(fetchers._DataLoaderIterDataFetcher.__mro__[1])
+
+
+def of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def private_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Private attributes of anything but ``self``, ``cls`` and this package's own, and strings that name one."""
+    tree = ast.parse(path.read_text())
+    own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, ast.Attribute) and of_self(node):
+            own.add(node.attr)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            name = node.attr
+            if of_self(node):
+                continue
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value
+        else:
+            continue
+        if re.fullmatch(r"_[A-Za-z]\w*", name) and name not in own:
+            yield node.lineno, name
+
+
+def test_the_table_has_every_name_that_is_used() -> None:
+    checked = set().union(*(names for _, names in NAMES.values()))
+    unchecked = sorted(f"line {line}: {name}" for line, name in private_names(HOME) if name not in checked)
+    assert not unchecked, "add these to NAMES"
+
+
+def test_no_other_file_uses_a_private_name() -> None:
+    used = [
+        f"{path.relative_to(PACKAGE)}:{line}: {name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.name not in ("_lightning.py", "_nvrx.py")
+        for line, name in private_names(path)
+        if name not in NOT_LIGHTNING
+    ]
+    assert not used
+
+
+def test_imports_of_private_modules() -> None:
+    """Nor imports one, of Lightning's or NVRx's."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [f"{node.module}.{alias.name}" for alias in node.names]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+            for module in modules:
+                foreign = module.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
+                assert not (foreign and "._" in module), f"{path.name}: {module}"
+                assert not module.startswith("nvidia_resiliency_ext") or path.name == "_nvrx.py", (
+                    f"{path.name}: {module}"
+                )
+
+
+def test_the_checks_find_something(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        'class A:\n    def f(self, trainer):\n        self._x = trainer._y\n        getattr(trainer, "_z")\n'
+    )
+    assert list(private_names(bad)) == [(3, "_y"), (4, "_z")]
+    assert "_checkpoint_connector" in {name for _, name in private_names(HOME)}
