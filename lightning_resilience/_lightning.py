@@ -136,6 +136,49 @@ def load_checkpoint(trainer: Trainer, path: str | None, weights_only: bool | Non
     return connector._loaded_checkpoint
 
 
+def set_loaded_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Gives Lightning the checkpoint from which it restores loops and optimizers."""
+    trainer._checkpoint_connector._loaded_checkpoint = checkpoint
+
+
+def on_restore_training_state(trainer: Trainer, patches: Patches, before: Callable[[], None]) -> None:
+    """Has ``before`` called before Lightning restores loops, optimizers and schedulers.
+
+    A ``LearningRateFinder`` runs between that and the restoring of the module, and ends with the loaded checkpoint
+    thrown away.
+    """
+    connector = trainer._checkpoint_connector
+    restore = connector.restore_training_state
+
+    def wrapper() -> None:
+        before()
+        restore()
+
+    patches.set(connector, "restore_training_state", wrapper)
+
+
+def on_fit_loop(
+    trainer: Trainer, patches: Patches, before_epoch: Callable[[], None], after: Callable[[], None]
+) -> None:
+    """Has functions called before every epoch and after the loop has ended, all ``on_train_end`` hooks included.
+
+    The module's own ``on_train_end``, and those of callbacks after ours, may still change the weights.
+    """
+    fit_loop = trainer.fit_loop
+    advance_start, run_end = fit_loop.on_advance_start, fit_loop.on_run_end
+
+    def wrapped_advance_start() -> None:
+        before_epoch()
+        advance_start()
+
+    def wrapped_run_end() -> None:
+        run_end()
+        after()
+
+    patches.set(fit_loop, "on_advance_start", wrapped_advance_start)
+    patches.set(fit_loop, "on_run_end", wrapped_run_end)
+
+
 def restore_checkpoint(trainer: Trainer, path: str | None, checkpoint: dict[str, Any]) -> None:
     """Restores module, data module and callbacks from ``checkpoint``; Lightning restores the rest later on its own."""
     connector = trainer._checkpoint_connector
@@ -277,8 +320,8 @@ def validation_loaders(trainer: Trainer) -> list[Any]:
     return [] if loader is None else list(loader.flattened)
 
 
-def set_epoch_of_samplers(trainer: Trainer) -> None:
-    """Tells every sampler the current epoch.
+def set_epoch_of_samplers(trainer: Trainer, epoch: int) -> None:
+    """Tells every sampler the epoch.
 
     Lightning does it only after the iterators are made, too late for loaders with workers (its issue #21938).
     """
@@ -286,7 +329,7 @@ def set_epoch_of_samplers(trainer: Trainer) -> None:
         batch_sampler = getattr(loader, "batch_sampler", None)
         for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-                set_epoch(vars(trainer.fit_loop.epoch_progress.current)["processed"])
+                set_epoch(epoch)
 
 
 def silence_resume_warning(trainer: Trainer, patches: Patches) -> None:
@@ -316,9 +359,13 @@ def loader_states(trainer: Trainer) -> list[dict[str, Any]] | None:
     return list(loader._state_dicts())
 
 
-def set_loader_states(trainer: Trainer, states: list[dict[str, Any]]) -> None:
-    """Has Lightning restore ``states`` into the training data loaders before it makes their iterators."""
-    trainer.fit_loop._combined_loader_states_to_load = states
+def load_loader_states(trainer: Trainer, states: list[dict[str, Any]]) -> None:
+    """Restores ``states`` into the training data loaders, before their iterators are made.
+
+    Lightning's own way drops them where ``trainer.estimated_stepping_batches`` made the loaders early (its #20550).
+    """
+    assert trainer.fit_loop._combined_loader is not None
+    trainer.fit_loop._combined_loader._load_state_dicts(states)
 
 
 def fetches_ahead_here(trainer: Trainer) -> bool:
@@ -394,6 +441,26 @@ def end_restart(trainer: Trainer) -> None:
                 clear(child)
 
     clear(trainer.fit_loop)
+    trainer.fit_loop._resuming_from_checkpoint = False
+
+
+def modes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """What hooks at the start of an epoch may have set; Lightning does not call them again in the middle of it."""
+    return {
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+        "evaluating": [name for name, each in module.named_modules() if not each.training],
+    }
+
+
+def set_modes(trainer: Trainer, module: LightningModule, state: dict[str, Any]) -> None:
+    """Restores :func:`modes`."""
+    trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+    frozen, evaluating = set(state["frozen"]), set(state["evaluating"])
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    for name, each in module.named_modules():
+        each.training = name not in evaluating
 
 
 def reload_epochs(trainer: Trainer) -> list[float]:

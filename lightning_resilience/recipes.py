@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lightning_resilience.run_directory import WORKER_PID_VARIABLE
+
 if TYPE_CHECKING:
     from lightning_resilience._lightning import ResilienceCallback
 
@@ -43,6 +45,8 @@ def callbacks_factory() -> list[ResilienceCallback]:
         ValueError: If there is no such recipe.
     """
     name = os.environ.get(RECIPE_VARIABLE)
+    if os.environ.get(WORKER_PID_VARIABLE, str(os.getpid())) != str(os.getpid()):
+        name = None  # a child process of the launched script
     if not name:
         return []
     if name not in RECIPES:

@@ -30,6 +30,10 @@ from lightning_resilience._files import read_json, write_json
 RUN_DIR_VARIABLE = "LIGHTNING_RESILIENCE_RUN_DIR"
 """Environment variable in which ``lightning-resilience launch`` tells the workers their run directory."""
 
+WORKER_PID_VARIABLE = "LIGHTNING_RESILIENCE_WORKER_PID"
+"""Environment variable with the process that runs the launched script. A fit in a child process of it (a parallel
+search, say) is none of the run's."""
+
 Status = Literal["finished", "interrupted", "failed", "halted"]
 """How a fit or a script ended.
 
@@ -77,6 +81,9 @@ class Outcome:
             time=float(written) if isinstance(written, (int, float)) else 0.0,
             details=details if isinstance(details, dict) else {},
         )
+
+
+_claimed: set[str] = set()
 
 
 class StaleAttempt(SystemExit):
@@ -160,6 +167,7 @@ class RunDirectory:
         """Makes this attempt the only one that may publish; returns its token. One process does it for all ranks."""
         token = uuid.uuid4().hex
         self.path.mkdir(parents=True, exist_ok=True)
+        _claimed.add(token)
         write_json(
             self._attempt, {"token": token, "pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
         )
@@ -171,6 +179,10 @@ class RunDirectory:
         content = read_json(self._attempt)
         token = content.get("token") if content else None
         return token if isinstance(token, str) else None
+
+    def is_owned_here(self) -> bool:
+        """Whether this process has made the claim that holds now."""
+        return self.attempt in _claimed
 
     def check_owner(self, token: str) -> None:
         """Fences a late process off: called right before anything is published.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from lightning_resilience import _lightning, agreement, checkpoint_io, signals
@@ -29,7 +30,7 @@ from lightning_resilience.checkpoint.reduction_order import (
     replay_gradient_arrival,
 )
 from lightning_resilience.ledger import Ledger
-from lightning_resilience.run_directory import RUN_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt
+from lightning_resilience.run_directory import RUN_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt, Status
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -111,7 +112,8 @@ class FitSession:
         self._finished = False
         self._resumed: dict[str, Any] | None = None
         self._replayed = False
-        self.resumed_from: Path | None = None
+        self._checkpoint: dict[str, Any] | None = None
+        self._first_batch_random_state: data_position.RandomState | None = None
         self._epoch_random_state: data_position.RandomState | None = None
         self._fetches_ahead = False
         self._before_fetch: data_position.RandomState | None = None
@@ -125,7 +127,9 @@ class FitSession:
         trainer, patches = self.trainer, self.patches
         checkpoint_io.make_durable(trainer, self._check_owner, self._metadata)
         _lightning.on_restore(trainer, patches, self._restore)
+        _lightning.on_restore_training_state(trainer, patches, self._before_training_state)
         _lightning.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
+        _lightning.on_fit_loop(trainer, patches, self._before_epoch, self._complete)
         _lightning.on_training_boundary(trainer, patches, self._training_boundary)
         _lightning.on_evaluation(
             trainer,
@@ -152,12 +156,19 @@ class FitSession:
             self._resumed = self._understand(checkpoint, Path(str(path)))
             _lightning.silence_resume_warning(self.trainer, self.patches)
         _lightning.restore_checkpoint(self.trainer, None if path is None else str(path), checkpoint)
-        if choice is not None:
-            self.resumed_from = Path(str(path))
+        self._checkpoint = checkpoint
+
+    def _before_training_state(self) -> None:
+        """Lightning restores loops and optimizers: from what it has loaded, which a search in between has dropped."""
+        if not self._is_search() and self._checkpoint is not None:
+            _lightning.set_loaded_checkpoint(self.trainer, self._checkpoint)
+            self._checkpoint = None
 
     def _check_fingerprint(self, explicit: str | None) -> None:
         """A fit folder belongs to one model: no fit ever loads another's weights."""
-        shapes = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.module.named_parameters())
+        shapes = "\n".join(
+            f"{name} {None if is_lazy(p) else tuple(p.shape)} {p.dtype}" for name, p in self.module.named_parameters()
+        )
         module = type(self.module)
         mine = {
             "module": f"{module.__module__}.{module.__qualname__}",
@@ -181,6 +192,7 @@ class FitSession:
     def _understand(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
         state: dict[str, Any] = checkpoint[STATE_KEY]
         world_size = len(state["ranks"])
+        epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
         if world_size != self.trainer.world_size:
             if self.trainer.is_global_zero:
                 log.warning(
@@ -193,8 +205,9 @@ class FitSession:
                 )
             else:
                 _resized(checkpoint, world_size, self.trainer.world_size)
-            return {"mine": None, "due": state["due"], "final": state["final"], "arrival_order": None}
+            return {"mine": None, "due": state["due"], "final": state["final"], "arrival_order": None, "epoch": epoch}
         return {
+            "epoch": epoch,
             "mine": state["ranks"][self.rank],
             "due": state["due"],
             "final": state["final"],
@@ -214,19 +227,14 @@ class FitSession:
                 log.warning("A resume in the middle of an epoch will not be exact: %s", reason)
         mine = self._resumed["mine"] if self._resumed is not None else None
         if self._resumed is not None:
-            _lightning.set_epoch_of_samplers(self.trainer)
+            _lightning.set_epoch_of_samplers(self.trainer, self._resumed["epoch"])
         if mine is None:
             load_loader_states()
         else:
             if mine["loader_states"] is not None:
-                _lightning.set_loader_states(self.trainer, mine["loader_states"])
-                load_loader_states()
-            elif self.trainer.current_epoch > 0:
-                # Workers that outlive epochs drew their seed once, at the first: make them before the epoch's own
-                # draws.
-                for loader in loaders:
-                    if isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0:
-                        iter(loader)
+                _lightning.load_loader_states(self.trainer, mine["loader_states"])
+            elif self._resumed is not None and self._resumed["epoch"] > 0:
+                data_position.start_persistent_workers(loaders)
             self._set_random_state(mine["epoch"] or mine["now"])
         self._before_iterator()
 
@@ -281,9 +289,14 @@ class FitSession:
     def _find_place_in_data(self, mine: dict[str, Any] | None) -> None:
         if mine is not None:
             _lightning.set_reload_epochs(self.trainer, mine["reload_epochs"])
-        if mine is not None and self._resumed is not None and self._resumed["final"]:
-            mine["now"] = self._get_random_state()  # a new epoch: its iterators have just been made
-        elif mine is None or mine["loader_states"] is None:
+            if mine["validated"]:
+                data_position.start_persistent_workers(_lightning.validation_loaders(self.trainer))
+        if self._resumed is not None and self._resumed["final"]:
+            return  # a new epoch begins, in which nothing has been fetched
+        if mine is not None and mine["first_batch"] is not None:
+            self._set_random_state(mine["first_batch"])
+            self._first_batch_random_state = mine["first_batch"]
+        if mine is None or mine["loader_states"] is None:
             batches = _lightning.epoch_loop_batches(self.trainer) if mine is None else mine["fetched"]
             if batches and _lightning.skip_batches(self.trainer, batches):
                 _lightning.count_replayed(self.trainer)
@@ -308,10 +321,15 @@ class FitSession:
         """Called in ``on_sanity_check_end``."""
         self._running = False
 
-    def complete(self) -> None:
-        """Called in ``on_train_end``: closes the agreement and publishes the final state."""
-        if self._finished:
-            return
+    def _before_epoch(self) -> None:
+        """A finished fit whose limit was raised goes on with a new epoch, as if it had never ended."""
+        if self._running and self._resumed is not None and self._resumed["final"]:
+            self._complete_resume()
+
+    def _complete(self) -> None:
+        """Training has ended, every ``on_train_end`` included: closes the agreement, publishes the final state."""
+        if not self._running:
+            return  # the loop of a search
         for event in self.agreement.close():
             log.info(
                 "%s was asked for by rank %d when the fit had ended; nothing is left to do.", event.kind, event.rank
@@ -321,9 +339,18 @@ class FitSession:
             self.save("finished", final=True)
         step = self.trainer.global_step
         if self.trainer.is_global_zero:
-            self.fit.outcome = Outcome("finished", self._why_finished(), step, self.token, details=self._limits())
+            self.end("finished", self._why_finished(), self._limits())
             self.ledger.record("finished", fit=self.index, step=step)
         self._finished = True
+
+    def end(self, status: Status, reason: str, details: dict[str, Any] | None = None) -> None:
+        """Writes how this fit ended, if this attempt still owns the run; a full disk must not change how it ends."""
+        if self.run.attempt != self.token:
+            return
+        try:
+            self.fit.outcome = Outcome(status, reason, self.trainer.global_step, self.token, details=details or {})
+        except OSError as error:
+            log.error("The outcome of this fit (%s: %s) could not be written: %s", status, reason, error)
 
     def _why_finished(self) -> str:
         trainer = self.trainer
@@ -354,8 +381,8 @@ class FitSession:
             reason = f"{type(exception).__name__}: {exception}"
             self.agreement.abort(reason)
             self.ledger.record("fault", fit=self.index, step=self.trainer.global_step, reason=reason)
-            if not self._finished and self.run.attempt == self.token:
-                self.fit.outcome = Outcome("failed", reason, self.trainer.global_step, self.token)
+            if not self._finished:
+                self.end("failed", reason)
         self.leave()
 
     def leave(self) -> None:
@@ -390,6 +417,10 @@ class FitSession:
             return True
         if self._resumed is not None and self._complete_resume():
             return False
+        if _lightning.epoch_loop_batches(self.trainer) == 0:
+            # A sampler without workers draws its seed only at the first batch; hooks may have drawn since its iterator
+            # was made.
+            self._first_batch_random_state = self._get_random_state()
         if self._recorder is not None and (order := self._recorder.finish()) is not None:
             self._arrival_order, self._recorder = order, None
         clean = _lightning.accumulation_window_complete(self.trainer)
@@ -409,9 +440,10 @@ class FitSession:
         resumed, self._resumed = self._resumed, None
         _lightning.end_restart(self.trainer)
         if (mine := resumed["mine"]) is not None:
-            self.trainer.should_stop = mine["should_stop"]
             if not resumed["final"]:
+                self.trainer.should_stop = mine["should_stop"]
                 _lightning.set_metric_states(self.trainer, self.module, mine["metrics"])
+                _lightning.set_modes(self.trainer, self.module, mine["modes"])
             self._set_random_state(mine["now"])
         return bool(resumed["due"] == "validation")
 
@@ -421,6 +453,7 @@ class FitSession:
                 "random": self._get_random_state(),
                 "progress": _lightning.evaluation_progress(self.trainer),
                 "metrics": _lightning.metric_states(self.trainer, self.module),
+                "modes": _lightning.modes(self.trainer, self.module),
             }
 
     def _evaluation_boundary(self, loader: int, index: int) -> None:
@@ -468,14 +501,14 @@ class FitSession:
             self.saving = False
         if self._before_evaluation is not None:
             checkpoint["loops"]["fit_loop"].update(self._before_evaluation["progress"])
-        checkpoint, left_out = to_plain({**checkpoint, STATE_KEY: state})
+        checkpoint, left_out = _whole_states_to_plain({**checkpoint, STATE_KEY: state})
         error: BaseException | None = None
         try:
             if _lightning.writes_directories(trainer.strategy):
                 trainer.strategy.save_checkpoint(checkpoint, path)
             elif trainer.is_global_zero:
                 durable.save(checkpoint, path, metadata, self._check_owner)
-        except (OSError, RuntimeError, SystemExit) as exception:
+        except (Exception, StaleAttempt) as exception:
             error = exception
         # Every rank must know whether the checkpoint is published before it goes on.
         outcome = trainer.strategy.broadcast((type(error).__name__, str(error)) if error is not None else None)
@@ -521,6 +554,7 @@ class FitSession:
             "epoch": None if final else self._epoch_random_state,
             "now": before["random"] if before is not None else self._get_random_state(),
             "fetched": 0 if final else _lightning.batches_fetched(self.trainer),
+            "first_batch": None if final else self._first_batch_random_state,
             "in_flight": None if final else self._before_fetch,
             "loader_states": None if final else _lightning.loader_states(self.trainer),
             "metrics": (
@@ -528,6 +562,8 @@ class FitSession:
             ),
             "reload_epochs": _lightning.reload_epochs(self.trainer),
             "should_stop": self.trainer.should_stop,
+            "modes": before["modes"] if before is not None else _lightning.modes(self.trainer, self.module),
+            "validated": data_position.persistent_workers_run(_lightning.validation_loaders(self.trainer)),
         }
         ranks: list[Any] = [mine]
         if self.trainer.world_size > 1:
@@ -540,6 +576,33 @@ class FitSession:
             "final": final,
             "arrival_order": self._arrival_order,
         }
+
+
+_LIGHTNINGS_OWN = ("state_dict", "loops", "optimizer_states", "lr_schedulers", STATE_KEY)
+
+
+def _whole_states_to_plain(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Like :func:`to_plain`, but leaves out the whole state of a callback, or whole entry of the user's, or nothing.
+
+    Half a state would fail in the ``load_state_dict`` that gets it, at every resume.
+    """
+    plain: dict[str, Any] = {}
+    left_out: list[str] = []
+
+    def take(into: dict[str, Any], key: str, value: Any, name: str, whole: bool) -> None:
+        converted, missing = to_plain(value)
+        left_out.extend(f"{name}.{each}" for each in missing)
+        if not (whole and missing):
+            into[key] = converted
+
+    for key, value in checkpoint.items():
+        if key == "callbacks":
+            plain[key] = {}
+            for callback, state in value.items():
+                take(plain[key], callback, state, f"callbacks.{callback}", whole=True)
+        else:
+            take(plain, key, value, key, whole=key not in _LIGHTNINGS_OWN)
+    return plain, left_out
 
 
 def _resized(checkpoint: dict[str, Any], before: int, now: int) -> int:
@@ -568,15 +631,18 @@ def join(
         cls for cls in type(callback).__mro__ if _lightning.ResilienceCallback in cls.__bases__
     )
     alike = [other for other in _lightning.callbacks(trainer) if isinstance(other, kind)]  # also a user's subclass
-    # One acts: the user's own, if there is one. Of injected ones there may be several, since a list of callbacks that is
-    # used for a second Trainer still holds those of the first.
+    # One acts: the user's own, if there is one. Of injected ones there may be several, since a list of callbacks that
+    # is used for a second Trainer still holds those of the first.
     if callback is not min(alike, key=lambda other: other.injected):
         return None
     session = _sessions.get(trainer)
     if session is None:
         if _active is not None:
             return None
-        _check_processes(trainer)
+        if _lightning.spawns_processes(trainer):
+            _refuse_spawned_processes(callback, trainer)
+            return None
+        _check_worker_count(trainer)
         run_dirs = [own.run_dir for own in _lightning.callbacks(trainer) if getattr(own, "run_dir", None) is not None]
         if len({os.path.abspath(path) for path in run_dirs}) > 1:
             raise ValueError(f"The callbacks of one Trainer must share one run_dir, not {sorted(map(str, run_dirs))}.")
@@ -586,18 +652,24 @@ def join(
     return session
 
 
-def _check_processes(trainer: Trainer) -> None:
-    if _lightning.spawns_processes(trainer):
-        raise RuntimeError(
-            "A fit in spawned processes (ddp_spawn, ddp_fork, ddp_notebook) cannot be resumed: they end with it. Use "
-            "strategy='ddp', or start the script by lightning-resilience launch or torchrun."
-        )
+def _refuse_spawned_processes(callback: _lightning.ResilienceCallback, trainer: Trainer) -> None:
+    reason = (
+        "A fit in spawned processes (ddp_spawn, ddp_fork, ddp_notebook) cannot be resumed: they end with it. Use "
+        "strategy='ddp', or start the script by lightning-resilience launch or torchrun."
+    )
+    if not callback.injected:
+        raise RuntimeError(reason)
+    if trainer.is_global_zero:  # the script was not written for us and works without us
+        log.warning("%s %s does nothing in this fit.", reason, type(callback).__name__)
+
+
+def _check_worker_count(trainer: Trainer) -> None:
     launched = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else trainer.world_size
     if launched != trainer.world_size:
         raise RuntimeError(
             f"{launched} workers were started, but this Trainer runs with {trainer.world_size}: every worker would "
-            "train on its own and write into the same run directory. Pass the same numbers to Trainer(devices=, num_nodes=) "
-            "and to the launcher (--nproc-per-node, --nnodes)."
+            "train on its own and write into the same run directory. Pass the same numbers to "
+            "Trainer(devices=, num_nodes=) and to the launcher (--nproc-per-node, --nnodes)."
         )
 
 

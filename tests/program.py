@@ -19,7 +19,7 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_resilience.checkpoint import durable, resume
@@ -51,8 +51,13 @@ DEFAULTS: dict[str, Any] = {
     "events": [],  # {"at": "train", "step": 23, "rank": 1, "do": "SIGKILL"}
     "step_s": 0.0,
     "sharded": False,
+    "draws_at_start": False,  # hooks draw random numbers before the first batch of an epoch
+    "halves_at_end": False,  # the module's on_train_end changes the weights
+    "one_cycle": False,  # a schedule that needs the number of steps, hence the data, before the training
+    "accumulates": None,  # {epoch: batches}
+    "persistent_validation": False,
+    "lr_finder": False,
     "slurm": False,
-    "reads": None,  # every read of a sample adds a letter to this file
     "interval_s": None,
     "unreadable": None,  # [rank, file name]
     "disk_full_at": None,  # a step
@@ -86,16 +91,13 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> None:
 
 
 class Data(Dataset):
-    def __init__(self, size: int, augment: bool, reads: str | None = None) -> None:
-        self.size, self.augment, self.reads = size, augment, reads
+    def __init__(self, size: int, augment: bool) -> None:
+        self.size, self.augment = size, augment
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if self.reads:
-            with open(self.reads, "a") as file:
-                file.write("x")
         x = torch.randn(8, generator=torch.Generator().manual_seed(index))
         if self.augment:
             x = x + torch.rand(1) * 0.1 + float(np.random.rand()) * 0.1 + random.random() * 0.1
@@ -119,7 +121,9 @@ def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
     size = BATCH * BATCHES * world_size
     kind, workers = config["data"], config["workers"]
     keep = {"num_workers": workers, "persistent_workers": config["persistent"] and workers > 0}
-    data = Data(size, config["augment"], config["reads"])
+    data = Data(size, config["augment"])
+    if kind == "tensors":
+        return DataLoader(TensorDataset(torch.randn(size, 8)), BATCH, shuffle=True, **keep)
     if kind == "sequential":
         return DataLoader(data, BATCH, **keep)
     if kind == "shuffle":
@@ -145,6 +149,7 @@ class Module(L.LightningModule):
     def __init__(self, config: dict[str, Any], width: int = 32) -> None:
         super().__init__()
         self.config = config
+        self.lr = 1e-2
         self.automatic_optimization = not config["manual"]
         first, second = torch.nn.Linear(8, width), torch.nn.Linear(width, width)
         self.net = torch.nn.Sequential(
@@ -167,6 +172,8 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
         rank, step = self.trainer.global_rank, self.trainer.fit_loop.epoch_loop.total_batch_idx
+        if isinstance(batch, list):
+            batch = {"x": batch[0], "id": torch.zeros(0)}
         if self.config["log"]:
             with open(f"{self.config['log']}.{rank}", "a") as file:
                 file.write(json.dumps([self.config["fit"], step, batch["id"].tolist()]) + "\n")
@@ -186,6 +193,20 @@ class Module(L.LightningModule):
             self.manual_backward(loss)
             optimizer.step()
         return loss
+
+    def on_train_start(self) -> None:
+        if self.config["draws_at_start"]:
+            torch.rand(3)
+
+    def on_train_epoch_start(self) -> None:
+        if self.config["draws_at_start"]:
+            torch.rand(2)
+
+    def on_train_end(self) -> None:
+        if self.config["halves_at_end"]:
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.mul_(0.5)
 
     def on_train_batch_end(self, *args: Any) -> None:
         do(self.config, "batch_end", self.trainer.fit_loop.epoch_loop.total_batch_idx, self.trainer.global_rank)
@@ -210,7 +231,11 @@ class Module(L.LightningModule):
         assert "numpy" in checkpoint or not self.config["numpy"]
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        optimizer = torch.optim.AdamW(self.parameters(), self.lr)
+        if self.config["one_cycle"]:
+            steps = int(self.trainer.estimated_stepping_batches)
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
         if not self.config["plateau"]:
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 48)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -242,7 +267,8 @@ def main(config: dict[str, Any]) -> None:
         # made after the fit before: its weights depend on the random state that that one left
         module = Module(config, 32 + fit)
         trainer = make_trainer(config, world_size)
-        val = DataLoader(Data(BATCH * 3 * world_size, False), BATCH) if config["validation"] else None
+        keep = {"num_workers": 1, "persistent_workers": True} if config["persistent_validation"] else {}
+        val = DataLoader(Data(BATCH * 3 * world_size, False), BATCH, **keep) if config["validation"] else None
         train = loader(config, world_size, trainer.global_rank)
         trainer.fit(module, train, val, ckpt_path=config["ckpt_path"])
         metrics = {key: float(value) for key, value in sorted(trainer.callback_metrics.items())}
@@ -298,6 +324,10 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
     ]
     if config["early_stopping"]:
         callbacks.append(L.callbacks.EarlyStopping(config_monitor(config), patience=1, min_delta=0.5))
+    if config["accumulates"]:
+        callbacks.append(L.callbacks.GradientAccumulationScheduler(config["accumulates"]))
+    if config["lr_finder"]:
+        callbacks.append(L.callbacks.LearningRateFinder(num_training_steps=10))
     if config["model_checkpoint"] is not None:
         callbacks.append(L.callbacks.ModelCheckpoint(**config["model_checkpoint"]))
     options = {

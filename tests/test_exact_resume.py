@@ -6,9 +6,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
 from lightning_resilience.checkpoint import data_position
 from tests.harness import result, run, samples
@@ -73,6 +73,11 @@ TRAINERS = {
     "early stopping": {"validation": True, "early_stopping": True, "trainer": {"max_epochs": 8}, "save_every": 3},
     "manual optimization": {"manual": True},
     "max_steps": {"trainer": {"max_steps": 40, "max_epochs": -1}},
+    "hooks that draw before the first batch": {"draws_at_start": True},
+    "hooks that draw, with workers": {"draws_at_start": True, "workers": 2},
+    "a schedule that needs the data early": {"one_cycle": True},
+    "accumulation that changes with the epoch": {"accumulates": {0: 1, 1: 2}, "save_every": 3},
+    "validation workers that persist": {"validation": True, "persistent_validation": True},
     "loaders made anew": {"trainer": {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5}, "validation": True},
 }
 
@@ -87,8 +92,12 @@ def test_what_the_trainer_does_beside(tmp_path: Path, options: dict[str, Any], s
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(
     "options",
-    [{"data": "shuffle"}, {"data": "shuffle", "workers": 2, "validation": True, "plateau": True}],
-    ids=["plain", "workers and validation"],
+    [
+        {"data": "shuffle"},
+        {"data": "shuffle", "workers": 2, "validation": True, "plateau": True},
+        {"data": "shuffle", "workers": 1, "one_cycle": True},
+    ],
+    ids=["plain", "workers and validation", "data needed early"],
 )
 def test_ranks(tmp_path: Path, world_size: int, options: dict[str, Any]) -> None:
     options = {**options, "trainer": {"devices": world_size}}
@@ -109,32 +118,30 @@ def test_sharded(tmp_path: Path) -> None:
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
 
 
-@pytest.mark.parametrize(("workers", "skipped"), [(0, True), (2, False)])
-def test_batches_are_skipped_by_the_sampler_where_nothing_is_lost(tmp_path: Path, workers: int, skipped: bool) -> None:
-    config = make(tmp_path, "run", workers=workers)
+@pytest.mark.parametrize(("data", "skipped"), [("tensors", True), ("shuffle", False)])
+def test_batches_are_skipped_by_the_sampler_where_nothing_is_lost(tmp_path: Path, data: str, skipped: bool) -> None:
+    config = make(tmp_path, "run", data=data)
     run({**config, "events": [{"at": "train", "step": 29, "do": "SIGKILL"}]}, tmp_path / "run")
-    codes, text = run({**config, "reads": str(tmp_path / "reads")}, tmp_path / "run")
+    codes, text = run(config, tmp_path / "run")
     assert codes == [0], text
     assert "Resuming from step 25" in text
-    left = (48 - 25) * 4
-    assert len((tmp_path / "reads").read_text()) == (left if skipped else left + 9 * 4)
-    assert result(config) == undisturbed(tmp_path, workers=workers)[0]
+    assert ("Fetching the first 9 batches" not in text) == skipped
+    assert result(config) == undisturbed(tmp_path, data=data)[0]
 
 
-def test_a_dataset_that_holds_a_generator_is_read_again() -> None:
-    class Holds(torch.utils.data.Dataset):
-        def __init__(self) -> None:
-            self.rng = np.random.default_rng(0)
+def test_only_what_is_known_to_keep_no_state_is_skipped() -> None:
+    class Own(TensorDataset):
+        pass
 
-        def __len__(self) -> int:
-            return 4
-
-    def skips(dataset: torch.utils.data.Dataset) -> bool:
-        return data_position.can_skip(torch.utils.data.DataLoader(dataset, 2))
-
-    plain = torch.utils.data.TensorDataset(torch.ones(4))
-    assert skips(plain)
-    assert skips(torch.utils.data.Subset(plain, [0, 1]))
-    assert not skips(Holds())
-    assert not skips(torch.utils.data.Subset(Holds(), [0, 1]))
-    assert not skips(torch.utils.data.ConcatDataset([plain, Holds()]))
+    plain = TensorDataset(torch.ones(4))
+    for dataset in (plain, Subset(plain, [0, 1]), ConcatDataset([plain, plain])):
+        assert data_position.can_skip(DataLoader(dataset, 2, shuffle=True))
+    for loader in (
+        DataLoader(Own(torch.ones(4)), 2),
+        DataLoader(ConcatDataset([plain, Own(torch.ones(4))]), 2),
+        DataLoader(plain, 2, num_workers=1),
+        DataLoader(plain, 2, collate_fn=lambda batch: batch),
+        DataLoader(plain, sampler=WeightedRandomSampler([1.0] * 4, 4)),
+        DataLoader(plain, batch_size=None),
+    ):
+        assert not data_position.can_skip(loader)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_resilience import AutoResume, Preemption
+from lightning_resilience.checkpoint import resume
 from lightning_resilience.run_directory import RunDirectory
 from lightning_resilience.session import _sessions
 from tests.harness import result, run
@@ -235,3 +236,81 @@ def test_spawned_processes_are_refused(tmp_path: Path) -> None:
     codes, text = run(config, tmp_path / "run")
     assert codes == [1]
     assert "cannot be resumed: they end with it" in text
+
+
+def finished(tmp: Path, **options: Any) -> tuple[dict[str, Any], Any, list[Path]]:
+    """A finished run, its result, and its checkpoints: the final one first."""
+    config = make(tmp, "run", **options)
+    codes, text = run(config, tmp / "run")
+    assert codes == [0], text
+    return config, result(config), resume.checkpoints(RunDirectory(config["run_dir"]).fit(0).checkpoints)
+
+
+def test_a_damaged_final_state_is_trained_again(tmp_path: Path) -> None:
+    config, first, checkpoints = finished(tmp_path)
+    checkpoints[0].write_bytes(b"damaged")
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    assert "Resuming from step 45" in text
+    assert "not trained again" not in text
+    assert result(config) == first
+
+
+def test_a_final_state_that_could_not_be_saved_is_trained_again(tmp_path: Path) -> None:
+    config, first, checkpoints = finished(tmp_path, disk_full_at=48)
+    assert not resume.is_final(checkpoints[0])
+    codes, text = run({**config, "disk_full_at": None}, tmp_path / "run")
+    assert codes == [0], text
+    assert "Resuming from step 45" in text
+    assert result(config) == first == undisturbed(tmp_path)[0]
+
+
+def test_the_final_state_is_the_one_after_all_hooks(tmp_path: Path) -> None:
+    config, first, _ = finished(tmp_path, halves_at_end=True)
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    assert "not trained again" in text
+    assert result(config)[0]["weights"] == first[0]["weights"]
+
+
+def test_raising_max_steps_goes_on_from_the_end_if_there_is_nothing_else(tmp_path: Path) -> None:
+    config, _, _ = finished(tmp_path, trainer={"max_steps": 20, "max_epochs": -1}, save_every=None)
+    codes, text = run({**config, "trainer": {"max_steps": 40, "max_epochs": -1}}, tmp_path / "run")
+    assert codes == [0], text
+    assert "Resuming from step 20" in text
+    assert result(config)[0]["step"] == 40
+
+
+def test_a_raised_max_epochs_with_hooks_that_draw(tmp_path: Path) -> None:
+    config, _, _ = finished(tmp_path, draws_at_start=True, trainer={"max_epochs": 2})
+    codes, text = run({**config, "trainer": {"max_epochs": 4}}, tmp_path / "run")
+    assert codes == [0], text
+    longer = undisturbed(tmp_path, draws_at_start=True, trainer={"max_epochs": 4})[0]
+    # on_train_start is called once more than in the longer run; what it draws is drawn before the random state is set
+    assert result(config) == longer
+
+
+def test_a_learning_rate_finder_does_not_undo_a_resume(tmp_path: Path) -> None:
+    config = make(
+        tmp_path,
+        "run",
+        lr_finder=True,
+        numpy=False,
+        events=[{"at": "train", "step": 27, "do": "SIGKILL", "once": True}],
+    )
+    run(config, tmp_path / "run")
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    assert "Resuming from step 25" in text
+    assert result(config)[0]["step"] == 48
+
+
+def test_ckpt_path_last_means_resume(tmp_path: Path) -> None:
+    save = {"every_n_train_steps": 8, "save_last": True, "dirpath": str(tmp_path / "own")}
+    options = {"model_checkpoint": save, "ckpt_path": "last", "numpy": False}
+    config = make(tmp_path, "run", events=[{"at": "train", "step": 27, "do": "SIGKILL", "once": True}], **options)
+    run(config, tmp_path / "run")
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    assert "Resuming from step 25" in text
+    assert result(config) == undisturbed(tmp_path)[0]

@@ -309,7 +309,7 @@ def test_what_can_only_be_pickled_is_left_out_and_named(
     restart()
     again = Stateful()
     make_trainer([again]).fit(Module())
-    assert again.state == {"kept": 1}
+    assert again.state == {}  # its state as a whole: half of one would fail in its load_state_dict
 
 
 def test_no_checkpoint_needs_pickle(launched: RunDirectory) -> None:

@@ -40,7 +40,14 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "fit loop": (
         lambda t: t.fit_loop,
         {"_combined_loader", "_combined_loader_states_to_load", "_data_fetcher", "_last_train_dl_reload_epoch"}
-        | {"_load_combined_loader_states", "_restarting", "epoch_loop", "epoch_progress", "is_resuming"},
+        | {
+            "_load_combined_loader_states",
+            "_restarting",
+            "_resuming_from_checkpoint",
+            "epoch_loop",
+            "epoch_progress",
+            "is_resuming",
+        },
     ),
     "epoch loop": (
         lambda t: t.fit_loop.epoch_loop,
@@ -54,7 +61,10 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "epoch progress": (lambda t: t.fit_loop.epoch_progress.current, {"processed"}),
     "batch progress": (lambda t: t.fit_loop.epoch_loop.batch_progress.current, {"completed", "ready"}),
-    "combined loader": (lambda t: t.fit_loop._combined_loader, {"_iterator", "_state_dicts", "flattened"}),
+    "combined loader": (
+        lambda t: t.fit_loop._combined_loader,
+        {"_iterator", "_load_state_dicts", "_state_dicts", "flattened"},
+    ),
     "data fetcher": (
         lambda t: importlib.import_module(f"{package_of(t)}.loops.fetchers")._PrefetchDataFetcher(),
         {"fetched", "length"},
@@ -111,6 +121,7 @@ NOT_LIGHTNING = {
     "_exit",  # os: ends the process at once
     "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone
     "_comm_hooks",  # torch: see reduction_order.py
+    "_iterator",  # torch: the iterator that a DataLoader keeps for its persistent workers
     "_backward_hooks",
     "_modules",
     "_post_accumulate_grad_hooks",

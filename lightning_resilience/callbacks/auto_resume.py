@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,12 +110,10 @@ class AutoResume(ResilienceCallback):
         if (session := session_of(trainer, self)) and not session.saving:
             self._saving.due = True
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Publishes the final state."""
-        if session := session_of(trainer, self):
-            session.complete()
-            if trainer.is_global_zero:
-                resume.retain(session.fit.checkpoints, self.keep)
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Removes what the final state has made superfluous."""
+        if (session := session_of(trainer, self)) and trainer.is_global_zero:
+            resume.retain(session.fit.checkpoints, self.keep)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leaves nothing behind."""
@@ -175,26 +174,22 @@ class _Saving:
         session = self.session
         trainer = session.trainer
         zero = trainer.is_global_zero
-        if explicit is not None and (session.fit.fingerprint or {}).get("ckpt_path") != explicit:
+        if explicit is not None and self._is_users_choice(explicit):
             if zero and resume.checkpoints(session.fit.checkpoints):
                 log.info("The checkpoints in %s are not used: fit(ckpt_path=%r) wins.", session.fit.path, explicit)
             return None
         if zero:
             clean_temporaries(session.fit.checkpoints)
         finished = session.finished_before()
-        candidates = (
-            resume.newest_verified(session.fit.checkpoints, {"fit": session.index}, self._quarantine)
-            if zero
-            else iter(())
-        )
+        candidates = self._candidates(finished) if zero else iter(())
         while True:
-            path = next((one for one in candidates if finished or not self._ends_early(one)), None)
-            path = trainer.strategy.broadcast(path)
+            path = trainer.strategy.broadcast(next(candidates, None))
             if path is None:
                 break
             loaded, error = self._load(path)
             if trainer.strategy.reduce_boolean_decision(error is None, all=True):
-                self._restored(path, finished)
+                # Without its final state a finished fit is resumed from an older one, and finished again.
+                self._restored(path, finished and resume.is_final(path))
                 return path, loaded
             if error is not None:
                 log.warning("Rank %d cannot read %s (%s).", session.rank, path, error)
@@ -208,11 +203,28 @@ class _Saving:
             session.ledger.record("fresh", fit=session.index)
         return None
 
-    def _ends_early(self, path: Path) -> bool:
+    def _is_users_choice(self, explicit: str) -> bool:
+        if (self.session.fit.fingerprint or {}).get("ckpt_path") == explicit:
+            return False  # where this fit once began: it goes on from its own newer checkpoint
+        # ckpt_path="last" and "hpc" mean "resume": Lightning has made paths of them before it calls us.
+        means_resume = Path(explicit).stem.startswith(("last", "hpc_ckpt_"))
+        return not (means_resume and resume.checkpoints(self.session.fit.checkpoints))
+
+    def _candidates(self, finished: bool) -> Iterator[Path]:
+        """The checkpoints that verify, best first."""
+        directory, outcome = self.session.fit.checkpoints, self.session.previous_outcome
+        expected = {"fit": self.session.index}
         # max_steps may end a fit in the middle of an epoch, whose end Lightning then makes up. When max_steps has been
-        # raised, the state before is the one from which the longer run goes on as if it had never stopped.
-        outcome = self.session.previous_outcome
-        return resume.is_final(path) and outcome is not None and outcome.reason == "max_steps"
+        # raised, the longer run goes on exactly from a state before that end; from the end itself only if there is
+        # none.
+        last = not finished and outcome is not None and outcome.reason == "max_steps"
+        later = []
+        for path in resume.newest_verified(directory, expected, self._quarantine):
+            if last and resume.is_final(path):
+                later.append(path)
+            else:
+                yield path
+        yield from later
 
     def _load(self, path: Path) -> tuple[dict[str, Any] | None, durable.CorruptCheckpoint | None]:
         if path.is_dir():
@@ -240,7 +252,8 @@ class _Saving:
             if finished:
                 log.info(
                     "This fit finished at step %d before; its final state is restored and it is not trained again. "
-                    "Raise max_epochs or max_steps to go on, or use another run directory.",
+                    "To train more, raise the max_epochs or max_steps that ended it; to train anew, use another run "
+                    "directory.",
                     step,
                 )
             else:

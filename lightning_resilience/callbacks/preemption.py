@@ -13,7 +13,6 @@ from lightning_resilience import _lightning, signals
 from lightning_resilience._lightning import ResilienceCallback
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import Outcome
 from lightning_resilience.session import FitSession, join, session_of
 
 if TYPE_CHECKING:
@@ -129,11 +128,6 @@ class Preemption(ResilienceCallback):
             if trainer.is_global_zero:
                 _check_grace_period(session, signals.grace_period(self.grace_period_s))
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The fit is done: a stop that was asked for too late has nothing left to stop."""
-        if session := session_of(trainer, self):
-            session.complete()
-
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leaves nothing behind."""
         if session := session_of(trainer, self):
@@ -142,7 +136,11 @@ class Preemption(ResilienceCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves nothing behind."""
         if session := session_of(trainer, self):
+            listener = signals.installed()
             session.leave()
+            if listener is not None and listener.received is not None and signals.installed() is None:
+                # It came when nothing was left to stop in this fit: what handled it before decides about the rest.
+                signal.raise_signal(listener.received)
 
 
 def _to_signal(value: signal.Signals | int | str) -> signal.Signals:
@@ -168,7 +166,7 @@ def _stop(session: FitSession, event: Event) -> None:
     step = trainer.global_step
     reason = f"signal {event.payload['signum']} on rank {event.rank}"
     if trainer.is_global_zero:
-        session.fit.outcome = Outcome("interrupted", reason, step, session.token)
+        session.end("interrupted", reason)
         session.ledger.record("interrupted", fit=session.index, step=step, reason=reason)
         log.info(
             "Stopped at step %d because of %s; %s. Run the same command again to go on.",
@@ -198,8 +196,7 @@ def _requeue() -> None:
 def _end_now(session: FitSession, reason: str) -> None:
     """The process is about to end without having been able to stop in order."""
     session.ledger.record("interrupted", fit=session.index, reason=reason)
-    if session.run.attempt == session.token:
-        session.fit.outcome = Outcome("interrupted", reason, attempt=session.token)
+    session.end("interrupted", reason)
 
 
 def _check_grace_period(session: FitSession, grace_period_s: float) -> None:

@@ -15,7 +15,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from lightning_resilience.checkpoint.plain import from_plain, to_plain
 
@@ -99,26 +109,38 @@ def inexact_loaders(loaders: Iterable[Any]) -> list[str]:
 def can_skip(loader: Any) -> bool:
     """Whether this loader's place can be found by its sampler alone, without reading the data of the batches before.
 
-    True for a plain ``DataLoader`` over a map-style dataset without workers: what its dataset draws from the global
-    generators is overwritten when their state is restored. With workers it is not, and a dataset with a generator of
-    its own, or one that is iterated, moves on only by being read.
+    Only where everything that takes part is known to keep no state between two reads, and to draw nothing but from the
+    global generators, whose state is restored afterwards: torch's own loader without workers, samplers, collation and
+    tensor datasets. What a dataset of the user's does when it is read cannot be known; reading again is always right.
     """
-    if type(loader) is not DataLoader or loader.num_workers > 0 or loader.batch_sampler is None:
+    if type(loader) is not DataLoader or loader.num_workers > 0 or type(loader.batch_sampler) is not BatchSampler:
         return False
-    if not isinstance(loader.dataset, Dataset) or isinstance(loader.dataset, IterableDataset):
-        return False
-    return not _holds_generator(loader.dataset)
+    known = type(loader.sampler) in (SequentialSampler, RandomSampler, DistributedSampler)
+    return known and loader.collate_fn is default_collate and _only_tensors(loader.dataset)
 
 
-def _holds_generator(dataset: Any) -> bool:
-    for value in vars(dataset).values():
-        # a short list may hold datasets, a long one holds samples
-        for one in value if isinstance(value, (list, tuple)) and len(value) < 1000 else (value,):
-            if isinstance(one, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)):
-                return True
-            if isinstance(one, Dataset) and _holds_generator(one):  # as a Subset or a ConcatDataset does
-                return True
-    return False
+def _only_tensors(dataset: Any) -> bool:
+    if type(dataset) is Subset:
+        return _only_tensors(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(_only_tensors(one) for one in dataset.datasets)
+    return type(dataset) is TensorDataset
+
+
+def _has_persistent_workers(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
+
+
+def start_persistent_workers(loaders: Iterable[Any]) -> None:
+    """Makes the workers that outlive an iterator: they draw their seed when they are made, once, and not again."""
+    for loader in loaders:
+        if _has_persistent_workers(loader):
+            iter(loader)
+
+
+def persistent_workers_run(loaders: Iterable[Any]) -> bool:
+    """Whether such workers have been made."""
+    return any(_has_persistent_workers(loader) and loader._iterator is not None for loader in loaders)
 
 
 def replay(fetch: Callable[[], Any], batches: int, rank: int = 0) -> None:
@@ -131,7 +153,14 @@ def replay(fetch: Callable[[], Any], batches: int, rank: int = 0) -> None:
     """
     started = last = time.monotonic()
     for done in range(1, batches + 1):
-        fetch()
+        try:
+            fetch()
+        except StopIteration:
+            raise RuntimeError(
+                f"The training data ended after {done - 1} of the {batches} batches that the run had trained on in "
+                "this epoch. It has become shorter, or its batches larger, since the checkpoint was saved: undo that, "
+                "or give the run another directory."
+            ) from None
         now = time.monotonic()
         if rank == 0 and now - last >= PROGRESS_INTERVAL_S:
             last = now

@@ -7,7 +7,7 @@ rebuilt on load. Anything else can only be pickled: it is left out, by name.
 from __future__ import annotations
 
 import datetime
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -38,10 +38,10 @@ def _to_plain(value: Any, path: str, left_out: list[str]) -> Any:
     # Exact types: a subclass of a tensor, str or dict comes back from a safe load only if torch knows it.
     if value is None or type(value) in _PLAIN or isinstance(value, torch.nn.Parameter):
         return value
-    if type(value) in (dict, OrderedDict, defaultdict):
+    if type(value) in (dict, OrderedDict, defaultdict, Counter):
         items = {key: _to_plain(item, f"{path}.{key}" if path else str(key), left_out) for key, item in value.items()}
         kept = {key: item for key, item in items.items() if item is not _LEFT_OUT}
-        return OrderedDict(kept) if type(value) is OrderedDict else kept
+        return type(value)(kept) if type(value) in (OrderedDict, Counter) else kept
     if type(value) in (list, tuple, set):
         kept_items = [_to_plain(item, f"{path}[{index}]", left_out) for index, item in enumerate(value)]
         return type(value)(None if item is _LEFT_OUT else item for item in kept_items)
@@ -78,7 +78,7 @@ def from_plain(value: Any) -> Any:
                 return datetime.datetime.fromisoformat(value["data"])
             case _:
                 items = {key: from_plain(item) for key, item in value.items()}
-                return OrderedDict(items) if isinstance(value, OrderedDict) else items
+                return type(value)(items) if isinstance(value, (OrderedDict, Counter)) else items
     if type(value) in (list, tuple, set):
         return type(value)(from_plain(item) for item in value)
     return value

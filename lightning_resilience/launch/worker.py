@@ -20,7 +20,7 @@ from lightning_resilience import signals
 from lightning_resilience.launch.budget import highest_verified_step
 from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.ledger import Ledger, read_ledger
-from lightning_resilience.run_directory import RUN_DIR_VARIABLE, Outcome, RunDirectory
+from lightning_resilience.run_directory import RUN_DIR_VARIABLE, WORKER_PID_VARIABLE, Outcome, RunDirectory
 
 JOB_ATTEMPT_VARIABLE = "LIGHTNING_RESILIENCE_JOB_ATTEMPT"
 """Environment variable with the number of the job retry: 0 is the first job."""
@@ -29,6 +29,7 @@ JOB_ATTEMPT_VARIABLE = "LIGHTNING_RESILIENCE_JOB_ATTEMPT"
 def main() -> None:
     """Runs ``[-m] script [args...]`` from the command line as ``__main__``."""
     signals.install()
+    os.environ[WORKER_PID_VARIABLE] = str(os.getpid())
     command = sys.argv[1:]
     run_directory = RunDirectory(os.environ[RUN_DIR_VARIABLE])
     ledger = Ledger(run_directory.ledger, rank=int(os.environ.get("RANK", "0")))
@@ -100,7 +101,7 @@ def _record_end(run_directory: RunDirectory, ledger: Ledger, outcome: Outcome, c
     if outcome.status == "failed":
         restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         ledger.record("fault", reason=outcome.reason, elastic_run_id=elastic_run_id, restart_count=restart_count)
-    if ledger.rank != 0:
+    if ledger.rank != 0 or not run_directory.is_owned_here():  # a late process of an older attempt has no say
         return
     details = {"command": command, "elastic_run_id": elastic_run_id}
     run_directory.outcome = replace(
