@@ -189,6 +189,23 @@ class FitSession:
                 "script. If the script or the model has changed, give the run another directory (--run-dir, run_dir=)."
             )
 
+    def _check_data(self, data: list[dict[str, Any]]) -> None:
+        """A script that skips finished fits by itself makes its fits in another order: weights must not be mixed up."""
+        fingerprint = self.fit.fingerprint or {}
+        if "data" not in fingerprint:
+            if self.trainer.is_global_zero:
+                self.fit.fingerprint = {**fingerprint, "data": data}
+        elif fingerprint["data"] != data:
+            if self._resumed is not None and self._resumed["final"] and self.finished_before():
+                raise RuntimeError(
+                    f"{self.fit.path} holds a finished fit of other training data (another length, or other indices of "
+                    "a Subset), whose weights would be taken for this one's. Fits are told apart by their order: have "
+                    "the script make all of them every time (a finished one is restored, not trained), split the data "
+                    "the same way at every start, or give the run another directory."
+                )
+            if self.trainer.is_global_zero:
+                log.warning("The training data are not those with which this fit began: its resume is not exact.")
+
     def _understand(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
         state: dict[str, Any] = checkpoint[STATE_KEY]
         world_size = len(state["ranks"])
@@ -222,6 +239,7 @@ class FitSession:
             load_loader_states()
             return
         self._guard_workers(loaders)
+        self._check_data(data_position.describe_data(loaders))
         if self.trainer.is_global_zero:
             for reason in data_position.inexact_loaders(loaders):
                 log.warning("A resume in the middle of an epoch will not be exact: %s", reason)

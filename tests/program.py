@@ -19,7 +19,7 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_resilience.checkpoint import durable, resume
@@ -58,6 +58,8 @@ DEFAULTS: dict[str, Any] = {
     "persistent_validation": False,
     "lr_finder": False,
     "slurm": False,
+    "folds": False,  # every fit has its own part of the data
+    "skip_fits": 0,  # the script itself leaves out as many
     "interval_s": None,
     "unreadable": None,  # [rank, file name]
     "disk_full_at": None,  # a step
@@ -122,6 +124,10 @@ def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
     kind, workers = config["data"], config["workers"]
     keep = {"num_workers": workers, "persistent_workers": config["persistent"] and workers > 0}
     data = Data(size, config["augment"])
+    if config["folds"]:
+        data = Subset(
+            Data(2 * size, config["augment"]), range(config["fit"] * size // 2, config["fit"] * size // 2 + size)
+        )
     if kind == "tensors":
         return DataLoader(TensorDataset(torch.randn(size, 8)), BATCH, shuffle=True, **keep)
     if kind == "sequential":
@@ -261,11 +267,11 @@ def main(config: dict[str, Any]) -> None:
     world_size = config["trainer"].get("devices", 1)
     results = []
     L.seed_everything(1, verbose=False)
-    for fit in range(config["fits"]):
+    for fit in range(config["skip_fits"], config["fits"]):
         config["fit"] = fit
         do(config, "between", fit, int(os.environ.get("LOCAL_RANK", 0)))
         # made after the fit before: its weights depend on the random state that that one left
-        module = Module(config, 32 + fit)
+        module = Module(config, 32 + (0 if config["folds"] else fit))
         trainer = make_trainer(config, world_size)
         keep = {"num_workers": 1, "persistent_workers": True} if config["persistent_validation"] else {}
         val = DataLoader(Data(BATCH * 3 * world_size, False), BATCH, **keep) if config["validation"] else None

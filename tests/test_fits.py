@@ -314,3 +314,16 @@ def test_ckpt_path_last_means_resume(tmp_path: Path) -> None:
     assert codes == [0], text
     assert "Resuming from step 25" in text
     assert result(config) == undisturbed(tmp_path)[0]
+
+
+def test_a_script_that_skips_finished_fits_gets_no_other_fits_weights(tmp_path: Path) -> None:
+    events = [{"at": "train", "step": 9, "fit": 1, "do": "SIGKILL", "once": True}]
+    options = {"fits": 2, "folds": True, "trainer": {"max_epochs": 1}}
+    config = make(tmp_path, "run", events=events, **options)
+    assert run(config, tmp_path / "run")[0] == [-signal.SIGKILL]
+    codes, text = run({**config, "skip_fits": 1}, tmp_path / "run")
+    assert codes == [1]
+    assert "holds a finished fit of other training data" in text
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    assert result(config) == undisturbed(tmp_path, **options)[0]
