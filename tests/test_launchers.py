@@ -50,17 +50,33 @@ def finish(process: subprocess.Popen[str], output: Path) -> int:
         raise AssertionError(f"deadlock:\n{output.read_text()}") from None
 
 
+LAUNCHERS = {"own": (lightnings_own, 75), "torchrun": (torchrun, 0), "launch": (ours, 75)}
+SIGNALS: dict[str, list[dict[str, Any]]] = {
+    "rank 0": [{"at": "train", "step": 20, "rank": 0}],
+    "rank 1": [{"at": "train", "step": 20, "rank": 1}],
+    "both": [{"at": "train", "step": 20}],
+    "skew": [{"at": "train", "step": 20, "rank": 0}, {"at": "batch_end", "step": 20, "rank": 1}],
+    "validation": [{"at": "validation", "step": 16, "rank": 0}],
+    "sanity check": [{"at": "sanity", "rank": 1}],
+    "save": [{"at": "save", "step": 20, "rank": 0}],
+}
+ALWAYS = {("own", "rank 1"), ("own", "both"), ("torchrun", "rank 0"), ("torchrun", "skew"), ("launch", "validation")}
+"""The deadlocks of plain Lightning; ``make test-kills`` runs all combinations."""
+
+
 @pytest.mark.parametrize(
     ("launcher", "events", "code"),
     [
-        (lightnings_own, [{"at": "train", "step": 20, "rank": 1}], 75),
-        (lightnings_own, [{"at": "train", "step": 20}], 75),
-        (torchrun, [{"at": "train", "step": 20, "rank": 0}], 0),
-        (torchrun, [{"at": "train", "step": 20, "rank": 0}, {"at": "batch_end", "step": 20, "rank": 1}], 0),
-        (ours, [{"at": "train", "step": 20, "rank": 1}], 75),
-        (ours, [{"at": "validation", "step": 16, "rank": 0}], 75),
+        pytest.param(
+            *LAUNCHERS[name][:1],
+            events,
+            LAUNCHERS[name][1],
+            id=f"{name}-{what}",
+            marks=() if (name, what) in ALWAYS else pytest.mark.campaign,
+        )
+        for name in LAUNCHERS
+        for what, events in SIGNALS.items()
     ],
-    ids=["own-rank 1", "own-both", "torchrun-rank 0", "torchrun-skew", "launch-rank 1", "launch-validation"],
 )
 def test_a_signal_to_some_rank(tmp_path: Path, launcher: Any, events: list[dict[str, Any]], code: int) -> None:
     config = make(tmp_path, "disturbed", events=[{"do": "SIGTERM", "once": True, **e} for e in events], **OPTIONS)
