@@ -80,6 +80,8 @@ ALWAYS = {("own", "rank 1"), ("own", "both"), ("torchrun", "rank 0"), ("torchrun
 )
 def test_a_signal_to_some_rank(tmp_path: Path, launcher: Any, events: list[dict[str, Any]], code: int) -> None:
     config = make(tmp_path, "disturbed", events=[{"do": "SIGTERM", "once": True, **e} for e in events], **OPTIONS)
+    if events[0]["at"] == "save":
+        config["model_checkpoint"] = {"every_n_train_steps": 10, "dirpath": str(tmp_path / "own")}
     output = tmp_path / "output"
     assert finish(start(launcher(config), output), output) == code, output.read_text()
     assert not Path(config["out"]).exists()
