@@ -37,6 +37,11 @@ def installed_version() -> tuple[int, ...] | None:
     return tuple(int(part) for part in re.findall(r"[0-9]+", version)[:3])
 
 
+_OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Gives the workers of every attempt a store of their own. torch's elastic launcher, which NVRx uses from 0.5 on, hands
+them that of the rendezvous, in which a restarted gloo group meets the addresses of the one before and hangs."""
+
+
 def elastic_launcher(
     max_restarts: int, term_timeout_s: float, directory: Path, version: tuple[int, ...] | None
 ) -> tuple[list[str], dict[str, str]]:
@@ -55,7 +60,8 @@ def elastic_launcher(
     common = [f"--max-restarts={max_restarts}", f"--log-dir={directory}"]
     if version is None:
         # An environment variable: unlike a flag, an older torch that does not know it does not mind.
-        return [*command, _TORCH_LAUNCHER, *common], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{term_timeout_s:.0f}"}
+        timeout = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{term_timeout_s:.0f}"}
+        return [*command, _TORCH_LAUNCHER, *common], timeout | _OWN_STORE
     # Until 0.5 a rank that has sent no heartbeat for an hour is killed, and only a file can turn that off: not every
     # script sends any.
     config = directory / "ft_config.yaml"
@@ -67,7 +73,8 @@ def elastic_launcher(
         command += [
             "--ft-enable-nic-monitor=false"
         ]  # the default since, and full of errors where there is no such card
-    return command, {"FT_LAUNCHER_LOGLEVEL": os.environ.get("FT_LAUNCHER_LOGLEVEL", "WARNING")}
+    environment = {"FT_LAUNCHER_LOGLEVEL": os.environ.get("FT_LAUNCHER_LOGLEVEL", "WARNING")}
+    return command, environment if version < (0, 5) else environment | _OWN_STORE
 
 
 def main() -> None:
