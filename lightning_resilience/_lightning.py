@@ -158,24 +158,35 @@ def on_restore_training_state(trainer: Trainer, patches: Patches, before: Callab
 
 
 def on_fit_loop(
-    trainer: Trainer, patches: Patches, before_epoch: Callable[[], None], after: Callable[[], None]
+    trainer: Trainer,
+    patches: Patches,
+    before_epoch: Callable[[], None],
+    end_of_epoch: Callable[[], None],
+    after: Callable[[], None],
 ) -> None:
-    """Has functions called before every epoch and after the loop has ended, all ``on_train_end`` hooks included.
+    """Has functions called around every epoch, and after the loop has ended, all ``on_train_end`` hooks included.
+
+    ``end_of_epoch`` comes after the epoch's last batch and before any hook of its end.
 
     The module's own ``on_train_end``, and those of callbacks after ours, may still change the weights.
     """
     fit_loop = trainer.fit_loop
-    advance_start, run_end = fit_loop.on_advance_start, fit_loop.on_run_end
+    advance_start, advance_end, run_end = fit_loop.on_advance_start, fit_loop.on_advance_end, fit_loop.on_run_end
 
     def wrapped_advance_start() -> None:
         before_epoch()
         advance_start()
+
+    def wrapped_advance_end() -> None:
+        end_of_epoch()
+        advance_end()
 
     def wrapped_run_end() -> None:
         run_end()
         after()
 
     patches.set(fit_loop, "on_advance_start", wrapped_advance_start)
+    patches.set(fit_loop, "on_advance_end", wrapped_advance_end)
     patches.set(fit_loop, "on_run_end", wrapped_run_end)
 
 

@@ -1,6 +1,7 @@
 """What the callbacks of one fit share: its place in the run directory, the agreement, saving and restoring.
 
-A callback joins the session of its Trainer in ``setup`` and meets the others there; no callback calls another one.
+A :class:`SessionCallback` joins the session of its Trainer in ``setup`` and meets the others there; no callback calls
+another one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from lightning_resilience.checkpoint.reduction_order import (
     rebuilds_buckets,
     replay_gradient_arrival,
 )
+from lightning_resilience.detect.progress import Progress, Section
 from lightning_resilience.ledger import Ledger
 from lightning_resilience.run_directory import RUN_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt, Status
 
@@ -58,14 +61,18 @@ class FitSession:
     def __init__(self, trainer: Trainer, module: LightningModule, run_dir: str | os.PathLike[str] | None) -> None:
         self.trainer = trainer
         self.module = module
-        self.members: list[_lightning.ResilienceCallback] = []
+        self.members: list[SessionCallback] = []
         self.rank: int = trainer.global_rank
         self.handlers: dict[str, Callable[[Event], None]] = {}
         """What a callback does, on every rank at the same boundary, when an event of its kind is acted on."""
         self.at_boundary: list[Callable[[bool], None]] = []
         """Called at every training boundary with whether the state may be saved there; must cost next to nothing."""
+        self.at_saved: list[Callable[[bool], None]] = []
+        """Called on all ranks after they have saved together, and when training has ended, with whether it has."""
         self.at_leave: list[Callable[[], None]] = []
         """Called once at the end of the fit, however it ends; whichever callback's hook comes first."""
+        self.progress: Progress | None = None
+        """Where this rank says what it is doing, if anybody watches."""
         self.choose_checkpoint: Callable[[str | None], tuple[Path, dict[str, Any] | None] | None] = lambda explicit: (
             None
         )
@@ -108,7 +115,7 @@ class FitSession:
         self._install()
 
         self._running = False
-        self._searching = False
+        self._warm = False
         self._finished = False
         self._resumed: dict[str, Any] | None = None
         self._replayed = False
@@ -129,7 +136,7 @@ class FitSession:
         _lightning.on_restore(trainer, patches, self._restore)
         _lightning.on_restore_training_state(trainer, patches, self._before_training_state)
         _lightning.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
-        _lightning.on_fit_loop(trainer, patches, self._before_epoch, self._complete)
+        _lightning.on_fit_loop(trainer, patches, self._before_epoch, self._end_of_epoch, self._complete)
         _lightning.on_training_boundary(trainer, patches, self._training_boundary)
         _lightning.on_evaluation(
             trainer,
@@ -142,6 +149,23 @@ class FitSession:
 
     def _check_owner(self) -> None:
         self.run.check_owner(self.token)
+
+    def _enter(self, section: Section) -> None:
+        if self.progress is not None:
+            self.progress.enter(section)
+
+    def _stand_at(self, section: Section, position: agreement.Position) -> None:
+        if self.progress is not None:
+            self.progress.at(section, self.trainer.global_step, position)
+
+    def during(self, section: Section) -> AbstractContextManager[None]:
+        """Counts the time of a ``with`` block as ``section``."""
+        return self.progress.during(section) if self.progress is not None else nullcontext()
+
+    def advanced(self) -> None:
+        """To be called where something takes long and does advance, and no boundary says so."""
+        if self.progress is not None:
+            self.progress.tick()
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
@@ -321,7 +345,12 @@ class FitSession:
                 return
             if batches and self.rank == 0:
                 log.info("Fetching the first %d batches of epoch %d again.", batches, self.trainer.current_epoch)
-            fetch = _lightning.replay_fetch(self.trainer)
+            fetch_one = _lightning.replay_fetch(self.trainer)
+
+            def fetch() -> None:
+                fetch_one()
+                self.advanced()
+
             self._before_fetch = mine["in_flight"] if mine is not None else None
             if batches and self._before_fetch is not None:
                 data_position.replay(fetch, batches - 1, self.rank)
@@ -339,6 +368,10 @@ class FitSession:
         """Called in ``on_sanity_check_end``."""
         self._running = False
 
+    def _end_of_epoch(self) -> None:
+        if self._running:
+            self._enter("out_of_section")
+
     def _before_epoch(self) -> None:
         """A finished fit whose limit was raised goes on with a new epoch, as if it had never ended."""
         if self._running and self._resumed is not None and self._resumed["final"]:
@@ -353,8 +386,11 @@ class FitSession:
                 "%s was asked for by rank %d when the fit had ended; nothing is left to do.", event.kind, event.rank
             )
         self._running = False
+        self._enter("out_of_section")
         if self.save_final:
             self.save("finished", final=True)
+        for hook in self.at_saved:
+            hook(True)
         step = self.trainer.global_step
         if self.trainer.is_global_zero:
             self.end("finished", self._why_finished(), self._limits())
@@ -415,7 +451,8 @@ class FitSession:
             self._set_random_state(mine["now"])
             _lightning.set_latest_metrics(self.trainer, mine["metrics"])
         self.agreement.stop()
-        checkpoint_io.undo(self.trainer)
+        with self.during("checkpointing"):
+            checkpoint_io.undo(self.trainer)  # waits for saves in the background
         self.patches.undo()
         if self._recorder is not None:
             self._recorder.stop()
@@ -432,9 +469,14 @@ class FitSession:
 
     def _training_boundary(self) -> bool:
         if not self._running:
+            self.advanced()  # a search
             return True
+        position = agreement.training(_lightning.steps_counted(self.trainer))
+        # The first batch is slow in its own way: compilers, caches, workers that start.
+        self._stand_at("step" if self._warm else "setup", position)
         if self._resumed is not None and self._complete_resume():
             return False
+        self._warm = True
         if _lightning.epoch_loop_batches(self.trainer) == 0:
             # A sampler without workers draws its seed only at the first batch; hooks may have drawn since its iterator
             # was made.
@@ -442,7 +484,6 @@ class FitSession:
         if self._recorder is not None and (order := self._recorder.finish()) is not None:
             self._arrival_order, self._recorder = order, None
         clean = _lightning.accumulation_window_complete(self.trainer)
-        position = agreement.training(_lightning.steps_counted(self.trainer))
         events = self.agreement.boundary(position, Needs.TRAINING | Needs.CLEAN if clean else Needs.TRAINING)
         for event in events:
             self._act(event)
@@ -467,6 +508,7 @@ class FitSession:
 
     def _evaluation_start(self) -> None:
         if self._running:
+            self._enter("setup" if self.trainer.sanity_checking else "out_of_section")
             self._before_evaluation = {
                 "random": self._get_random_state(),
                 "progress": _lightning.evaluation_progress(self.trainer),
@@ -482,8 +524,11 @@ class FitSession:
         if self._running:
             self._boundary_in_evaluation(agreement.end_of_evaluation(_lightning.steps_counted(self.trainer)))
             self._before_evaluation = None
+            if not self.trainer.sanity_checking:
+                self._enter("out_of_section")
 
     def _boundary_in_evaluation(self, position: agreement.Position) -> None:
+        self._stand_at("setup" if self.trainer.sanity_checking else "validation", position)
         # Before the first batch there is nothing to save yet that a fresh start would not make again: the sanity check
         # is short, and the first training boundary follows it.
         clean = not self.trainer.sanity_checking and _lightning.accumulation_window_complete(self.trainer)
@@ -507,6 +552,14 @@ class FitSession:
         Returns:
             The checkpoint, or ``None`` if it could not be written; the run then goes on with the older ones.
         """
+        with self.during("checkpointing"):
+            path = self._save(reason, final)
+            if path is not None and not final:
+                for hook in self.at_saved:
+                    hook(False)
+        return path
+
+    def _save(self, reason: str, final: bool) -> Path | None:
         trainer, started = self.trainer, time.monotonic()
         state = self._state_of_all_ranks(final)
         step = trainer.global_step
@@ -632,9 +685,51 @@ def _resized(checkpoint: dict[str, Any], before: int, now: int) -> int:
     return int(batches)
 
 
-def join(
-    callback: _lightning.ResilienceCallback, trainer: Trainer, module: LightningModule, stage: str
-) -> FitSession | None:
+class SessionCallback(_lightning.ResilienceCallback):
+    """Base of the callbacks that take part in a session: joins it in ``setup`` and hands over what all of them do.
+
+    Attributes:
+        run_dir: The run directory that the user gave this callback, if any.
+    """
+
+    run_dir: str | os.PathLike[str] | None = None
+
+    def joined(self, session: FitSession) -> None:
+        """Called in the ``setup`` of a fit: says what this callback does in ``session``."""
+        raise NotImplementedError
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Joins the fit's session."""
+        if (session := _join(self, trainer, pl_module, stage)) is not None:
+            self.joined(session)
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The batches of the sanity check are boundaries too."""
+        if session := session_of(trainer, self):
+            session.start_sanity_check()
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends what the start began."""
+        if session := session_of(trainer, self):
+            session.end_sanity_check()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Completes the resume; from here on there are boundaries."""
+        if session := session_of(trainer, self):
+            session.start()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves nothing behind."""
+        if session := session_of(trainer, self):
+            session.fail(exception)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leaves nothing behind."""
+        if session := session_of(trainer, self):
+            session.leave()
+
+
+def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, stage: str) -> FitSession | None:
     """The session of ``trainer``'s fit, which ``callback`` takes part in from now on; called in its ``setup``.
 
     Returns:
@@ -645,9 +740,7 @@ def join(
     global _active
     if stage != "fit" or vars(trainer)["fast_dev_run"] or trainer.barebones or _lightning.is_search(trainer):
         return None
-    kind: type[_lightning.ResilienceCallback] = next(
-        cls for cls in type(callback).__mro__ if _lightning.ResilienceCallback in cls.__bases__
-    )
+    kind: type[SessionCallback] = next(cls for cls in type(callback).__mro__ if SessionCallback in cls.__bases__)
     alike = [other for other in _lightning.callbacks(trainer) if isinstance(other, kind)]  # also a user's subclass
     # One acts: the user's own, if there is one. Of injected ones there may be several, since a list of callbacks that
     # is used for a second Trainer still holds those of the first.
@@ -670,7 +763,7 @@ def join(
     return session
 
 
-def _refuse_spawned_processes(callback: _lightning.ResilienceCallback, trainer: Trainer) -> None:
+def _refuse_spawned_processes(callback: SessionCallback, trainer: Trainer) -> None:
     reason = (
         "A fit in spawned processes (ddp_spawn, ddp_fork, ddp_notebook) cannot be resumed: they end with it. Use "
         "strategy='ddp', or start the script by lightning-resilience launch or torchrun."
@@ -691,7 +784,7 @@ def _check_worker_count(trainer: Trainer) -> None:
         )
 
 
-def session_of(trainer: Trainer, callback: _lightning.ResilienceCallback) -> FitSession | None:
+def session_of(trainer: Trainer, callback: SessionCallback) -> FitSession | None:
     """The session that ``callback`` has joined, if it has."""
     session = _sessions.get(trainer)
     return session if session is not None and callback in session.members else None

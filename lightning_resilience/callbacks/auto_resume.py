@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_resilience._files import clean_temporaries
-from lightning_resilience._lightning import ResilienceCallback
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.checkpoint import durable, resume
-from lightning_resilience.session import FitSession, join, session_of
+from lightning_resilience.session import FitSession, SessionCallback, session_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 _SAVE = "save"
 
 
-class AutoResume(ResilienceCallback):
+class AutoResume(SessionCallback):
     """Makes ``trainer.fit()`` go on where the run stood, bitwise exactly, however its last process ended.
 
     State is saved into the run directory between batches, when all that was due after a batch (validation, scheduler
@@ -74,11 +73,8 @@ class AutoResume(ResilienceCallback):
         self.train_time_interval = train_time_interval
         self.keep = keep
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Joins the fit's session."""
-        session = join(self, trainer, pl_module, stage)
-        if session is None:
-            return
+    def joined(self, session: FitSession) -> None:
+        """Offers the checkpoint to resume from, and saves."""
         self._saving = _Saving(self, session)
         session.choose_checkpoint = self._saving.choose
         session.save_final = True
@@ -89,20 +85,10 @@ class AutoResume(ResilienceCallback):
         """Without what belongs to the fit in progress."""
         return {key: value for key, value in vars(self).items() if key != "_saving"}
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The batches of the sanity check are boundaries too."""
-        if session := session_of(trainer, self):
-            session.start_sanity_check()
-
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends what the start began."""
-        if session := session_of(trainer, self):
-            session.end_sanity_check()
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Completes the resume and starts saving."""
-        if session := session_of(trainer, self):
-            session.start()
+        super().on_train_start(trainer, pl_module)
+        if session_of(trainer, self):
             self._saving.start()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -114,16 +100,6 @@ class AutoResume(ResilienceCallback):
         """Removes what the final state has made superfluous."""
         if (session := session_of(trainer, self)) and trainer.is_global_zero:
             resume.retain(session.fit.checkpoints, self.keep)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves nothing behind."""
-        if session := session_of(trainer, self):
-            session.fail(exception)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves nothing behind."""
-        if session := session_of(trainer, self):
-            session.leave()
 
 
 class _Saving:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_resilience import _lightning, signals
-from lightning_resilience._lightning import ResilienceCallback
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.ledger import read_ledger
-from lightning_resilience.session import FitSession, join, session_of
+from lightning_resilience.session import FitSession, SessionCallback, session_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 _PREEMPT = "preempt"
 
 
-class Preemption(ResilienceCallback):
+class Preemption(SessionCallback):
     """Stops the run at the next boundary when a scheduler asks for it by a signal.
 
     The signal may reach any rank, at any time: it is noticed at once, even while the main thread is blocked in a
@@ -70,11 +69,14 @@ class Preemption(ResilienceCallback):
         self.run_dir = run_dir
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Starts to listen for signals."""
-        session = join(self, trainer, pl_module, stage)
-        if session is None:
+        """Joins the fit's session."""
+        super().setup(trainer, pl_module, stage)
+        if session_of(trainer, self) is None:
             self._stop_outside_of_fit()
-            return
+
+    def joined(self, session: FitSession) -> None:
+        """Starts to listen for signals."""
+        trainer = session.trainer
         requeue = _lightning.requeue_signal(trainer)
         signums = {*self.signals, *([requeue] if requeue is not None else [])}
         installed_here = signals.installed() is None
@@ -111,33 +113,17 @@ class Preemption(ResilienceCallback):
         """Stops ``trainer.predict``."""
         self._stop_outside_of_fit()
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The batches of the sanity check are boundaries too."""
-        if session := session_of(trainer, self):
-            session.start_sanity_check()
-
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends what the start began."""
-        if session := session_of(trainer, self):
-            session.end_sanity_check()
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warns if the grace period is too short for a save."""
-        if session := session_of(trainer, self):
-            session.start()
-            if trainer.is_global_zero:
-                _check_grace_period(session, signals.grace_period(self.grace_period_s))
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves nothing behind."""
-        if session := session_of(trainer, self):
-            session.fail(exception)
+        super().on_train_start(trainer, pl_module)
+        if (session := session_of(trainer, self)) and trainer.is_global_zero:
+            _check_grace_period(session, signals.grace_period(self.grace_period_s))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves nothing behind."""
-        if session := session_of(trainer, self):
+        if session_of(trainer, self):
             listener = signals.installed()
-            session.leave()
+            super().teardown(trainer, pl_module, stage)
             if listener is not None and listener.received is not None and signals.installed() is None:
                 # It came when nothing was left to stop in this fit: what handled it before decides about the rest.
                 signal.raise_signal(listener.received)

@@ -1,0 +1,1 @@
+"""What has gone wrong: scores and verdicts. No Trainer in here."""

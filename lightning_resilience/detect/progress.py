@@ -1,0 +1,172 @@
+"""Where a rank is: a record in shared memory, written by the rank and read by the watchdog of its node.
+
+A healthy step writes a few bytes of memory and reads a clock: no message, no system call, no lock. The watchdog sees it
+whatever state the process is in. Imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Section = Literal["setup", "step", "validation", "checkpointing", "out_of_section", "left"]
+"""What a rank is doing. NVRx's sections, but ``validation`` is told apart from ``step``, because it takes its own time,
+and ``left`` is a rank that has left the fit."""
+
+Position = tuple[int, int, int, int]
+"""A place in the fit, see ``agreement.Position``; the parts are written as they are."""
+
+_SECTIONS: tuple[Section, ...] = get_args(Section)
+_NUMBER = {section: number for number, section in enumerate(_SECTIONS)}
+_RECORD = struct.Struct("<QQddq4q")  # ticks, section, since, timeout, step, position
+_NOWHERE: Position = (0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Stay:
+    """Where a rank is and since when.
+
+    Args:
+        ticks: Grows with every sign of progress.
+        section: What the rank is doing.
+        since: When it last made progress, in seconds of ``time.monotonic()``, which all processes of a node share.
+        timeout: How many seconds it may take to the next sign of progress; infinite: as long as it likes.
+        step: ``trainer.global_step``.
+        position: The last boundary.
+    """
+
+    ticks: int
+    section: Section
+    since: float
+    timeout: float
+    step: int
+    position: Position
+
+
+class Progress:
+    """The rank's side of the record. Only its main thread writes.
+
+    Args:
+        path: The file, in node memory; it is created.
+        timeouts: Seconds by section; a section that is missing has no limit.
+    """
+
+    def __init__(self, path: Path, timeouts: Mapping[Section, float]) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.ftruncate(fd, _RECORD.size)
+            self._memory = mmap.mmap(fd, _RECORD.size)
+        finally:
+            os.close(fd)
+        self.timeouts = dict(timeouts)
+        self.longest: dict[Section, float] = {}
+        """The longest that each section has taken from one sign of progress to the next."""
+        self.counts: dict[Section, int] = {}
+        """How often each section was entered."""
+        self._ticks = 0
+        self._step = 0
+        self._position = _NOWHERE
+        self._section: Section = "out_of_section"
+        self._since = time.monotonic()
+        self._timeout = math.inf
+        self._longest_here = 0.0
+
+    @property
+    def section(self) -> Section:
+        """Where the rank is."""
+        return self._section
+
+    def enter(self, section: Section) -> None:
+        """The rank begins something else."""
+        self._leave_section()
+        self._section = section
+        self._timeout = self.timeouts.get(section, math.inf)
+        self._longest_here = self.longest.get(section, 0.0)
+        self.counts[section] = self.counts.get(section, 0) + 1
+        self._since = time.monotonic()
+        self._write()
+
+    def at(self, section: Section, step: int, position: Position) -> None:
+        """The rank stands at a boundary: the one call of a healthy step."""
+        if section != self._section:
+            self._step, self._position = step, position
+            self.enter(section)
+            return
+        now = time.monotonic()
+        if (elapsed := now - self._since) > self._longest_here:
+            self._longest_here = elapsed
+        self._since = now
+        self._ticks += 1
+        self._step, self._position = step, position
+        _RECORD.pack_into(self._memory, 0, self._ticks, _NUMBER[section], now, self._timeout, step, *position)
+
+    def tick(self) -> None:
+        """Something has advanced where no boundary is, such as the replay of data after a resume."""
+        self.at(self._section, self._step, self._position)
+
+    @contextmanager
+    def during(self, section: Section) -> Iterator[None]:
+        """The time of the block counts as ``section``, however the block ends, and what it interrupts starts afresh."""
+        before = self._section
+        if before == section or before == "left":
+            yield
+            return
+        self.enter(section)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def set_timeouts(self, timeouts: Mapping[Section, float]) -> None:
+        """Has other limits hold from now on."""
+        self.timeouts = dict(timeouts)
+        self._timeout = self.timeouts.get(self._section, math.inf)
+        self._write()
+
+    def measured(self) -> dict[Section, float]:
+        """The longest that each section has taken so far."""
+        self._leave_section()
+        return dict(self.longest)
+
+    def close(self) -> None:
+        """The rank leaves the fit; the record stays readable."""
+        self.enter("left")
+        self._memory.close()
+
+    def _leave_section(self) -> None:
+        elapsed = max(self._longest_here, time.monotonic() - self._since)
+        if self._section != "left":
+            self.longest[self._section] = max(elapsed, self.longest.get(self._section, 0.0))
+
+    def _write(self) -> None:
+        self._ticks += 1
+        record = (self._ticks, _NUMBER[self._section], self._since, self._timeout, self._step, *self._position)
+        _RECORD.pack_into(self._memory, 0, *record)
+
+
+def read_progress(path: Path) -> Stay | None:
+    """What the record at ``path`` says, or ``None`` if there is none."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            data = file.read(_RECORD.size)
+            for _ in range(100):  # the writer may be in the middle of a record
+                before, data = data, os.pread(file.fileno(), _RECORD.size, 0)
+                if data == before:
+                    break
+    except OSError:
+        return None
+    if len(data) != _RECORD.size:
+        return None
+    ticks, section, since, timeout, step, *position = _RECORD.unpack(data)
+    if ticks == 0 or section >= len(_SECTIONS):
+        return None
+    a, b, c, d = position
+    return Stay(ticks, _SECTIONS[section], since, timeout, step, (a, b, c, d))
