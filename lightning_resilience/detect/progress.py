@@ -26,7 +26,11 @@ Position = tuple[int, int, int, int]
 
 _SECTIONS: tuple[Section, ...] = get_args(Section)
 _NUMBER = {section: number for number, section in enumerate(_SECTIONS)}
+_TICKS = struct.Struct("<Q")
 _RECORD = struct.Struct("<QQddq4q")  # ticks, section, since, timeout, step, position
+# Two records, written in turn, and the ticks of the valid one: a rank that is stopped in the middle of a write leaves
+# the other.
+_SIZE = _TICKS.size + 2 * _RECORD.size
 _NOWHERE: Position = (0, 0, 0, 0)
 
 
@@ -62,8 +66,8 @@ class Progress:
     def __init__(self, path: Path, timeouts: Mapping[Section, float]) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.ftruncate(fd, _RECORD.size)
-            self._memory = mmap.mmap(fd, _RECORD.size)
+            os.ftruncate(fd, _SIZE)
+            self._memory = mmap.mmap(fd, _SIZE)
         finally:
             os.close(fd)
         self.timeouts = dict(timeouts)
@@ -104,9 +108,8 @@ class Progress:
         if (elapsed := now - self._since) > self._longest_here:
             self._longest_here = elapsed
         self._since = now
-        self._ticks += 1
         self._step, self._position = step, position
-        _RECORD.pack_into(self._memory, 0, self._ticks, _NUMBER[section], now, self._timeout, step, *position)
+        self._write()
 
     def tick(self) -> None:
         """Something has advanced where no boundary is, such as the replay of data after a resume."""
@@ -147,26 +150,27 @@ class Progress:
             self.longest[self._section] = max(elapsed, self.longest.get(self._section, 0.0))
 
     def _write(self) -> None:
-        self._ticks += 1
-        record = (self._ticks, _NUMBER[self._section], self._since, self._timeout, self._step, *self._position)
-        _RECORD.pack_into(self._memory, 0, *record)
+        self._ticks = ticks = self._ticks + 1
+        record = (ticks, _NUMBER[self._section], self._since, self._timeout, self._step, *self._position)
+        start = _TICKS.size + (ticks & 1) * _RECORD.size
+        self._memory[start : start + _RECORD.size] = _RECORD.pack(*record)
+        self._memory[: _TICKS.size] = _TICKS.pack(ticks)
 
 
 def read_progress(path: Path) -> Stay | None:
     """What the record at ``path`` says, or ``None`` if there is none."""
     try:
         with open(path, "rb", buffering=0) as file:
-            data = file.read(_RECORD.size)
-            for _ in range(100):  # the writer may be in the middle of a record
-                before, data = data, os.pread(file.fileno(), _RECORD.size, 0)
-                if data == before:
-                    break
+            for _ in range(10):  # the writer may be faster than this reader
+                data = file.read(_SIZE)
+                file.seek(0)
+                if len(data) != _SIZE:
+                    return None
+                valid = _TICKS.unpack_from(data)[0]
+                record = _RECORD.unpack_from(data, _TICKS.size + (valid & 1) * _RECORD.size)
+                ticks, section, since, timeout, step, a, b, c, d = record
+                if ticks == valid > 0 and section < len(_SECTIONS):
+                    return Stay(ticks, _SECTIONS[section], since, timeout, step, (a, b, c, d))
     except OSError:
-        return None
-    if len(data) != _RECORD.size:
-        return None
-    ticks, section, since, timeout, step, *position = _RECORD.unpack(data)
-    if ticks == 0 or section >= len(_SECTIONS):
-        return None
-    a, b, c, d = position
-    return Stay(ticks, _SECTIONS[section], since, timeout, step, (a, b, c, d))
+        pass
+    return None

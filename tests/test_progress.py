@@ -1,0 +1,126 @@
+"""The record of a rank's progress: what a step writes, and what another process reads."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from lightning_resilience.detect.progress import Progress, read_progress
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rank.progress"
+
+
+def test_a_boundary_moves_the_record(path: Path) -> None:
+    progress = Progress(path, {"step": 5.0})
+    progress.enter("setup")
+    progress.at("step", 3, (4, 1, 0, 0))
+    first = read_progress(path)
+    progress.at("step", 4, (5, 1, 0, 0))
+    second = read_progress(path)
+    assert first is not None
+    assert second is not None
+    assert (first.section, first.step, first.position, first.timeout) == ("step", 3, (4, 1, 0, 0), 5.0)
+    assert second.ticks > first.ticks
+    assert second.since >= first.since
+    assert (second.step, second.position) == (4, (5, 1, 0, 0))
+
+
+def test_a_section_without_a_limit_may_take_for_ever(path: Path) -> None:
+    progress = Progress(path, {"step": 5.0})
+    progress.enter("setup")
+    stay = read_progress(path)
+    assert stay is not None
+    assert stay.timeout == math.inf
+
+
+def test_a_section_ends_however_its_block_ends(path: Path) -> None:
+    progress = Progress(path, {"step": 5.0, "checkpointing": 7.0})
+    progress.at("step", 3, (4, 1, 0, 0))
+    before = read_progress(path)
+    inside = None
+    with suppress(RuntimeError), progress.during("checkpointing"):
+        inside = read_progress(path)
+        with progress.during("checkpointing"):  # one save may call another
+            pass
+        assert progress.section == "checkpointing"
+        raise RuntimeError("on purpose")
+    after = read_progress(path)
+    assert before is not None
+    assert inside is not None
+    assert after is not None
+    assert (inside.section, inside.timeout) == ("checkpointing", 7.0)
+    assert (after.section, after.timeout, after.step) == ("step", 5.0, 3)
+    assert after.since >= inside.since > before.since  # what was interrupted starts afresh
+
+
+def test_measures_the_longest(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    progress = Progress(path, {})
+    progress.enter("setup")
+    for seconds in (10.0, 1.0, 3.0, 2.0):
+        now += seconds
+        progress.at("step", 0, (1, 1, 0, 0))
+    with progress.during("checkpointing"):
+        now += 20.0
+        assert progress.measured() == {"out_of_section": 0.0, "setup": 10.0, "step": 3.0, "checkpointing": 20.0}
+    now += 30.0
+    progress.enter("out_of_section")
+    now += 0.5
+    assert progress.measured()["step"] == 30.0
+    assert progress.measured()["out_of_section"] == 0.5
+    assert progress.counts == {"setup": 1, "step": 2, "checkpointing": 1, "out_of_section": 1}
+
+
+def test_new_limits_hold_at_once(path: Path) -> None:
+    progress = Progress(path, {"step": 5.0})
+    progress.at("step", 3, (4, 1, 0, 0))
+    progress.set_timeouts({"step": 50.0})
+    stay = read_progress(path)
+    assert stay is not None
+    assert stay.timeout == 50.0
+
+
+def test_a_rank_that_has_left_stays_readable(path: Path) -> None:
+    progress = Progress(path, {"left": 1.0, "step": 1.0})
+    progress.at("step", 3, (4, 1, 0, 0))
+    progress.close()
+    with progress.during("checkpointing"):  # nothing comes after that
+        pass
+    stay = read_progress(path)
+    assert stay is not None
+    assert (stay.section, stay.step) == ("left", 3)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"x", b"\xff" * 80, b"\0" * 200])
+def test_a_record_that_is_none(path: Path, content: bytes | None) -> None:
+    if content is not None:
+        path.write_bytes(content)
+    assert read_progress(path) is None
+
+
+def _write(path: Path, count: int) -> None:
+    progress = Progress(path, {"step": 5.0})
+    for number in range(count):
+        progress.at("step", number, (number, number, number, number))
+
+
+def test_a_reader_never_sees_half_a_record(path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_write, args=(path, 300_000))
+    process.start()
+    seen = set()
+    while process.is_alive():
+        stay = read_progress(path)
+        if stay is not None:
+            assert stay.position == (stay.step,) * 4
+            seen.add(stay.step)
+    process.join()
+    assert len(seen) > 10
