@@ -1,0 +1,292 @@
+"""How long a rank may take from one sign of progress to the next: configured, or calculated from what it really takes.
+
+Calculated timeouts are kept in ``ft_state.json`` for the next job:
+
+```
+{
+  "fits": {
+    "0": {                                            one entry for every fit of the script
+      "calculated": {"setup": 95.0, "step": 30.0},    seconds; a section that is missing has what is configured
+      "layout": {"nodes": 1, "world_size": 8, ...},   what they hold for
+      "time": "2026-01-31T12:00:00+01:00"
+    }
+  },
+  "version": 1
+}
+```
+
+Imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lightning_resilience._files import make_directory, write_json
+from lightning_resilience.detect.progress import Section
+
+SECTION_TIMEOUTS_VARIABLE = "LIGHTNING_RESILIENCE_SECTION_TIMEOUTS"
+"""Environment variable in which ``lightning-resilience launch`` tells the workers the timeouts, see
+:meth:`SectionTimeouts.parse`."""
+
+SAFETY_FACTOR = 5.0
+"""A calculated timeout is that many times the longest time seen (NVRx's default)."""
+
+MIN_CALCULATED_S = 30.0
+"""No calculated timeout is shorter: five times a step of 10 ms is less than one hiccup of shared storage."""
+
+MIN_TRAIN_ITERATIONS = 16
+"""Training batches after which the longest of them says something about the rest (NVRx's and Megatron-Bridge's)."""
+
+_SECTIONS: tuple[Section, ...] = ("setup", "step", "validation", "checkpointing", "out_of_section")
+_NO_LIMIT = ("none", "null")  # NVRx's spellings
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SectionTimeouts:
+    """Seconds that a rank may spend in a section without a sign of progress. The defaults are Megatron-Bridge's.
+
+    Args:
+        setup: From the beginning of the fit to the end of the first batch; ``None``: no limit.
+        step: A whole training batch; ``None``: no limit.
+        checkpointing: A save, or waiting for one in the background; ``None``: no limit.
+        out_of_section: Everything else; ``None``: no limit.
+        validation: A whole validation batch; ``None``: what is configured for ``step``, even when ``step`` has been
+            calculated, because the time of a training batch says nothing about the first validation.
+        calculated: Timeouts that hold instead of the configured ones, see :func:`calculate`.
+
+    Raises:
+        ValueError: If a timeout is no positive number, or a calculated one is none of a section or too short.
+    """
+
+    setup: float | None = 600.0
+    step: float | None = 180.0
+    checkpointing: float | None = 420.0
+    out_of_section: float | None = 300.0
+    validation: float | None = None
+    calculated: Mapping[Section, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in _SECTIONS:
+            value = getattr(self, name)
+            if value is not None and not (_is_finite(value) and value > 0):
+                raise ValueError(
+                    f"The timeout of section {name} must be a positive number of seconds, or None, not {value!r}."
+                )
+        for name, value in self.calculated.items():
+            _check_name(name)
+            if not (_is_finite(value) and value >= MIN_CALCULATED_S):
+                raise ValueError(
+                    f"The calculated timeout of section {name} must be a number of seconds, at least "
+                    f"{MIN_CALCULATED_S:g}, not {value!r}."
+                )
+
+    @staticmethod
+    def parse(text: str) -> SectionTimeouts:
+        """Reads ``setup:600,step:180,checkpointing:420,out_of_section:300``, as NVRx writes it.
+
+        Args:
+            text: ``NAME:SECONDS`` pairs; ``none`` for ``None``. What is left out keeps its default.
+
+        Raises:
+            ValueError: If a section is unknown or named twice, or a timeout is no positive number.
+        """
+        timeouts: dict[str, float | None] = {}
+        for pair in filter(None, map(str.strip, text.split(","))):
+            name, colon, value = (part.strip() for part in pair.partition(":"))
+            if not colon:
+                raise ValueError(f"Section timeouts are written NAME:SECONDS,NAME:SECONDS,... and not {pair!r}.")
+            _check_name(name)
+            if name in timeouts:
+                raise ValueError(f"There are two timeouts for section {name} in {text!r}.")
+            try:
+                timeouts[name] = None if value.lower() in _NO_LIMIT else float(value)
+            except ValueError:
+                raise ValueError(f"The timeout of section {name} must be seconds, or none, not {value!r}.") from None
+        return SectionTimeouts(**timeouts)  # type: ignore[arg-type]  # the names have been checked
+
+    def __str__(self) -> str:
+        """What holds, as :meth:`parse` reads it: its inverse, as long as nothing has been calculated."""
+        limits = self.by_section()
+        if self.validation is None and limits["validation"] == limits["step"]:
+            del limits["validation"]
+        shown = {name: "none" if limit == math.inf else str(limit) for name, limit in limits.items()}
+        return ",".join(f"{name}:{limit.removesuffix('.0')}" for name, limit in shown.items())
+
+    def by_section(self) -> dict[Section, float]:
+        """What holds for each section: seconds, or infinity where there is no limit."""
+        configured = {name: getattr(self, name) for name in _SECTIONS}
+        if self.validation is None:
+            configured["validation"] = self.step
+        return {
+            name: self.calculated.get(name, math.inf if value is None else value) for name, value in configured.items()
+        }
+
+
+def _check_name(name: str) -> None:
+    if name not in _SECTIONS:
+        raise ValueError(f"There is no section {name!r}; the sections are {', '.join(_SECTIONS)}.")
+
+
+def _is_finite(value: object) -> bool:
+    # math.isfinite raises for integers that are too large for a float, which a JSON file may hold.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def selectable(
+    *,
+    has_loaded: bool,
+    train_iterations: int,
+    has_validated: bool,
+    has_saved: bool,
+    saves_in_background: bool,
+    is_end: bool,
+) -> set[Section]:
+    """The sections of which enough has been seen for :func:`calculate`, as NVRx and Megatron-Bridge have it.
+
+    Args:
+        has_loaded: Whether the set-up has loaded a checkpoint: one that has not is shorter than the next one.
+        train_iterations: Training batches in this process.
+        has_validated: Whether a whole validation has been seen.
+        has_saved: Whether a checkpoint has been saved.
+        saves_in_background: Whether saves are asynchronous: one that was not waited for says nothing about the next.
+        is_end: Whether the fit is ending. What is out of section is known only when all of it has been seen.
+    """
+    found: set[Section] = set()
+    if has_loaded:
+        found.add("setup")
+    if train_iterations >= MIN_TRAIN_ITERATIONS:
+        found.add("step")
+    if has_validated:
+        found.add("validation")
+    if has_saved and not saves_in_background:
+        found.add("checkpointing")
+    if is_end and has_saved and {"setup", "step"} <= found:
+        found.add("out_of_section")
+    return found
+
+
+def calculate(
+    current: SectionTimeouts, longest: Mapping[Section, float], selected: Collection[Section]
+) -> SectionTimeouts:
+    """Timeouts from what sections have really taken, as NVRx calculates them, but not below :data:`MIN_CALCULATED_S`.
+
+    A timeout is :data:`SAFETY_FACTOR` times the longest time. One that had been calculated before is merged with it by
+    their mean (NVRx's moving average with a weight of 0.5), so that a single slow day is forgotten by and by. Half of
+    the factor, 2.5 times the longest time seen now, is therefore left in any case. Whole seconds, rounded up, so that
+    calculating again from the same times comes to rest.
+
+    Args:
+        current: What holds now.
+        longest: Longest time from one sign of progress to the next in seconds, over all ranks.
+        selected: The sections to calculate, see :func:`selectable`. One that has no time in ``longest``, and every
+            other section, keeps what it has.
+    """
+    calculated = dict(current.calculated)
+    for name in selected:
+        seconds = longest.get(name, 0.0)
+        if seconds <= 0:
+            continue
+        timeout = SAFETY_FACTOR * seconds
+        if name in calculated:
+            timeout = (timeout + calculated[name]) / 2
+        calculated[name] = max(float(math.ceil(timeout)), MIN_CALCULATED_S)
+    return replace(current, calculated=calculated)
+
+
+def save(path: str | os.PathLike[str], fit: int, timeouts: SectionTimeouts, layout: Mapping[str, Any]) -> None:
+    """Keeps what has been calculated. A crash at any instant leaves the old file or the new one.
+
+    Args:
+        path: The file; the entries of other fits in it are kept, and a file that :func:`load` would ignore is replaced.
+        fit: Number of the fit in the script.
+        timeouts: Whose calculated timeouts are to be kept.
+        layout: What they hold for, such as the world size: strings and numbers on which it depends how long a section
+            takes.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    try:
+        fits = _read_fits(path)
+    except (OSError, ValueError):
+        fits = {}
+    fits[str(fit)] = {
+        "calculated": dict(timeouts.calculated),
+        "layout": dict(layout),
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+    make_directory(Path(path).parent)
+    write_json(path, {"version": _VERSION, "fits": fits})
+
+
+def load(
+    path: str | os.PathLike[str], fit: int, layout: Mapping[str, Any], configured: SectionTimeouts
+) -> tuple[SectionTimeouts | None, str | None]:
+    """The timeouts that an earlier job has calculated, or why they are ignored.
+
+    Args:
+        path: The file.
+        fit: Number of the fit in the script.
+        layout: What they must hold for.
+        configured: What holds for sections that have not been calculated.
+
+    Returns:
+        The timeouts and ``None``; ``None`` and one sentence for a person if the file is of no use; or ``None`` twice if
+        there is no file, or nothing about this fit in it.
+    """
+    try:
+        entry = _read_fits(path).get(str(fit))
+        if entry is None:
+            return None, None
+        return _timeouts_of(entry, layout, configured), None
+    except FileNotFoundError:
+        return None, None
+    except OSError as error:
+        return None, f"{os.fspath(path)} is ignored: It cannot be read ({error.strerror})."
+    except ValueError as error:
+        return None, f"{os.fspath(path)} is ignored: {error}"
+
+
+def _read_fits(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The entries by number of the fit, not looked into.
+
+    Raises:
+        OSError: If the file cannot be read, or is not there.
+        ValueError: If it is none of ours, with a sentence that says why.
+    """
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"It is not valid JSON ({error}).") from None
+    version = content.get("version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version != _VERSION:
+        raise ValueError(f"It has version {version}, and this release reads version {_VERSION}.")
+    if version != _VERSION or not isinstance(content.get("fits"), dict):
+        raise ValueError("It holds something else than what lightning-resilience writes there.")
+    fits: dict[str, Any] = content["fits"]
+    return fits
+
+
+def _timeouts_of(entry: object, layout: Mapping[str, Any], configured: SectionTimeouts) -> SectionTimeouts:
+    """The timeouts in an entry; ``ValueError`` with a sentence if they are of no use."""
+    calculated, found = (entry.get("calculated"), entry.get("layout")) if isinstance(entry, dict) else (None, None)
+    if not isinstance(calculated, dict) or not isinstance(found, dict):
+        raise ValueError("The entry of this fit is damaged.")
+    differences = [
+        f"{name} was {found.get(name, 'not known')} and is {layout.get(name, 'not known')}"
+        for name in sorted(found.keys() | layout.keys())
+        if found.get(name) != layout.get(name)
+    ]
+    if differences:
+        raise ValueError(f"Its timeouts hold for another layout ({', '.join(differences)}).")
+    return replace(configured, calculated=calculated)
