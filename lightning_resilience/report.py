@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
+from lightning_resilience.launch.budget import Event, Failure, faults_of, first_cause, recurrence
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import RunDirectory
-
-Event = dict[str, Any]
 
 _COMMON = ("event", "time", "rank", "node", "step", "fit")
 _TOO_LONG = ("slurm", "versions", "elastic_run_id", "launch_id", "run_id", "attempt", "host", "pid")
@@ -50,14 +51,10 @@ class Interruption:
 def interruptions(events: Iterable[Event]) -> list[Interruption]:
     """The interruptions in a ledger, oldest first: one for every group of workers that ended before the run had."""
     found = []
-    groups = _groups(events)
     past: list[Event] = []
-    for index, before in enumerate(groups):
+    for before, after in pairwise([*_groups(events), []]):
         past += before
-        after = groups[index + 1] if index + 1 < len(groups) else []
-        exits = [event for event in before if event["event"] == "exit"]
-        is_at_work = not after and not exits and not any(event["event"] == "failure" for event in before)
-        if is_at_work or any(event.get("status") == "finished" for event in exits):
+        if not _was_interrupted(before, after):
             continue
         began = next((event for event in after if event["event"] in ("resumed", "fresh")), None)
         resumed = None if began is None else (_step(began) if began["event"] == "resumed" else 0)
@@ -99,6 +96,23 @@ def _groups(events: Iterable[Event]) -> list[list[Event]]:
     return groups
 
 
+def _was_interrupted(before: list[Event], after: list[Event]) -> bool:
+    """Whether a group of workers, of which these are the events and those of the next one, ended before the run had."""
+    exits = [event for event in before if event["event"] == "exit"]
+    is_at_work = not after and not exits and not any(event["event"] == "failure" for event in before)
+    return not is_at_work and not any(event.get("status") == "finished" for event in exits)
+
+
+def _repeated(events: Iterable[Event]) -> list[str]:
+    """What is to be said about the failures that came more than once."""
+    times = Counter(
+        Failure.of(before)
+        for before, after in pairwise([*_groups(events), []])
+        if _was_interrupted(before, after) and _cause(before)[0] == "crash"
+    )
+    return [f"{recurrence(failure, count)}." for failure, count in times.items() if count > 1]
+
+
 def report(run_dir: str | os.PathLike[str]) -> str:
     """The report on a run, as text.
 
@@ -110,13 +124,13 @@ def report(run_dir: str | os.PathLike[str]) -> str:
     if not events:
         return f"Nothing is recorded in {run_directory.ledger}: no run has been started here."
     lines = [f"Run {run_directory.path}", "", "Timeline"]
-    lines += _table(["time", "event", "who", "where", "step", "details"], [_timeline_row(event) for event in events])
+    lines += table(["time", "event", "who", "where", "step", "details"], [_timeline_row(event) for event in events])
     found = interruptions(events)
     lines += ["", "Interruptions" if found else "No interruption."]
     if found:
         head = ["time", "kind", "last save", "reached", "resumed from", "steps lost", "seconds lost", "reason"]
-        lines += _table(head, [_interruption_row(each) for each in found])
-        lines.append("")
+        lines += table(head, [_interruption_row(each) for each in found])
+        lines += ["", *(line[0].upper() + line[1:] for line in _repeated(events))]
     kinds = {kind: sum(1 for each in found if each.kind == kind) for kind in dict.fromkeys(each.kind for each in found)}
     steps = [each.steps_lost for each in found if each.steps_lost is not None]
     seconds = [each.seconds_lost for each in found if each.seconds_lost is not None]
@@ -136,9 +150,9 @@ def _cause(before: list[Event]) -> tuple[str, str]:
     exits = [event for event in before if event["event"] == "exit"]
     if exits and exits[-1].get("status") == "interrupted":
         return "preempted", str(exits[-1].get("reason", ""))
-    fault = next((event for event in before if event["event"] == "fault"), None) or next(
-        (event for event in before if event["event"] == "failure"), None
-    )
+    faults = faults_of(before)
+    failures = [event for event in before if event["event"] == "failure"]
+    fault = next((event for event in (first_cause(faults), *faults, *failures) if event is not None), None)
     if fault is None and "interrupted" in kinds:
         return "preempted", "the workers were told to stop"
     return "crash", str(fault.get("reason", "")) if fault else "a worker was killed"
@@ -169,7 +183,13 @@ def _interruption_row(each: Interruption) -> list[str]:
     ]
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a table with its columns aligned.
+
+    Args:
+        head: The names of the columns.
+        rows: The cells, as many in every row.
+    """
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]

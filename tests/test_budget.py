@@ -2,7 +2,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_resilience.launch.budget import Budget, Decision, highest_verified_step
+import pytest
+
+from lightning_resilience.launch.budget import (
+    Budget,
+    Decision,
+    Failure,
+    highest_verified_step,
+    last_recurrence,
+    normalised,
+)
 
 HOUR = 3600.0
 
@@ -31,9 +40,23 @@ class History:
         self.record("job_start", retry=decision.action == "retry")
         for restart_count, step in enumerate(groups):
             self.starts += 1
-            self.record("start", restart_count=restart_count, world_size=2)
+            self.start(restart_count)
             if step is not None:
                 self.record("saved", fit=0, step=step)
+        self.record("failure")
+        return self.decide()
+
+    def start(self, restart_count: int = 0) -> None:
+        verified = highest_verified_step(self.events)
+        self.record("start", restart_count=restart_count, world_size=2, elastic_run_id="job", verified_step=verified)
+
+    def attempt(self, *events: dict[str, Any], restart_count: int = 0) -> Decision:
+        """A group of workers, with a job of its own if it is the first: records some events, and fails."""
+        if restart_count == 0:
+            self.record("job_start", retry=self.decide().action == "retry")
+        self.start(restart_count)
+        for event in events:
+            self.record(**event)
         self.record("failure")
         return self.decide()
 
@@ -176,3 +199,193 @@ def test_what_a_foreign_or_torn_ledger_may_hold_does_no_harm() -> None:
         {"event": "failure"},
     ]
     assert history.decide().action in ("start", "retry")
+
+
+# The same failure
+
+RESUMED = {"event": "resumed", "fit": 0, "step": 30}
+BOOM = {
+    "event": "fault",
+    "rank": 1,
+    "fit": 0,
+    "step": 37,
+    "kind": "ValueError",
+    "reason": "ValueError: row 8123 is bad",
+}
+BOOM_ENDS = {"event": "fault", "rank": 1, "kind": "ValueError", "place": "train.py:80", "reason": BOOM["reason"],
+             "elastic_run_id": "job", "restart_count": 0}  # fmt: skip
+PEER_LOST = {
+    "event": "fault",
+    "rank": 0,
+    "fit": 0,
+    "step": 37,
+    "kind": "PeerLost",
+    "reason": "PeerLost: rank 1 is gone",
+}
+PEER_ENDS = {**PEER_LOST, "place": "peer.py:1", "elastic_run_id": "job", "restart_count": 0}
+CLAUSE = "the same failure for the {} time: ValueError at step 37 (train.py:80), each time after resuming from step 30"
+
+
+def saved(fit: int, step: int) -> dict[str, Any]:
+    return {"event": "saved", "fit": fit, "step": step}
+
+
+def test_the_reason_says_that_it_was_always_the_same_failure() -> None:
+    history = History(Budget(in_job_restarts=0, job_retries=3))
+    while history.decide().action != "give_up":
+        history.attempt(RESUMED, PEER_LOST, BOOM, BOOM_ENDS)
+    assert history.decide().reason == f"no progress in 4 jobs with up to 0 restarts each, {CLAUSE.format('4th')}"
+
+
+def test_what_advances_elsewhere_does_not_refill_the_budget_of_a_failure() -> None:
+    history = History(Budget(in_job_restarts=1, job_retries=1))
+    attempts = 0
+    while (decision := history.decide()).action != "give_up":
+        attempts += 1
+        assert decision == Decision("start", min(1 if attempts == 1 else 0, 4 - attempts), 0, decision.reason)
+        history.attempt(RESUMED, saved(1, 100 + attempts), BOOM, BOOM_ENDS)
+    assert attempts == 4
+    assert decision.reason == f"{CLAUSE.format('4th')}; what has advanced meanwhile has not helped against it"
+
+
+def test_the_restarts_inside_a_job_keep_to_what_the_same_failure_has_left() -> None:
+    history = History(Budget(in_job_restarts=3, job_retries=0))
+    history.record("job_start", retry=False)
+    for restart_count in range(2):
+        history.start(restart_count)
+        for event in (RESUMED, BOOM, BOOM_ENDS, saved(1, restart_count)):
+            history.record(**event)
+    history.record("failure")
+    assert history.decide().max_restarts == 4 - 2 - 1
+
+
+def test_a_step_verified_beyond_the_failure_overcomes_it() -> None:
+    history = History(Budget(in_job_restarts=0, job_retries=1))
+    for step in (38, 39, 40):  # that checkpoint is damaged every time: all begin again at 30
+        assert history.attempt(RESUMED, BOOM, BOOM_ENDS).action == "retry"
+        history.record("job_start", retry=True)
+        history.start()
+        for event in (RESUMED, saved(0, step), {"event": "exit", "status": "interrupted"}):
+            history.record(**event)
+    assert last_recurrence(history.events) == CLAUSE.format("3rd")
+
+
+@pytest.mark.parametrize("step", [30, 37])
+def test_a_step_verified_before_the_failure_does_not(step: int) -> None:
+    history = History(Budget(in_job_restarts=1, job_retries=0))
+    history.attempt(RESUMED, BOOM, BOOM_ENDS)
+    assert history.attempt(RESUMED, saved(0, step), saved(1, 1), BOOM, BOOM_ENDS).action == "give_up"
+
+
+def test_a_nearer_checkpoint_is_progress() -> None:
+    history = History(Budget(in_job_restarts=1, job_retries=0))
+    for step in range(30, 37):
+        decision = history.attempt({**RESUMED, "step": step}, saved(0, step + 1), BOOM, BOOM_ENDS)
+        assert (decision.action, decision.max_restarts) == ("start", 0)
+    history.attempt({**RESUMED, "step": 37}, BOOM, BOOM_ENDS)
+    assert history.decide().action == "give_up"
+
+
+def test_the_same_failure_is_known_across_launches_and_preemptions() -> None:
+    history = History(Budget(in_job_restarts=1, job_retries=1))
+    for _ in range(2):
+        history.attempt(RESUMED, saved(1, history.starts), BOOM, BOOM_ENDS)
+        history.starts += 1
+        history.record("launch")
+        history.record("job_start", retry=False)
+        history.start()
+        history.record("exit", status="interrupted")
+        history.record("launch")
+        history.record("job_start", retry=False)
+        history.start()
+        history.record("launcher_killed")
+    assert last_recurrence(history.events) == CLAUSE.format("2nd")
+    history.attempt(RESUMED, saved(1, 10), BOOM, BOOM_ENDS)
+    assert history.attempt(RESUMED, saved(1, 11), BOOM, BOOM_ENDS).action == "give_up"
+
+
+def test_whoever_launches_again_has_a_fresh_budget_but_is_told_the_whole_count() -> None:
+    history = History(Budget(in_job_restarts=0, job_retries=1))
+    for _ in range(2):
+        assert history.attempt(RESUMED, BOOM, BOOM_ENDS).action == "retry"
+        assert history.attempt(RESUMED, BOOM, BOOM_ENDS).action == "give_up"
+        history.record("give_up")
+    assert last_recurrence(history.events) == CLAUSE.format("4th")
+
+
+def test_workers_that_never_start_are_not_taken_for_the_failure_before() -> None:
+    history = History(Budget(in_job_restarts=0, job_retries=2))
+    for _ in range(2):
+        history.attempt(RESUMED, BOOM, BOOM_ENDS)
+    history.record("job_start", retry=True)
+    history.record("failure")
+    assert history.decide().reason == "no progress in 3 jobs with up to 0 restarts each"
+
+
+HANG = {"event": "fault", "rank": 2, "fit": 0, "step": 37, "kind": "hang", "elastic_run_id": "job", "restart_count": 0,
+        "reason": "rank 2 is stuck in train.py:80; ranks 0, 1 and 3 wait for it in all_reduce"}  # fmt: skip
+TIMED_OUT = {"event": "fault", "rank": 0, "fit": 0, "step": 37, "kind": "RuntimeError",
+             "reason": "RuntimeError: Timed out waiting 9000ms for recv operation to complete"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (
+            [RESUMED, PEER_LOST, BOOM, PEER_ENDS, BOOM_ENDS],
+            "ValueError at step 37 (train.py:80) after resuming from step 30",
+        ),
+        ([{"event": "fresh", "fit": 0}, BOOM], "ValueError at step 37 from the beginning"),
+        ([BOOM], "ValueError at step 37 before resuming"),
+        ([BOOM_ENDS], "ValueError (train.py:80) with step 20 safe"),
+        ([RESUMED, TIMED_OUT, PEER_LOST, HANG], "hang at step 37 after resuming from step 30"),
+        ([RESUMED, TIMED_OUT], "RuntimeError at step 37 after resuming from step 30"),
+        ([RESUMED, {**BOOM, "fit": 2}], "ValueError at step 37 in fit 2 before resuming"),
+        ([RESUMED, PEER_LOST], "a worker was killed after resuming from step 30"),
+        ([], "a worker was killed with step 20 safe"),
+        # of a process of an earlier job that is late
+        ([RESUMED, {**BOOM_ENDS, "elastic_run_id": "other"}], "a worker was killed after resuming from step 30"),
+        # the script has caught what the first fit raised
+        ([RESUMED, BOOM, {**RESUMED, "fit": 1, "step": 5}], "a worker was killed in fit 1 after resuming from step 5"),
+    ],
+)
+def test_why_a_group_of_workers_ended(events: list[dict[str, Any]], expected: str) -> None:
+    start = {"event": "start", "verified_step": 20, "elastic_run_id": "job"}
+    failure = Failure.of([start, *events])
+    assert f"{failure} {failure.origin}" == expected
+
+
+def test_a_hang_is_the_same_whatever_its_ranks_were_doing_when_they_were_looked_at() -> None:
+    other = {**HANG, "rank": 0, "reason": "rank 0 (n7, pid 17) is stuck in train.py:80, busy on the CPU, at step 37"}
+    assert Failure.of([RESUMED, HANG]) == Failure.of([RESUMED, other])
+    assert Failure.of([RESUMED, HANG]) != Failure.of([RESUMED, {**HANG, "step": 38}])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("[rank3]: row 8123 of 1e6 is bad", "[rank12]: row 9 of 3.5e-02 is bad"),
+        ("ranks 0, 1 and 3 wait", "ranks 2 and 3 wait"),
+        ("CUDA error at 0x7fab12ce on cuda:0", "CUDA error at 0x11 on cuda:7"),
+        ("No such file: '/tmp/a81f/x.bin'", "No such file: '../y/x.bin'"),
+        ("key 3fa85f64-5717-4562-b3fc-2c963f66afa6", "key 0fa85f64-a717-b562-c3fc-2c963f66afa6"),
+        ("store deadbeef01 is gone", "store 81aa00aa11 is gone"),
+        ("two\n  lines", "two lines"),
+    ],
+)
+def test_what_differs_between_two_of_a_kind_is_left_out(one: str, other: str) -> None:
+    assert normalised(one) == normalised(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("a/b is bad", "a/c is bad"), ("defaced", "decade"), ("KeyError: 'x'", "KeyError: 'y'")]
+)
+def test_what_says_something_stays(one: str, other: str) -> None:
+    assert normalised(one) != normalised(other)
+
+
+def test_foreign_fields_do_no_harm_to_the_recognition() -> None:
+    history = History(Budget())
+    history.attempt({"event": "fault", "fit": [], "step": {}, "kind": None, "place": 3, "reason": None, "rank": []})
+    history.attempt({"event": "resumed", "fit": "x", "step": "y"}, {"event": "fault"})
+    assert history.decide().action == "retry"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from lightning_resilience import AutoResume, Preemption
+from lightning_resilience import AutoResume, Preemption, session
 from lightning_resilience.checkpoint import resume
 from lightning_resilience.run_directory import RunDirectory
 from lightning_resilience.session import _sessions
@@ -164,6 +166,39 @@ def trainer(tmp: Path, callbacks: list[Any], **options: Any) -> L.Trainer:
 
 def both(tmp: Path) -> list[Any]:
     return [Preemption(run_dir=tmp / "run"), AutoResume(tmp / "run")]
+
+
+ENDS: dict[str, tuple[dict[str, Any], Callable[[L.Trainer], None]]] = {
+    "max_steps": ({"max_steps": 9, "max_epochs": -1}, lambda trainer: None),
+    "max_epochs": ({"max_epochs": 1}, lambda trainer: None),
+    "max_time": ({"max_time": timedelta(microseconds=1), "max_epochs": -1}, lambda trainer: None),
+    "should_stop": ({"max_epochs": 5}, lambda trainer: setattr(trainer, "should_stop", True)),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_fit_that_came_to_its_end_is_not_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    options, stop = ENDS[end]
+
+    def fit() -> tuple[int, bool]:
+        """The step at the end, and whether this fit has trained, as in a process of its own."""
+        monkeypatch.setattr(session, "_fits_begun", {})
+        module, own = Tiny(), trainer(tmp_path, both(tmp_path), **options)
+        module.inside = lambda: stop(own)
+        own.fit(module)
+        return own.global_step, module.inside is None
+
+    step, trained = fit()
+    assert step > 0
+    assert trained
+    outcome = RunDirectory(tmp_path / "run").fit(0).outcome
+    assert outcome is not None
+    assert outcome.status == "finished"
+    with caplog.at_level(logging.INFO):
+        assert fit() == (step, False)
+    assert any(f"finished at step {step} before" in message for message in caplog.messages)
 
 
 def test_a_learning_rate_search_is_no_fit_of_the_run(tmp_path: Path) -> None:

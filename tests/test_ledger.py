@@ -256,6 +256,53 @@ def test_a_run_without_our_launcher_has_interruptions_too(tmp_path: Path) -> Non
     assert [each.resumed_step for each in found] == [10, 15, 15]
 
 
+def attempt(restart_count: int, *events: dict[str, Any]) -> list[dict[str, Any]]:
+    start = {"event": "start", "elastic_run_id": "job", "restart_count": restart_count, "verified_step": 30}
+    return [start, {"event": "resumed", "fit": 0, "step": 30}, *events]
+
+
+PEER_LOST = {"event": "fault", "fit": 0, "step": 37, "rank": 0, "kind": "PeerLost", "reason": "PeerLost: rank 1 left"}
+HANG = {"event": "fault", "fit": 0, "step": 37, "rank": 1, "kind": "hang", "reason": "rank 1 stuck in train.py:80",
+        "elastic_run_id": "job", "restart_count": 1}  # fmt: skip
+
+
+def bad_row(number: int) -> list[dict[str, Any]]:
+    fault = {"event": "fault", "rank": 1, "kind": "ValueError", "reason": f"ValueError: row {number} is bad"}
+    ends = {"place": "train.py:80", "elastic_run_id": "job", "restart_count": 0}
+    return [{**fault, "fit": 0, "step": 37}, {**fault, **ends}]
+
+
+def test_the_report_says_which_failure_came_again(tmp_path: Path) -> None:
+    preempted = [{"event": "interrupted"}, {"event": "exit", "rank": None, "status": "interrupted"}]
+    events = [
+        *attempt(0, *bad_row(8123)),
+        *attempt(1, *preempted),
+        *attempt(0, *preempted),
+        *attempt(0, PEER_LOST, HANG),
+        *attempt(1, PEER_LOST, *bad_row(17)),
+        *attempt(2, *bad_row(9)),
+        {"event": "failure", "rank": None, "reason": "rank 1: ValueError: row 9 is bad"},
+        {"event": "exit", "rank": None, "status": "failed"},
+    ]
+    text = report(ledger_of(tmp_path, *events))
+    again = (
+        "The same failure for the 3rd time: ValueError at step 37 (train.py:80), each time after resuming from step 30."
+    )
+    assert [line for line in text.splitlines() if "same failure" in line] == [again]
+    assert "Interruptions: 4 crash, 2 preempted." in text
+    reasons = [found.reason for found in interruptions(read_ledger(tmp_path / "ledger.jsonl"))]
+    assert reasons[3:] == ["rank 1 stuck in train.py:80", "ValueError: row 17 is bad", "ValueError: row 9 is bad"]
+
+
+def test_a_run_at_work_and_failures_of_different_kinds_are_no_repetition(tmp_path: Path) -> None:
+    events = [
+        *attempt(0, *bad_row(1)),
+        *attempt(1, PEER_LOST, HANG),
+        *attempt(2, {"event": "saved", "fit": 0, "step": 37}),
+    ]
+    assert "same failure" not in report(ledger_of(tmp_path, *events, *attempt(3, *bad_row(1))))
+
+
 @pytest.mark.parametrize("content", [b"", b"\x00\xff\n{", b'{"event": "start"}\n{"event": "start", "time": "x"}\n'])
 def test_an_empty_or_torn_ledger_is_reported(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "ledger.jsonl").write_bytes(content)

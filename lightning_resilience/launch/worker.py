@@ -6,9 +6,9 @@ Imports neither torch nor Lightning, so that signals are noticed from the script
 from __future__ import annotations
 
 import os
-import re
 import runpy
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience import signals
-from lightning_resilience.launch.budget import highest_verified_step
+from lightning_resilience.launch.budget import first_cause, highest_verified_step, last_recurrence
 from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.ledger import Ledger, read_ledger
 from lightning_resilience.run_directory import RUN_DIR_VARIABLE, WORKER_PID_VARIABLE, Outcome, RunDirectory
@@ -34,6 +34,7 @@ def main() -> None:
     run_directory = RunDirectory(os.environ[RUN_DIR_VARIABLE])
     ledger = Ledger(run_directory.ledger, rank=int(os.environ.get("RANK", "0")))
     began = time.time()
+    fault: dict[str, Any] = {}
     if ledger.rank == 0:
         _record_start(run_directory, ledger)
     try:
@@ -46,10 +47,12 @@ def main() -> None:
             outcome = Outcome("finished", "the script ended by sys.exit")
         else:
             outcome = Outcome("failed", f"the script ended by sys.exit({exit_request.code!r})")
+            fault = _describe(exit_request)
             if not isinstance(exit_request.code, int):
                 print(exit_request.code, file=sys.stderr)  # as Python does
     except BaseException as error:
         outcome = Outcome("failed", traceback.format_exception_only(type(error), error)[-1].strip())
+        fault = _describe(error)
         _show(error)
 
     for fit in run_directory.fits:  # a fit's own word counts for more: a library may have swallowed its exception
@@ -58,7 +61,7 @@ def main() -> None:
             continue
         if said.status == "halted" or (said.status == "interrupted" and outcome.status == "finished"):
             outcome = said
-    _record_end(run_directory, ledger, outcome, command)
+    _record_end(run_directory, ledger, outcome, fault, command)
     sys.exit(1 if outcome.status == "failed" else 0)  # the launcher would restart whatever does not end with 0
 
 
@@ -77,6 +80,8 @@ def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:
         cause = first_fault(events, info["elastic_run_id"], info["restart_count"] - 1) or "a worker was killed"
         safe = "no checkpoint yet" if step is None else f"step {step} is safe"
         line = f"[lightning-resilience] Restart {info['restart_count']} inside the job, {safe}. Before: {cause}."
+        if again := last_recurrence(read_ledger(run_directory.ledger)):
+            line += f" This is {again}."
         print(line, file=sys.stderr, flush=True)
 
 
@@ -86,21 +91,27 @@ def first_fault(events: Iterable[dict[str, Any]], elastic_run_id: str | None, re
     A worker that was killed says nothing: if all that is known is that peers were lost, it is that one that failed.
     """
     group = {"event": "fault", "elastic_run_id": elastic_run_id, "restart_count": restart_count}
-    faults = [f"rank {event.get('rank')}: {event.get('reason')}" for event in events if group.items() <= event.items()]
+    faults = [event for event in events if group.items() <= event.items()]
     if not faults:
         return None
-    own = [fault for fault in faults if not _LOST_PEER.search(fault)]
-    return own[0] if own else f"a worker was killed ({faults[0]})"
+    cause = first_cause(faults)
+    return f"a worker was killed ({_say(faults[0])})" if cause is None else _say(cause)
 
 
-_LOST_PEER = re.compile(r"PeerLost|Connection (closed|reset) by peer|ncclRemoteError|NCCL communicator was aborted")
+def _say(fault: dict[str, Any]) -> str:
+    who = "hang" if fault.get("kind") == "hang" else f"rank {fault.get('rank')}"  # a hang's reason says which rank
+    return f"{who}: {fault.get('reason')}"
 
 
-def _record_end(run_directory: RunDirectory, ledger: Ledger, outcome: Outcome, command: list[str]) -> None:
+def _record_end(
+    run_directory: RunDirectory, ledger: Ledger, outcome: Outcome, fault: dict[str, Any], command: list[str]
+) -> None:
     elastic_run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if outcome.status == "failed":
         restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        ledger.record("fault", reason=outcome.reason, elastic_run_id=elastic_run_id, restart_count=restart_count)
+        ledger.record(
+            "fault", **fault, reason=outcome.reason, elastic_run_id=elastic_run_id, restart_count=restart_count
+        )
     if ledger.rank != 0 or not run_directory.is_owned_here():  # a late process of an older attempt has no say
         return
     details = {"command": command, "elastic_run_id": elastic_run_id}
@@ -108,6 +119,20 @@ def _record_end(run_directory: RunDirectory, ledger: Ledger, outcome: Outcome, c
         outcome, attempt=run_directory.attempt, time=time.time(), details=outcome.details | details
     )
     ledger.record("outcome", status=outcome.status, reason=outcome.reason)
+
+
+_NOT_THE_USERS = (
+    "<",  # <frozen runpy>
+    str(Path(__file__).parents[1]) + os.sep,
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    """The class of an exception, and the innermost line of the user's own code in its traceback."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [f"{os.path.basename(file)}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
+    return {"kind": type(error).__name__, "place": users[-1] if users else None}
 
 
 def _show(error: BaseException) -> None:

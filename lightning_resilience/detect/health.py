@@ -1,0 +1,453 @@
+"""Checks of a node before a worker (re)joins a job: its device, its storage and its clock; and a ping of all ranks.
+
+What is broken mostly hangs: a call into a dead driver or a dead NFS mount does not return, and nothing can cancel it.
+Each check therefore runs in a daemon thread, and one that has not answered in time has failed; its thread is left
+behind. Only a call that never releases the interpreter lock escapes this deadline, and is left to the watchdog.
+
+No check touches a random number generator. None raises for what is broken: that is the ``detail`` of a failed check.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer  # the built-in one only from Python 3.11 on
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_resilience._files import temporary_path
+
+_T = TypeVar("_T")
+
+_SIDE = 1024  # of the matrices: large enough to occupy most of a device, and 4 MiB each
+_PATTERN_WORDS = 4 * 2**20  # 16 MiB
+_NEEDED_INODES = 100  # what one save and its diagnostics may create
+_REMEDY = "reset it or exclude this node"
+_GRACE_S = 5.0  # beyond a collective's own deadline
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found.
+
+    Args:
+        name: ``device`` (it raised or did not answer), ``compute``, ``memory``, ``accelerator`` (there is none); from
+            NVML ``nvml``, ``ecc``, ``retired pages``, ``remapped rows``, ``clocks``; ``free space``, ``clock``;
+            ``collective``. A failed ``free space`` is mostly that of shared storage and no other node has more; what
+            else can fail in :func:`check_node` is the node's own.
+        ok: Whether it passed.
+        detail: One clause for a person: what was seen, where, and if it failed, what to do.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class HealthReport:
+    """What all checks found. As a string, one line: what failed if anything did, else what was checked.
+
+    Args:
+        checks: In the order in which they were made.
+    """
+
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check passed."""
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks that did not pass."""
+        return tuple(check for check in self.checks if not check.ok)
+
+    def __str__(self) -> str:
+        verdict = "healthy" if self.ok else "unhealthy"
+        return f"{verdict}: " + "; ".join(check.detail for check in (self.failed or self.checks))
+
+
+def check_node(
+    run_dir: str | os.PathLike[str],
+    device: torch.device | str | None = None,
+    needed_bytes: int = 100_000_000,
+    local_dirs: Sequence[str | os.PathLike[str]] = (),
+    timeout_s: float = 30.0,
+) -> HealthReport:
+    """Whether a worker may join from this node. Checks the device, the directories and the clock, all at once.
+
+    Args:
+        run_dir: On storage that all nodes share; it need not exist yet.
+        device: See :func:`check_gpu_health`.
+        needed_bytes: What must be free in each directory. The default holds what a run writes besides its checkpoints.
+        local_dirs: Directories of this node that are written to as well.
+        timeout_s: Seconds after which a check that has not answered has failed; no more than that is waited in all.
+    """
+    deadline = time.monotonic() + timeout_s
+    started = [
+        (Path(directory), "free space", _start(partial(_one, check_free_space, directory, needed_bytes)))
+        for directory in (run_dir, *local_dirs)
+    ]
+    started.append((Path(run_dir), "clock", _start(partial(_one, check_clock, run_dir))))
+    checks = check_gpu_health(device, timeout_s)
+    for directory, name, answer in started:
+        subject = f"the storage of {directory}"
+        checks += _collect(answer, name, subject, "repair or remount it", deadline, timeout_s)
+    return HealthReport(tuple(checks))
+
+
+def _one(check: Callable[..., Check], *args: Any) -> list[Check]:
+    return [check(*args)]
+
+
+# -- device ------------------------------------------------------------------------------------------------------------
+
+
+def check_device_health(device: torch.device | str | None = None, timeout_s: float = 30.0) -> list[Check]:
+    """Has a device multiply two matrices whose product is known, and keep a pattern in its memory.
+
+    The matrices hold small integers, so the product is exact in whichever precision the device multiplies.
+
+    Args:
+        device: Default: the accelerator that is current in this thread (the first one, unless the strategy or the
+            program has chosen), or the CPU where there is none.
+        timeout_s: Seconds after which a device that has not answered has failed.
+    """
+    deadline = time.monotonic() + timeout_s
+    found = _find(device, timeout_s)
+    if isinstance(found, Check):
+        return [found]
+    return _exercise_within(found, deadline, timeout_s)
+
+
+def check_gpu_health(device: torch.device | str | None = None, timeout_s: float = 30.0) -> list[Check]:
+    """:func:`check_device_health`, and what NVML knows of the device, as far as there is an NVML that knows it.
+
+    Uncorrected ECC errors since the driver was loaded, pages that wait for their retirement and rows that could not be
+    remapped are failures, as is a GPU that the driver has lost. Temperature and a clock slowed down by the hardware are
+    told, but fail nothing: both may pass. A fact that cannot be read is left out. The Xid errors of the past cannot.
+
+    The NVML part is NVIDIA's; any other accelerator, or the CPU where there is none, is checked without.
+
+    Args:
+        device: See :func:`check_device_health`.
+        timeout_s: Seconds after which a device that has not answered has failed.
+    """
+    deadline = time.monotonic() + timeout_s
+    found = _find(device, timeout_s)
+    if isinstance(found, Check):
+        return [found]
+    checks = []
+    if device is None and found.type == "cpu":
+        checks.append(Check("accelerator", True, "there is no accelerator, the CPU was checked instead"))
+    facts = _start(partial(_nvml_facts, found))
+    checks += _exercise_within(found, deadline, timeout_s)
+    checks += _collect(facts, "nvml", f"NVML for device {found}", _REMEDY, deadline, timeout_s)
+    return checks
+
+
+def _find(device: torch.device | str | None, timeout_s: float) -> torch.device | Check:
+    try:
+        accelerator = torch.accelerator.current_accelerator()  # that of this build of torch; asks no driver
+        if device is None:
+            if accelerator is None or not _start(torch.accelerator.is_available).result(timeout_s):
+                return torch.device("cpu")
+            device = accelerator
+        device = torch.device(device)
+        if device == accelerator:  # without an index; asked here, because every thread has a current device of its own
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        return device
+    except NoAnswer:
+        return Check("device", False, f"the accelerator's driver did not answer within {timeout_s:g} s: {_REMEDY}")
+    except Exception as error:
+        return Check("device", False, f"device {device or 'of this process'} is not usable: {_describe(error)}")
+
+
+def _exercise_within(device: torch.device, deadline: float, timeout_s: float) -> list[Check]:
+    answer = _start(lambda: [_check_compute(device), _check_memory(device)])
+    return _collect(answer, "device", f"device {device}", _REMEDY, deadline, timeout_s)
+
+
+def _check_compute(device: torch.device) -> Check:
+    # Integers up to 6 are exact in any format with 3 bits of significand, so in TF32 and bfloat16 too; the sums stay
+    # below 2**24, up to which float32 is exact. Rows repeat every 7 and columns every 5, so the host computes 35 sums.
+    index = torch.arange(_SIDE, device="cpu")
+    left = (index[:, None] + index[None, :]) % 7
+    right = (index[:, None] + 2 * index[None, :]) % 5
+    expected = (left[:7] @ right[:, :5])[index % 7][:, index % 5]
+    product = torch.matmul(left.to(device, torch.float32), right.to(device, torch.float32)).cpu()
+    wrong = int((product != expected).sum())
+    if wrong:
+        return Check("compute", False, f"device {device} computed {wrong} of {_SIDE**2} sums wrong: {_REMEDY}")
+    return Check("compute", True, f"device {device} computes as it should")
+
+
+def _check_memory(device: torch.device) -> Check:
+    counting = torch.arange(_PATTERN_WORDS, dtype=torch.int32, device="cpu")
+    memory = torch.empty(_PATTERN_WORDS, dtype=torch.int32, device=device)
+    wrong = 0
+    for pattern in (counting, ~counting):  # every bit is once 0 and once 1
+        memory.copy_(pattern)
+        wrong += int((memory.cpu() != pattern).sum())
+    if wrong:
+        return Check("memory", False, f"device {device} lost {wrong} of {2 * _PATTERN_WORDS} words: {_REMEDY}")
+    return Check("memory", True, f"device {device} keeps what is written to it")
+
+
+# -- NVML --------------------------------------------------------------------------------------------------------------
+
+
+def _nvml_facts(device: torch.device) -> list[Check]:
+    uuid = _uuid(device)
+    if uuid is None:
+        return []
+    try:
+        import pynvml  # type: ignore
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver, or none of NVIDIA's
+        return []
+    name = f"device {device} (GPU-{uuid})"
+    gone = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
+    checks: list[Check] = []
+    try:
+        # By UUID, because CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's.
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        for fact in (_ecc_errors, _retired_pages, _remapped_rows, _clocks):
+            try:
+                checks.append(fact(pynvml, gpu, name))
+            except AttributeError:  # not in this version of the library
+                continue
+            except pynvml.NVMLError as error:  # mostly: not supported by this GPU
+                if error.value in gone:
+                    raise
+    except pynvml.NVMLError as error:
+        if error.value in gone:
+            checks.append(Check("nvml", False, f"NVML says of {name}: {error}, {_REMEDY}"))
+    finally:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+    return checks
+
+
+def _uuid(device: torch.device) -> str | None:
+    try:
+        return str(torch.get_device_module(device).get_device_properties(device).uuid)
+    except (AttributeError, AssertionError, RuntimeError):  # a device without one; or broken, which its exercise tells
+        return None
+
+
+def _ecc_errors(pynvml: Any, gpu: Any, name: str) -> Check:
+    count = pynvml.nvmlDeviceGetTotalEccErrors(gpu, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    if count:
+        return Check("ecc", False, f"{name} has had {count} uncorrected ECC errors since its last reset: {_REMEDY}")
+    return Check("ecc", True, f"{name} has had no uncorrected ECC errors")
+
+
+def _retired_pages(pynvml: Any, gpu: Any, name: str) -> Check:
+    if pynvml.nvmlDeviceGetRetiredPagesPendingStatus(gpu) == pynvml.NVML_FEATURE_ENABLED:
+        return Check("retired pages", False, f"{name} has broken memory pages that only a reset retires: {_REMEDY}")
+    return Check("retired pages", True, f"{name} has no pages to retire")
+
+
+def _remapped_rows(pynvml: Any, gpu: Any, name: str) -> Check:
+    _, _, pending, failed = pynvml.nvmlDeviceGetRemappedRows(gpu)
+    if failed:
+        return Check("remapped rows", False, f"{name} could not remap a broken memory row: have it replaced")
+    # Where an uncorrected error is behind a pending remapping, the ECC check has failed; else the row still works.
+    at_reset = ", some at the next reset" if pending else ""
+    return Check("remapped rows", True, f"{name} could remap its memory rows{at_reset}")
+
+
+def _clocks(pynvml: Any, gpu: Any, name: str) -> Check:
+    reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
+    slowed = {
+        "too hot": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+        "power brake": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
+        "slowed down by the hardware": pynvml.nvmlClocksThrottleReasonHwSlowdown,
+    }
+    seen = "".join(f", {reason}" for reason, bit in slowed.items() if reasons & bit)
+    degrees = pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)
+    return Check("clocks", True, f"{name} has {degrees} °C{seen}")
+
+
+# -- storage and clock -------------------------------------------------------------------------------------------------
+
+
+def check_free_space(path: str | os.PathLike[str], needed_bytes: int) -> Check:
+    """Whether ``needed_bytes`` and some files fit into a directory: asks for the free space, and writes a small file.
+
+    Quotas are not in the figures that the system gives; a quota that is used up shows when the file is written. Waits
+    for the storage as long as that takes; :func:`check_node` does not.
+
+    Args:
+        path: A directory. If it does not exist, the nearest parent that does is checked.
+        needed_bytes: What must be free for this user.
+    """
+    try:
+        directory = _nearest(path)
+        status = os.statvfs(directory)
+        free = status.f_bavail * status.f_frsize
+        seen = f"{_size(free)} free in {path}"
+        if free < needed_bytes:
+            return Check("free space", False, f"{seen}, {_size(needed_bytes)} needed: make room")
+        # Storage that does not count inodes has a total of 0.
+        if status.f_files and status.f_favail < _NEEDED_INODES:
+            few = f"{path} has room for {status.f_favail} more files, {_NEEDED_INODES} needed: remove some"
+            return Check("free space", False, few)
+        _write_time(directory)
+    except OSError as error:
+        return Check("free space", False, _not_writable(path, error))
+    return Check("free space", True, seen)
+
+
+def check_clock(path: str | os.PathLike[str], tolerance_s: float = 60.0) -> Check:
+    """Compares this host's clock with that of shared storage: the modification time of a file just written there.
+
+    A node whose clock is wrong writes times into the ledger that mislead everybody, and takes fresh files of others
+    for abandoned. On a local file system there is no second clock, so the check passes.
+
+    Args:
+        path: A directory; see :func:`check_free_space`, also for how long this takes.
+        tolerance_s: Seconds by which the clocks may differ.
+    """
+    before = time.time()
+    try:
+        written = _write_time(_nearest(path))
+    except OSError as error:
+        return Check("clock", False, _not_writable(path, error))
+    after = time.time()
+    ahead_s = max(before - written, 0.0) - max(written - after, 0.0)
+    seen = f"this host's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} that of {path}"
+    if abs(ahead_s) > tolerance_s:
+        return Check("clock", False, f"{seen}, {tolerance_s:g} s allowed: synchronise it")
+    return Check("clock", True, f"this host's clock agrees with that of {path} within {tolerance_s:g} s")
+
+
+def _nearest(path: str | os.PathLike[str]) -> Path:
+    nearest = Path(path).absolute()
+    while True:
+        try:
+            nearest.lstat()
+            return nearest
+        except (FileNotFoundError, NotADirectoryError):
+            nearest = nearest.parent
+
+
+def _write_time(directory: Path) -> float:
+    """Writes, syncs and removes a file; returns its modification time, seconds since the epoch."""
+    path = temporary_path(directory / "health-check")
+    try:
+        with open(path, "xb") as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+            return os.fstat(file.fileno()).st_mtime
+    finally:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _not_writable(path: str | os.PathLike[str], error: OSError) -> str:
+    return f"{path} cannot be written to ({error.strerror or error}): repair it or its permissions, or name another"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+# -- collective --------------------------------------------------------------------------------------------------------
+
+
+def check_collective(
+    device: torch.device | str, timeout_s: float = 10.0, group: dist.ProcessGroup | None = None
+) -> Check:
+    """A ping: all ranks of a group sum ones, and the sum must be their number. All of them must call this.
+
+    It passes where there is no process group, and on a rank that is not in ``group``. Ranks need not agree about the
+    outcome: one that came too late may see its own ping fail for that, or another reason. **After a failure the group
+    is of no use any more**: gloo closes its connections, NCCL aborts its communicator. Raise, and end the process.
+
+    Args:
+        device: Where the ones are; must suit the group's backend.
+        timeout_s: Seconds to wait for the other ranks.
+        group: Default: all ranks.
+    """
+    group = group or (dist.group.WORLD if dist.is_available() else None)
+    if group is None or dist.get_rank(group) < 0:
+        return Check("collective", True, "there is no process group with this rank to check")
+    size = dist.get_world_size(group)
+    # In a thread, because the call itself, in which NCCL may connect, and the copy to the host have no deadline.
+    answer = _start(partial(_sum_of_ones, device, timeout_s, group))
+    try:
+        total = answer.result(timeout_s + _GRACE_S)
+    except NoAnswer:
+        return Check("collective", False, f"the sum over {size} ranks did not return, {timeout_s:g} s were allowed")
+    except Exception as error:
+        seen = f"no sum over {size} ranks within {timeout_s:g} s ({_describe(error)})"
+        return Check("collective", False, f"{seen}: a rank is dead, stuck or elsewhere")
+    if total != size:
+        return Check("collective", False, f"the ones of {size} ranks sum up to {total:g}: one of them is wrong")
+    return Check("collective", True, f"all {size} ranks answer")
+
+
+def _sum_of_ones(device: torch.device | str, timeout_s: float, group: dist.ProcessGroup) -> float:
+    ones = torch.ones(1, device=device)
+    # `dist.all_reduce` takes no deadline. With that of `wait` alone gloo keeps the operation, and the group's
+    # destructor waits for it until the group's own timeout, half an hour by default.
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=timeout_s)
+    if not group.allreduce([ones], options).wait(options.timeout):
+        raise RuntimeError("the wait ended early")
+    return float(ones.item())
+
+
+# -- deadlines ---------------------------------------------------------------------------------------------------------
+
+
+def _start(work: Callable[[], _T]) -> Future[_T]:
+    """Runs ``work`` in a daemon thread; the threads of an executor would be waited for at exit."""
+    answer: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:  # it belongs to whoever asks for the result
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="health check", daemon=True).start()
+    return answer
+
+
+def _collect(
+    answer: Future[list[Check]], name: str, subject: str, to_do: str, deadline: float, timeout_s: float
+) -> list[Check]:
+    try:
+        return answer.result(max(0.0, deadline - time.monotonic()))
+    except NoAnswer:
+        return [Check(name, False, f"{subject} did not answer within {timeout_s:g} s: {to_do}")]
+    except Exception as error:
+        return [Check(name, False, f"{subject} failed with {_describe(error)}: {to_do}")]
+
+
+def _describe(error: Exception) -> str:
+    lines = str(error).strip().splitlines()  # a device's errors come with advice for debugging below
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

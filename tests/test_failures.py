@@ -1,0 +1,186 @@
+"""A failure that comes again, with real launches: how often it is tried, and what is said about it in the end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_resilience.launch.worker import first_fault
+from tests.test_launch import FAKE, REAL, Launcher
+
+ALWAYS = """
+    class BadRow(ValueError): pass
+    ledger.record("resumed", fit=0, step=30)
+    ledger.record("fault", kind="BadRow", fit=0, step=37, reason="BadRow: row 8123")  # as a session does
+    raise BadRow(f"row {os.getpid()}")
+"""
+ELSEWHERE = """
+    ledger.record("saved", fit=1, step=len(os.listdir()))
+    open(f"attempt-{len(os.listdir())}", "w").close()
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path)
+    yield launcher
+    launcher.clean_up()
+
+
+def attempts(launcher: Launcher) -> list[int]:
+    """How many groups of workers each job has started."""
+    counts: list[int] = []
+    for event in launcher.events("job_start", "start"):
+        if event["event"] == "job_start":
+            counts.append(0)
+        else:
+            counts[-1] += 1
+    return counts
+
+
+def clause(launcher: Launcher, times: str, failure: str = "BadRow at step 37", resumed: int = 30) -> str:
+    lines = (launcher.folder / "script.py").read_text().splitlines()
+    [raising] = [number for number, line in enumerate(lines, 1) if " raise " in f" {line}"]
+    where = f"{failure} (script.py:{raising})"
+    return f"same failure for the {times} time: {where}, each time after resuming from step {resumed}"
+
+
+def report_of(launcher: Launcher) -> str:
+    command = [sys.executable, "-m", "lightning_resilience.launch.cli", "report", str(launcher.run_directory.path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_real_what_always_fails_gets_four_attempts_in_each_of_three_jobs(launcher: Launcher) -> None:
+    launcher.script(ALWAYS)
+    assert launcher.run("--nproc-per-node=1", "script.py", program=REAL) == 1
+    assert attempts(launcher) == [4, 4, 4]
+    last_line = launcher.stderr().splitlines()[-1]
+    assert last_line.startswith("[lightning-resilience] Failed: no progress in 3 jobs with up to 3 restarts each, ")
+    assert clause(launcher, "12th") in last_line
+    assert f"This is the {clause(launcher, '3rd')}." in launcher.stderr()
+    assert clause(launcher, "12th") in report_of(launcher)
+
+
+def test_what_fails_after_progress_each_time_goes_on_until_it_is_finished(launcher: Launcher) -> None:
+    launcher.script(
+        """
+        step = max([0, *(int(name) for name in os.listdir() if name.isdecimal())])
+        ledger.record("resumed", fit=0, step=step)
+        if step < 7:
+            open(str(step + 1), "w").close()
+            ledger.record("saved", fit=0, step=step + 1)
+            ledger.record("fault", kind="ValueError", fit=0, step=step + 1, reason="ValueError: boom")
+            raise ValueError("boom")
+        ledger.record("finished", fit=0, step=step)
+        """
+    )
+    assert launcher.run("--in-job-restarts=1", "--job-retries=0", "script.py") == 0, launcher.stderr()
+    assert len(launcher.events("start")) == 8
+    assert all(not event["retry"] for event in launcher.events("job_start"))
+    assert "same failure" not in launcher.stderr() + report_of(launcher)
+
+
+def test_what_advances_elsewhere_does_not_keep_a_failure_alive(launcher: Launcher) -> None:
+    launcher.script(ELSEWHERE + ALWAYS)
+    assert launcher.run("--in-job-restarts=1", "--job-retries=2", "script.py") == 1
+    assert sum(attempts(launcher)) == 2 * 3
+    last_line = launcher.stderr().splitlines()[-1]
+    assert clause(launcher, "6th") + "; what has advanced meanwhile has not helped" in last_line
+
+
+def test_a_failure_is_known_again_in_the_next_launch(launcher: Launcher) -> None:
+    launcher.script(ALWAYS)
+    options = ["--in-job-restarts=0", "--job-retries=1", "script.py"]
+    assert [launcher.run(*options), launcher.run(*options)] == [1, 1]
+    assert attempts(launcher) == [1, 1, 1, 1]
+    assert clause(launcher, "4th") in launcher.stderr()
+
+
+def test_a_diagnosed_hang_is_the_failure_and_not_what_its_peers_ran_into(launcher: Launcher) -> None:
+    launcher.script(
+        """
+        ids = {"elastic_run_id": os.environ["TORCHELASTIC_RUN_ID"], "restart_count": restart_count}
+        ledger.record("resumed", fit=0, step=30)
+        ledger.record("fault", reason="RuntimeError: Timed out waiting 9000ms for recv", kind="RuntimeError", **ids)
+        ledger.record("fault", kind="hang", reason="rank 2 stuck in all_reduce", fit=0, step=37, **ids)
+        os._exit(79) if restart_count == 0 else os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    assert launcher.run("--in-job-restarts=1", "--job-retries=0", "script.py") == 1
+    assert "Before: hang: rank 2 stuck in all_reduce." in launcher.stderr()
+    last_line = launcher.stderr().splitlines()[-1]
+    assert "the same failure for the 2nd time: hang at step 37, each time after resuming from step 30" in last_line
+    assert "last failure: hang: rank 2 stuck in all_reduce" in last_line
+
+
+@pytest.mark.parametrize(
+    ("reasons", "expected"),
+    [
+        ([], None),
+        (["PeerLost: rank 1 is gone", "ValueError: boom"], "rank 1: ValueError: boom"),
+        (["RuntimeError: Connection closed by peer"], "a worker was killed (rank 0: RuntimeError: Connection closed"),
+        (["RuntimeError: Timed out waiting 9000ms"], "rank 0: RuntimeError: Timed out waiting"),
+    ],
+)
+def test_the_first_fault_is_no_mere_consequence(reasons: list[str], expected: str | None) -> None:
+    faults = [
+        {"event": "fault", "rank": rank, "reason": reason, "elastic_run_id": "job", "restart_count": 2}
+        for rank, reason in enumerate(reasons)
+    ]
+    fault = first_fault([{**faults[0], "elastic_run_id": "other"}, *faults] if faults else [], "job", 2)
+    assert fault is None if expected is None else str(fault).startswith(expected)
+
+
+TRAINS = """
+    import lightning.pytorch as L, torch
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+        def training_step(self, batch, batch_idx):
+            FAIL
+            return self.layer(batch[0]).mean()
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(30, 1)))
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+    from lightning_resilience import AutoResume
+    L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+              callbacks=[AutoResume(every_n_train_steps=5)]).fit(Module())
+"""
+FAILS_AT_13 = 'if self.global_step == 13: raise ValueError(f"row {os.getpid()}")'
+FAILS_AFTER_EVERY_SAVE = """
+            if self.global_step % 5 == 1 and not os.path.exists(str(self.global_step)):
+                open(str(self.global_step), "w").close()
+                if self.global_step > 1: raise ValueError("boom")
+"""
+
+
+def test_a_training_that_fails_at_the_same_step_is_recognised(launcher: Launcher) -> None:
+    launcher.script(TRAINS.replace("FAIL", FAILS_AT_13))
+    assert launcher.run("--in-job-restarts=2", "--job-retries=0", "script.py", program=FAKE) == 1
+    assert attempts(launcher) == [3], launcher.stderr()
+    # The first attempt resumed nothing, and the two after it the checkpoint of step 10.
+    assert clause(launcher, "2nd", "ValueError at step 13", 10) in launcher.stderr().splitlines()[-1]
+    assert clause(launcher, "2nd", "ValueError at step 13", 10) in report_of(launcher)
+
+
+@pytest.mark.campaign
+def test_real_a_training_that_always_fails(launcher: Launcher) -> None:
+    launcher.script(TRAINS.replace("FAIL", FAILS_AT_13))
+    assert launcher.run("--nproc-per-node=1", "script.py", program=REAL) == 1
+    assert attempts(launcher) == [4, 4, 4], launcher.stderr()
+    assert clause(launcher, "11th", "ValueError at step 13", 10) in launcher.stderr().splitlines()[-1]
+
+
+@pytest.mark.campaign
+def test_real_a_training_that_fails_after_progress_each_time(launcher: Launcher) -> None:
+    launcher.script(TRAINS.replace("FAIL", FAILS_AFTER_EVERY_SAVE))
+    assert launcher.run("--nproc-per-node=1", "--in-job-restarts=1", "--job-retries=0", "script.py", program=REAL) == 0
+    assert len(launcher.events("start")) == 6, launcher.stderr()
+    assert launcher.events("finished")[-1]["step"] == 30
+    assert "same failure" not in launcher.stderr()
