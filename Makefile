@@ -2,12 +2,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Newer NVRx wheels want a newer glibc than many machines have. Their Python files run anywhere.
+NVRX_LATEST := 0.7.0
+LATEST := .nvrx-latest
 
 # One thread for each process: the ranks share the cores, and results do not depend on how many there are.
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kills check bench clean
+.PHONY: help demo test test-kills test-nvrx-latest check bench clean
 
 help: ## Show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -21,6 +24,10 @@ test: $(READY) ## Run all tests
 test-kills: $(READY) ## Kill trainings at random instants and compare their final weights (long)
 	@$(BIN)/python -m pytest -m campaign
 
+test-nvrx-latest: $(LATEST)/.ready ## Run the tests that depend on NVRx with its newest version (about 3 minutes)
+	@$(LATEST)/bin/python -c 'from lightning_resilience._nvrx import installed_version as v; print("NVRx", *v()); assert v() == tuple(map(int, "$(NVRX_LATEST)".split(".")))'
+	@$(LATEST)/bin/python -m pytest -m nvrx
+
 check: $(READY) ## Check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -30,7 +37,7 @@ bench: $(READY) ## Measure what a healthy training step pays
 	@$(BIN)/python benchmarks/overhead.py
 
 clean: ## Remove the environment, caches and everything the demo has written
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache runs build dist *.egg-info
+	rm -rf .venv $(LATEST) .mypy_cache .pytest_cache .ruff_cache runs build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -39,4 +46,17 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt torch
 	@$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+# An environment in front of .venv, so that whatever a test starts finds the newer version.
+$(LATEST)/.ready: $(READY) Makefile
+	@echo "Setting up $(LATEST) with NVRx $(NVRX_LATEST) ..."
+	@rm -rf $(LATEST) && $(BIN)/python -m venv --without-pip $(LATEST)
+	@set -e; \
+	packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	base=$$($(BIN)/python -c "$$packages"); latest=$$($(LATEST)/bin/python -c "$$packages"); \
+	install="$(BIN)/pip install -qq --disable-pip-version-check --only-binary=:all: --target $$latest"; \
+	$$install --no-deps --platform manylinux_2_39_x86_64 --python-version 3.12 nvidia-resiliency-ext==$(NVRX_LATEST); \
+	$$install grpcio protobuf httpx; \
+	echo "import site; site.addsitedir('$$base')" > $$latest/base.pth
 	@touch $@

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_resilience import recipes
-    from lightning_resilience.callbacks import AutoResume, Preemption
+    from lightning_resilience.callbacks import AutoResume, FaultTolerance, Preemption
     from lightning_resilience.checkpoint.resume import resolve_resume_path
     from lightning_resilience.launch.job_info import log_job_info
     from lightning_resilience.launch.slurm import get_slurm_info
@@ -22,6 +22,7 @@ __version__ = "0.1.0.dev0"
 
 _WHERE = {
     "AutoResume": "callbacks",
+    "FaultTolerance": "callbacks",
     "Interrupted": "signals",
     "Preemption": "callbacks",
     "get_slurm_info": "launch.slurm",
@@ -31,6 +32,7 @@ _WHERE = {
 
 __all__ = [
     "AutoResume",
+    "FaultTolerance",
     "Interrupted",
     "Preemption",
     "get_slurm_info",

@@ -1,28 +1,61 @@
 """The only file that knows which version of nvidia-resiliency-ext (NVRx) is installed, if any.
 
 As a program it is the elastic launcher that starts the workers: NVRx's ``ft_launcher``, or ``torchrun`` where NVRx is
-not installed, protected from what a scheduler does to it (see :func:`main`).
+not installed, protected from what a scheduler does to it (see :func:`main`). In a worker it tells NVRx's rank monitor
+what the rank is doing (:class:`SectionReporter`), and the launcher what it shall do (:meth:`RankMonitor.send`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import runpy
 import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from lightning_resilience._files import write_json
+from lightning_resilience.detect.progress import Section, read_progress
+
+log = logging.getLogger(__name__)
 
 WORKERS_STOP_TIMEOUT_S = 15
 """How long the survivors of a failed worker may take to end before they are killed and the group is restarted."""
+
+DIAGNOSIS_MARGIN_S = 15.0
+"""How much later than ours NVRx's limits are: the watchdog explains and ends a hang first, NVRx what is left of it."""
+
+WorkloadAction = Literal["continue", "exclude_this_node", "shutdown_workload"]
+"""What a worker may ask of its launcher: to restart as usual, to do so without this node, or not at all."""
+
+EXCLUDE_THIS_NODE: WorkloadAction = "exclude_this_node"
+
+_NVRX_ACTIONS: dict[str, WorkloadAction] = {
+    "Continue": "continue",
+    "ExcludeThisNode": "exclude_this_node",
+    "ShutdownWorkload": "shutdown_workload",
+}
+# Both versions must know a name before it is used, and the newer one gives "step" a meaning of its own. A rank that
+# is in none of these is "out of section" for NVRx.
+_NVRX_SECTIONS: dict[Section, str] = {
+    "setup": "setup",
+    "step": "step",
+    "validation": "step",
+    "checkpointing": "checkpointing",
+}
+_MONITOR_VARIABLE = "FT_RANK_MONITOR_IPC_SOCKET"
+_CHECK_EVERY_S = 1.0
+_REPORT_EVERY_S = 0.5
+_ANSWER_WITHIN_S = 5.0
 
 _NVRX_LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
 _TORCH_LAUNCHER = "torch.distributed.run"
@@ -43,7 +76,11 @@ them that of the rendezvous, in which a restarted gloo group meets the addresses
 
 
 def elastic_launcher(
-    max_restarts: int, term_timeout_s: float, directory: Path, version: tuple[int, ...] | None
+    max_restarts: int,
+    term_timeout_s: float,
+    section_timeouts: Mapping[Section, float],
+    directory: Path,
+    version: tuple[int, ...] | None,
 ) -> tuple[list[str], dict[str, str]]:
     """The start of the elastic launcher's command line, and what it needs in its environment.
 
@@ -52,6 +89,8 @@ def elastic_launcher(
     Args:
         max_restarts: How often it may restart the workers.
         term_timeout_s: How long the workers may take to end after it was told to stop.
+        section_timeouts: Seconds by section, as ranks note them in their progress; infinite: no limit. They hold for
+            ranks that report their sections, and for no others.
         directory: Where it keeps its files.
         version: NVRx's, see :func:`installed_version`.
     """
@@ -65,8 +104,17 @@ def elastic_launcher(
     # Until 0.5 a rank that has sent no heartbeat for an hour is killed, and only a file can turn that off: not every
     # script sends any.
     config = directory / "ft_config.yaml"
-    timeouts = {"initial_rank_heartbeat_timeout": None, "rank_heartbeat_timeout": None}
-    write_json(config, {"fault_tolerance": timeouts})  # JSON is YAML
+    limits: dict[str, float] = {}
+    for section, name in _NVRX_SECTIONS.items():
+        limits[name] = max(section_timeouts[section], limits.get(name, 0.0))
+    settings = {
+        "initial_rank_heartbeat_timeout": None,
+        "rank_heartbeat_timeout": None,
+        "rank_section_timeouts": {name: _nvrx_limit(limit) for name, limit in limits.items()},
+        "rank_out_of_section_timeout": _nvrx_limit(section_timeouts["out_of_section"]),
+        "workload_check_interval": _CHECK_EVERY_S,
+    }
+    write_json(config, {"fault_tolerance": settings})  # JSON is YAML
     command += [_NVRX_LAUNCHER, *common, f"--ft-cfg-path={config}", "--ft-log-level=WARNING"]
     command += [f"--term-timeout={term_timeout_s:.0f}", f"--workers-stop-timeout={WORKERS_STOP_TIMEOUT_S}"]
     if version < (0, 5):
@@ -75,6 +123,218 @@ def elastic_launcher(
         ]  # the default since, and full of errors where there is no such card
     environment = {"FT_LAUNCHER_LOGLEVEL": os.environ.get("FT_LAUNCHER_LOGLEVEL", "WARNING")}
     return command, environment if version < (0, 5) else environment | _OWN_STORE
+
+
+def _nvrx_limit(timeout_s: float) -> float | None:
+    return timeout_s + DIAGNOSIS_MARGIN_S if math.isfinite(timeout_s) else None
+
+
+def rank_monitor_available() -> bool:
+    """Whether NVRx's ``ft_launcher`` has started this process and runs a rank monitor for it."""
+    return installed_version() is not None and os.path.exists(os.environ.get(_MONITOR_VARIABLE, ""))
+
+
+class RankMonitor:
+    """This rank's connection to the rank monitor, a process of ``ft_launcher`` that ends the rank when it is overdue.
+
+    The monitor serves one connection of a rank at a time. A rank that has never connected, or has closed its
+    connection, may take as long as it likes.
+
+    Raises:
+        ImportError: If NVRx cannot be imported.
+    """
+
+    def __init__(self) -> None:
+        from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+        from nvidia_resiliency_ext.fault_tolerance.data import RankInfo
+
+        self._client = RankMonitorClient()
+        self._client.rank_info = RankInfo.get_for_current_rank()  # for requests that are sent without a connection
+        self._open: str | None = None
+        # Until 0.5 a client without heartbeats is killed after an hour, unless ft_launcher was told otherwise.
+        no_heartbeats = {"initial": None, "subsequent": None, "were_calculated": False}
+        self._load_timeouts({"heartbeat": no_heartbeats})
+
+    def connect(self) -> None:
+        """Connects; from here on the limits hold that ``ft_launcher`` was given.
+
+        Raises:
+            RuntimeError: If it was given limits for none of the sections.
+            Exception: Whatever NVRx raises if the monitor is gone or answers otherwise than expected.
+        """
+        self._client.init_workload_monitoring()
+        missing = sorted(set(_NVRX_SECTIONS.values()) - self._configured)
+        if len(missing) == len(set(_NVRX_SECTIONS.values())):
+            raise RuntimeError(f"ft_launcher was started without limits for {', '.join(missing)}; {_HOW_TO_CONFIGURE}")
+        if missing:
+            log.warning(
+                "ft_launcher was started without limits for %s, which NVRx's monitor takes for out of section; %s",
+                ", ".join(missing),
+                _HOW_TO_CONFIGURE,
+            )
+
+    @property
+    def _configured(self) -> set[str]:
+        # A name that the monitor does not know ends its hang detection for good (0.4.1) or does nothing (0.7).
+        return set(self._client.cfg.rank_section_timeouts)
+
+    def report(self, section: Section, timeout_s: float, advanced: bool) -> None:
+        """Says where the rank is.
+
+        Args:
+            section: What it is doing.
+            timeout_s: How long it may take until it advances; infinite: as long as it likes.
+            advanced: Whether it has done so since the last report.
+        """
+        name = _NVRX_SECTIONS.get(section)
+        if name not in self._configured:
+            name = None
+        if name == self._open and not advanced:
+            return
+        if name is None and self._open is None:
+            # What starts NVRx's clock for out of section anew; end_all_sections, made for that, does nothing in 0.7.
+            self._open = min(self._configured & set(_NVRX_SECTIONS.values()))
+            self._client.start_section(self._open)
+        if self._open is not None:
+            self._client.end_section(self._open)
+            self._open = None
+        # Between two sections: a limit that is lowered must not meet the time of what came before.
+        self._set_limit(name, timeout_s)
+        if name is not None:
+            self._client.start_section(name)
+            self._open = name
+
+    def _set_limit(self, name: str | None, timeout_s: float) -> None:
+        known = self._client.section_timeouts
+        limits = {**known.section, None: known.out_of_section}
+        limit = _nvrx_limit(timeout_s)
+        if limits[name] != limit:
+            limits[name] = limit
+            out_of_section = limits.pop(None)
+            self._load_timeouts({"section": {"section": limits, "out_of_section": out_of_section}})
+
+    def _load_timeouts(self, timeouts: dict[str, Any]) -> None:
+        self._client.load_state_dict({self._client.CURRENT_TIMEOUTS_STATE_KEY: timeouts})
+
+    def send(self, action: WorkloadAction, description: str) -> None:
+        """Asks the launcher for something; it acts when the workers have ended, instead of restarting them as usual.
+
+        A launcher that does not answer is a warning: the rank that asks has failures enough.
+
+        Args:
+            action: What it shall do.
+            description: Why, for its log.
+        """
+        from nvidia_resiliency_ext.fault_tolerance import WorkloadAction as NvrxAction
+        from nvidia_resiliency_ext.fault_tolerance import WorkloadControlRequest
+
+        name = next(name for name, known in _NVRX_ACTIONS.items() if known == action)
+        request = WorkloadControlRequest(NvrxAction[name], description)
+        problem: list[object] = [f"no answer within {_ANSWER_WITHIN_S:g} s"]
+
+        def send() -> None:
+            try:
+                self._client.send_workload_control_request(request)
+                problem.clear()
+            except Exception as error:
+                problem[:] = [error]
+
+        sender = threading.Thread(target=send, daemon=True)  # a launcher that is stopped would never answer
+        sender.start()
+        sender.join(_ANSWER_WITHIN_S)
+        if problem:
+            log.warning("ft_launcher could not be asked to %s: %s", action.replace("_", " "), problem[0])
+
+    def close(self) -> None:
+        """Closes the section that is open, and the connection: the rank is not watched any more."""
+        try:
+            if self._open is not None:
+                self._client.end_section(self._open)
+        finally:
+            self._open = None
+            self._client.shutdown_workload_monitoring()
+
+
+_HOW_TO_CONFIGURE = "give it --ft-rank-section-timeouts=setup:600,step:180,checkpointing:420"
+
+
+class SectionReporter(threading.Thread):
+    """Tells the rank monitor twice a second where the rank is. The training thread sends nothing and waits for nothing.
+
+    It reads the rank's progress, as the watchdog does, and so the limits that the rank notes there hold for NVRx too.
+    When the monitor is gone or a message fails, that is one warning, and the rank goes on without it.
+
+    Args:
+        progress: The record of the rank's progress, see :class:`~lightning_resilience.detect.progress.Progress`. A file
+            beside it that ends with ``.excused`` and is touched gives the rank its time once more.
+        monitor: The rank monitor, not connected yet.
+    """
+
+    def __init__(self, progress: Path, monitor: RankMonitor) -> None:
+        super().__init__(name="nvrx-section-reporter", daemon=True)
+        self._progress = progress
+        self._excused = progress.with_suffix(".excused")
+        self._monitor = monitor
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Reports until stopped."""
+        try:
+            self._monitor.connect()
+            self._report()
+        except Exception as error:
+            log.warning("NVRx's rank monitor does not watch this rank any more, the watchdog does: %s", error)
+        with suppress(Exception):  # the monitor may be what has gone
+            self._monitor.close()
+
+    def _report(self) -> None:
+        seen: tuple[int, int] | None = None
+        while True:
+            stay = read_progress(self._progress)
+            if stay is not None:
+                now = stay.ticks, self._excused_at()
+                self._monitor.report(stay.section, stay.timeout, advanced=now != seen)
+                seen = now
+            if self._stopping.wait(_REPORT_EVERY_S):
+                return
+
+    def _excused_at(self) -> int:
+        try:
+            return self._excused.stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def stop(self) -> None:
+        """The rank leaves the fit; returns when it is not watched any more, or when the monitor does not answer."""
+        self._stopping.set()
+        if self.ident is not None:
+            self.join(_ANSWER_WITHIN_S)
+        if self.is_alive():
+            log.warning("NVRx's rank monitor has not answered for %g s; it is left alone.", _ANSWER_WITHIN_S)
+
+
+def parse_request(request: Any, reason: str) -> tuple[WorkloadAction, str]:
+    """What a policy wants of the launcher, and why.
+
+    Args:
+        request: NVRx's ``WorkloadControlRequest`` or ``WorkloadAction``, or one of ``"continue"``,
+            ``"exclude_this_node"`` and ``"shutdown_workload"``, for which NVRx need not be installed. ``None``:
+            continue.
+        reason: Why, if the request does not say so itself.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    if request is None:
+        return "continue", reason
+    action = getattr(request, "action", request)
+    description = getattr(request, "description", None)
+    name = getattr(action, "name", action)
+    for nvrx_name, known in _NVRX_ACTIONS.items():
+        if name in (nvrx_name, known):
+            return known, reason if description in (None, "", "<not set>") else str(description)
+    wanted = ", ".join(map(repr, _NVRX_ACTIONS.values()))
+    raise ValueError(f"{request!r} is no request to the launcher: one of {wanted}, or NVRx's, was expected.")
 
 
 def main() -> None:

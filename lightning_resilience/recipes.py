@@ -16,7 +16,7 @@ RECIPE_VARIABLE = "LIGHTNING_RESILIENCE_RECIPE"
 
 
 def nemo(run_dir: str | os.PathLike[str] | None = None) -> list[ResilienceCallback]:
-    """NeMo's defaults: resume automatically, save every 15 minutes, stop in order on SIGTERM.
+    """NeMo's defaults: resume automatically, save every 15 minutes, stop in order on SIGTERM, find and survive hangs.
 
     Args:
         run_dir: The run directory on storage that all nodes share; see
@@ -26,9 +26,9 @@ def nemo(run_dir: str | os.PathLike[str] | None = None) -> list[ResilienceCallba
 
         trainer = Trainer(callbacks=recipes.nemo("runs/gpt"))
     """
-    from lightning_resilience.callbacks import AutoResume, Preemption
+    from lightning_resilience.callbacks import AutoResume, FaultTolerance, Preemption
 
-    return [Preemption(run_dir=run_dir), AutoResume(run_dir=run_dir)]
+    return [FaultTolerance(run_dir=run_dir), Preemption(run_dir=run_dir), AutoResume(run_dir=run_dir)]
 
 
 RECIPES: dict[str, Callable[..., list[ResilienceCallback]]] = {"nemo": nemo}

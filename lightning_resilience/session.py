@@ -67,10 +67,16 @@ class FitSession:
         """What a callback does, on every rank at the same boundary, when an event of its kind is acted on."""
         self.at_boundary: list[Callable[[bool], None]] = []
         """Called at every training boundary with whether the state may be saved there; must cost next to nothing."""
+        self.before_training_data: list[Callable[[list[Any]], None]] = []
+        """Given the training data loaders, before their workers start."""
         self.at_saved: list[Callable[[bool], None]] = []
         """Called on all ranks after they have saved together, and when training has ended, with whether it has."""
+        self.at_failure: list[Callable[[BaseException], str | None]] = []
+        """Called on a rank whose fit ends by an exception; one that returns a reason has the whole run halted."""
         self.at_leave: list[Callable[[], None]] = []
         """Called once at the end of the fit, however it ends; whichever callback's hook comes first."""
+        self.at_left: list[Callable[[], None]] = []
+        """Called after that, when nothing of the fit is left."""
         self.progress: Progress | None = None
         """Where this rank says what it is doing, if anybody watches."""
         self.choose_checkpoint: Callable[[str | None], tuple[Path, dict[str, Any] | None] | None] = lambda explicit: (
@@ -263,6 +269,8 @@ class FitSession:
             load_loader_states()
             return
         self._guard_workers(loaders)
+        for hook in self.before_training_data:
+            hook(loaders)
         self._check_data(data_position.describe_data(loaders))
         if self.trainer.is_global_zero:
             for reason in data_position.inexact_loaders(loaders):
@@ -432,10 +440,14 @@ class FitSession:
         if _sessions.get(self.trainer) is not self:
             return
         if not isinstance(exception, (signals.Interrupted, StaleAttempt)):
-            reason = f"{type(exception).__name__}: {exception}"
+            kind = type(exception).__name__
+            reason = f"{kind}: {exception}"
             self.agreement.abort(reason)
-            self.ledger.record("fault", fit=self.index, step=self.trainer.global_step, reason=reason)
-            if not self._finished:
+            self.ledger.record("fault", kind=kind, fit=self.index, step=self.trainer.global_step, reason=reason)
+            verdicts = [verdict for hook in self.at_failure if (verdict := hook(exception)) is not None]
+            if verdicts:
+                self.end("halted", verdicts[0])
+            elif not self._finished:
                 self.end("failed", reason)
         self.leave()
 
@@ -460,6 +472,8 @@ class FitSession:
             _active = None
         self.at_boundary.clear()
         self.handlers.clear()
+        for undo in self.at_left:
+            undo()
 
     # -- boundaries ----------------------------------------------------------------------------------------------------
 

@@ -41,19 +41,20 @@ class Ranks:
     """The ranks of one running job, as an elastic launcher would start them."""
 
     def __init__(self, config: dict[str, Any], tmp: Path, environment: dict[str, str] | None = None) -> None:
-        world_size = config.get("trainer", {}).get("devices", 1)
+        devices = config.get("trainer", {}).get("devices", 1)
+        world_size = devices * config.get("trainer", {}).get("num_nodes", 1)
         elastic = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "GROUP_RANK": "0",
+            "LOCAL_WORLD_SIZE": str(devices),
             "TORCHELASTIC_RUN_ID": "test",
         }
         self.output = tmp / "output"
         self.processes = []
         for rank in range(world_size):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
+            place = {"RANK": rank, "LOCAL_RANK": rank % devices, "GROUP_RANK": rank // devices}
+            own = {name: str(number) for name, number in place.items()} if world_size > 1 else {}
             env = {"OMP_NUM_THREADS": "1", **(elastic if world_size > 1 else {}), **own, **(environment or {})}
             process = _CONTEXT.Process(target=_rank, args=(config, env, str(self.output)))
             process.start()
@@ -97,7 +98,8 @@ def result(config: dict[str, Any]) -> Any:
 
 def samples(config: dict[str, Any]) -> list[dict[tuple[int, int], list[int]]]:
     """For every rank, the samples that were trained on in the end, by fit and step: the last time each step ran."""
-    world_size = config.get("trainer", {}).get("devices", 1)
+    trainer = config.get("trainer", {})
+    world_size = trainer.get("devices", 1) * trainer.get("num_nodes", 1)
     found = []
     for rank in range(world_size):
         steps: dict[tuple[int, int], list[int]] = {}

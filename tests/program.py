@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import json
@@ -65,11 +66,13 @@ DEFAULTS: dict[str, Any] = {
     "disk_full_at": None,  # a step
     "taken_over_at": None,  # a step: another attempt claims the run
     "numpy": True,  # something in the checkpoint that a safe load cannot read
+    "fault_tolerance": {},  # arguments of the callback "fault_tolerance"
+    "second_group": False,  # an all-reduce of its own in every step
 }
 
 
-def do(config: dict[str, Any], at: str, step: int, rank: int) -> None:
-    """Does what the config says shall happen at this place."""
+def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
+    """Does what the config says shall happen at this place; returns whether that is to leave something out."""
     for number, event in enumerate(config["events"]):
         if event["at"] != at or event.get("step", 0) != step or event.get("rank", rank) != rank:
             continue
@@ -86,20 +89,31 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> None:
             raise RuntimeError("on purpose")
         if what == "exit":
             os._exit(3)
+        if what == "skip":  # a collective
+            return True
         if what == "sleep":
             time.sleep(event["seconds"])
+        elif what == "hold_gil":
+            libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+            libc.pthread_mutex_lock(mutex)
+            libc.pthread_mutex_lock(mutex)  # for ever; unlike a sleep no signal ends it
         else:
             os.kill(os.getpid(), getattr(signal, what))
+    return False
 
 
 class Data(Dataset):
-    def __init__(self, size: int, augment: bool) -> None:
+    def __init__(self, size: int, augment: bool, config: dict[str, Any] | None = None) -> None:
         self.size, self.augment = size, augment
+        self.config, self.fetched = config, 0
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        self.fetched += 1
+        if self.config is not None:
+            do(self.config, "data", self.fetched, int(os.environ.get("RANK", "0")))
         x = torch.randn(8, generator=torch.Generator().manual_seed(index))
         if self.augment:
             x = x + torch.rand(1) * 0.1 + float(np.random.rand()) * 0.1 + random.random() * 0.1
@@ -123,7 +137,7 @@ def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
     size = BATCH * BATCHES * world_size
     kind, workers = config["data"], config["workers"]
     keep = {"num_workers": workers, "persistent_workers": config["persistent"] and workers > 0}
-    data = Data(size, config["augment"])
+    data = Data(size, config["augment"], config)
     if config["folds"]:
         data = Subset(
             Data(2 * size, config["augment"]), range(config["fit"] * size // 2, config["fit"] * size // 2 + size)
@@ -184,6 +198,10 @@ class Module(L.LightningModule):
             with open(f"{self.config['log']}.{rank}", "a") as file:
                 file.write(json.dumps([self.config["fit"], step, batch["id"].tolist()]) + "\n")
         do(self.config, "train", step, rank)
+        if self.config["second_group"]:
+            self.group = getattr(self, "group", None) or torch.distributed.new_group()
+            if not do(self.config, "all_reduce", step, rank):
+                torch.distributed.all_reduce(torch.ones(3), group=self.group)
         if step == self.config["taken_over_at"]:
             RunDirectory(self.config["run_dir"]).claim()
         if self.config["step_s"]:
@@ -250,6 +268,16 @@ class Module(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": monitor}
 
 
+class User(L.Callback):
+    """A callback of the user's own."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        do(self.config, "callback", trainer.fit_loop.epoch_loop.total_batch_idx, trainer.global_rank)
+
+
 def config_monitor(config: dict[str, Any]) -> str:
     return "val_loss" if config["validation"] else "train_loss_epoch"
 
@@ -264,7 +292,7 @@ def main(config: dict[str, Any]) -> None:
     config = {**DEFAULTS, **config}
     torch.set_num_threads(1)
     sabotage(config)
-    world_size = config["trainer"].get("devices", 1)
+    world_size = config["trainer"].get("devices", 1) * config["trainer"].get("num_nodes", 1)
     results = []
     L.seed_everything(1, verbose=False)
     for fit in range(config["skip_fits"], config["fits"]):
@@ -324,6 +352,10 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
             every_n_train_steps=config["save_every"],
             **({"train_time_interval": timedelta(seconds=config["interval_s"])} if config["interval_s"] else {}),
         ),
+        "fault_tolerance": lambda: lightning_resilience.FaultTolerance(
+            run_dir=config["run_dir"], **config["fault_tolerance"]
+        ),
+        "user": lambda: User(config),
     }
     callbacks: list[Any] = [
         available.get(name, getattr(lightning_resilience, name, None))() for name in config["callbacks"]

@@ -1,6 +1,7 @@
 """The callbacks, one file each."""
 
 from lightning_resilience.callbacks.auto_resume import AutoResume
+from lightning_resilience.callbacks.fault_tolerance import FaultTolerance
 from lightning_resilience.callbacks.preemption import Preemption
 
-__all__ = ["AutoResume", "Preemption"]
+__all__ = ["AutoResume", "FaultTolerance", "Preemption"]

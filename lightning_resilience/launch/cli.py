@@ -1,4 +1,4 @@
-"""The command line: ``lightning-resilience launch`` and ``lightning-resilience report``."""
+"""The command line: ``lightning-resilience launch``, ``report``, ``diagnose`` and ``watch``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 from lightning_resilience import __version__
+from lightning_resilience.detect.timeouts import SectionTimeouts
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, say
+from lightning_resilience.launch.view import diagnoses, ranks_now, watch
 from lightning_resilience.report import report
 from lightning_resilience.signals import DEFAULT_GRACE_PERIOD_S
 
@@ -29,10 +31,17 @@ def main(arguments: list[str] | None = None) -> None:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.action == "report":
+    if options.action != "launch":
         if not Path(options.run_dir).is_dir():
             parser.error(f"{options.run_dir} is not a directory; a run directory was expected")
-        print(report(options.run_dir))
+        if options.action == "report":
+            print(report(options.run_dir))
+        elif options.action == "diagnose":
+            print(diagnoses(options.run_dir, options.number))
+        elif options.once:
+            print(ranks_now(options.run_dir))
+        else:
+            watch(options.run_dir, options.interval)
         return
     try:
         sys.exit(Launch(_settings(options, parser)).run())
@@ -46,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="lightning-resilience", description="Runs PyTorch Lightning scripts that survive what kills training runs."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="{launch,report}")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="{launch,report,diagnose,watch}")
 
     launch = actions.add_parser(
         "launch",
@@ -94,6 +103,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="how long the workers have to save and stop when asked to (default: %(default)g)",
     )
+    launch.add_argument(
+        "--section-timeouts",
+        default="",
+        metavar="NAME:SECONDS,...",
+        help="how long a worker may take in a section without a sign of progress until it counts as hung; none: for "
+        f"ever (default: {SectionTimeouts()})",
+    )
+    launch.add_argument(
+        "--out-of-section-timeout",
+        metavar="SECONDS",
+        help="the same where it is in none of them: short for out_of_section:SECONDS",
+    )
     launch.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     launch.add_argument("script", help="the training script (or module)")
     launch.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
@@ -104,6 +125,26 @@ def _parser() -> argparse.ArgumentParser:
         description="Prints a run's timeline and what each interruption cost.",
     )
     shown.add_argument("run_dir", metavar="RUN_DIR")
+
+    diagnosed = actions.add_parser(
+        "diagnose",
+        help="show the hangs of a run: which rank, where, and who waited for it",
+        description="Lists the hangs that were found in a run, and shows one of them rank by rank.",
+    )
+    diagnosed.add_argument("run_dir", metavar="RUN_DIR")
+    diagnosed.add_argument("--number", type=_count, metavar="N", help="which one to show (default: the newest)")
+
+    watched = actions.add_parser(
+        "watch",
+        help="show what every rank of this node does now",
+        description="Shows the ranks of a run on this node again and again, and whether they answer. They notice "
+        "nothing of it.",
+    )
+    watched.add_argument("run_dir", metavar="RUN_DIR")
+    watched.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (default: %(default)g)"
+    )
+    watched.add_argument("--once", action="store_true", help="look once")
     return parser
 
 
@@ -112,6 +153,13 @@ def _settings(options: argparse.Namespace, parser: argparse.ArgumentParser) -> L
         parser.error(f"there is no script {options.script}; a module is run with -m")
     if options.nnodes not in ("1", "1:1") and options.rdzv_endpoint is None:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT, with the first node's host and a free port on it")
+    timeouts = [options.section_timeouts] if options.section_timeouts else []
+    if options.out_of_section_timeout is not None:
+        timeouts.append(f"out_of_section:{options.out_of_section_timeout}")
+    try:
+        section_timeouts = SectionTimeouts.parse(",".join(timeouts))
+    except ValueError as error:
+        parser.error(f"--section-timeouts and --out-of-section-timeout: {error}")
     name = options.script if options.module else Path(options.script).stem
     return LaunchSettings(
         command=[*(["-m"] if options.module else []), options.script, *options.args],
@@ -123,6 +171,7 @@ def _settings(options: argparse.Namespace, parser: argparse.ArgumentParser) -> L
         rdzv_endpoint=options.rdzv_endpoint,
         budget=Budget(options.in_job_restarts, options.job_retries, options.max_failures_per_day),
         grace_period_s=options.grace_period,
+        section_timeouts=section_timeouts,
     )
 
 

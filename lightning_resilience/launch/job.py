@@ -19,6 +19,7 @@ import psutil
 
 from lightning_resilience import _nvrx, signals
 from lightning_resilience._files import read_json, write_json
+from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.launch.budget import Budget, highest_verified_step
 from lightning_resilience.launch.nodes import (
     FIRST_NODE_WITHIN_S,
@@ -59,6 +60,7 @@ class LaunchSettings:
         rdzv_endpoint: ``HOST:PORT`` of the rendezvous; needed with several nodes.
         budget: How often the run may fail.
         grace_period_s: How long the workers have to save and end when they are told to.
+        section_timeouts: How long a worker may take in each section of the run until it counts as hung.
     """
 
     command: list[str]
@@ -70,6 +72,7 @@ class LaunchSettings:
     rdzv_endpoint: str | None = None
     budget: Budget = field(default_factory=Budget)
     grace_period_s: float = signals.DEFAULT_GRACE_PERIOD_S
+    section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
 
     @property
     def is_single_node(self) -> bool:
@@ -94,6 +97,7 @@ def elastic_command(settings: LaunchSettings, run_id: str, max_restarts: int) ->
     command, environment = _nvrx.elastic_launcher(
         max_restarts,
         settings.grace_period_s + _TERM_MARGIN_S,
+        settings.section_timeouts.by_section(),
         settings.run_dir / "elastic",
         _nvrx.installed_version(),
     )
@@ -241,7 +245,7 @@ class Launch:
         state = f"continuing, {safe}" if events else "new run"
         say(f"Run directory {self._run_directory.path} ({state}). The same command again resumes it.")
         if _nvrx.installed_version() is None:
-            say("nvidia-resiliency-ext is not installed: torchrun starts the workers, and hung ranks are not detected.")
+            say("nvidia-resiliency-ext is not installed: torchrun starts the workers, without NVRx's rank monitors.")
 
     def _verdict(self, exit_code: int, run_id: str) -> Outcome:
         """How the workers ended: what rank 0 recorded, as far as the exit code agrees."""
@@ -397,6 +401,7 @@ class Launch:
             RUN_DIR_VARIABLE: str(self._run_directory.path),
             RECIPE_VARIABLE: self.settings.recipe,
             signals.GRACE_PERIOD_VARIABLE: str(self.settings.grace_period_s),
+            SECTION_TIMEOUTS_VARIABLE: str(self.settings.section_timeouts),
             LAUNCH_ID_VARIABLE: self.launch_id,
             JOB_ATTEMPT_VARIABLE: str(job_attempt),
         }

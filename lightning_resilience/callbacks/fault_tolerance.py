@@ -1,0 +1,431 @@
+"""``FaultTolerance``: a hang is found fast, explained, and survived."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_resilience import _lightning, _nvrx
+from lightning_resilience.callbacks.auto_resume import AutoResume
+from lightning_resilience.detect import health, timeouts, watchdog
+from lightning_resilience.detect.progress import Section
+from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
+from lightning_resilience.detect.witness import EXIT_HUNG, Witness, node_directory, pids
+from lightning_resilience.faults import FaultInjector, SimulatedFault
+from lightning_resilience.session import FitSession, SessionCallback, session_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+log = logging.getLogger(__name__)
+
+Engine = Literal["auto", "nvrx", "watchdog"]
+
+_PING_WITHIN_S = 10.0  # KempnerForge's
+
+FINISHED_FLAG_VARIABLE = "FAULT_TOL_FINISHED_FLAG_FILE"
+"""Environment variable of NeMo-Run's and NVRx's job scripts: they requeue a job until this file exists."""
+
+
+class FaultTolerance(SessionCallback):
+    """Finds a rank that does not advance, says which one it is and where it is stuck, and has the job restarted.
+
+    Every rank notes in shared memory which section of the run it is in, and moves a counter at every boundary between
+    two batches, of training and of validation. A watchdog, one process for each node, reads that: it needs neither the
+    help of a rank nor its interpreter lock. The sections cover the whole fit:
+
+    =================  ==================================================================================
+    ``setup``          from ``setup`` to the end of the first batch: restoring, the place in the data, compilers
+    ``step``           a whole batch: fetching it, forward, backward, collectives, optimizer, every callback
+    ``checkpointing``  every save, by whomever, and waiting for saves in the background
+    ``out_of_section`` the rest: the ends of epochs and validations, new data-loader iterators
+    =================  ==================================================================================
+
+    When a rank is overdue, the watchdog collects what is known of all ranks (their Python stacks, what the kernel says,
+    torch's Flight Recorder) in ``RUN_DIR/diagnostics``, says in one line which rank is stuck and how, and ends the
+    ranks; whatever started them (``lightning-resilience launch``, ``ft_launcher``, ``torchrun``) starts them again. A
+    rank that a debugger holds, or that is still writing a checkpoint, is not ended.
+
+    Under ``ft_launcher`` NVRx's rank monitors are told the same sections, twice a second from a thread of their own,
+    with a limit that is a little later: they end what the watchdog could not.
+
+    Args:
+        autoresume: Whether a restarted run goes on where it stood (NVRx's and NeMo's name). The file named in
+            ``FAULT_TOL_FINISHED_FLAG_FILE``, if any, is then made when the fit has finished, so that job scripts stop
+            requeuing it; and without ``AutoResume`` in the Trainer there is a warning.
+        calculate_timeouts: Whether the limits are calculated from the times that sections have really taken, as NVRx
+            does it (five times the longest, see :func:`~lightning_resilience.detect.timeouts.calculate`), kept in
+            ``ft_state.json`` and used by the next job of the same size.
+        simulated_fault_params: A fault on purpose, for drills: :class:`~lightning_resilience.faults.SimulatedFault`,
+            or a mapping; NVRx's spelling is understood.
+        exp_dir: Where ``ft_state.json`` is kept. Default: the run directory.
+        exc_handling_policy: Called with the exception that ends the fit on a rank; returns what shall happen to the
+            workload, as NVRx's ``WorkloadControlRequest`` or as ``"exclude_this_node"``, ``"shutdown_workload"`` or
+            ``None`` (go on as usual).
+        section_timeouts: The limits in seconds: :class:`~lightning_resilience.detect.timeouts.SectionTimeouts`, a
+            mapping, or ``"setup:600,step:180,checkpointing:420,out_of_section:300"``. Default: the launcher's, else
+            those values, which are Megatron-Bridge's.
+        engine: Who ends hung ranks besides this callback's watchdog: ``nvrx`` (NVRx's rank monitors; the ranks must
+            have been started by ``ft_launcher``), ``watchdog`` (nobody), ``auto`` (NVRx's where they are).
+        health_check_interval_steps: Every so many steps all ranks meet in a small collective with a deadline
+            (KempnerForge's ``nccl_health_check_interval``); 0: never.
+        run_dir: The run directory on storage that all nodes share. Default: the launcher's, else ``resilience`` in the
+            Trainer's ``default_root_dir``.
+
+    Raises:
+        ValueError: If an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        autoresume: bool = True,
+        calculate_timeouts: bool = True,
+        simulated_fault_params: SimulatedFault | Mapping[str, Any] | None = None,
+        exp_dir: str | os.PathLike[str] | None = None,
+        exc_handling_policy: Callable[[BaseException], Any] | None = None,
+        section_timeouts: SectionTimeouts | Mapping[str, float | None] | str | None = None,
+        engine: Engine = "auto",
+        health_check_interval_steps: int = 0,
+        run_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if engine not in get_args(Engine):
+            raise ValueError(f"engine must be one of {', '.join(get_args(Engine))}, not {engine!r}.")
+        if health_check_interval_steps < 0:
+            raise ValueError(f"health_check_interval_steps must not be negative, not {health_check_interval_steps}.")
+        if isinstance(section_timeouts, str):
+            section_timeouts = SectionTimeouts.parse(section_timeouts)
+        elif isinstance(section_timeouts, Mapping):
+            section_timeouts = SectionTimeouts(**cast(dict[str, Any], dict(section_timeouts)))
+        self.autoresume = autoresume
+        self.calculate_timeouts = calculate_timeouts
+        self.simulated_fault_params = SimulatedFault.parse(simulated_fault_params)
+        self.exp_dir = exp_dir
+        self.exc_handling_policy = exc_handling_policy
+        self.section_timeouts = section_timeouts
+        self.engine = engine
+        self.health_check_interval_steps = health_check_interval_steps
+        self.run_dir = run_dir
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to the fit in progress."""
+        return {key: value for key, value in vars(self).items() if key != "_watching"}
+
+    def joined(self, session: FitSession) -> None:
+        """Checks this rank's node and starts to watch."""
+        self._watching = _Watching(self, session)
+        session.at_left.append(lambda: delattr(self, "_watching"))
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """The set-up of this fit has loaded a checkpoint: what it takes says something."""
+        if session_of(trainer, self):
+            self._watching.has_loaded = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts what happens between steps."""
+        super().on_train_start(trainer, pl_module)
+        if session_of(trainer, self):
+            self._watching.start()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Where a simulated NaN comes from."""
+        if self.simulated_fault_params is not None and session_of(trainer, self):
+            self._watching.spoil_loss(loss)
+
+
+class _Watching:
+    """What ``FaultTolerance`` does in one fit."""
+
+    def __init__(self, settings: FaultTolerance, session: FitSession) -> None:
+        self.settings = settings
+        self.session = session
+        self.has_loaded = False
+        self._ping_at = 0
+        self._steps_before = 0
+        trainer = session.trainer
+        self._monitor = _monitor(settings.engine)
+        self._check_node()
+        self._state = Path(settings.exp_dir or session.run.path) / "ft_state.json"
+        self._layout = {
+            "world_size": trainer.world_size,
+            "nodes": trainer.num_nodes,
+            "strategy": type(trainer.strategy).__name__,
+            "device": trainer.strategy.root_device.type,
+        }
+        self.timeouts = self._load_timeouts()
+        self._directory = node_directory(session.token, trainer.node_rank)
+        if trainer.local_rank == 0:
+            watchdog.start(self._directory)
+        self.witness = Witness(self._directory, session.rank, self.timeouts.by_section(), self._about())
+        session.progress = self.witness.progress
+        session.at_left.append(self.witness.close)
+        self._reporter = self._start_reporter()
+        self._faults = self._prepare_fault()
+        for owner, name in ((trainer, "save_checkpoint"), (trainer.strategy, "remove_checkpoint")):
+            self._count_as_checkpointing(owner, name)
+        if hasattr(trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint"):  # NeMo's asynchronous saves
+            self._count_as_checkpointing(trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint")
+        session.at_saved.append(self._saved)
+        session.at_failure.append(self._ask_policy)
+        session.at_leave.append(self._stop)
+        if trainer.is_global_zero:
+            self._set_finished_flag(False)
+            if session.index == 0:
+                self._say_what_watches()
+
+    def _about(self) -> dict[str, Any]:
+        session, trainer = self.session, self.session.trainer
+        return {
+            "run_dir": str(session.run.path),
+            "fit": session.index,
+            "token": session.token,
+            "node": platform.node(),
+            "nodes": trainer.num_nodes,
+            "world_size": trainer.world_size,
+            "elastic_run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
+            "restart_count": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        }
+
+    def _start_reporter(self) -> _nvrx.SectionReporter | None:
+        if self._monitor is None:
+            return None
+        reporter = _nvrx.SectionReporter(self.witness.progress_path, self._monitor)
+        reporter.start()
+        return reporter
+
+    def _count_as_checkpointing(self, owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self.session.during("checkpointing"):
+                return call(*args, **kwargs)
+
+        self.session.patches.set(owner, name, counted)
+
+    def start(self) -> None:
+        """Training begins."""
+        session = self.session
+        self._steps_before = _lightning.steps_counted(session.trainer)
+        if self._faults is not None:
+            self._faults.arm(session.trainer.global_step)
+            session.at_boundary.append(lambda clean: self._strike())
+        if self.settings.health_check_interval_steps and session.trainer.world_size > 1:
+            session.at_boundary.append(lambda clean: self._ping())
+
+    def _stop(self) -> None:
+        if self._faults is not None:
+            self._faults.disarm()
+        if self._reporter is not None:
+            self._reporter.stop()
+
+    # -- limits --------------------------------------------------------------------------------------------------------
+
+    def _load_timeouts(self) -> SectionTimeouts:
+        settings = self.settings
+        configured = settings.section_timeouts or SectionTimeouts.parse(os.environ.get(SECTION_TIMEOUTS_VARIABLE, ""))
+        if not settings.calculate_timeouts:
+            return configured
+        # Rank 0 reads for all: the ranks must not differ.
+        found, problem = None, None
+        if self.session.trainer.is_global_zero:
+            found, problem = timeouts.load(self._state, self.session.index, self._layout, configured)
+            if problem is not None:
+                log.warning("%s Timeouts are calculated anew.", problem)
+        found = self.session.trainer.strategy.broadcast(found)
+        return configured if found is None else found
+
+    def _saved(self, is_end: bool) -> None:
+        """All ranks stand here together, in no hurry."""
+        trainer = self.session.trainer
+        if is_end and trainer.is_global_zero:
+            self._set_finished_flag(True)
+        if trainer.local_rank == 0 and not watchdog.is_alive(self._directory):
+            log.warning("The watchdog of %s has gone; it is started again.", platform.node())
+            watchdog.start(self._directory)
+        if self.settings.calculate_timeouts:
+            self._calculate_timeouts(is_end)
+
+    def _calculate_timeouts(self, is_end: bool) -> None:
+        trainer, progress = self.session.trainer, self.witness.progress
+        mine = progress.measured(), self.has_loaded
+        everywhere: list[Any] = [mine]
+        if trainer.world_size > 1:
+            everywhere = [None] * trainer.world_size
+            torch.distributed.all_gather_object(everywhere, mine)
+        # All ranks must come to the same result, whatever each has seen.
+        longest: dict[Section, float] = {}
+        for measured, _ in everywhere:
+            for section, seconds in measured.items():
+                longest[section] = max(seconds, longest.get(section, 0.0))
+        selected = timeouts.selectable(
+            has_loaded=any(has_loaded for _, has_loaded in everywhere),
+            train_iterations=_lightning.steps_counted(trainer) - self._steps_before,
+            has_validated="validation" in longest,
+            has_saved="checkpointing" in longest,
+            saves_in_background=_lightning.is_async_checkpoint_io(trainer.strategy.checkpoint_io),
+            is_end=is_end,
+        )
+        new = timeouts.calculate(self.timeouts, longest, selected)
+        if new == self.timeouts:
+            return
+        self.timeouts = new
+        progress.set_timeouts(new.by_section())
+        if trainer.is_global_zero:
+            log.debug("Calculated section timeouts: %s", new)
+            try:
+                timeouts.save(self._state, self.session.index, new, self._layout)
+            except OSError as error:
+                log.warning("The calculated timeouts cannot be kept for the next job: %s", error)
+
+    # -- faults, health and policy -------------------------------------------------------------------------------------
+
+    def _prepare_fault(self) -> FaultInjector | None:
+        fault, session = self.settings.simulated_fault_params, self.session
+        if fault is None:
+            return None
+        injector = FaultInjector(
+            fault,
+            rank=session.rank,
+            world_size=session.trainer.world_size,
+            ledger=session.ledger,
+            seed=session.token,
+            device=session.trainer.strategy.root_device,
+            node_pids=lambda: pids(self._directory),
+        )
+
+        def wrap(loaders: list[Any]) -> None:
+            for loader in loaders:
+                if isinstance(loader, DataLoader):
+                    session.patches.set(loader, "collate_fn", injector.collate(loader.collate_fn))
+
+        session.before_training_data.append(wrap)
+        if injector.fault_type == "nan_loss":
+            training_step = session.trainer.strategy.training_step
+
+            def spoiled(*args: Any, **kwargs: Any) -> Any:
+                output = training_step(*args, **kwargs)
+                injector.spoil_loss(output)  # here too: Lightning copies the loss for the hooks before the backward
+                return output
+
+            session.patches.set(session.trainer.strategy, "training_step", spoiled)
+        return injector
+
+    def _strike(self) -> None:
+        assert self._faults is not None
+        self._faults.at_step(self.session.trainer.global_step)
+
+    def spoil_loss(self, loss: Any) -> None:
+        """Before a backward pass."""
+        if self._faults is not None:
+            self._faults.spoil_loss(loss)
+
+    def _ping(self) -> None:
+        step, every = self.session.trainer.global_step, self.settings.health_check_interval_steps
+        if step % every == 0 and step != self._ping_at:
+            self._ping_at = step
+            check = health.check_collective(self.session.trainer.strategy.root_device, _PING_WITHIN_S)
+            if not check.ok:
+                raise RuntimeError(f"The health check at step {step} failed: {check.detail}.")
+
+    def _check_node(self) -> None:
+        """A sick node fails here, with its name, and not in the middle of a step of all."""
+        session = self.session
+        report = health.check_node(session.run.path, session.trainer.strategy.root_device)
+        clocks = [check.detail for check in report.failed if check.name == "clock"]
+        failed = [check for check in report.failed if check.name != "clock"]
+        for detail in clocks:
+            log.warning("Rank %d on %s: %s", session.rank, platform.node(), detail)
+        if not failed:
+            return
+        reason = f"rank {session.rank} on {platform.node()} is not fit to train: {health.HealthReport(tuple(failed))}"
+        session.ledger.record("unhealthy", fit=session.index, reason=reason)
+        if any(check.name != "free space" for check in failed):  # another node has no more space in shared storage
+            self._request(_nvrx.EXCLUDE_THIS_NODE, reason)
+        raise RuntimeError(reason)
+
+    def _ask_policy(self, exception: BaseException) -> str | None:
+        policy = self.settings.exc_handling_policy
+        request = policy(exception) if policy is not None else None
+        if request is None:
+            return None
+        return self._request(request, f"{type(exception).__name__}: {exception}")
+
+    def _request(self, request: Any, reason: str) -> str | None:
+        """Has the launcher act on what a policy wants. Returns why the whole run is to be halted, if it is."""
+        action, description = _nvrx.parse_request(request, reason)
+        if action == "continue":
+            return None
+        session = self.session
+        session.ledger.record("workload_request", fit=session.index, action=action, reason=description)
+        if self._monitor is not None:
+            self._monitor.send(action, description)
+        elif action == "exclude_this_node":
+            log.warning("No launcher that can exclude %s from the next attempt has started this rank.", platform.node())
+        if action != "shutdown_workload":
+            return None
+        log.warning("The run is halted: %s", description)
+        self._set_finished_flag(True)  # as NVRx does: job scripts must not requeue it
+        return description
+
+    # -- what a person and a job script see ----------------------------------------------------------------------------
+
+    def _set_finished_flag(self, finished: bool) -> None:
+        name = os.environ.get(FINISHED_FLAG_VARIABLE)
+        if not name or not self.settings.autoresume:
+            return
+        try:
+            if finished:
+                Path(name).touch()
+            else:
+                Path(name).unlink(missing_ok=True)
+        except OSError as error:
+            log.error(
+                "The flag file %s could not be changed (%s): job scripts take the run for what it was.", name, error
+            )
+
+    def _say_what_watches(self) -> None:
+        trainer = self.session.trainer
+        engine = "a watchdog on every node" + (" and NVRx's rank monitors" if self._monitor is not None else "")
+        log.info("Hangs are found by %s; seconds allowed: %s.", engine, self.timeouts)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            log.info(
+                "A hung run is ended with exit code %d, and nothing here starts it again, as lightning-resilience "
+                "launch would.",
+                EXIT_HUNG,
+            )
+        elif self._monitor is None and trainer.world_size > 1 and _shares_the_rendezvous_store():
+            log.warning(
+                "Restarted gloo ranks may meet the addresses of the attempt before, and hang. Set "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, or use lightning-resilience launch."
+            )
+        if self.settings.autoresume and not any(isinstance(c, AutoResume) for c in _lightning.callbacks(trainer)):
+            log.warning(
+                "There is no AutoResume in this Trainer: a restarted fit begins from the start, unless the script "
+                "resumes it. FaultTolerance(autoresume=False) is silent about that."
+            )
+
+
+def _shares_the_rendezvous_store() -> bool:
+    """Whether this attempt's ranks meet in a store that holds what those of an earlier attempt have left."""
+    return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1" and torch.distributed.get_backend() == "gloo"
+
+
+def _monitor(engine: Engine) -> _nvrx.RankMonitor | None:
+    """NVRx's rank monitor of this rank, if it is to be told."""
+    if engine == "watchdog":
+        return None
+    if not _nvrx.rank_monitor_available():
+        if engine == "nvrx":
+            raise RuntimeError(
+                "FaultTolerance(engine='nvrx') needs nvidia-resiliency-ext and ranks that its ft_launcher has started: "
+                "use lightning-resilience launch or ft_launcher, or engine='auto'."
+            )
+        return None
+    return _nvrx.RankMonitor()

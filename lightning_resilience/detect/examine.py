@@ -1,0 +1,183 @@
+"""Looking at a rank from outside: what the kernel says, its Python stacks, and what torch's worker server answers.
+
+Nothing in here needs the help of the rank's main thread, and only the last question needs its interpreter lock.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lightning_resilience.detect.evidence import ProcessEvidence, RankEvidence
+from lightning_resilience.detect.progress import Stay
+from lightning_resilience.detect.stacks import parse_stacks
+from lightning_resilience.detect.witness import STACKS_SIGNAL, is_running
+
+PYTHON = "dump_traceback"
+"""What the worker server does with the help of the interpreter. A handler of our own would crash the process at its
+end, when torch drops it after the interpreter has gone."""
+
+_STACKS_WITHIN_S = 0.5
+_ANSWER_WITHIN_S = 1.0
+_MAX_WORKERS_ASKED = 16
+
+
+def examine(about: dict[str, Any], path: Path, stay: Stay | None, seconds: float) -> RankEvidence:
+    """What can be known of a rank of this node.
+
+    Args:
+        about: What it has registered.
+        path: Its files, without their endings.
+        stay: Its progress.
+        seconds: Since it made any.
+    """
+    began = time.monotonic()
+    pid, main_thread = int(about["pid"]), int(about["main_thread"])
+    before = _usage(pid) if is_running(about) else None
+    state = "gone" if before is None else _state(pid)
+    answers = python_answers = None
+    collectives: dict[str, Any] | None = None
+    stacks = ""
+    workers: list[ProcessEvidence] = []
+    if state in ("running", "sleeping", "uninterruptible"):
+        if about["has_server"] and (answers := ask(path, "ping") is not None):
+            # Without stacks: torch needs seconds to look up the names in the first ones.
+            collectives = _parse_json(ask(path, "fr_trace_json?includestacktraces=false"))
+        stacks = _stacks(pid, path)
+        if answers:
+            python_answers = ask(path, PYTHON) is not None
+        workers = _workers(pid, path, main_thread)
+    after = _usage(pid) if before is not None else None
+    process = ProcessEvidence(
+        pid=pid,
+        state=state,
+        cpu_s=after[0] - before[0] if before and after else 0.0,
+        watched_s=time.monotonic() - began,
+        written_bytes=after[1] - before[1] if before and after else 0,
+        threads=parse_stacks(stacks, main_thread),
+    )
+    return RankEvidence(
+        rank=int(about["rank"]),
+        node=str(about["node"]),
+        process=process,
+        section=stay.section if stay is not None else "setup",
+        step=stay.step if stay is not None else 0,
+        position=stay.position if stay is not None else (0, 0, 0, 0),
+        seconds=seconds,
+        timeout=stay.timeout if stay is not None else 0.0,
+        answers=answers,
+        python_answers=python_answers,
+        collectives=collectives,
+        workers=workers,
+    )
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(os.fspath(self._path))
+
+
+def ask(path: Path, handler: str, timeout_s: float = _ANSWER_WITHIN_S) -> bytes | None:
+    """What the worker server of a rank answers, or ``None`` if it does not."""
+    connection = _UnixConnection(path.with_suffix(".socket"), timeout_s)
+    try:
+        connection.request("POST", f"/handler/{handler}")
+        response = connection.getresponse()
+        content = response.read()
+        return content if response.status == 200 else None
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def _state(pid: int) -> str:
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.Error:
+        return "gone"
+    return {
+        psutil.STATUS_STOPPED: "stopped",
+        psutil.STATUS_TRACING_STOP: "traced",
+        psutil.STATUS_DISK_SLEEP: "uninterruptible",
+        psutil.STATUS_RUNNING: "running",
+        psutil.STATUS_ZOMBIE: "gone",
+        psutil.STATUS_DEAD: "gone",
+    }.get(status, "sleeping")
+
+
+def _usage(pid: int) -> tuple[float, int] | None:
+    """CPU seconds and bytes written so far."""
+    try:
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+        with suppress(psutil.AccessDenied):
+            return times.user + times.system, process.io_counters().write_chars
+        return times.user + times.system, 0
+    except psutil.Error:
+        return None
+
+
+def _stacks(pid: int, path: Path) -> str:
+    """Has a process write its stacks into the file of its rank, and returns them."""
+    file = path.with_suffix(".stacks")
+    if not _handles(pid, STACKS_SIGNAL) or not file.exists():
+        return ""
+    before = file.stat().st_size
+    with suppress(ProcessLookupError):
+        os.kill(pid, STACKS_SIGNAL)
+    sizes = [before, before]
+    deadline = time.monotonic() + _STACKS_WITHIN_S
+    while time.monotonic() < deadline and not sizes[-1] == sizes[-2] > before:
+        time.sleep(0.02)
+        sizes.append(file.stat().st_size)
+    with open(file, "rb") as stacks:
+        stacks.seek(before)
+        return stacks.read().decode(errors="replace")
+
+
+def _handles(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal: one without would be killed by it."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+    except (OSError, ValueError):
+        pass
+    return False
+
+
+def _workers(pid: int, path: Path, main_thread: int) -> list[ProcessEvidence]:
+    """The rank's data-loader workers: its children that have inherited the handler for stacks."""
+    found = []
+    with suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True)[:_MAX_WORKERS_ASKED]:
+            if not _handles(child.pid, STACKS_SIGNAL):
+                continue
+            state = _state(child.pid)
+            stacks = _stacks(child.pid, path) if state not in ("stopped", "traced", "gone") else ""
+            threads = parse_stacks(stacks, main_thread)
+            found.append(ProcessEvidence(pid=child.pid, state=state, threads=threads))
+    return found
+
+
+def _parse_json(content: bytes | None) -> dict[str, Any] | None:
+    try:
+        found = json.loads(content) if content is not None else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

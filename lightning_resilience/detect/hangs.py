@@ -1,0 +1,677 @@
+"""Who hangs, and how: a judgement on what was gathered of all ranks. It reads nothing itself.
+
+A hang stops every rank, because all of them soon wait for the one that does not come. So the question is who waits for
+whom:
+
+- A rank with a collective under way waits for the members of the group that have not entered it; if all have, and one
+  of their devices is known to be behind, for that.
+- A rank that waits in a store, in a barrier that no backend records, or in the agreement waits for the ranks whose last
+  boundary is behind its own; if there is none, for those that do not wait.
+
+To blame are the ranks that are dead or stopped; then those that others wait for and that wait for nobody. If there is
+none, the ranks wait in a circle, because one of them has called another collective than the others, or has left one
+out: the odd one out is to blame, and where there is none, all are named.
+
+Imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from lightning_resilience.detect.evidence import Frame, ProcessEvidence, RankEvidence
+from lightning_resilience.detect.flight_recorder import Collective, collectives
+from lightning_resilience.detect.stacks import inner, is_own, is_standard, place, short_path, show
+
+Kind = Literal[
+    "dead",
+    "stopped",
+    "uninterruptible",
+    "debugged",
+    "gil_held",
+    "stuck",
+    "waiting",
+    "mismatch",
+    "unfinished",
+    "slow_checkpoint",
+    "data_loader",
+    "left",
+    "unknown",
+]
+"""What is the matter with a rank. ``mismatch``: it called another collective than its peers; ``unfinished``: all have
+entered the collective that it is in; ``left``: it has left the fit; ``unknown``: nothing came from it."""
+
+_BROKEN: frozenset[Kind] = frozenset({"dead", "stopped"})
+_EXCUSED: frozenset[Kind] = frozenset({"debugged", "slow_checkpoint"})
+
+_WRITES_FROM = 1e6  # bytes per second: less may be a log
+_BUSY_FROM = 0.5  # of one CPU
+_MAX_CLAUSES = 4
+
+_AGREEMENT = "lightning_resilience/agreement.py"
+# Where Python code waits for other ranks without a record of the Flight Recorder.
+_WAITING = frozenset(
+    {
+        _AGREEMENT,
+        "torch/distributed/_functional_collectives.py",
+        "torch/distributed/distributed_c10d.py",
+        "torch/distributed/elastic/utils/store.py",
+        "torch/distributed/rendezvous.py",
+        "torch/distributed/utils.py",
+        "torch/nn/parallel/distributed.py",
+    }
+)
+_WRAPPERS = frozenset({"torch/_ops.py", "torch/distributed/c10d_logger.py"})
+_DATA_LOADERS = ("torch/utils/data/", "torchdata/")
+_DEBUGGERS = ("pdb.py", "bdb.py", "debugpy/", "ipdb/", "prompt_toolkit/", "pydevd", "_pydevd")
+# Where a thread of Python's own library waits, and holds no lock.
+_IDLE = (
+    "asyncio/",
+    "concurrent/futures/",
+    "multiprocessing/",
+    "queue.py",
+    "selectors.py",
+    "socket.py",
+    "socketserver.py",
+    "subprocess.py",
+    "threading.py",
+)
+
+# The same number of elements on every rank. In the others ranks may differ, or the root does.
+_SAME_SIZES = frozenset(
+    {
+        "_all_gather_base",
+        "_reduce_scatter_base",
+        "all_gather_into_tensor_coalesced",
+        "all_reduce",
+        "all_reduce_barrier",
+        "allreduce_coalesced",
+        "barrier",
+        "broadcast",
+        "reduce",
+        "reduce_scatter_tensor_coalesced",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is the matter with one rank.
+
+    Args:
+        rank: Its global rank.
+        node: Its host; empty if nothing came from it.
+        pid: Its process on that host; ``None`` if nothing came from it.
+        kind: What, in a word.
+        text: What, for a person, such as ``stuck in training_step (train.py:41)``.
+        waits_for: The ranks that it waits for.
+        seconds: Since its last progress.
+        section: What it was doing, see ``progress.Section``; empty if nothing came from it.
+        step: ``trainer.global_step``; ``None`` if nothing came from it.
+        waits_in: Where it waits for them, such as ``all_reduce #57 of default_pg``.
+    """
+
+    rank: int
+    node: str
+    pid: int | None
+    kind: Kind
+    text: str
+    waits_for: tuple[int, ...]
+    seconds: float
+    section: str
+    step: int | None
+    waits_in: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which ranks are to blame, and which are not.
+
+    Args:
+        culprits: By rank; several if they share the blame or cannot be told apart.
+        victims: All others, by rank.
+    """
+
+    culprits: list[Finding]
+    victims: list[Finding]
+
+    @property
+    def is_hang(self) -> bool:
+        """False if the ranks are held up by nothing but a debugger, or a checkpoint that is still being written."""
+        return not self.culprits or any(culprit.kind not in _EXCUSED for culprit in self.culprits)
+
+    @property
+    def line(self) -> str:
+        """The verdict in one sentence, without a full stop."""
+        if not self.culprits:
+            return "nothing came from any rank"
+        clauses = _culprit_clauses(self.culprits) + _victim_clauses(self.culprits, self.victims)
+        return "; ".join(clauses)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain types, with the sentence for readers of the file."""
+        return {"line": self.line, "is_hang": self.is_hang, **asdict(self)}
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> Verdict:
+        """From :meth:`to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: If it is something else.
+        """
+        findings = [
+            [Finding(**{**each, "waits_for": tuple(each["waits_for"])}) for each in content[key]]
+            for key in ("culprits", "victims")
+        ]
+        return Verdict(*findings)
+
+
+def diagnose(evidence: Sequence[RankEvidence], world_size: int) -> Verdict:
+    """Judges a job that does not advance.
+
+    Args:
+        evidence: What is known, of as many ranks as could be asked.
+        world_size: How many ranks there are.
+    """
+    return _Case(evidence, world_size).judge()
+
+
+# -- the case ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Group:
+    """A process group as one backend sees it, pieced together from the records of all ranks.
+
+    Args:
+        members: Its global ranks, as far as they are known.
+        is_closed: Whether these are all.
+        in_order: Whether every rank does its collectives one after another.
+        reached: The number of the last collective that each rank has entered.
+        records: What each rank has recorded, by number.
+        pending: The numbers of what each rank has not done yet, in order.
+    """
+
+    members: set[int]
+    is_closed: bool
+    in_order: bool
+    reached: dict[int, int] = field(default_factory=dict)
+    records: defaultdict[int, dict[int, Collective]] = field(default_factory=lambda: defaultdict(dict))
+    pending: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    missing: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def mismatch(self) -> tuple[int, list[list[int]]] | None:
+        """The first number at which ranks have called different collectives, and who called the same; most first."""
+        for sequence, records in sorted(self.records.items()):
+            called: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
+            for rank, record in records.items():
+                has_sizes = record.op in _SAME_SIZES
+                called[record.op, record.elements if has_sizes else 0, record.dtypes if has_sizes else ()].append(rank)
+            if len(called) > 1:
+                return sequence, sorted(map(sorted, called.values()), key=lambda ranks: (-len(ranks), ranks))
+        return None
+
+
+@dataclass
+class _Wait:
+    """A place where ranks wait, and for whom."""
+
+    where: str
+    targets: tuple[int, ...]
+    group: _Group | None = None
+    ranks: set[int] = field(default_factory=set)
+
+
+class _Case:
+    def __init__(self, evidence: Sequence[RankEvidence], world_size: int) -> None:
+        self.evidence = {each.rank: each for each in evidence}
+        self.ranks = sorted(self.evidence.keys() | set(range(world_size)))
+        self.halted = {rank: found for rank, each in self.evidence.items() if (found := _halted(each)) is not None}
+        self.recorded: set[int] = set()  # the ranks of which the collectives are known
+        self.groups: dict[tuple[Any, ...], _Group] = {}
+        self.exchanges: dict[int, list[Collective]] = {}  # the point-to-point operations that are not done
+        self.waits: dict[int, list[_Wait]] = {}
+        self.unfinished: dict[int, tuple[_Group | None, Collective]] = {}  # that everyone has entered
+        self.blamed: dict[int, tuple[Kind, str]] = {}  # what only the comparison of ranks has shown
+        for rank, each in self.evidence.items():
+            self._read(rank, each)
+        self._wait_in_collectives()
+        self._wait_in_exchanges()
+        self._wait_elsewhere()
+
+    def judge(self) -> Verdict:
+        culprits = set(self._culprits())
+        findings = {rank: self._find(rank) for rank in self.ranks}
+        return Verdict(
+            culprits=[finding for rank, finding in findings.items() if rank in culprits],
+            victims=[finding for rank, finding in findings.items() if rank not in culprits],
+        )
+
+    # -- who waits for whom --------------------------------------------------------------------------------------------
+
+    def _read(self, rank: int, each: RankEvidence) -> None:
+        """Sorts the collectives of a rank into the groups."""
+        if each.collectives is None:
+            return
+        self.recorded.add(rank)
+        for record in collectives(each.collectives):
+            if record.is_p2p:
+                if record.state != "done" and rank not in self.halted:
+                    self.exchanges.setdefault(rank, []).append(record)
+                continue
+            is_world = record.description == "default_pg"
+            members = tuple(self.ranks) if is_world else record.members
+            # A group may have several backends, each with numbers of its own; and ranks may give different groups the
+            # same name.
+            key = (record.backend, record.group, None if is_world else members)
+            if (group := self.groups.get(key)) is None:
+                group = _Group(set(members or ()), members is not None, in_order=record.backend != "gloo")
+                self.groups[key] = group
+            group.members.add(rank)
+            group.reached[rank] = max(record.sequence, group.reached.get(rank, -1))
+            group.records[record.sequence][rank] = record
+            if record.state != "done" and rank not in self.halted:
+                group.pending[rank].append(record.sequence)
+
+    def _wait_in_collectives(self) -> None:
+        for group in self.groups.values():
+            waits: dict[int, _Wait] = {}
+            for pending in group.pending.values():
+                pending.sort()
+            for rank, pending in group.pending.items():
+                sequence = pending[0]
+                if not group.in_order:  # the first need not be the one that holds the rank up
+                    sequence = next((number for number in pending if self._missing(group, number)), sequence)
+                targets, record = self._missing(group, sequence), group.records[sequence][rank]
+                if not targets or rank in targets:
+                    self.unfinished.setdefault(rank, (group, record))
+                    continue
+                if sequence not in waits:
+                    waits[sequence] = _Wait(record.name, targets, group)
+                self._wait(rank, waits[sequence])
+
+    def _missing(self, group: _Group, sequence: int) -> tuple[int, ...]:
+        if sequence not in group.missing:
+            group.missing[sequence] = tuple(sorted(self._find_missing(group, sequence)))
+        return group.missing[sequence]
+
+    def _find_missing(self, group: _Group, sequence: int) -> list[int]:
+        """Whom a collective needs still: those that have not entered it, or else those whose device is behind."""
+        absent = [rank for rank in group.members if group.reached.get(rank, -1) < sequence]
+        certainly = [rank for rank in absent if rank in self.recorded or rank in self.halted]
+        if absent:
+            return certainly or absent
+        if group.in_order:
+            behind = [rank for rank, pending in group.pending.items() if pending[0] < sequence]
+            states = {rank: record.state for rank, record in group.records[sequence].items()}
+            queued = [rank for rank, state in states.items() if state == "queued"]
+            if behind or (queued and "running" in states.values()):
+                return behind or queued
+        if not group.is_closed and len(group.pending) == len(group.members):
+            # Whoever has never called anything in a group cannot be told from one who does not belong to it.
+            return [rank for rank in self.ranks if rank not in group.members]
+        return []
+
+    def _wait_in_exchanges(self) -> None:
+        awaited = {(rank, peer) for rank, records in self.exchanges.items() for each in records for peer in each.peers}
+        for rank, records in self.exchanges.items():
+            record = records[0]
+            targets = tuple(sorted(peer for peer in record.peers if (peer, rank) not in awaited))
+            if targets:
+                self._wait(rank, _Wait(record.name, targets))
+            else:
+                self.unfinished.setdefault(rank, (None, record))
+
+    def _wait_elsewhere(self) -> None:
+        places = {
+            rank: where
+            for rank, each in self.evidence.items()
+            if not self._is_accounted_for(rank) and (where := _waiting_place(_main_frames(each.process))) is not None
+        }
+        if not places:
+            return
+        idle = [rank for rank in self.ranks if rank not in places and rank not in self.waits]
+        idle = [rank for rank in idle if rank not in self.unfinished]
+        here = [rank for rank in idle if rank in self.evidence and self._kind(rank) != "left"]
+        ordered = sorted((each.position, rank) for rank, each in self.evidence.items())
+        waits: dict[tuple[str, Any], _Wait] = {}
+        for rank, where in places.items():
+            position = self.evidence[rank].position
+            if (where, position) not in waits:
+                behind = [each for _, each in ordered[: bisect.bisect_left(ordered, (position, -1))]]
+                waits[where, position] = _Wait(where, tuple(sorted(behind or here or idle)))
+            if waits[where, position].targets:
+                self._wait(rank, waits[where, position])
+
+    def _wait(self, rank: int, wait: _Wait) -> None:
+        wait.ranks.add(rank)
+        self.waits.setdefault(rank, []).append(wait)
+
+    def _is_accounted_for(self, rank: int) -> bool:
+        return rank in self.halted or rank in self.waits or rank in self.unfinished
+
+    # -- who is to blame -----------------------------------------------------------------------------------------------
+
+    def _culprits(self) -> Iterable[int]:
+        awaited = {target for waits in self.waits.values() for wait in waits for target in wait.targets}
+        ends = [rank for rank in self.ranks if rank in awaited and rank not in self.waits]
+        certain = [rank for rank in ends if self._kind(rank) in ("uninterruptible", "gil_held")]
+        if broken := [rank for rank in self.ranks if self._kind(rank) in _BROKEN]:
+            return broken + certain
+        if certain:
+            return certain
+        if ends:
+            return self._odd_ones_out(self._overdue(ends))
+        if self.waits:
+            return self._break_circle()
+        return self._odd_ones_out(self._furthest_behind())
+
+    def _overdue(self, ranks: list[int]) -> list[int]:
+        """Those that have taken longer than they may, if there are any: the others may only be on their way."""
+        known = [self.evidence[rank] for rank in ranks if rank in self.evidence]
+        late = {each.rank for each in known if each.seconds > each.timeout}
+        return [rank for rank in ranks if rank in late or rank not in self.evidence] if late else ranks
+
+    def _furthest_behind(self) -> list[int]:
+        """Whom to name if nobody is seen to wait for anyone."""
+        inside = [rank for rank in self.evidence if self._kind(rank) != "left"] or list(self.evidence)
+        late = sorted(self._overdue(inside))
+        last = min((self.evidence[rank].position for rank in late), default=None)
+        silent = [rank for rank in self.ranks if rank not in self.evidence]
+        return [rank for rank in late if self.evidence[rank].position == last] + silent
+
+    def _odd_ones_out(self, ranks: list[int]) -> Iterable[int]:
+        """Instead of ranks in a collective that all have entered, those that have called another one, if any did."""
+        for rank in ranks:
+            group, _ = self.unfinished.get(rank, (None, None))
+            if group is not None and (odd := self._blame_mismatch(group)):
+                return odd
+        return ranks
+
+    def _blame_mismatch(self, group: _Group) -> list[int]:
+        if (found := group.mismatch()) is None:
+            return []
+        sequence, parties = found
+        records = group.records[sequence]
+        has_majority = len(parties[0]) > len(parties[1])
+        odd = [rank for party in (parties[1:] if has_majority else parties) for rank in party]
+        for rank in odd:
+            mine = records[rank]
+            others = next(party for party in parties if rank not in party)
+            theirs = records[others[0]]
+            same = mine.dtypes == theirs.dtypes
+            self.blamed[rank] = (
+                "mismatch",
+                f"called {_call(mine, not same)} as #{sequence} of {mine.group_name}, where {_name(others)} called "
+                f"{_call(theirs, not same)}",
+            )
+        return odd
+
+    def _break_circle(self) -> Iterable[int]:
+        """Every rank that anyone waits for waits itself: some wait for each other."""
+        active = {id(wait): wait for waits in self.waits.values() for wait in waits}
+        sizes = {key: len(wait.ranks) for key, wait in active.items()}
+        incoming = Counter(target for wait in active.values() for target in wait.targets)
+        outside = [rank for rank in self.waits if not incoming[rank]]
+        while outside:  # nobody waits for these, so they are no part of the circle
+            for wait in self.waits[outside.pop()]:
+                sizes[id(wait)] -= 1
+                if not sizes[id(wait)]:
+                    del active[id(wait)]
+                    for target in wait.targets:
+                        incoming[target] -= 1
+                        if not incoming[target]:
+                            outside.append(target)
+        for wait in active.values():
+            if wait.group is not None and (odd := self._blame_mismatch(wait.group)):
+                return odd
+        awaited_by: Counter[int] = Counter()
+        for key, wait in active.items():
+            for target in wait.targets:
+                awaited_by[target] += sizes[key]
+        most = max(awaited_by.values())
+        culprits = sorted(rank for rank, count in awaited_by.items() if count == most)
+        if len(culprits) == 1:
+            (culprit,) = culprits
+            entered_without = [wait for wait in active.values() if culprit in wait.targets]
+            theirs = max(entered_without, key=lambda wait: len(wait.ranks))
+            waiting = sorted(theirs.ranks)
+            self.blamed[culprit] = (
+                "waiting",
+                f"has gone on to {self.waits[culprit][0].where} without entering {theirs.where}, where "
+                f"{_name(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it",
+            )
+        return culprits
+
+    # -- what is the matter with a rank --------------------------------------------------------------------------------
+
+    def _kind(self, rank: int) -> Kind:
+        return self._look_at(rank)[0]
+
+    def _find(self, rank: int) -> Finding:
+        kind, text = self.blamed.get(rank) or self._look_at(rank)
+        wait = self.waits[rank][0] if rank in self.waits else None
+        each = self.evidence.get(rank)
+        return Finding(
+            rank=rank,
+            node=each.node if each is not None else "",
+            pid=each.process.pid if each is not None else None,
+            kind=kind,
+            text=text,
+            waits_for=wait.targets if wait is not None else (),
+            seconds=each.seconds if each is not None else 0.0,
+            section=each.section if each is not None else "",
+            step=each.step if each is not None else None,
+            waits_in=wait.where if wait is not None else "",
+        )
+
+    def _look_at(self, rank: int) -> tuple[Kind, str]:
+        each = self.evidence.get(rank)
+        if each is None:
+            return "unknown", "silent: nothing came from it"
+        if rank in self.halted:
+            return self.halted[rank]
+        if rank in self.waits:
+            wait = self.waits[rank][0]
+            return "waiting", f"waiting for {_name(wait.targets)} in {wait.where}"
+        where = _where(each.process)
+        if each.answers and each.python_answers is False:
+            return "gil_held", f"holds the interpreter lock in {_holder(each.process)}"
+        if each.section == "checkpointing" and (rate := _rate(each.process)) >= _WRITES_FROM:
+            return "slow_checkpoint", f"in a slow checkpoint, writing {rate / 1e6:.0f} MB/s in {where}"
+        if (loading := _data_loader(each)) is not None:
+            return "data_loader", f"stuck in its data loader: {loading}"
+        if rank in self.unfinished:
+            return self._unfinished(*self.unfinished[rank], where)
+        busy = each.process.cpu_s >= _BUSY_FROM * each.process.watched_s > 0
+        return "stuck", f"stuck in {where}" + (", busy on the CPU" if busy else "")
+
+    def _unfinished(self, group: _Group | None, record: Collective, where: str) -> tuple[Kind, str]:
+        records = group.records[record.sequence] if group is not None else {}
+        done = sorted(rank for rank, other in records.items() if other.state == "done")
+        running = sorted(rank for rank, other in records.items() if other.state == "running")
+        if record.state == "queued" and (running or done):
+            what = f"runs on {_name(running)}" if running else f"{_name(done)} {_have(done)} finished"
+            return "stuck", (
+                f"stuck on its device, which has not begun {record.name} although that {what}; its main thread is in "
+                f"{where}"
+            )
+        if done:
+            return "unfinished", f"in {record.name}, which {_name(done)} {_have(done)} finished: its network or device"
+        return "unfinished", (
+            f"in {record.name}, which all its ranks have entered and which does not finish: network or device"
+        )
+
+
+# -- one rank, by itself -----------------------------------------------------------------------------------------------
+
+
+def _halted(each: RankEvidence) -> tuple[Kind, str] | None:
+    """A state in which a rank does nothing at all, or nothing in this fit."""
+    process = each.process
+    if each.section == "left":
+        return "left", "has left the fit" + (", and its process has ended" if process.state == "gone" else "")
+    frames = _main_frames(process)
+    where = f" in {_where(process)}" if frames else ""
+    if process.state == "gone":
+        return "dead", "dead"
+    if process.state == "stopped":
+        return "stopped", "stopped (SIGSTOP)"
+    if process.state == "traced" or _is_at_breakpoint(frames):
+        return "debugged", f"held by a debugger{where}"
+    is_saving = each.section == "checkpointing" and _rate(process) >= _WRITES_FROM
+    if process.state == "uninterruptible" and not is_saving:
+        return "uninterruptible", f"uninterruptible{where}: the kernel does not come back, mostly from storage"
+    return None
+
+
+def _main_frames(process: ProcessEvidence) -> Sequence[Frame]:
+    return inner(next((thread.frames for thread in process.threads if thread.is_main), []))
+
+
+def _where(process: ProcessEvidence) -> str:
+    if not process.threads:
+        return "a place that is not known: it left no stack"
+    return place(_main_frames(process)) or "code that is not Python"
+
+
+def _rate(process: ProcessEvidence) -> float:
+    """Bytes that it writes per second."""
+    return process.written_bytes / process.watched_s if process.watched_s > 0 else 0.0
+
+
+def _waiting_place(frames: Sequence[Frame]) -> str | None:
+    """Where a stack waits for other ranks, if that is what it does."""
+    relevant = (frame for frame in frames if not is_standard(frame) and short_path(frame) not in _WRAPPERS)
+    innermost = next(relevant, None)
+    if innermost is None or (path := short_path(innermost)) not in _WAITING:
+        return None
+    if path != _AGREEMENT:
+        return place(frames)
+    within = [frame for frame in frames if short_path(frame) == path]
+    return show(next((frame for frame in within if frame.function.isalpha()), innermost))  # not _wait, nor a lambda
+
+
+def _is_at_breakpoint(frames: Sequence[Frame]) -> bool:
+    for frame in frames:
+        if short_path(frame).startswith(_DEBUGGERS):
+            return True
+        if is_own(frame):
+            break
+    return False
+
+
+def _holder(process: ProcessEvidence) -> str:
+    """Where the thread is that holds the interpreter lock, as well as can be known: the main thread unless it waits."""
+    stacks = sorted((thread for thread in process.threads if thread.frames), key=lambda thread: not thread.is_main)
+    for thread in stacks:
+        innermost = thread.frames[0]
+        is_idle = is_standard(innermost) and short_path(innermost).startswith(_IDLE)
+        if not is_idle and _waiting_place(thread.frames) is None:
+            return place(thread.frames)
+    return _where(process)
+
+
+def _data_loader(each: RankEvidence) -> str | None:
+    """What holds up the data loader, if that is where a rank is."""
+    if not any(short_path(frame).startswith(_DATA_LOADERS) for frame in _main_frames(each.process)):
+        return None
+    if not each.workers:
+        return _where(each.process)
+    troubles = [f"worker {worker.pid} {trouble}" for worker in each.workers if (trouble := _worker_trouble(worker))]
+    if not troubles:
+        return f"none of its workers ({', '.join(str(worker.pid) for worker in each.workers)}) is seen to do anything"
+    more = f" and {len(troubles) - _MAX_CLAUSES} more" if len(troubles) > _MAX_CLAUSES else ""
+    return ", ".join(troubles[:_MAX_CLAUSES]) + more
+
+
+def _worker_trouble(worker: ProcessEvidence) -> str:
+    if worker.state in ("gone", "stopped", "traced", "uninterruptible"):
+        return f"is {'dead' if worker.state == 'gone' else worker.state}"
+    frames = _main_frames(worker)
+    loop = next((index for index, frame in enumerate(frames) if frame.function == "_worker_loop"), len(frames))
+    # One that waits for work is in a queue of the standard library.
+    return "" if all(is_standard(frame) for frame in frames[:loop]) else f"in {place(frames[:loop])}"
+
+
+# -- sentences ---------------------------------------------------------------------------------------------------------
+
+
+def _call(record: Collective, with_dtypes: bool) -> str:
+    sizes = " ".join(str(list(shape)) for shape in record.sizes[:_MAX_CLAUSES])
+    dtypes = " " + "/".join(dict.fromkeys(record.dtypes)) if with_dtypes and record.dtypes else ""
+    return f"{record.op} {sizes}".rstrip() + dtypes
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _name(ranks: Sequence[int]) -> str:
+    """Sorted ranks for a person: ``rank 1``, ``ranks 0, 2 and 3``, ``ranks 0-511 except 76``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    first, last = ranks[0], ranks[-1]
+    holes = last - first + 1 - len(ranks)
+    if 0 < holes <= 3 and len(ranks) > 8:
+        present = set(ranks)
+        return f"ranks {first}-{last} except {_enumerate([r for r in range(first, last) if r not in present])}"
+    parts = [part for a, b in runs for part in ([f"{a}-{b}"] if b > a + 1 else map(str, range(a, b + 1)))]
+    if len(parts) > 8:
+        return f"ranks {', '.join(parts[:6])} and others, {len(ranks)} in all"
+    return f"ranks {_enumerate(parts)}"
+
+
+def _enumerate(parts: Sequence[Any]) -> str:
+    *most, last = map(str, parts)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _culprit_clauses(culprits: list[Finding]) -> list[str]:
+    same: defaultdict[tuple[str, int | None], list[Finding]] = defaultdict(list)
+    for culprit in culprits:
+        same[culprit.text, culprit.step].append(culprit)
+    clauses = []
+    for (text, step), findings in same.items():
+        who = _name([finding.rank for finding in findings])
+        if len(findings) == 1 and findings[0].pid is not None:
+            who += f" ({findings[0].node}, pid {findings[0].pid})"
+        verb, _, rest = text.partition(" ")
+        if verb in ("has", "holds"):
+            verb = verb if len(findings) == 1 else {"has": "have", "holds": "hold"}[verb]
+            predicate = f"{verb} {rest}"
+        else:
+            predicate = text if verb == "called" else f"{'is' if len(findings) == 1 else 'are'} {text}"
+        at = "" if step is None else f" at step {step}"
+        clauses.append(f"{who} {predicate}{',' if ',' in predicate and at else ''}{at}")
+    return _at_most(clauses)
+
+
+def _victim_clauses(culprits: list[Finding], victims: list[Finding]) -> list[str]:
+    blamed = {culprit.rank for culprit in culprits}
+    waiting: defaultdict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+    for victim in victims:
+        if victim.waits_for and not any(victim.waits_in in culprit.text for culprit in culprits):
+            waiting[victim.waits_in, victim.waits_for].append(victim.rank)
+    clauses = []
+    for (where, targets), ranks in sorted(waiting.items(), key=lambda item: -len(item[1])):
+        whom = _name(targets)
+        if blamed.issuperset(targets) and len(targets) == len(blamed):
+            whom = "it" if len(blamed) == 1 else "them"
+        clauses.append(f"{_name(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for {whom} in {where}")
+    return _at_most(clauses)
+
+
+def _at_most(clauses: list[str]) -> list[str]:
+    more = len(clauses) - _MAX_CLAUSES
+    return [*clauses[:_MAX_CLAUSES], f"and {more} more"] if more > 0 else clauses

@@ -1,0 +1,185 @@
+"""What a rank leaves for the watchdog of its node, so that it can be looked at when it does not advance any more.
+
+In a folder of node memory that only this user may enter: the record of its progress; a file into which it writes the
+Python stacks of all its threads on a signal; a socket at which torch's worker server answers; and a small file that
+says so. All of this works while the main thread is stuck, and while something holds the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lightning_resilience._files import read_json, write_json
+from lightning_resilience.detect.progress import Progress, Section
+
+log = logging.getLogger(__name__)
+
+_FIRST_REAL_TIME_SIGNAL = getattr(signal, "SIGRTMIN", 34)  # schedulers, launchers and libraries leave these alone
+
+STACKS_SIGNAL: int = _FIRST_REAL_TIME_SIGNAL + 9
+"""On this signal a rank writes its stacks."""
+
+EXIT_SIGNAL: int = _FIRST_REAL_TIME_SIGNAL + 10
+"""On this signal a rank ends, whatever it does."""
+
+EXIT_HUNG: int = EXIT_SIGNAL
+"""The exit code of a rank that its watchdog has ended: 44 on Linux."""
+
+_SOCKET_PATH_MAX = 107  # bytes, sockaddr_un
+
+
+def own_directory() -> Path:
+    """This user's folder in node memory, in which each node of each attempt has one."""
+    memory = Path("/dev/shm")
+    base = memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    return base / f"lightning-resilience-{os.getuid()}"
+
+
+def node_directory(token: str, node_rank: int) -> Path:
+    """The folder in which the ranks of one node and their watchdog meet.
+
+    Args:
+        token: Of the attempt that owns the run; all ranks have the same.
+        node_rank: Tells two nodes on one host apart.
+
+    Raises:
+        RuntimeError: If the folder is somebody else's.
+    """
+    own = own_directory()
+    own.mkdir(mode=0o700, exist_ok=True)
+    status = own.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise RuntimeError(f"{own} belongs to somebody else, or others may enter it; remove it.")
+    directory = own / f"{token[:12]}-{node_rank}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return directory
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Removes the folders beside ``directory`` whose ranks and watchdog are all gone: those of killed jobs."""
+    for other in directory.parent.iterdir():
+        records = [read_json(path) for path in other.glob("*.json")]
+        if other == directory or not records or any(record is None or is_running(record) for record in records):
+            continue
+        shutil.rmtree(other, ignore_errors=True)
+
+
+def describe_process() -> dict[str, Any]:
+    """This process, so that :func:`is_running` knows it again."""
+    return {"pid": os.getpid(), "process_started": psutil.Process().create_time()}
+
+
+def is_running(record: dict[str, Any]) -> bool:
+    """Whether the process of :func:`describe_process` runs still, and not another one with its number."""
+    try:
+        process = psutil.Process(int(record["pid"]))
+        same = process.create_time() == record["process_started"]
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, KeyError, TypeError, ValueError):
+        return False
+
+
+def pids(directory: Path) -> list[int]:
+    """The processes of all ranks that have registered in ``directory``."""
+    records = [read_json(path) for path in directory.glob("rank-*.json")]
+    return [int(record["pid"]) for record in records if record is not None]
+
+
+class Witness:
+    """The rank's side.
+
+    Args:
+        directory: See :func:`node_directory`.
+        rank: Global rank.
+        timeouts: Seconds by section, for :class:`Progress`.
+        about: What the watchdog writes into its diagnosis and the ledger.
+    """
+
+    def __init__(self, directory: Path, rank: int, timeouts: Mapping[Section, float], about: dict[str, Any]) -> None:
+        self.directory = directory
+        name = f"rank-{rank:05d}"
+        self.progress_path = directory / f"{name}.progress"
+        self.progress = Progress(self.progress_path, timeouts)
+        self.progress.enter("setup")
+        self._stacks = open(directory / f"{name}.stacks", "ab", buffering=0)
+        # A C handler: it needs no interpreter lock, and restarts the system call that it interrupts.
+        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        _handle_by_exit(True)
+        self._server = _start_worker_server(directory / f"{name}.socket")
+        self._registration = directory / f"{name}.json"
+        write_json(
+            self._registration,
+            {
+                **about,
+                **describe_process(),
+                "rank": rank,
+                "main_thread": threading.main_thread().ident,
+                "has_server": self._server is not None,
+            },
+        )
+
+    def close(self) -> None:
+        """The rank leaves the fit: nobody watches it from here on."""
+        self.progress.close()
+        faulthandler.unregister(STACKS_SIGNAL)
+        _handle_by_exit(False)
+        self._stacks.close()
+        if self._server is not None:
+            with _without_stderr():
+                self._server.shutdown()
+
+
+def _handle_by_exit(on: bool) -> None:
+    """Makes C's ``_exit`` the handler of :data:`EXIT_SIGNAL`: it is called with the signal's number, the exit code.
+
+    No handler in Python would run in a rank that is stuck.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(EXIT_SIGNAL, ctypes.cast(libc._exit, ctypes.c_void_p) if on else None)
+
+
+def _start_worker_server(path: Path) -> Any | None:
+    """The worker server of torch at a UNIX socket; its C++ threads answer whatever the interpreter does."""
+    try:
+        from torch._C._distributed_c10d import _WorkerServer
+    except ImportError:  # a torch built without distributed, or without it
+        log.warning("This torch has no worker server: a hang is diagnosed without collectives.")
+        return None
+    if len(os.fsencode(path)) > _SOCKET_PATH_MAX:
+        log.warning("%s is too long for a socket: a hang is diagnosed without collectives.", path)
+        return None
+    path.unlink(missing_ok=True)
+    try:
+        with _without_stderr():
+            return _WorkerServer(os.fspath(path))
+    except RuntimeError as error:
+        log.warning("torch's worker server did not start (%s): a hang is diagnosed without collectives.", error)
+        return None
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """The server announces its start and its end as warnings, and every rank has one."""
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)

@@ -1,0 +1,125 @@
+"""Hangs of real ranks: found, the right rank and place named, ended, and survived bitwise exactly.
+
+The diagnosis is not told what was done to which rank; it reads stacks, process states and collective records only.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from lightning_resilience.detect.hangs import Finding, Verdict
+
+from lightning_resilience.detect.witness import EXIT_HUNG
+from lightning_resilience.ledger import read_ledger
+from lightning_resilience.run_directory import RunDirectory
+from tests.harness import result, run, samples
+from tests.test_exact_resume import make, undisturbed
+
+LIMITS = "setup:60,step:2.5,checkpointing:2.5,out_of_section:2.5"
+FOREVER = 600
+
+
+def hanging(tmp: Path, world_size: int, event: dict[str, Any], **options: Any) -> tuple[dict[str, Any], Any]:
+    """The config of a run in which something happens once, and the result of the same run without."""
+    nodes = options.pop("nodes", 1)
+    trainer = {"devices": world_size // nodes, "num_nodes": nodes}
+    options = {"trainer": trainer, "callbacks": ["preemption", "auto_resume", "user"], **options}
+    reference = undisturbed(tmp, **options)
+    options["callbacks"] = ["fault_tolerance", *options["callbacks"]]
+    fault_tolerance = {"section_timeouts": LIMITS, "calculate_timeouts": False, **options.pop("fault_tolerance", {})}
+    events = [{"once": True, **event}]
+    return make(tmp, "hanging", events=events, fault_tolerance=fault_tolerance, **options), reference
+
+
+def verdict_of(config: dict[str, Any]) -> Verdict:
+    folders = sorted(Path(config["run_dir"], "diagnostics").glob("*/verdict.json"))
+    assert len(folders) == 1, folders
+    return Verdict.from_json(json.loads(folders[0].read_text()))
+
+
+def the_culprit(config: dict[str, Any]) -> Finding:
+    verdict = verdict_of(config)
+    assert len(verdict.culprits) == 1, verdict.line
+    return verdict.culprits[0]
+
+
+def stacks_of(config: dict[str, Any], rank: int) -> str:
+    (path,) = Path(config["run_dir"], "diagnostics").glob(f"*/rank-{rank:05d}.stacks.txt")
+    return path.read_text()
+
+
+def nothing_left(config: dict[str, Any]) -> None:
+    """The watchdogs have gone, and their folders with them."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and watchdogs_of(config):
+        time.sleep(0.1)
+    assert not watchdogs_of(config)
+
+
+def watchdogs_of(config: dict[str, Any]) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if "lightning_resilience.detect.watchdog" in process.cmdline():
+                directory = Path(process.cmdline()[-1])
+                records = [json.loads(path.read_text()) for path in directory.glob("rank-*.json")]
+                if any(record["run_dir"] == config["run_dir"] for record in records):
+                    found.append(process)
+        except (psutil.Error, OSError, ValueError):
+            continue
+    return found
+
+
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str, str]] = {
+    # ranks, what happens, options of the program, kind of the verdict, where
+    "stopped": (4, {"at": "train", "step": 20, "rank": 2, "do": "SIGSTOP"}, {}, "stopped", "SIGSTOP"),
+    "training_step": (2, {"at": "train", "step": 20, "rank": 1, "do": "sleep"}, {}, "stuck", "training_step"),
+    "callback": (2, {"at": "callback", "step": 20, "rank": 0, "do": "sleep"}, {}, "stuck", "on_train_batch_end"),
+    "data_loader": (2, {"at": "data", "step": 50, "rank": 1, "do": "sleep"}, {"workers": 1}, "data_loader", "do"),
+    "validation": (
+        2,
+        {"at": "validation", "step": 16, "rank": 1, "do": "sleep"},
+        {"validation": True},
+        "stuck",
+        "validation_step",
+    ),
+    "skipped_collective": (
+        4,
+        {"at": "all_reduce", "step": 20, "rank": 3, "do": "skip"},
+        {"second_group": True},
+        "waiting",
+        "without",
+    ),
+    "gil_held": (2, {"at": "train", "step": 20, "rank": 1, "do": "hold_gil"}, {}, "gil_held", "do"),
+    "save": (2, {"at": "save", "step": 20, "rank": 0, "do": "sleep"}, {}, "stuck", "on_save_checkpoint"),
+    "end_of_epoch": (2, {"at": "epoch_end", "step": 1, "rank": 1, "do": "sleep"}, {}, "stuck", "on_train_epoch_end"),
+    "other_node": (4, {"at": "train", "step": 20, "rank": 3, "do": "SIGSTOP"}, {"nodes": 2}, "stopped", "SIGSTOP"),
+    "single": (1, {"at": "train", "step": 20, "rank": 0, "do": "sleep"}, {}, "stuck", "training_step"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hang_is_found_explained_and_survived(tmp_path: Path, name: str) -> None:
+    world_size, event, options, kind, where = CASES[name]
+    config, reference = hanging(tmp_path, world_size, {**event, "seconds": FOREVER}, **options)
+    codes, output = run(config, tmp_path / "hanging")
+    assert set(codes) <= {EXIT_HUNG, -signal.SIGKILL}, output
+    culprit = the_culprit(config)
+    assert (culprit.rank, culprit.kind) == (event["rank"], kind), output
+    assert where in culprit.text or where in stacks_of(config, culprit.rank), output
+    if world_size > 1:
+        assert len(verdict_of(config).victims) == world_size - 1
+        assert f"rank {culprit.rank}" in output
+    faults = [e for e in read_ledger(RunDirectory(config["run_dir"]).ledger) if e["event"] == "fault"]
+    assert [fault["kind"] for fault in faults] == ["hang"]
+    assert faults[0]["reason"] == verdict_of(config).line
+    codes, output = run(config, tmp_path / "hanging")
+    assert set(codes) == {0}, output
+    assert (result(config), samples(config)) == reference
+    nothing_left(config)
