@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 .PHONY: help demo test test-kills test-nvrx-latest check bench clean
 
 help: ## Show what there is
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 25
 
 demo: $(READY) ## Watch a training survive five faults (about 4 minutes)
 	@$(BIN)/python examples/demo.py

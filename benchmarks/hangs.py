@@ -124,7 +124,11 @@ def worker(hang: str, suite: str, folder: Path) -> None:
 
 def measure(hang: str, suite: str, out_of_section_s: float) -> tuple[float | None, str]:
     """Seconds from the hang to the end of the rank that hangs, and what was said about it."""
-    folder = Path(tempfile.mkdtemp())
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        return _measure(hang, suite, out_of_section_s, Path(folder))
+
+
+def _measure(hang: str, suite: str, out_of_section_s: float, folder: Path) -> tuple[float | None, str]:
     limits = f"setup:60,step:{STEP_LIMIT_S:g},checkpointing:60"
     command = [sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--nproc-per-node=2"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0"]
@@ -162,7 +166,7 @@ def _wait_for_end(folder: Path, process: subprocess.Popen[bytes]) -> float | Non
     """Seconds from the hang until it was noticed: the first line about it in the log."""
     deadline = time.monotonic() + 150
     began = folder / "began"
-    pattern = re.compile(r"has not advanced|has been open for|out of section|Out of section", re.IGNORECASE)
+    pattern = re.compile(r"No progress of|has been open for|out of section|Out of section", re.IGNORECASE)
     while time.monotonic() < deadline:
         if began.exists() and (content := began.read_text()) and pattern.search(_log(folder)):
             noticed = time.time() - float(content)

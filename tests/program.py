@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import pdb
 import random
 import signal
 import sys
@@ -20,10 +21,14 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torchmetrics import MeanMetric
 
+from lightning_resilience.callbacks import fault_tolerance
 from lightning_resilience.checkpoint import durable, resume
+from lightning_resilience.detect import health, progress, timeouts
+from lightning_resilience.detect.witness import node_directory
 from lightning_resilience.run_directory import RunDirectory
 
 BATCH = 4
@@ -35,6 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "log": None,  # every rank writes the samples of every step here
     "data": "shuffle",
     "workers": 0,
+    "batches": BATCHES,  # of each rank in an epoch
     "persistent": False,
     "augment": True,
     "dropout": 0.2,
@@ -68,11 +74,18 @@ DEFAULTS: dict[str, Any] = {
     "numpy": True,  # something in the checkpoint that a safe load cannot read
     "fault_tolerance": {},  # arguments of the callback "fault_tolerance"
     "second_group": False,  # an all-reduce of its own in every step
+    "floor_s": None,  # calculated timeouts may be as short as this
+    "ping_within_s": None,  # how long a health check between steps may take
+    "sick_rank": None,  # whose node fails its health check
+    "policy": None,  # what is asked of the launcher after an error of this program: see policy()
+    "trace": None,  # every rank writes here which section it enters, with its limits, and what happens in between
+    "slow_writer_s": None,  # ModelCheckpoint's files are written in the background, and take this long
 }
 
 
 def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
     """Does what the config says shall happen at this place; returns whether that is to leave something out."""
+    trace(config, rank, f"{at} {step}")
     for number, event in enumerate(config["events"]):
         if event["at"] != at or event.get("step", 0) != step or event.get("rank", rank) != rank:
             continue
@@ -93,6 +106,23 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
             return True
         if what == "sleep":
             time.sleep(event["seconds"])
+        elif what == "write":
+            end = time.monotonic() + event["seconds"]
+            with open(f"{config['run_dir']}.written-{rank}", "wb") as file:
+                while time.monotonic() < end:
+                    file.seek(0)
+                    file.write(bytes(1_000_000))
+                    time.sleep(0.02)
+        elif what == "pdb":
+            with open(event["stdin"]) as stdin:
+                pdb.Pdb(stdin=stdin, nosigint=True).set_trace()
+        elif what == "clog":  # the ledger does not answer any more
+            ledger = RunDirectory(config["run_dir"]).ledger
+            ledger.rename(ledger.with_suffix(".kept"))
+            os.mkfifo(ledger)
+        elif what == "kill_watchdog":
+            record = node_directory(str(RunDirectory(config["run_dir"]).attempt), 0) / "watchdog.json"
+            os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
         elif what == "hold_gil":
             libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
             libc.pthread_mutex_lock(mutex)
@@ -100,6 +130,42 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
         else:
             os.kill(os.getpid(), getattr(signal, what))
     return False
+
+
+def trace(config: dict[str, Any], rank: int, *line: Any) -> None:
+    if config["trace"] and (not line or not str(line[0]).startswith("data")):
+        with open(f"{config['trace']}.{rank}", "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def policy(config: dict[str, Any]) -> Any:
+    """What the config asks for, after an error of this program itself."""
+    name = config["policy"]
+
+    def ask(exception: BaseException) -> Any:
+        if type(exception) is not RuntimeError or "on purpose" not in str(exception):
+            return None
+        if name == "raise":
+            raise ValueError("the policy itself")
+        if not name.startswith("nvrx."):
+            return name
+        from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction, WorkloadControlRequest
+
+        return WorkloadControlRequest(WorkloadAction[name.removeprefix("nvrx.")], "a request of NVRx's own")
+
+    return ask
+
+
+class SlowWriter(TorchCheckpointIO):
+    """Storage on which files take their time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(self.seconds)
+        super().save_checkpoint(*args, **kwargs)
 
 
 class Data(Dataset):
@@ -134,7 +200,7 @@ class Stream(IterableDataset):
 
 
 def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
-    size = BATCH * BATCHES * world_size
+    size = BATCH * config["batches"] * world_size
     kind, workers = config["data"], config["workers"]
     keep = {"num_workers": workers, "persistent_workers": config["persistent"] and workers > 0}
     data = Data(size, config["augment"], config)
@@ -305,6 +371,7 @@ def main(config: dict[str, Any]) -> None:
         val = DataLoader(Data(BATCH * 3 * world_size, False), BATCH, **keep) if config["validation"] else None
         train = loader(config, world_size, trainer.global_rank)
         trainer.fit(module, train, val, ckpt_path=config["ckpt_path"])
+        do(config, "after", fit, trainer.global_rank)
         metrics = {key: float(value) for key, value in sorted(trainer.callback_metrics.items())}
         results.append(
             {
@@ -340,6 +407,23 @@ def sabotage(config: dict[str, Any]) -> None:
 
         durable.save = no_save
 
+    rank = int(os.environ.get("RANK", "0"))
+    if config["floor_s"] is not None:
+        timeouts.MIN_CALCULATED_S = config["floor_s"]
+    if config["ping_within_s"] is not None:
+        fault_tolerance._PING_WITHIN_S = config["ping_within_s"]
+    if config["sick_rank"] == rank:
+        found = health.HealthReport((health.Check("memory", False, "1 word of 4 came back changed"),))
+        health.check_node = lambda *args: found
+    if config["trace"]:
+        enter = progress.Progress.enter
+
+        def traced(self: progress.Progress, section: progress.Section) -> None:
+            trace(config, rank, f"[{section}]", self.timeouts)
+            enter(self, section)
+
+        progress.Progress.enter = traced
+
 
 def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
     import lightning_resilience
@@ -353,7 +437,9 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
             **({"train_time_interval": timedelta(seconds=config["interval_s"])} if config["interval_s"] else {}),
         ),
         "fault_tolerance": lambda: lightning_resilience.FaultTolerance(
-            run_dir=config["run_dir"], **config["fault_tolerance"]
+            run_dir=config["run_dir"],
+            exc_handling_policy=policy(config) if config["policy"] else None,
+            **config["fault_tolerance"],
         ),
         "user": lambda: User(config),
     }
@@ -380,6 +466,8 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         "default_root_dir": str(Path(config["run_dir"]).parent),
         **config["trainer"],
     }
+    if config["slow_writer_s"] is not None:
+        options["plugins"] = [AsyncCheckpointIO(SlowWriter(config["slow_writer_s"]))]
     if config["slurm"]:
         options["plugins"] = [SLURMEnvironment(auto_requeue=True)]
     if config["sharded"]:

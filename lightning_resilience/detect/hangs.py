@@ -271,7 +271,8 @@ class _Case:
             if (group := self.groups.get(key)) is None:
                 group = _Group(set(members or ()), members is not None, in_order=record.backend != "gloo")
                 self.groups[key] = group
-            group.members.add(rank)
+            if not group.is_closed:
+                group.members.add(rank)
             group.reached[rank] = max(record.sequence, group.reached.get(rank, -1))
             group.records[record.sequence][rank] = record
             if record.state != "done" and rank not in self.halted:
@@ -472,7 +473,7 @@ class _Case:
     def _look_at(self, rank: int) -> tuple[Kind, str]:
         each = self.evidence.get(rank)
         if each is None:
-            return "unknown", "silent: nothing came from it"
+            return "unknown", "silent: no evidence was found"
         if rank in self.halted:
             return self.halted[rank]
         if rank in self.waits:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -23,11 +24,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_resilience._files import read_json, write_json
+from lightning_resilience._files import publish, read_json, write_json
 from lightning_resilience.detect.evidence import RankEvidence
 from lightning_resilience.detect.examine import examine
 from lightning_resilience.detect.hangs import Verdict, diagnose
@@ -49,6 +50,7 @@ POLL_S = 0.2
 
 _RECORD = "watchdog.json"
 _VERDICT = "verdict.json"
+_COLLECTIVES_KEPT = 256
 _START_WITHIN_S = 60.0
 _FIRST_RANK_WITHIN_S = 60.0
 _FROZEN_AFTER_S = 2.0  # a pause of this watchdog longer than this was one of the whole node, or of the job
@@ -219,9 +221,10 @@ class Watchdog:
         if overdue:
             worst = max(overdue, key=lambda rank: rank.seconds(time.monotonic()))
             assert worst.seen is not None
+            others = f" and {len(overdue) - 1} more" if len(overdue) > 1 else ""
             say(
-                f"Rank {worst.rank} has not advanced for {worst.seconds(time.monotonic()):.1f} s at step "
-                f"{worst.seen.step} (section {worst.seen.section}, limit {worst.seen.timeout:g} s). Looking at all "
+                f"No progress of rank {worst.rank}{others} for {worst.seconds(time.monotonic()):.1f} s at step "
+                f"{worst.seen.step} (section {worst.seen.section}, limit {worst.seen.timeout:g} s); looking at all "
                 "ranks."
             )
         folder = None
@@ -272,7 +275,9 @@ class Watchdog:
                 stacks = self.ranks[each.rank].path.with_suffix(".stacks")
                 if stacks.exists():
                     shutil.copyfile(stacks, folder / f"{name}.stacks.txt")
-                write_json(folder / f"{name}.json", each.to_json())
+                if each.collectives is not None:
+                    _write(folder / f"{name}.collectives.json", each.collectives)
+                _write(folder / f"{name}.json", _shortened(each).to_json())  # last: it says that the others are there
 
         try:
             self._storage.call(write)
@@ -281,30 +286,31 @@ class Watchdog:
 
     def _verdict(self, folder: Path | None, evidence: list[RankEvidence], noticed: float) -> Verdict | None:
         """The verdict: this node's, if it is the one to give it. ``None`` if the node that gives it saw no hang."""
-        if folder is not None and len(evidence) < int(self._about["world_size"]):
-            given = any(each.rank == 0 for each in evidence)
-            deadline = time.monotonic() + _OTHER_NODES_WITHIN_S * (1 if given else 2)
-            while time.monotonic() < deadline:
-                try:
-                    content, closed, others = self._storage.call(lambda: self._look_at(folder))
-                except OSError:
-                    break
-                if content is not None:
-                    return Verdict.from_json(content)
-                if closed:
-                    return None
-                evidence = others if len(others) > len(evidence) else evidence
-                if given and len(evidence) == int(self._about["world_size"]):
-                    break
-                time.sleep(0.05)
-        verdict = diagnose(evidence, int(self._about["world_size"]))
+        world_size = int(self._about["world_size"])
+        if folder is not None and len(evidence) < world_size:
+            gives = any(each.rank == 0 for each in evidence)
+            deadline = time.monotonic() + _OTHER_NODES_WITHIN_S * (1 if gives else 2)
+            try:
+                while time.monotonic() < deadline:
+                    content, closed, ranks = self._storage.call(lambda: self._look_at(folder))
+                    if content is not None:
+                        return Verdict.from_json(content)
+                    if closed:
+                        return None
+                    if gives and ranks == world_size:
+                        break
+                    time.sleep(0.05)
+                evidence = self._storage.call(lambda: read_evidence(folder))
+            except OSError as error:
+                say(f"What other nodes have seen cannot be read from {folder}: {error}")
+        verdict = diagnose(evidence, world_size)
         self._announce(verdict, folder, noticed)
         return verdict
 
-    def _look_at(self, folder: Path) -> tuple[dict[str, Any] | None, bool, list[RankEvidence]]:
-        """The verdict in ``folder``, whether the case is closed, and the evidence of all nodes so far."""
+    def _look_at(self, folder: Path) -> tuple[dict[str, Any] | None, bool, int]:
+        """The verdict in ``folder``, whether the case is closed, and how many ranks' evidence there is."""
         closed = bool((read_json(self._marker()) or {}).get("closed"))
-        return read_json(folder / _VERDICT), closed, read_evidence(folder)
+        return read_json(folder / _VERDICT), closed, len(_evidence_files(folder))
 
     def _announce(self, verdict: Verdict, folder: Path | None, noticed: float) -> None:
         where = "" if folder is None else f" Diagnosis: {folder}"
@@ -351,10 +357,27 @@ class Watchdog:
 def read_evidence(folder: Path) -> list[RankEvidence]:
     """The evidence in a folder of ``diagnostics``, by rank; files that cannot be read are left out."""
     found = []
-    for path in sorted(folder.glob("rank-*.json")):
+    for path in _evidence_files(folder):
         with suppress(KeyError, TypeError, ValueError, OSError):
             found.append(RankEvidence.from_json(json.loads(path.read_bytes())))
     return found
+
+
+def _evidence_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("rank-*.json") if re.fullmatch(r"rank-\d+\.json", path.name))
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    data = json.dumps(content).encode()
+    publish(path, lambda file: file.write(data))
+
+
+def _shortened(evidence: RankEvidence) -> RankEvidence:
+    """With the newest collectives only: one node reads what all have written."""
+    entries = (evidence.collectives or {}).get("entries")
+    if not isinstance(entries, list):
+        return evidence
+    return replace(evidence, collectives={**(evidence.collectives or {}), "entries": entries[-_COLLECTIVES_KEPT:]})
 
 
 def _wait_until(condition: Callable[[], bool], within_s: float) -> None:

@@ -64,7 +64,11 @@ def _in_full(folder: Path) -> list[str]:
     lines += table(["rank", "node", "pid", "state", "section", "step", "stood still", "verdict", "what"], rows)
     if len(shown) > _MAX_ROWS:
         lines.append(f"... and {len(shown) - _MAX_ROWS} more")
-    lines += ["", f"Stacks of all threads: {folder}/rank-*.stacks.txt", f"Collectives: {folder}/rank-*.json"]
+    lines += [
+        "",
+        f"Stacks of all threads: {folder}/rank-*.stacks.txt",
+        f"Collectives: {folder}/rank-*.collectives.json",
+    ]
     return lines
 
 
