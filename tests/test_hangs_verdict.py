@@ -78,6 +78,7 @@ VERSIONS = {
         'Stack (most recent call first):\n  File "a", line 3 in f\n',
         ["f"],
     ),
+    "something else after it": (HEADER + '  File "a", line 3 in f\nModules:\n  File "b", line 4 in g\n', ["f"]),
     "C stack": (dump() + C_STACK, ["step", "<module>"]),
 }
 
@@ -433,9 +434,21 @@ def test_of_those_that_are_missing_the_ones_in_time_are_not_to_blame() -> None:
     assert the_culprit(verdict).rank == 2
 
 
+def test_what_is_known_outweighs_what_is_not() -> None:
+    verdict = among(r1=stuck(), r2=evidence(2, None), r3=None)
+    assert the_culprit(verdict).rank == 1
+
+
+def test_a_rank_that_has_left_shares_the_blame() -> None:
+    verdict = among(r1=evidence(1, None, section="left", timeout=float("inf")), r2=stuck(2))
+    assert [(culprit.rank, culprit.kind) for culprit in verdict.culprits] == [(1, "left"), (2, "stuck")]
+    assert "; ranks 0 and 3 wait for them in all_reduce #57" in verdict.line
+
+
 def test_a_lock_held_in_a_collective_is_no_crime() -> None:
     verdict = among(r1=stuck(), r2=evidence(2, WAITING, python_answers=False))
     assert the_culprit(verdict).rank == 1
+    assert {victim.kind for victim in verdict.victims} == {"waiting"}
 
 
 def test_the_thread_that_holds_the_lock_need_not_be_the_main_one() -> None:
@@ -533,6 +546,17 @@ def test_shapes_that_may_differ_between_ranks_are_no_mismatch() -> None:
         assert {culprit.kind for culprit in diagnose(ranks, 4).culprits} == {"unfinished"}
 
 
+def test_a_mismatch_explains_a_circle() -> None:
+    # Rank 3 has called one more than the others, which its peers took for their own.
+    extra = gloo(entry("gloo:all_reduce", 56, sizes=[7]), *AHEAD["entries"])
+    others = gloo(entry("gloo:all_reduce", 56), *IN_GROUP["entries"])
+    culprit = the_culprit(diagnose(all_but(3, extra, others), 4))
+    assert (culprit.rank, culprit.kind) == (3, "mismatch")
+    assert culprit.text.startswith(
+        "called all_reduce [7] as #56 of default_pg, where ranks 0-2 called all_reduce [128]"
+    )
+
+
 def test_half_and_half_are_all_named() -> None:
     calls = [nccl(pending(op, 12)) for op in ("nccl:all_reduce", "nccl:all_reduce", "nccl:barrier", "nccl:barrier")]
     verdict = diagnose([evidence(rank, calls[rank]) for rank in range(4)], 4)
@@ -558,6 +582,14 @@ def test_the_main_thread_may_run_ahead_of_the_device() -> None:
     assert {victim.waits_in for victim in verdict.victims} == {"all_reduce #57 of default_pg"}
 
 
+def test_the_device_counts_not_how_far_the_main_thread_has_run_ahead() -> None:
+    # All have called #57, which does not finish; that rank 1 waits for its result before it calls #58 is no fault.
+    ahead = nccl(pending("nccl:all_reduce", 57), pending("nccl:all_reduce", 58))
+    verdict = diagnose(all_but(1, nccl(pending("nccl:all_reduce", 57)), ahead), 4)
+    assert [culprit.kind for culprit in verdict.culprits] == ["unfinished"] * 4
+    assert "ranks 0-3 are in all_reduce #57 of default_pg" in verdict.line
+
+
 def test_a_device_that_has_not_begun_what_the_others_run() -> None:
     done = entry("nccl:all_reduce", 56, time_discovered_started_ns=5)
     queued, running = pending("nccl:all_reduce", 57), entry("nccl:all_reduce", 57, **STARTED)
@@ -575,6 +607,24 @@ def test_a_device_that_does_not_finish_what_the_others_have() -> None:
     culprit = the_culprit(verdict)
     assert (culprit.rank, culprit.kind) == (2, "unfinished")
     assert "which ranks 0, 1 and 3 have finished: its network or device" in culprit.text
+
+
+def test_an_operation_of_gloo_that_one_rank_does_not_finish() -> None:
+    late = gloo(pending("gloo:all_reduce", 50), pending("gloo:all_reduce", 57))
+    culprit = the_culprit(diagnose(all_but(2, late, gloo(entry("gloo:all_reduce", 50), *WAITING["entries"])), 4))
+    assert (culprit.rank, culprit.kind) == (2, "unfinished")
+    assert culprit.text.startswith("in all_reduce #50 of default_pg, which ranks 0, 1 and 3 have finished")
+
+
+def test_groups_may_have_the_same_name() -> None:
+    def of(rank: int) -> dict[str, Any]:
+        members = {"1": [0, 1] if rank < 2 else [2, 3]}
+        last = [pending("nccl:all_gather", 5, "1")] if rank < 2 else [pending("nccl:all_reduce", 57)]
+        return nccl(entry("nccl:all_reduce", 56), entry("nccl:all_gather", 3, "1"), *last, groups=members)
+
+    verdict = diagnose([evidence(rank, of(rank)) for rank in range(4)], 4)
+    assert [(culprit.rank, culprit.kind) for culprit in verdict.culprits] == [(0, "unfinished"), (1, "unfinished")]
+    assert "ranks 0 and 1 are in all_gather #5 of group '1'" in verdict.line
 
 
 def test_a_message_that_nobody_sends() -> None:
@@ -605,9 +655,10 @@ RECEIVING = frames(
 
 
 def test_without_a_flight_recorder_the_boundaries_tell() -> None:
-    ranks = [evidence(rank, stack=[*AGREEING, *COMPUTING], position=(24, 1, 0, 0)) for rank in range(4)]
+    ranks = [evidence(rank, stack=[*AGREEING, *COMPUTING], position=(24, 1, 0, 0)) for rank in range(5)]
     ranks[3] = evidence(3, stack=COMPUTING)
-    verdict = diagnose(ranks, 4)
+    ranks[4] = evidence(4, stack=COMPUTING, position=(24, 1, 0, 0))
+    verdict = diagnose(ranks, 5)
     assert the_culprit(verdict).rank == 3
     assert "ranks 0-2 wait for it in boundary (lightning_resilience/agreement.py:600)" in verdict.line
 

@@ -271,8 +271,7 @@ class _Case:
             if (group := self.groups.get(key)) is None:
                 group = _Group(set(members or ()), members is not None, in_order=record.backend != "gloo")
                 self.groups[key] = group
-            if not group.is_closed:
-                group.members.add(rank)
+            group.members.add(rank)
             group.reached[rank] = max(record.sequence, group.reached.get(rank, -1))
             group.records[record.sequence][rank] = record
             if record.state != "done" and rank not in self.halted:
@@ -285,8 +284,9 @@ class _Case:
                 pending.sort()
             for rank, pending in group.pending.items():
                 sequence = pending[0]
-                if not group.in_order:  # the first need not be the one that holds the rank up
-                    sequence = next((number for number in pending if self._missing(group, number)), sequence)
+                if not group.in_order:  # the first need not be the one that waits for others
+                    lacking = (number for number in pending if set(self._missing(group, number)) - {rank})
+                    sequence = next(lacking, sequence)
                 targets, record = self._missing(group, sequence), group.records[sequence][rank]
                 if not targets or rank in targets:
                     self.unfinished.setdefault(rank, (group, record))
@@ -306,12 +306,11 @@ class _Case:
         certainly = [rank for rank in absent if rank in self.recorded or rank in self.halted]
         if absent:
             return certainly or absent
-        if group.in_order:
-            behind = [rank for rank, pending in group.pending.items() if pending[0] < sequence]
-            states = {rank: record.state for rank, record in group.records[sequence].items()}
-            queued = [rank for rank, state in states.items() if state == "queued"]
-            if behind or (queued and "running" in states.values()):
-                return behind or queued
+        behind = [rank for rank, pending in group.pending.items() if pending[0] < sequence]
+        states = {rank: record.state for rank, record in group.records[sequence].items()}
+        queued = [rank for rank, state in states.items() if state == "queued"]
+        if behind or (queued and "running" in states.values()):
+            return behind or queued
         if not group.is_closed and len(group.pending) == len(group.members):
             # Whoever has never called anything in a group cannot be told from one who does not belong to it.
             return [rank for rank in self.ranks if rank not in group.members]
@@ -375,7 +374,8 @@ class _Case:
         """Those that have taken longer than they may, if there are any: the others may only be on their way."""
         known = [self.evidence[rank] for rank in ranks if rank in self.evidence]
         late = {each.rank for each in known if each.seconds > each.timeout}
-        return [rank for rank in ranks if rank in late or rank not in self.evidence] if late else ranks
+        no_limit = self.halted.keys() | (set(ranks) - self.evidence.keys())
+        return [rank for rank in ranks if rank in late or rank in no_limit] if late else ranks
 
     def _furthest_behind(self) -> list[int]:
         """Whom to name if nobody is seen to wait for anyone."""

@@ -115,9 +115,13 @@ class Witness:
         self.progress = Progress(self.progress_path, timeouts)
         self.progress.enter("setup")
         self._stacks = open(directory / f"{name}.stacks", "ab", buffering=0)
+        # What holds again after the fit: by default these signals end a process, and the watchdog's may come late.
+        for signum in (STACKS_SIGNAL, EXIT_SIGNAL):
+            _set_c_handler(signum, _C_SIG_IGN)
         # A C handler: it needs no interpreter lock, and restarts the system call that it interrupts.
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
-        _handle_by_exit(True)
+        # No handler in Python would run in a rank that is stuck. C's is called with the signal's number, the exit code.
+        _set_c_handler(EXIT_SIGNAL, ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p))
         self._server = _start_worker_server(directory / f"{name}.socket")
         self._registration = directory / f"{name}.json"
         write_json(
@@ -126,7 +130,7 @@ class Witness:
                 **about,
                 **describe_process(),
                 "rank": rank,
-                "main_thread": threading.main_thread().ident,
+                "main_thread": threading.get_ident(),  # that of the fit
                 "has_server": self._server is not None,
             },
         )
@@ -135,22 +139,21 @@ class Witness:
         """The rank leaves the fit: nobody watches it from here on."""
         self.progress.close()
         faulthandler.unregister(STACKS_SIGNAL)
-        _handle_by_exit(False)
+        _set_c_handler(EXIT_SIGNAL, _C_SIG_IGN)
         self._stacks.close()
         if self._server is not None:
             with _without_stderr():
                 self._server.shutdown()
 
 
-def _handle_by_exit(on: bool) -> None:
-    """Makes C's ``_exit`` the handler of :data:`EXIT_SIGNAL`: it is called with the signal's number, the exit code.
+_C_SIG_IGN = ctypes.c_void_p(1)  # signal.h
 
-    No handler in Python would run in a rank that is stuck.
-    """
+
+def _set_c_handler(signum: int, handler: ctypes.c_void_p) -> None:
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal.restype = ctypes.c_void_p
-    libc.signal(EXIT_SIGNAL, ctypes.cast(libc._exit, ctypes.c_void_p) if on else None)
+    libc.signal(signum, handler)
 
 
 def _start_worker_server(path: Path) -> Any | None:
