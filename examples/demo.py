@@ -1,8 +1,9 @@
-"""Trains ``examples/gpt.py`` twice, once undisturbed and once under fire, and compares the final weights bit by bit."""
+"""Trains a small GPT twice, once undisturbed and once under fire, and compares the final weights bit by bit."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -20,13 +21,19 @@ from typing import Any
 
 import psutil
 
+from lightning_resilience.detect.hangs import Verdict
 from lightning_resilience.ledger import read_ledger
+from lightning_resilience.report import interruptions, table
 from lightning_resilience.run_directory import RunDirectory
 
 GPT = Path(__file__).with_name("gpt.py")
+DRILL = Path(__file__).with_name("drill.py")
 LAUNCHER = Path(sysconfig.get_path("scripts")) / "lightning-resilience"
 PROCESSES = 2
 SAVE_EVERY = 20
+STEP_LIMIT_S = 5
+SECTION_TIMEOUTS = f"setup:60,step:{STEP_LIMIT_S},checkpointing:60,out_of_section:20"
+HUNG_RANK = 1
 PATIENCE_S = 180.0
 VANISH_WITHIN_S = 15.0
 
@@ -38,6 +45,14 @@ PLAIN = "\33[0m" if COLOURS else ""
 
 def say(text: str, style: str = "") -> None:
     print(f"{DIM}{time.monotonic() - STARTED:5.0f} s{PLAIN}  {style}{text}{PLAIN}", flush=True)
+
+
+def say_more(text: str) -> None:
+    """What belongs to the line before."""
+    first, *others = textwrap.wrap(text, 92, break_long_words=False, break_on_hyphens=False)
+    say(f"         {first}")
+    for line in others:
+        print(f"{'':18}{line}", flush=True)
 
 
 def explain(text: str) -> None:
@@ -149,27 +164,31 @@ class ResilientTraining(Training):
     """The same under ``lightning-resilience launch``."""
 
     def __init__(self, run_dir: Path, script: list[str], log: Path) -> None:
-        command = [str(LAUNCHER), "launch", f"--run-dir={run_dir}", f"--nproc-per-node={PROCESSES}", *script]
-        super().__init__(command, log)
+        command = [str(LAUNCHER), "launch", f"--run-dir={run_dir}", f"--nproc-per-node={PROCESSES}"]
+        super().__init__([*command, f"--section-timeouts={SECTION_TIMEOUTS}", *script], log)
         self.run_directory = RunDirectory(run_dir)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in read_ledger(self.run_directory.ledger) if event["event"] == name]
 
+    def hangs(self) -> list[dict[str, Any]]:
+        """The hangs that the run's watchdog has found."""
+        return [event for event in self.events("fault") if event["kind"] == "hang"]
+
     def relaunch(self) -> None:
-        say("         the same command again")
+        say_more("the same command again")
         self.start()
 
 
 def kill_one_worker(training: ResilientTraining) -> None:
     worker = training.workers()[1]
-    say(f"         kill -9 {worker.pid}, which is rank 1 of {PROCESSES}")
+    say_more(f"kill -9 {worker.pid}, which is rank 1 of {PROCESSES}")
     worker.kill()
 
 
 def kill_all_workers(training: ResilientTraining) -> None:
     workers = training.workers()
-    say(f"         kill -9 {' '.join(str(worker.pid) for worker in workers)}, which are all {PROCESSES} ranks")
+    say_more(f"kill -9 {' '.join(str(worker.pid) for worker in workers)}, which are all {PROCESSES} ranks")
     for worker in workers:
         worker.kill()
 
@@ -180,24 +199,24 @@ def terminate_and_relaunch(training: ResilientTraining) -> None:
 
 
 def terminate(training: ResilientTraining) -> None:
-    say(f"         kill -TERM {training.launcher.pid}, the launcher")
+    say_more(f"kill -TERM {training.launcher.pid}, the launcher")
     training.launcher.terminate()
     if (exit_code := training.wait_for_end()) != 75:
         raise Failed(f"the launcher ended with {exit_code}, not with 75")
     step = training.events("interrupted")[-1]["step"]
-    say(f"         all ranks stopped together and saved step {step}; exit code 75: interrupted, run me again")
+    say_more(f"all ranks stopped together and saved step {step}; exit code 75: interrupted, run me again")
 
 
 def kill_launcher_and_relaunch(training: ResilientTraining) -> None:
     processes = training.processes()
-    say(f"         kill -9 {training.launcher.pid}, the launcher")
+    say_more(f"kill -9 {training.launcher.pid}, the launcher")
     killed_at = time.monotonic()
     training.launcher.kill()
     _, alive = psutil.wait_procs(processes, VANISH_WITHIN_S)
     if alive:
         raise Failed(f"{len(alive)} processes have outlived their launcher by {VANISH_WITHIN_S:.0f} s")
     training.wait_for_end()
-    say(f"         its other {len(processes) - 1} processes were gone {time.monotonic() - killed_at:.1f} s later")
+    say_more(f"its other {len(processes) - 1} processes were gone {time.monotonic() - killed_at:.1f} s later")
     training.relaunch()
 
 
@@ -210,10 +229,30 @@ def corrupt_newest_checkpoint_and_relaunch(training: ResilientTraining) -> None:
         byte = file.read(1)[0]
         file.seek(middle)
         file.write(bytes([byte ^ 1]))
-    say(f"         one bit of the newest checkpoint flipped: {newest.name}, byte {middle}")
+    say_more(f"one bit of the newest checkpoint flipped: {newest.name}, byte {middle}")
     training.relaunch()
     training.wait_until(lambda: training.events("quarantined"), "the damaged checkpoint is noticed")
-    say("         the damage was noticed: the checkpoint is in quarantine, the one before it is taken")
+    say_more("the damage was noticed: the checkpoint is in quarantine, the one before it is taken")
+
+
+def stop_one_worker(training: ResilientTraining) -> None:
+    worker = training.workers()[HUNG_RANK]
+    say_more(f"kill -STOP {worker.pid}, which is rank {HUNG_RANK} of {PROCESSES}")
+    worker.suspend()
+
+
+def stop_data_loader(training: ResilientTraining) -> None:
+    loaders = training.workers()[HUNG_RANK].children()
+    pids = " ".join(str(loader.pid) for loader in loaders)
+    say_more(f"kill -STOP {pids}, which load the data of rank {HUNG_RANK}")
+    for loader in loaders:
+        loader.suspend()
+
+
+def leave_collective(training: ResilientTraining) -> None:
+    # No signal does this. drill.py has been told to, and the watchdog has not.
+    training.wait_until(lambda: training.events("simulated_fault"), "the simulated fault happens")
+    say_more(f"drill.py has rank {HUNG_RANK} wait for a message that nobody sends")
 
 
 def end_all() -> None:
@@ -231,20 +270,35 @@ def end_all() -> None:
 class Fault:
     name: str
     inflict: Callable[[ResilientTraining], None]
+    is_hang: bool = False
 
 
+KILLED_WORKER = Fault("SIGKILL of one worker", kill_one_worker)
+TERMINATED = Fault("SIGTERM, then relaunch", terminate_and_relaunch)
+HUNG = Fault("one rank hangs (SIGSTOP)", stop_one_worker, is_hang=True)
+STUCK_IN_COLLECTIVE = Fault("one rank stuck in a collective", leave_collective, is_hang=True)
 FAULTS = [
-    Fault("SIGKILL of one worker", kill_one_worker),
+    KILLED_WORKER,
     Fault("SIGKILL of all workers", kill_all_workers),
-    Fault("SIGTERM, then relaunch", terminate_and_relaunch),
+    HUNG,
+    TERMINATED,
+    STUCK_IN_COLLECTIVE,
     Fault("SIGKILL of the launcher, then relaunch", kill_launcher_and_relaunch),
+    Fault("one rank stuck in its data loader", stop_data_loader, is_hang=True),
     Fault("newest checkpoint corrupted, then relaunch", corrupt_newest_checkpoint_and_relaunch),
 ]
+QUICK_FAULTS = [KILLED_WORKER, HUNG, TERMINATED]
+
+
+def step_of(number: int) -> int:
+    """Where a fault happens, counted from 1: a while after a save, so that there are steps to lose."""
+    return number * SAVE_EVERY + SAVE_EVERY // 3
 
 
 @dataclass(frozen=True)
 class Result:
-    fault: str
+    found: str
+    found_after_s: float | None
     resumed_from: int
     steps_redone: int
     seconds_lost: float
@@ -253,49 +307,71 @@ class Result:
 def drill(training: ResilientTraining, fault: Fault, title: str, at_step: int) -> Result:
     """Waits for ``at_step``, inflicts a fault, and waits until the training is further than it was."""
     training.wait_until(lambda: training.step >= at_step, f"the training reaches step {at_step}")
-    starts = len(training.events("resumed") + training.events("fresh"))
+    starts, hangs = len(training.events("resumed") + training.events("fresh")), len(training.hangs())
     say(f"step {training.step}: {title}: {fault.name}", BOLD)
-    inflicted_at = time.monotonic()
+    inflicted_at = time.time()
     fault.inflict(training)
+    found_after_s = None
+    if fault.is_hang:
+        training.wait_until(lambda: len(training.hangs()) > hangs, "the hang is found")
+        hang = training.hangs()[-1]
+        found_after_s = hang["noticed"] - inflicted_at
+        say(f"         found after {found_after_s:.1f} s, with {STEP_LIMIT_S} s allowed for a step:")
+        say_more(hang["reason"])
     training.wait_until(lambda: len(training.events("resumed") + training.events("fresh")) > starts, "a resume")
     reached = training.furthest_step
     resumed_from = int(training.events("resumed")[-1]["step"])
-    say(f"         resumed from step {resumed_from}; it had got to step {reached}")
+    say_more(f"resumed from step {resumed_from}; it had got to step {reached}")
     training.wait_until(lambda: training.furthest_step > reached, f"the training gets beyond step {reached}")
-    result = Result(fault.name, resumed_from, reached - resumed_from, time.monotonic() - inflicted_at)
-    say(f"         back after {result.seconds_lost:.1f} s, {result.steps_redone} steps redone", GREEN)
-    return result
+    seconds_lost = time.time() - inflicted_at
+    say(f"         back after {seconds_lost:.1f} s, {reached - resumed_from} steps redone", GREEN)
+    found = what_was_found(training, fault, inflicted_at)
+    return Result(found, found_after_s, resumed_from, reached - resumed_from, seconds_lost)
+
+
+def what_was_found(training: ResilientTraining, fault: Fault, since: float) -> str:
+    """The run's own words for what has happened to it last."""
+    if fault.is_hang:
+        verdict = Path(training.hangs()[-1]["diagnostics"]) / "verdict.json"
+        culprits = Verdict.from_json(json.loads(verdict.read_bytes())).culprits
+        if [culprit.rank for culprit in culprits] != [HUNG_RANK]:
+            raise Failed(f"rank {HUNG_RANK} hangs, and another verdict is in {verdict}")
+        return f"hang: rank {HUNG_RANK}, {culprits[0].kind.replace('_', ' ')}"
+    quarantined = any(event["time"] > since for event in training.events("quarantined"))
+    kind = interruptions(read_ledger(training.run_directory.ledger))[-1].kind
+    return f"{kind}, bad checkpoint" if quarantined else kind
 
 
 def print_table(faults: list[Fault], results: list[Result]) -> None:
-    rows = [["fault", "recovered", "resumed from", "steps redone", "seconds lost"]]
+    rows = []
     for index, fault in enumerate(faults):
         if index < len(results):
             result = results[index]
-            cells = [f"step {result.resumed_from}", str(result.steps_redone), f"{result.seconds_lost:.1f}"]
-            rows.append([fault.name, "yes", *cells])
+            after = "-" if result.found_after_s is None else f"{result.found_after_s:.1f} s"
+            redone, lost = f"{result.steps_redone} steps", f"{result.seconds_lost:.1f} s"
+            rows.append([fault.name, "yes", result.found, after, str(result.resumed_from), redone, lost])
         else:
-            rows.append([fault.name, "NO" if index == len(results) else "not tried", "-", "-", "-"])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            rows.append([fault.name, "NO" if index == len(results) else "not tried", *"-----"])
+    for line in table(["fault", "recovered", "found", "after", "from step", "redone", "lost"], rows):
+        print(f"  {line}")
 
 
 def introduce(faults: list[Fault], out: Path, about: str) -> None:
     explain("What you are about to see")
     text = (
         f"A small GPT learns to write Python, in {PROCESSES} processes of this machine. It is trained twice: once "
-        f"undisturbed, and once under `lightning-resilience launch` while this demo kills it in {len(faults)} ways. "
-        "Every time it has to recover, and in the end the weights of both trainings must be the same, bit for bit. "
-        f"This takes about {about}. Everything that is written goes to {out}."
+        f"undisturbed, and once under `lightning-resilience launch` while this demo kills it, or has it hang, in "
+        f"{len(faults)} ways. Every time it has to recover, and in the end the weights of both trainings must be the "
+        f"same, bit for bit. This takes about {about}. Everything that is written goes to {out}."
     )
     print(textwrap.fill(text, 110))
 
 
 def conclude(undisturbed: Training, disturbed: ResilientTraining) -> int:
     """Compares the final weights and returns the exit code."""
-    print("\n  Steps redone: those between the checkpoint and the fault.")
-    print("  Seconds lost: from the fault until the training was further than it had been.\n")
+    print("\n  found:  in the run's own words; for a hang the rank that is to blame, and after how long it was noticed")
+    print("  redone: the steps between the checkpoint and the fault")
+    print("  lost:   the time from the fault until the training was further than it had been\n")
     print(f"  sha256 of the final weights, undisturbed: {undisturbed.weights}")
     print(f"  sha256 of the final weights, under fire:  {disturbed.weights}")
     if undisturbed.weights != disturbed.weights:
@@ -306,30 +382,36 @@ def conclude(undisturbed: Training, disturbed: ResilientTraining) -> int:
     print("".join(f"    {line}\n" for line in disturbed.writes))
     run_dir = os.path.relpath(disturbed.run_directory.path)
     print(f"  The whole story, from the run's own ledger: {os.path.relpath(LAUNCHER)} report {run_dir}")
+    print(f"  The newest hang, rank by rank:              {os.path.relpath(LAUNCHER)} diagnose {run_dir}")
     return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tiny model and two of the faults")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and three of the faults")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="default: %(default)s")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the clean-up below
 
-    faults, steps = (FAULTS[0:3:2], 120) if options.quick else (FAULTS, 240)
-    out, gpt = options.out, os.path.relpath(GPT)
+    faults, steps = (QUICK_FAULTS, 90) if options.quick else (FAULTS, 190)
+    out, gpt, drill_py = options.out, os.path.relpath(GPT), os.path.relpath(DRILL)
     for name in ("undisturbed", "disturbed", "run"):  # of an earlier demo
         shutil.rmtree(out / name, ignore_errors=True)
         (out / f"{name}.log").unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    introduce(faults, out, "a minute" if options.quick else "4 minutes")
+    introduce(faults, out, "a minute" if options.quick else "3 to 4 minutes")
 
     arguments = [f"--steps={steps}", f"--save-every={SAVE_EVERY}", "--print-every=1", "--accelerator=cpu"]
+    arguments.append(f"--validate-every={2 * SAVE_EVERY}")
     if options.quick:
         arguments += ["--layers=2", "--width=96"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={PROCESSES}"]
     undisturbed = Training([*torchrun, gpt, f"--out={out / 'undisturbed'}", *arguments], out / "undisturbed.log")
-    disturbed = ResilientTraining(out / "run", [gpt, f"--out={out / 'disturbed'}", *arguments], out / "disturbed.log")
+    script = [drill_py, f"--out={out / 'disturbed'}", *arguments]
+    if STUCK_IN_COLLECTIVE in faults:
+        at_step = step_of(faults.index(STUCK_IN_COLLECTIVE) + 1)
+        script += ["--fault=stuck_in_collective", f"--rank={HUNG_RANK}", f"--at-step={at_step}"]
+    disturbed = ResilientTraining(out / "run", script, out / "disturbed.log")
     training: Training = undisturbed
     results: list[Result] = []
     try:
@@ -337,13 +419,15 @@ def main() -> int:
         undisturbed.start()
         undisturbed.finish()
 
-        explain(f"2. The same under fire: lightning-resilience launch --nproc-per-node {PROCESSES} {gpt}")
+        explain(f"2. The same under fire: lightning-resilience launch --nproc-per-node {PROCESSES} {drill_py}")
+        print(
+            f"{drill_py} is {gpt} with one more callback, which keeps the limit for a step at {STEP_LIMIT_S} s and "
+            "makes the\nonly fault that no signal can make. The run is not told of the others.\n"
+        )
         training = disturbed
         disturbed.start()
         for number, fault in enumerate(faults, start=1):
-            # A while after a save, so that there are steps to lose.
-            at_step = 2 * number * SAVE_EVERY + SAVE_EVERY // 3
-            results.append(drill(disturbed, fault, f"fault {number} of {len(faults)}", at_step))
+            results.append(drill(disturbed, fault, f"fault {number} of {len(faults)}", step_of(number)))
         disturbed.finish()
     except Failed as failure:
         say(f"FAILED: {failure}. All that the training has printed is in {training.log}; its last lines:", RED)

@@ -16,6 +16,7 @@ import math
 import os
 import sysconfig
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning as L
@@ -138,7 +139,13 @@ class Progress(L.Callback):
             print(f"step {trainer.global_step:4d} validation loss {loss:.3f}", flush=True)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None, callbacks: Sequence[L.Callback] = ()) -> None:
+    """Trains.
+
+    Args:
+        arguments: The command line; default: this process's.
+        callbacks: More callbacks for the Trainer.
+    """
     parser = argparse.ArgumentParser(description="Trains a small byte-level GPT on the standard library's source.")
     parser.add_argument("--out", default="runs/gpt", help="where the checkpoints go (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300)
@@ -153,7 +160,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=25, metavar="STEPS")
     parser.add_argument("--print-every", type=int, default=10, metavar="STEPS")
     parser.add_argument("--accelerator", default="auto")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     L.seed_everything(1, workers=True, verbose=False)
     warnings.filterwarnings("ignore", message=".*does not have many workers")
@@ -171,6 +178,7 @@ def main() -> None:
         callbacks=[
             ModelCheckpoint(f"{options.out}/checkpoints", every_n_train_steps=options.save_every, save_last="link"),
             Progress(options.print_every),
+            *callbacks,
         ],
         default_root_dir=options.out,
         logger=False,

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_CLEAN_TRAINING = Needs.TRAINING | Needs.CLEAN  # made once: an operation on flags costs a microsecond
+
 STATE_KEY = "lightning_resilience"
 """The key in a Lightning checkpoint of everything that an exact resume needs beside Lightning's own state."""
 
@@ -442,14 +444,19 @@ class FitSession:
         if not isinstance(exception, (signals.Interrupted, StaleAttempt)):
             kind = type(exception).__name__
             reason = f"{kind}: {exception}"
-            self.agreement.abort(reason)
             self.ledger.record("fault", kind=kind, fit=self.index, step=self.trainer.global_step, reason=reason)
             verdicts = [verdict for hook in self.at_failure if (verdict := hook(exception)) is not None]
             if verdicts:
-                self.end("halted", verdicts[0])
-            elif not self._finished:
+                self.end("halted", verdicts[0])  # before the peers learn of the failure: they must not retry it
+            self.agreement.abort(reason)
+            if not verdicts and not self._finished and not self._is_halted():
                 self.end("failed", reason)
         self.leave()
+
+    def _is_halted(self) -> bool:
+        """Whether a rank of this attempt has had the whole run halted; the others have only lost a peer."""
+        outcome = self.fit.outcome
+        return outcome is not None and outcome.status == "halted" and outcome.attempt == self.token
 
     def leave(self) -> None:
         """Called in ``teardown`` and after an exception: leaves nothing behind."""
@@ -498,7 +505,7 @@ class FitSession:
         if self._recorder is not None and (order := self._recorder.finish()) is not None:
             self._arrival_order, self._recorder = order, None
         clean = _lightning.accumulation_window_complete(self.trainer)
-        events = self.agreement.boundary(position, Needs.TRAINING | Needs.CLEAN if clean else Needs.TRAINING)
+        events = self.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING)
         for event in events:
             self._act(event)
         for hook in self.at_boundary:

@@ -115,11 +115,11 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
                     time.sleep(0.02)
         elif what == "pdb":
             with open(event["stdin"]) as stdin:
-                pdb.Pdb(stdin=stdin, nosigint=True).set_trace()
-        elif what == "clog":  # the ledger does not answer any more
-            ledger = RunDirectory(config["run_dir"]).ledger
-            ledger.rename(ledger.with_suffix(".kept"))
-            os.mkfifo(ledger)
+                pdb.Pdb(stdin=stdin, stdout=sys.stdout, nosigint=True).set_trace()
+        elif what == "clog":  # the storage does not answer when a hang is to be written down
+            run = RunDirectory(config["run_dir"])
+            (run.path / "diagnostics").mkdir()
+            os.mkfifo(run.path / "diagnostics" / f".{run.attempt}.json")
         elif what == "kill_watchdog":
             record = node_directory(str(RunDirectory(config["run_dir"]).attempt), 0) / "watchdog.json"
             os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
@@ -342,6 +342,9 @@ class User(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         do(self.config, "callback", trainer.fit_loop.epoch_loop.total_batch_idx, trainer.global_rank)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        do(self.config, "fit_end", 0, trainer.global_rank)
 
 
 def config_monitor(config: dict[str, Any]) -> str:

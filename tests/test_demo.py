@@ -58,8 +58,12 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
 def test_the_quick_demo_recovers_and_ends_bitwise_identical(demo: Demo) -> None:
     assert demo.process.wait(PATIENCE_S) == 0, demo.printed()
     printed = demo.printed()
-    assert re.search(r"SIGKILL of one worker +yes +step \d+", printed), printed
-    assert re.search(r"SIGTERM, then relaunch +yes +step \d+ +0 ", printed), printed
+    assert re.search(r"rank 1 \(.*, pid \d+\) is stopped \(SIGSTOP\) at step \d+", printed), printed
+    assert re.search(r"SIGKILL of one worker +yes +crash +- +\d+ +\d+ steps ", printed), printed
+    assert re.search(r"one rank hangs \(SIGSTOP\) +yes +hang: rank 1, stopped +[\d.]+ s +\d+ +\d+ steps ", printed), (
+        printed
+    )
+    assert re.search(r"SIGTERM, then relaunch +yes +preempted +- +\d+ +0 steps ", printed), printed
     assert "The final weights are bitwise identical." in printed
     assert "The model writes" not in printed.split("What the model writes")[1]
     assert "\33[" not in printed, "colours only on a terminal"
@@ -68,7 +72,7 @@ def test_the_quick_demo_recovers_and_ends_bitwise_identical(demo: Demo) -> None:
 
 def test_ctrl_c_ends_everything(demo: Demo) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while "fault 1 of 2" not in demo.printed():
+    while "fault 1 of 3" not in demo.printed():
         assert demo.process.poll() is None, demo.printed()
         assert time.monotonic() < deadline, demo.printed()
         time.sleep(0.1)

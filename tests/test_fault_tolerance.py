@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-import psutil
 import pytest
-import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_resilience import FaultTolerance
@@ -96,7 +94,7 @@ def test_a_hang_under_launch_is_restarted_inside_the_job(tmp_path: Path) -> None
     """The script itself is plain Lightning, and the limits come from the command line."""
     options = {"trainer": {"devices": 2}, "callbacks": [], "model_checkpoint": {"every_n_train_steps": 6}}
     reference = undisturbed(tmp_path, **{**options, "callbacks": ["preemption", "auto_resume"]})
-    config = make(tmp_path, "hanging", events=[{**HANG, "rank": 1}], **options)
+    config = make(tmp_path, "hanging", events=[{**HANG, "rank": 1, "step": 14}], **options)
     output = tmp_path / "output"
     assert finish(start(ours(config), output), output) == 0, output.read_text()
     assert (result(config), samples(config)) == reference
@@ -107,7 +105,7 @@ def test_a_hang_under_launch_is_restarted_inside_the_job(tmp_path: Path) -> None
     assert [fault["kind"] for fault in events(config, "fault")] == ["hang"]
     assert "Restart 1 inside the job" in output.read_text()
     assert "hang" in command_line("report", config)
-    assert "training_step" in command_line("diagnose", config)
+    assert "rank 1" in command_line("diagnose", config)
     nothing_left(config)
     assert not folders_of(config)
 
@@ -163,7 +161,7 @@ def test_soak_with_everything_slow_and_tight_calculated_limits(tmp_path: Path) -
     output = runs(config)
     no_alarm(config, output)
     assert result(config)[0]["step"] == 5000
-    limits = traced(config)[-1][1]
+    limits = limits_at_end(config)
     assert limits["step"] == 1.5, "the limit was not tight, and so the test has shown nothing"
     assert limits["checkpointing"] >= 10
 
@@ -175,6 +173,10 @@ def traced(config: dict[str, Any], rank: int = 0) -> list[Any]:
     return [json.loads(line) for line in Path(f"{config['trace']}.{rank}").read_text().splitlines()]
 
 
+def limits_at_end(config: dict[str, Any], rank: int = 0) -> dict[str, float]:
+    return [line[1] for line in traced(config, rank) if line[0].startswith("[")][-1]
+
+
 def in_section(config: dict[str, Any], rank: int = 0) -> list[tuple[str, str]]:
     """What happened, and in which section."""
     section, found = "", []
@@ -184,3 +186,502 @@ def in_section(config: dict[str, Any], rank: int = 0) -> list[tuple[str, str]]:
         else:
             found.append((name, section))
     return found
+
+
+def test_every_part_of_a_fit_has_its_section(tmp_path: Path) -> None:
+    config = watched(
+        tmp_path,
+        validation=True,
+        model_checkpoint={"every_n_train_steps": 7, "dirpath": str(tmp_path / "own")},
+        trainer={"max_epochs": 2},
+        trace=str(tmp_path / "trace"),
+    )
+    no_alarm(config, runs(config))
+    found = in_section(config)
+    assert {section for name, section in found if name in ("setup 0", "sanity 0", "sanity 1", "train 0")} == {"setup"}
+    for what, section in {
+        "train": "step",
+        "batch_end": "step",
+        "callback": "step",
+        "validation": "validation",
+        "save": "checkpointing",
+        "epoch_end": "out_of_section",
+        "after": "left",
+    }.items():
+        places = {where for name, where in found if name.split()[0] == what and name.split()[1] != "0"}
+        if what in ("epoch_end", "after"):
+            places = {where for name, where in found if name.split()[0] == what}
+        if what in ("batch_end", "callback"):  # they count the batch that has just been trained
+            places -= {"setup"}
+        assert places == {section}, what
+    saves = [name for name, _ in found if name.startswith("save")]
+    assert {"save 5", "save 7", "save 14", "save 32"} <= set(saves), "AutoResume's, ModelCheckpoint's and the last one"
+    entered = [line[0] for line in traced(config) if line[0].startswith("[")]
+    assert entered[0] == "[setup]"
+    assert entered[-1] == "[left]"
+    assert entered.count("[left]") == 1
+    assert all(before != "[checkpointing]" or after != before for before, after in pairwise(entered))
+
+
+class SavesInVain(L.Callback):
+    """A user's callback that can do without the checkpoint that it fails to save."""
+
+    def __init__(self) -> None:
+        self.sections: list[str] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        here = fault_tolerance.session_of(trainer, trainer.callbacks[0])
+        self.sections.append(here.progress.section)
+        with pytest.raises(FileExistsError):
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "file" / "own.ckpt")
+        self.sections.append(here.progress.section)
+
+
+def test_a_section_is_closed_when_an_exception_passes(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    user = SavesInVain()
+    small_trainer(tmp_path, FaultTolerance(run_dir=tmp_path / "run", autoresume=False), user, max_steps=3).fit(
+        BoringModel()
+    )
+    assert user.sections == ["setup", "setup", "step", "step", "step", "step"]
+
+
+def small_trainer(tmp: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return L.Trainer(
+        callbacks=list(callbacks),
+        accelerator="cpu",
+        default_root_dir=tmp,
+        enable_checkpointing=False,
+        **{**quiet, **options},
+    )
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["its time", "too long"])
+def test_waiting_for_a_save_in_the_background_counts_as_checkpointing(tmp_path: Path, ended: bool) -> None:
+    """It waits for 4 s when training has ended."""
+    limit = 2 if ended else 20
+    config = watched(
+        tmp_path,
+        limits=f"setup:20,step:2,checkpointing:{limit},out_of_section:2",
+        callbacks=["fault_tolerance", "preemption"],
+        model_checkpoint={"every_n_train_steps": 16, "dirpath": str(tmp_path / "own")},
+        slow_writer_s=4.0,
+        trainer={"max_epochs": 1},
+    )
+    codes, output = run(config, tmp_path / "run")
+    assert codes == [EXIT_HUNG if ended else 0], output
+    if ended:
+        assert the_culprit(config).section == "checkpointing"
+    else:
+        no_alarm(config, output)
+
+
+def test_the_replay_of_data_after_a_resume_is_progress(tmp_path: Path) -> None:
+    """It takes 4 s, a batch of it 0.4 s, and the set-up may take 2.5 s."""
+    slow = [{"at": "data", "step": 4 * batch + 1, "do": "sleep", "seconds": 0.4} for batch in range(11)]
+    config = watched(tmp_path, trainer={"max_epochs": 1}, limits="setup:2.5,step:20,checkpointing:20,out_of_section:20")
+    fails({**config, "events": [{"at": "train", "step": 12, "do": "SIGKILL"}]})
+    output = runs({**config, "events": slow})
+    assert "Fetching the first 10 batches" in output
+    no_alarm(config, output)
+
+
+# -- excused -----------------------------------------------------------------------------------------------------------
+
+
+def eventually(condition: Callable[[], Any], ranks: Ranks) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline, ranks.text()
+        time.sleep(0.02)
+    return found
+
+
+def test_a_debugger_is_no_hang(tmp_path: Path) -> None:
+    options = {"trainer": {"devices": 2}}
+    os.mkfifo(tmp_path / "stdin")
+    breakpoint_ = {"at": "train", "step": 20, "rank": 1, "do": "pdb", "stdin": str(tmp_path / "stdin")}
+    config = watched(tmp_path, events=[breakpoint_], **options)
+    ranks = Ranks(config, tmp_path / "run")
+    with os.fdopen(os.open(tmp_path / "stdin", os.O_RDWR), "w") as stdin:
+        eventually(lambda: ranks.text().count("No hang: ") == 2, ranks)  # its time began anew
+        stdin.write("continue\n")
+        stdin.flush()
+        codes = ranks.wait()
+    assert codes == [0, 0], ranks.text()
+    verdicts = [json.loads(path.read_text()) for path in Path(config["run_dir"]).glob("diagnostics/*/verdict.json")]
+    assert [(v["is_hang"], v["culprits"][0]["rank"], v["culprits"][0]["kind"]) for v in verdicts] == [
+        (False, 1, "debugged")
+    ] * len(verdicts)
+    assert verdicts
+    assert not events(config, "fault")
+    assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
+    nothing_left(config)
+
+
+def test_a_save_that_is_slow_and_writes_is_no_hang(tmp_path: Path) -> None:
+    config = watched(tmp_path, events=[{"at": "save", "step": 10, "do": "write", "seconds": 5}])
+    output = runs(config)
+    assert "No hang: rank 0" in output
+    assert "in a slow checkpoint, writing" in output
+    assert not events(config, "fault")
+
+
+def test_a_pause_of_the_whole_job_is_no_hang(tmp_path: Path) -> None:
+    """As by a job scheduler that suspends it, or of a virtual machine."""
+    config = watched(tmp_path, trainer={"devices": 2}, step_s=0.1)
+    ranks = Ranks(config, tmp_path / "run")
+    eventually(lambda: events(config, "saved"), ranks)
+    (its_watchdog,) = watchdogs_of(config)
+    its_watchdog.suspend()
+    ranks.kill(signal.SIGSTOP)
+    time.sleep(6)
+    its_watchdog.resume()
+    time.sleep(1)
+    ranks.kill(signal.SIGCONT)
+    assert ranks.wait() == [0, 0], ranks.text()
+    no_alarm(config, ranks.text())
+
+
+# -- the watchdog and the end of the fit -------------------------------------------------------------------------------
+
+
+def test_a_watchdog_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    config = watched(tmp_path, events=[{"at": "train", "step": 12, "do": "kill_watchdog"}, HANG])
+    output = fails(config)
+    assert re.search("watchdog of .* has gone; it is started again", output)
+    assert the_culprit(config).rank == 0
+    nothing_left(config)
+
+
+def test_after_the_fit_nobody_is_watched_and_in_the_next_one_everybody_is(tmp_path: Path) -> None:
+    between = {"at": "between", "step": 1, "do": "sleep", "seconds": 4}
+    after = {"at": "after", "step": 1, "rank": 1, "do": "sleep", "seconds": 4}
+    options = {"trainer": {"devices": 2, "max_epochs": 2}, "fits": 2}
+    config = watched(tmp_path, events=[between, {**HANG, "fit": 1, "rank": 1}, after], **options)
+    output = fails(config)
+    assert [hang["fit"] for hang in hangs(config)] == [1], output
+    assert the_culprit(config).rank == 1
+    runs(config)
+    assert result(config) == undisturbed(tmp_path, **options)[0]
+    assert len(hangs(config)) == 1
+    nothing_left(config)
+
+
+@pytest.mark.parametrize("what", ["fast_dev_run", "validate", "test", "predict"])
+def test_it_is_passive_where_nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    def never(*args: Any) -> None:
+        raise AssertionError("a watchdog was started")
+
+    monkeypatch.setattr(watchdog, "start", never)
+    fault = {"fault_type": "rank_killed"}
+    callback = FaultTolerance(run_dir=tmp_path / "run", simulated_fault_params=fault, exc_handling_policy=never)
+    trainer = small_trainer(tmp_path, callback, fast_dev_run=what == "fast_dev_run", limit_predict_batches=2)
+    getattr(trainer, "fit" if what == "fast_dev_run" else what)(BoringModel())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_hang_when_lightning_has_put_the_signals_back(tmp_path: Path) -> None:
+    """It sets every signal to what Python knew when the fit began, and Python does not know of handlers in C."""
+    config = watched(tmp_path, events=[{**HANG, "at": "fit_end", "step": 0}], trainer={"max_epochs": 1})
+    codes, output = run(config, tmp_path / "run")
+    assert codes == [EXIT_HUNG], output
+    assert "on_fit_end" in stacks_of(config, 0)
+    runs(config)
+    nothing_left(config)
+
+
+def test_sigterm_to_everybody_during_a_hang(tmp_path: Path) -> None:
+    """A rank that is stuck cannot stop in order; the others wait for it, and so the hang ends all of them."""
+    options = {"trainer": {"devices": 2}}
+    config = watched(tmp_path, events=[{**HANG, "rank": 1}], **options)
+    ranks = Ranks(config, tmp_path / "run")
+    eventually(lambda: Path(config["run_dir"]).with_suffix(".event0-1").exists(), ranks)
+    time.sleep(0.5)
+    ranks.kill(signal.SIGTERM)
+    codes = ranks.wait()
+    assert set(codes) <= {EXIT_HUNG, -signal.SIGKILL}, ranks.text()
+    assert the_culprit(config).rank == 1
+    runs(config)
+    assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
+    nothing_left(config)
+
+
+@pytest.mark.parametrize("what", ["no folder", "no answer"])
+def test_storage_that_does_not_work_does_not_save_a_hung_rank(tmp_path: Path, what: str) -> None:
+    """The folder of the diagnosis is a file; or a file in it is a pipe to which nobody ever writes."""
+    clog = {"at": "train", "step": 20, "do": "clog", "once": True}
+    config = watched(tmp_path, events=[clog, HANG] if what == "no answer" else [HANG])
+    if what == "no folder":
+        Path(config["run_dir"]).mkdir()
+        Path(config["run_dir"], "diagnostics").touch()
+    codes, output = run(config, tmp_path / "run")
+    assert codes == [EXIT_HUNG], output
+    assert "Hang: rank 0" in output
+    assert "cannot be written" in output
+    assert ("has not answered" in output) == (what == "no answer")
+    nothing_left(config)
+    runs(config)
+    assert (result(config), samples(config)) == undisturbed(tmp_path)
+
+
+# -- calculated timeouts -----------------------------------------------------------------------------------------------
+
+STEP_100 = {"section_timeouts": "step:100", "calculate_timeouts": True}
+ALLOWED = "seconds allowed: setup:600,step:{},checkpointing:{},out_of_section:300"
+
+
+@pytest.mark.parametrize("folder", ["run/run", "elsewhere"])
+def test_calculated_timeouts_are_kept_for_the_next_job(tmp_path: Path, folder: str) -> None:
+    exp_dir = {} if folder == "run/run" else {"exp_dir": str(tmp_path / folder)}
+    config = watched(tmp_path, fault_tolerance={**STEP_100, **exp_dir}, trace=str(tmp_path / "trace"))
+    output = fails({**config, "events": [{"at": "train", "step": 27, "do": "SIGKILL"}]})
+    assert ALLOWED.format(100, 420) in output
+    assert [path.parent for path in tmp_path.rglob("ft_state.json")] == [tmp_path / folder]
+    Path(config["trace"] + ".0").unlink()
+    output = runs(config)
+    assert "is ignored" not in output
+    assert ALLOWED.format(30, 30).replace("step:30", "step:30,validation:100") in output
+    limits = [line[1] for line in traced(config) if line[0].startswith("[")]
+    assert (limits[0]["setup"], limits[0]["step"], limits[0]["checkpointing"]) == (600, 30, 30)
+    assert limits[0]["validation"] == 100, "no validation has been seen"
+    assert limits[-1]["setup"] == 30, "the set-up has loaded a checkpoint"
+
+
+def test_calculated_timeouts_of_another_world_size_or_damaged_ones_are_ignored(tmp_path: Path) -> None:
+    config = watched(tmp_path, fault_tolerance=STEP_100, trainer={"max_epochs": 2})
+    runs(config)
+    state = Path(config["run_dir"], "ft_state.json")
+    calculated = json.loads(state.read_text())["fits"]["0"]["calculated"]
+    assert calculated["step"] == 30
+    output = runs({**config, "trainer": {"max_epochs": 3, "devices": 2}})
+    assert f"{state} is ignored: Its timeouts hold for another layout" in output
+    assert "world_size was 1 and is 2" in output
+    assert output.count("is ignored") == 1
+    assert json.loads(state.read_text())["fits"]["0"]["layout"]["world_size"] == 2
+    state.write_bytes(state.read_bytes()[:50])
+    output = runs({**config, "trainer": {"max_epochs": 4}})
+    assert f"{state} is ignored: It is not valid JSON" in output
+    assert ALLOWED.format(100, 420) in output
+    assert json.loads(state.read_text())["fits"]["0"]["layout"]["world_size"] == 1
+
+
+def test_all_ranks_calculate_the_same_from_what_one_has_seen(tmp_path: Path) -> None:
+    """Rank 1 is slow right before a save: for it that is a long step, for rank 0 it is a long save."""
+    config = watched(
+        tmp_path,
+        events=[{"at": "batch_end", "step": 19, "rank": 1, "do": "sleep", "seconds": 1.5}],
+        fault_tolerance={"calculate_timeouts": True, "section_timeouts": "step:100"},
+        floor_s=5.0,
+        trainer={"devices": 2, "max_epochs": 2},
+        trace=str(tmp_path / "trace"),
+    )
+    runs(config)
+    limits = [limits_at_end(config, rank) for rank in (0, 1)]
+    assert limits[0] == limits[1]
+    assert limits[0]["step"] >= 8
+    assert limits[0]["checkpointing"] >= 8
+
+
+# -- engines, policies, health -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"engine": "nvrx2"}, "engine must be one of auto, nvrx, watchdog"),
+        ({"health_check_interval_steps": -1}, "health_check_interval_steps must not be negative"),
+        ({"section_timeouts": "step:0"}, "section step must be a positive number"),
+        ({"section_timeouts": {"step": -1.0}}, "section step must be a positive number"),
+        ({"section_timeouts": "stop:5"}, "no section 'stop'"),
+        ({"simulated_fault_params": {"fault_type": "flood"}}, "fault_type must be one of"),
+        ({"simulated_fault_params": {"fault_type": "sigterm", "when": 3}}, "no 'when'"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FaultTolerance(**arguments)
+
+
+def test_timeouts_in_every_spelling() -> None:
+    for given in ("step:5", {"step": 5.0}, SectionTimeouts(step=5.0)):
+        assert FaultTolerance(section_timeouts=given).section_timeouts == SectionTimeouts(step=5.0)
+
+
+def test_nvrx_without_its_launcher_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FT_RANK_MONITOR_IPC_SOCKET", raising=False)
+    trainer = small_trainer(tmp_path, FaultTolerance(run_dir=tmp_path / "run", engine="nvrx"), max_steps=1)
+    with pytest.raises(RuntimeError, match="ft_launcher"):
+        trainer.fit(BoringModel())
+    user = SavesInVain()
+    (tmp_path / "file").touch()
+    small_trainer(tmp_path, FaultTolerance(run_dir=tmp_path / "run"), user, max_steps=1).fit(BoringModel())
+    assert user.sections, "the fit after it is watched"
+
+
+@pytest.mark.parametrize(("engine", "connects"), [("watchdog", False), ("auto", True)])
+def test_the_engine_decides_whether_nvrx_is_told(tmp_path: Path, engine: str, connects: bool) -> None:
+    pytest.importorskip("nvidia_resiliency_ext")
+    path = f"/tmp/{os.getpid()}-{engine}.socket"  # a socket's path may have 107 bytes
+    with socket.socket(socket.AF_UNIX) as monitor:
+        monitor.bind(path)
+        try:
+            monitor.listen()
+            monitor.setblocking(False)
+            limits = "step:60"  # it waits for the end of this monitor, which never answers
+            config = watched(tmp_path, limits=limits, fault_tolerance={"engine": engine}, trainer={"max_steps": 3})
+            runs(config, environment={"FT_RANK_MONITOR_IPC_SOCKET": path, "RANK": "0", "LOCAL_RANK": "0"})
+            if connects:
+                monitor.accept()[0].close()
+            else:
+                with pytest.raises(BlockingIOError):
+                    monitor.accept()
+        finally:
+            os.unlink(path)
+
+
+RAISE = {"at": "train", "step": 20, "rank": 1, "do": "raise"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "action", "status"),
+    [
+        ("shutdown_workload", "shutdown_workload", "halted"),
+        ("nvrx.ShutdownWorkload", "shutdown_workload", "halted"),
+        ("exclude_this_node", "exclude_this_node", "failed"),
+        ("nvrx.ExcludeThisNode", "exclude_this_node", "failed"),
+        ("nvrx.Continue", None, "failed"),
+        ("continue", None, "failed"),
+        ("go away", None, "failed"),
+        ("raise", None, "failed"),
+    ],
+)
+def test_a_policy_decides_on_an_error(tmp_path: Path, policy: str, action: str | None, status: str) -> None:
+    flag = tmp_path / "finished"
+    config = watched(tmp_path, events=[{**RAISE, "rank": 0}], policy=policy)
+    output = fails(config, environment={"FAULT_TOL_FINISHED_FLAG_FILE": str(flag)})
+    assert "RuntimeError: on purpose" in output
+    assert [event["action"] for event in events(config, "workload_request")] == ([action] if action else [])
+    outcome = RunDirectory(config["run_dir"]).fit(0).outcome
+    assert outcome is not None
+    expected = "a request of NVRx's own" if policy.startswith("nvrx") else "RuntimeError: on purpose"
+    assert (outcome.status, outcome.reason) == (
+        status,
+        expected if action == "shutdown_workload" else "RuntimeError: on purpose",
+    )
+    assert flag.exists() == (status == "halted")
+    assert ("No launcher that can exclude" in output) == (action == "exclude_this_node")
+    if policy in ("go away", "raise"):
+        assert "exc_handling_policy" in output
+    nothing_left(config)
+
+
+@pytest.mark.parametrize("policy", ["shutdown_workload", "exclude_this_node"])
+def test_under_launch_a_policy_ends_the_run_with_its_reason(tmp_path: Path, policy: str) -> None:
+    """Rank 1 wants it; what rank 0 sees is only that it has lost a peer, on which the policy has no opinion."""
+    config = watched(tmp_path, events=[RAISE], policy=policy, trainer={"devices": 2})
+    output = tmp_path / "output"
+    code = finish(start(ours(config, "--in-job-restarts=2", "--job-retries=1"), output), output)
+    assert code == 1, output.read_text()
+    (end,) = events(config, "exit")
+    assert "RuntimeError: on purpose" in end["reason"], output.read_text()
+    if policy == "shutdown_workload":
+        assert end["status"] == "halted", output.read_text()
+        assert len(events(config, "start")) == 1
+    nothing_left(config)
+
+
+def test_the_flag_of_a_finished_run(tmp_path: Path) -> None:
+    """Job scripts of NeMo-Run and NVRx start the job again until it is there."""
+    flag = tmp_path / "finished"
+    config = watched(tmp_path)
+    flag.touch()
+    environment = {"FAULT_TOL_FINISHED_FLAG_FILE": str(flag)}
+    fails({**config, "events": [{"at": "train", "step": 20, "do": "SIGKILL"}]}, environment=environment)
+    assert not flag.exists()
+    runs(config, environment=environment)
+    assert flag.exists()
+
+
+@pytest.mark.parametrize("with_it", [True, False])
+def test_without_auto_resume_there_is_a_warning(tmp_path: Path, with_it: bool) -> None:
+    callbacks = ["fault_tolerance", "auto_resume"] if with_it else ["fault_tolerance"]
+    config = watched(tmp_path, callbacks=callbacks, trainer={"max_steps": 2})
+    assert ("There is no AutoResume" in runs(config)) == (not with_it)
+
+
+def test_a_sick_node_is_named_before_it_joins(tmp_path: Path) -> None:
+    config = watched(tmp_path, sick_rank=1, trainer={"devices": 2})
+    output = fails(config)
+    reason = "rank 1 on .* is not fit to train: unhealthy: 1 word of 4 came back changed"
+    assert re.search(f"RuntimeError: {reason}", output)
+    (unhealthy,) = events(config, "unhealthy")
+    assert re.fullmatch(reason, unhealthy["reason"])
+    nothing_left(config)
+
+
+def test_a_rank_that_is_absent_from_a_health_check_fails_it_for_the_others(tmp_path: Path) -> None:
+    config = watched(
+        tmp_path,
+        limits="step:100",
+        fault_tolerance={"health_check_interval_steps": 4},
+        ping_within_s=2.0,
+        events=[{"at": "batch_end", "step": 19, "rank": 1, "do": "SIGSTOP"}],
+        trainer={"devices": 2},
+    )
+    output = fails(config)
+    assert "The health check at step 20 failed" in output
+    assert not hangs(config)
+    nothing_left(config)
+
+
+# -- drills ------------------------------------------------------------------------------------------------------------
+
+DRILLS: dict[str, str | None] = {
+    "rank_killed": None,
+    "rank_hung": "stopped",
+    "stuck_in_collective": "stuck",  # in a receive, which is no collective
+    "stuck_in_data_loader": "data_loader",
+    "gil_held": "gil_held",
+    "sigterm": None,
+}
+"""What is simulated, and the verdict on it if it is a hang."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.campaign if name in ("rank_killed", "gil_held", "sigterm") else ())
+        for name in DRILLS
+    ],
+)
+def test_a_drill_happens_once_and_is_survived(tmp_path: Path, name: str) -> None:
+    options = {"trainer": {"devices": 2}, "workers": 1}
+    fault = {"fault_type": name, "rank": 1, "at_step": 20}
+    config = watched(tmp_path, fault_tolerance={"simulated_fault_params": fault}, **options)
+    codes, output = run(config, tmp_path / "run")
+    assert not Path(config["out"]).exists(), output
+    assert (set(codes) == {0}) == (name == "sigterm"), output
+    if DRILLS[name] is None:
+        assert not hangs(config)
+    else:
+        culprit = the_culprit(config)
+        assert (culprit.rank, culprit.kind) == (1, DRILLS[name]), output
+    runs(config)
+    assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
+    assert [(e["fault_type"], e["rank"]) for e in events(config, "simulated_fault")] == [(name, 1)]
+    nothing_left(config)
+
+
+def test_a_simulated_nan_is_gone_after_a_restart(tmp_path: Path) -> None:
+    fault = {"fault_type": "nan_loss", "rank": 0, "at_step": 18}
+    config = watched(tmp_path, fault_tolerance={"simulated_fault_params": fault}, save_every=16)
+    spoiled = {**config, "out": str(tmp_path / "spoiled"), "run_dir": str(tmp_path / "run" / "other")}
+    runs(spoiled)
+    assert result(spoiled)[0]["metrics"]["train_loss_step"] != result(spoiled)[0]["metrics"]["train_loss_step"], "NaN"
+    fails({**config, "events": [{"at": "train", "step": 21, "do": "SIGKILL"}]})
+    output = runs(config)
+    assert "Resuming from step 16" in output
+    assert (result(config), samples(config)) == undisturbed(tmp_path, save_every=16)
+    assert len(events(config, "simulated_fault")) == 1

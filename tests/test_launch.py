@@ -151,16 +151,18 @@ def test_a_script_runs_as_it_does_under_python_and_its_end_is_recorded(launcher:
         assert "torch" not in sys.modules and "lightning" not in sys.modules
         class Local: pass
         pickle.loads(pickle.dumps(Local()))
-        names = ["GRACE_PERIOD_S", "RECIPE", "JOB_ATTEMPT"]
+        names = ["GRACE_PERIOD_S", "RECIPE", "JOB_ATTEMPT", "SECTION_TIMEOUTS"]
         facts = [sys.argv, __name__, neighbour.answer, [os.environ["LIGHTNING_RESILIENCE_" + name] for name in names]]
         open("facts", "w").write(json.dumps(facts))
         """,
         "code/script.py",
     )
     command = ["code/script.py", "--lr", "-m", "x"]
-    assert launcher.run("--grace-period=30", *command) == 0, launcher.stderr()
+    options = ["--grace-period=30", "--section-timeouts=step:90,checkpointing:none", "--out-of-section-timeout=45"]
+    assert launcher.run(*options, *command) == 0, launcher.stderr()
+    timeouts = "setup:600,step:90,checkpointing:none,out_of_section:45"
     facts = json.loads((launcher.folder / "facts").read_text())
-    assert facts == [command, "__main__", 42, ["30.0", "nemo", "0"]]
+    assert facts == [command, "__main__", 42, ["30.0", "nemo", "0", timeouts]]
     outcome = launcher.run_directory.outcome
     assert outcome is not None
     assert (outcome.status, outcome.details["command"]) == ("finished", command)
@@ -486,6 +488,10 @@ def test_a_run_directory_that_cannot_be_made_is_refused(launcher: Launcher) -> N
         (["--nnodes=2", "--rdzv-endpoint=host", "script.py"], "is not HOST:PORT"),
         (["--job-retries=-1", "script.py"], "not a number of at least 0"),
         (["--grace-period=soon", "script.py"], "not a number of seconds"),
+        (["--section-timeouts=stpe:9", "script.py"], "There is no section 'stpe'"),
+        (["--section-timeouts=step:0", "script.py"], "step must be a positive number of seconds"),
+        (["--out-of-section-timeout=soon", "script.py"], "out_of_section must be seconds, or none, not 'soon'"),
+        (["--section-timeouts=out_of_section:9", "--out-of-section-timeout=8", "script.py"], "two timeouts for"),
         (["--recipe=unknown", "script.py"], "invalid choice"),
         ([], "required: script"),
     ],
@@ -511,6 +517,7 @@ def test_bad_arguments(
 # With the real elastic launcher
 
 
+@pytest.mark.nvrx
 def test_real_a_crash_of_one_rank_restarts_all_of_them(launcher: Launcher) -> None:
     launcher.script(
         """
@@ -525,6 +532,7 @@ def test_real_a_crash_of_one_rank_restarts_all_of_them(launcher: Launcher) -> No
     assert launcher.events("start")[-1]["world_size"] == 2
 
 
+@pytest.mark.nvrx
 def test_real_a_scheduler_that_signals_every_process_does_not_cut_the_grace_period_short(launcher: Launcher) -> None:
     launcher.script(STOPS_WHEN_TOLD.replace('ledger.record("ready")', 'ledger.record(f"ready")'))
     launch = launcher.start("--nproc-per-node=2", "script.py", program=REAL, SAVING_TAKES="1.5")
@@ -542,6 +550,7 @@ def test_real_a_scheduler_that_signals_every_process_does_not_cut_the_grace_peri
     assert {"saved-0", "saved-1"} <= {path.name for path in launcher.folder.iterdir()}, launcher.stderr()
 
 
+@pytest.mark.nvrx
 def test_real_killed_launcher_and_resume(launcher: Launcher) -> None:
     launcher.script(HAS_CHILDREN)
     launch = launcher.start("--nproc-per-node=2", "script.py", program=REAL)
@@ -558,6 +567,7 @@ def test_real_torchrun_takes_the_place_of_a_missing_nvrx(launcher: Launcher) -> 
     assert [event["world_size"] for event in launcher.events("start")] == [1]
 
 
+@pytest.mark.nvrx
 def test_real_two_nodes_follow_the_first_ones_decision(launcher: Launcher) -> None:
     launcher.script(
         """
@@ -569,7 +579,8 @@ def test_real_two_nodes_follow_the_first_ones_decision(launcher: Launcher) -> No
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     options = ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}", "--in-job-restarts=0"]
-    nodes = [launcher.start(*options, f"--node-rank={rank}", "script.py", program=REAL) for rank in (1, 0)]
+    one_host = {"NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE": "1"}  # which NVRx 0.7 takes for a mistake otherwise
+    nodes = [launcher.start(*options, f"--node-rank={rank}", "script.py", program=REAL, **one_host) for rank in (1, 0)]
     assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], launcher.stderr(0) + launcher.stderr(1)
     assert [event["retry"] for event in launcher.events("job_start")] == [False, True]
     assert len(launcher.events("exit")) == 1

@@ -72,7 +72,10 @@ ALWAYS = {("own", "rank 1"), ("own", "both"), ("torchrun", "rank 0"), ("torchrun
             events,
             LAUNCHERS[name][1],
             id=f"{name}-{what}",
-            marks=() if (name, what) in ALWAYS else pytest.mark.campaign,
+            marks=[
+                *([] if (name, what) in ALWAYS else [pytest.mark.campaign]),
+                *([pytest.mark.nvrx] if name == "launch" else []),
+            ],
         )
         for name in LAUNCHERS
         for what, events in SIGNALS.items()
@@ -94,6 +97,7 @@ def test_a_signal_to_some_rank(tmp_path: Path, launcher: Any, events: list[dict[
     assert result(config) == undisturbed(tmp_path, **OPTIONS)[0]
 
 
+@pytest.mark.nvrx
 def test_launch_survives_a_crash_a_preemption_and_the_loss_of_the_launcher(tmp_path: Path) -> None:
     """The script itself is plain Lightning: the launcher alone makes it survive."""
     options = {**OPTIONS, "step_s": 0.05, "model_checkpoint": {"every_n_train_steps": 6, "save_top_k": -1}}

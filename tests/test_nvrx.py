@@ -176,6 +176,11 @@ class Rank:
             time.sleep(0.02)
 
     @staticmethod
+    def hang() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(PATIENCE_S)  # NVRx continues the process before it kills it
+
+    @staticmethod
     def wait_until(condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
@@ -264,7 +269,7 @@ def stopped_in(section: Section) -> Callable[[Rank], None]:
         for earlier in ("setup", "step"):  # 0.7 looks at the time out of section only after a step
             rank.enter(earlier)
         rank.enter(section)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        rank.hang()
 
     return body
 
@@ -306,7 +311,7 @@ def test_the_limits_that_the_rank_notes_hold_and_not_those_of_the_launcher(ranks
             rank.progress.set_timeouts({section: 0.5})
             rank.wait_until_told(section)
             (rank.folder / "alive").touch()
-            os.kill(os.getpid(), signal.SIGSTOP)
+            rank.hang()
 
         return body
 
@@ -360,10 +365,12 @@ def test_a_rank_that_was_excused_has_its_time_once_more(ranks: Ranks) -> None:
         for _ in range(4):
             time.sleep(0.5)
             (rank.folder / "rank.excused").touch()
-        os.kill(os.getpid(), signal.SIGSTOP)
+        (rank.folder / "alive").touch()
+        rank.hang()
 
     ranks.start(body, {"step": 1.0})
     assert ranks.wait() == [-signal.SIGKILL]
+    assert (ranks.folder / "0" / "alive").exists()
 
 
 @pytest.mark.nvrx
@@ -374,7 +381,7 @@ def test_sections_that_the_launcher_was_not_told_of(ranks: Ranks) -> None:
         rank.enter("checkpointing")
         time.sleep(1.5)  # out of section for NVRx, but not with that limit
         rank.enter("step")
-        os.kill(os.getpid(), signal.SIGSTOP)
+        rank.hang()
 
     def none(rank: Rank) -> None:
         rank.wait_until(lambda: not rank.reporter.is_alive())
@@ -416,6 +423,7 @@ def test_a_monitor_that_is_gone_or_stopped_does_not_disturb_the_rank(
         rank.work(0.5)
 
     def missing(rank: Rank) -> None:
+        rank.enter("step")
         os.environ["FT_RANK_MONITOR_IPC_SOCKET"] = str(rank.folder / "nowhere")
         reporter = _nvrx.SectionReporter(rank.folder / "rank.progress", Told())
         reporter.start()
@@ -537,6 +545,7 @@ def test_real_a_hang_is_ended_and_who_is_not_watched_is_not(tmp_path: Path) -> N
                 progress.enter("step")
                 time.sleep(1)
                 os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(60)
             case "0", _:
                 reporter.start()
                 for step in range(40):

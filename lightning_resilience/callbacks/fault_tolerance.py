@@ -134,6 +134,11 @@ class FaultTolerance(SessionCallback):
         if session_of(trainer, self):
             self._watching.start()
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lightning has put all signals back to what Python knew of them at the start, and Python knew not of ours."""
+        if session_of(trainer, self):
+            self._watching.witness.handle_signals()
+
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Where a simulated NaN comes from."""
         if self.simulated_fault_params is not None and session_of(trainer, self):
@@ -168,7 +173,11 @@ class _Watching:
         session.at_left.append(self.witness.close)
         self._reporter = self._start_reporter()
         self._faults = self._prepare_fault()
-        for owner, name in ((trainer, "save_checkpoint"), (trainer.strategy, "remove_checkpoint")):
+        for owner, name in (
+            (trainer, "save_checkpoint"),
+            (trainer.strategy, "remove_checkpoint"),
+            (trainer.strategy.checkpoint_io, "teardown"),  # where AsyncCheckpointIO waits when training has ended
+        ):
             self._count_as_checkpointing(owner, name)
         if hasattr(trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint"):  # NeMo's asynchronous saves
             self._count_as_checkpointing(trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint")
@@ -232,6 +241,7 @@ class _Watching:
         configured = settings.section_timeouts or SectionTimeouts.parse(os.environ.get(SECTION_TIMEOUTS_VARIABLE, ""))
         if not settings.calculate_timeouts:
             return configured
+        self._layout["configured"] = str(configured)  # whoever configures something else wants that to hold
         # Rank 0 reads for all: the ranks must not differ.
         found, problem = None, None
         if self.session.trainer.is_global_zero:
@@ -352,10 +362,13 @@ class _Watching:
 
     def _ask_policy(self, exception: BaseException) -> str | None:
         policy = self.settings.exc_handling_policy
-        request = policy(exception) if policy is not None else None
-        if request is None:
+        if policy is None:
             return None
-        return self._request(request, f"{type(exception).__name__}: {exception}")
+        try:
+            return self._request(policy(exception), f"{type(exception).__name__}: {exception}")
+        except Exception:  # the failure itself matters more, and is on its way
+            log.exception("exc_handling_policy has failed on the error that ends the fit, which goes on as usual.")
+            return None
 
     def _request(self, request: Any, reason: str) -> str | None:
         """Has the launcher act on what a policy wants. Returns why the whole run is to be halted, if it is."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -151,26 +152,31 @@ class Progress:
 
     def _write(self) -> None:
         self._ticks = ticks = self._ticks + 1
-        record = (ticks, _NUMBER[self._section], self._since, self._timeout, self._step, *self._position)
-        start = _TICKS.size + (ticks & 1) * _RECORD.size
-        self._memory[start : start + _RECORD.size] = _RECORD.pack(*record)
-        self._memory[: _TICKS.size] = _TICKS.pack(ticks)
+        place = _TICKS.size + (ticks & 1) * _RECORD.size
+        number, step, (a, b, c, d) = _NUMBER[self._section], self._step, self._position
+        _RECORD.pack_into(self._memory, place, ticks, number, self._since, self._timeout, step, a, b, c, d)
+        self._memory[:8] = _TICKS.pack(ticks)  # not pack_into, which writes zeros first
 
 
 def read_progress(path: Path) -> Stay | None:
     """What the record at ``path`` says, or ``None`` if there is none."""
     try:
         with open(path, "rb", buffering=0) as file:
-            for _ in range(10):  # the writer may be faster than this reader
-                data = file.read(_SIZE)
-                file.seek(0)
-                if len(data) != _SIZE:
-                    return None
-                valid = _TICKS.unpack_from(data)[0]
-                record = _RECORD.unpack_from(data, _TICKS.size + (valid & 1) * _RECORD.size)
-                ticks, section, since, timeout, step, a, b, c, d = record
-                if ticks == valid > 0 and section < len(_SECTIONS):
-                    return Stay(ticks, _SECTIONS[section], since, timeout, step, (a, b, c, d))
+            return read_record(file)
     except OSError:
-        pass
+        return None
+
+
+def read_record(file: FileIO) -> Stay | None:
+    """The same from a file that is open already, which stays readable when its name has gone."""
+    for _ in range(10):  # the writer may be faster than this reader
+        file.seek(0)
+        data = file.read(_SIZE)
+        if data is None or len(data) != _SIZE:
+            return None
+        valid = _TICKS.unpack_from(data)[0]
+        record = _RECORD.unpack_from(data, _TICKS.size + (valid & 1) * _RECORD.size)
+        ticks, section, since, timeout, step, a, b, c, d = record
+        if ticks == valid > 0 and section < len(_SECTIONS):
+            return Stay(ticks, _SECTIONS[section], since, timeout, step, (a, b, c, d))
     return None

@@ -41,7 +41,8 @@ SAFETY_FACTOR = 5.0
 """A calculated timeout is that many times the longest time seen (NVRx's default)."""
 
 MIN_CALCULATED_S = 30.0
-"""No calculated timeout is shorter: five times a step of 10 ms is less than one hiccup of shared storage."""
+"""No calculated timeout is shorter, but for a section that is configured to be: five times a step of 10 ms is less than
+one hiccup of shared storage."""
 
 MIN_TRAIN_ITERATIONS = 16
 """Training batches after which the longest of them says something about the rest (NVRx's and Megatron-Bridge's)."""
@@ -65,7 +66,7 @@ class SectionTimeouts:
         calculated: Timeouts that hold instead of the configured ones, see :func:`calculate`.
 
     Raises:
-        ValueError: If a timeout is no positive number, or a calculated one is none of a section or too short.
+        ValueError: If a timeout is no positive number, or a calculated one is none of a section.
     """
 
     setup: float | None = 600.0
@@ -84,10 +85,9 @@ class SectionTimeouts:
                 )
         for name, value in self.calculated.items():
             _check_name(name)
-            if not (_is_finite(value) and value >= MIN_CALCULATED_S):
+            if not (_is_finite(value) and value > 0):
                 raise ValueError(
-                    f"The calculated timeout of section {name} must be a number of seconds, at least "
-                    f"{MIN_CALCULATED_S:g}, not {value!r}."
+                    f"The calculated timeout of section {name} must be a positive number of seconds, not {value!r}."
                 )
 
     @staticmethod
@@ -178,12 +178,13 @@ def selectable(
 def calculate(
     current: SectionTimeouts, longest: Mapping[Section, float], selected: Collection[Section]
 ) -> SectionTimeouts:
-    """Timeouts from what sections have really taken, as NVRx calculates them, but not below :data:`MIN_CALCULATED_S`.
+    """Timeouts from what sections have really taken, as NVRx calculates them, but with a minimum.
 
-    A timeout is :data:`SAFETY_FACTOR` times the longest time. One that had been calculated before is merged with it by
-    their mean (NVRx's moving average with a weight of 0.5), so that a single slow day is forgotten by and by. Half of
-    the factor, 2.5 times the longest time seen now, is therefore left in any case. Whole seconds, rounded up, so that
-    calculating again from the same times comes to rest.
+    A timeout is :data:`SAFETY_FACTOR` times the longest time, at least :data:`MIN_CALCULATED_S`, or what is configured
+    where that is shorter. One that had been calculated before is merged with it by their mean (NVRx's moving average
+    with a weight of 0.5), so that a single slow day is forgotten by and by. Half of the factor, 2.5 times the longest
+    time seen now, is therefore left in any case. Whole seconds, rounded up, so that calculating again from the same
+    times comes to rest.
 
     Args:
         current: What holds now.
@@ -199,7 +200,8 @@ def calculate(
         timeout = SAFETY_FACTOR * seconds
         if name in calculated:
             timeout = (timeout + calculated[name]) / 2
-        calculated[name] = max(float(math.ceil(timeout)), MIN_CALCULATED_S)
+        configured = replace(current, calculated={}).by_section()[name]
+        calculated[name] = max(float(math.ceil(timeout)), min(MIN_CALCULATED_S, configured))
     return replace(current, calculated=calculated)
 
 

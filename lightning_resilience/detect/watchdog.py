@@ -25,19 +25,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_resilience._files import publish, read_json, write_json
+from lightning_resilience._processes import describe_process, is_running
 from lightning_resilience.detect.evidence import RankEvidence
 from lightning_resilience.detect.examine import examine
 from lightning_resilience.detect.hangs import Verdict, diagnose
-from lightning_resilience.detect.progress import Stay, read_progress
+from lightning_resilience.detect.progress import Stay, read_record
 from lightning_resilience.detect.witness import (
     EXIT_HUNG,
     EXIT_SIGNAL,
-    describe_process,
-    is_running,
     remove_abandoned,
 )
 from lightning_resilience.ledger import Ledger
@@ -67,10 +67,12 @@ class Rank:
     Args:
         about: What it has registered.
         path: Its files, without their endings.
+        progress: The record of its progress, held open: somebody may clean up node memory.
     """
 
     about: dict[str, Any]
     path: Path
+    progress: FileIO
     ticks: int = -1
     lost_s: float = 0.0  # time within the present stay in which this watchdog did not run either
     excused_until: float = 0.0
@@ -87,8 +89,7 @@ class Rank:
         Args:
             pause_s: How long the watchdog was frozen since it looked last.
         """
-        stay = read_progress(self.path.with_suffix(".progress"))
-        if stay is None:
+        if (stay := read_record(self.progress)) is None:
             return
         if stay.ticks != self.ticks:
             self.ticks, self.lost_s, self.excused_until = stay.ticks, 0.0, 0.0
@@ -173,7 +174,9 @@ class Watchdog:
         for path in self.directory.glob("rank-*.json"):
             about = read_json(path)
             if about is not None and about["rank"] not in self.ranks:
-                self.ranks[about["rank"]] = Rank(about, path.with_suffix(""))
+                with suppress(OSError):
+                    progress = open(path.with_suffix(".progress"), "rb", buffering=0)
+                    self.ranks[about["rank"]] = Rank(about, path.with_suffix(""), progress)
 
     @property
     def _about(self) -> dict[str, Any]:

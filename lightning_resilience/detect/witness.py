@@ -20,9 +20,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from lightning_resilience._files import read_json, write_json
+from lightning_resilience._processes import describe_process, is_running, pid_namespace
 from lightning_resilience.detect.progress import Progress, Section
 
 log = logging.getLogger(__name__)
@@ -70,26 +69,12 @@ def node_directory(token: str, node_rank: int) -> Path:
 
 def remove_abandoned(directory: Path) -> None:
     """Removes the folders beside ``directory`` whose ranks and watchdog are all gone: those of killed jobs."""
+    here = pid_namespace()
     for other in directory.parent.iterdir():
-        records = [read_json(path) for path in other.glob("*.json")]
-        if other == directory or not records or any(record is None or is_running(record) for record in records):
-            continue
-        shutil.rmtree(other, ignore_errors=True)
-
-
-def describe_process() -> dict[str, Any]:
-    """This process, so that :func:`is_running` knows it again."""
-    return {"pid": os.getpid(), "process_started": psutil.Process().create_time()}
-
-
-def is_running(record: dict[str, Any]) -> bool:
-    """Whether the process of :func:`describe_process` runs still, and not another one with its number."""
-    try:
-        process = psutil.Process(int(record["pid"]))
-        same = process.create_time() == record["process_started"]
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, KeyError, TypeError, ValueError):
-        return False
+        records = [read_json(path) or {} for path in other.glob("*.json")]
+        dead = all(record.get("namespace") == here and not is_running(record) for record in records)
+        if other != directory and records and dead:  # of what lives in another container nothing is known here
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def pids(directory: Path) -> list[int]:
@@ -115,13 +100,7 @@ class Witness:
         self.progress = Progress(self.progress_path, timeouts)
         self.progress.enter("setup")
         self._stacks = open(directory / f"{name}.stacks", "ab", buffering=0)
-        # What holds again after the fit: by default these signals end a process, and the watchdog's may come late.
-        for signum in (STACKS_SIGNAL, EXIT_SIGNAL):
-            _set_c_handler(signum, _C_SIG_IGN)
-        # A C handler: it needs no interpreter lock, and restarts the system call that it interrupts.
-        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
-        # No handler in Python would run in a rank that is stuck. C's is called with the signal's number, the exit code.
-        _set_c_handler(EXIT_SIGNAL, ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p))
+        self.handle_signals()
         self._server = _start_worker_server(directory / f"{name}.socket")
         self._registration = directory / f"{name}.json"
         write_json(
@@ -134,6 +113,17 @@ class Witness:
                 "has_server": self._server is not None,
             },
         )
+
+    def handle_signals(self) -> None:
+        """Handles the watchdog's signals; again after whoever has taken that for a handler to be put back."""
+        faulthandler.unregister(STACKS_SIGNAL)
+        # What holds again after the fit: by default these signals end a process, and the watchdog's may come late.
+        for signum in (STACKS_SIGNAL, EXIT_SIGNAL):
+            _set_c_handler(signum, _C_SIG_IGN)
+        # A C handler: it needs no interpreter lock, and restarts the system call that it interrupts.
+        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        # No handler in Python would run in a rank that is stuck. C's is called with the signal's number, the exit code.
+        _set_c_handler(EXIT_SIGNAL, ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p))
 
     def close(self) -> None:
         """The rank leaves the fit: nobody watches it from here on."""

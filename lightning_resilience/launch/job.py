@@ -15,10 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
-
 from lightning_resilience import _nvrx, signals
 from lightning_resilience._files import read_json, write_json
+from lightning_resilience._processes import describe_process, is_running
 from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.launch.budget import Budget, highest_verified_step
 from lightning_resilience.launch.nodes import (
@@ -361,7 +360,7 @@ class Launch:
         for path, record in self._records():
             if record.get("host") != this_host or not isinstance(record.get("launch_id"), str):
                 continue
-            if not _is_alive(record):
+            if not is_running(record):
                 if count := end_processes(record["launch_id"]):
                     say(f"Ended {count} processes that an earlier launch of this run had left.")
                 path.unlink(missing_ok=True)
@@ -384,8 +383,7 @@ class Launch:
             {
                 "launch_id": self.launch_id,
                 "host": platform.node(),
-                "pid": os.getpid(),
-                "process_started": psutil.Process().create_time(),
+                **describe_process(),
                 "node_rank": self.settings.node_rank,
                 "ended": ended,
             },
@@ -429,15 +427,6 @@ class Launch:
             time.sleep(_POLL_S)
         end_processes(self.launch_id, _LEFTOVERS_PATIENCE_S)
         return exit_code
-
-
-def _is_alive(record: dict[str, Any]) -> bool:
-    try:
-        process = psutil.Process(int(record["pid"]))
-        is_same = process.create_time() == record["process_started"]  # and not another one with its number
-        return is_same and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, KeyError, ValueError, TypeError):
-        return False
 
 
 def say(line: str) -> None:

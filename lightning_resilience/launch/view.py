@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience._files import read_json
+from lightning_resilience._processes import is_running
 from lightning_resilience.detect.evidence import RankEvidence
 from lightning_resilience.detect.examine import PYTHON, ask
 from lightning_resilience.detect.hangs import Finding, Verdict
 from lightning_resilience.detect.progress import read_progress
 from lightning_resilience.detect.watchdog import read_evidence
-from lightning_resilience.detect.witness import is_running, own_directory
+from lightning_resilience.detect.witness import own_directory
 from lightning_resilience.report import table
 from lightning_resilience.run_directory import RunDirectory
 

@@ -1,0 +1,44 @@
+"""A process that is known again later: by its number and its start, which do not depend on any clock."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+def describe_process() -> dict[str, Any]:
+    """This process, JSON-serialisable, so that :func:`is_running` knows it again."""
+    return {"pid": os.getpid(), "process_started": _started(os.getpid()), "namespace": pid_namespace()}
+
+
+def pid_namespace() -> str | None:
+    """In which numbers of processes mean something; containers may share node memory, but not these."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+
+
+def is_running(record: dict[str, Any]) -> bool:
+    """Whether the process of :func:`describe_process` runs still, and not another one with its number."""
+    try:
+        pid = int(record["pid"])
+        return record["process_started"] == _started(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, OSError, KeyError, TypeError, ValueError):
+        return False
+
+
+def _started(pid: int) -> str:
+    """When a process was started: in ticks since this boot.
+
+    Its start by the clock is that of the boot plus these, and moves whenever the clock is set.
+    """
+    with suppress(FileNotFoundError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{boot}-{fields[19]}"
+    return str(psutil.Process(pid).create_time())  # where there is no /proc
