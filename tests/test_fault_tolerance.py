@@ -355,6 +355,7 @@ def test_a_watchdog_that_was_killed_is_started_again(tmp_path: Path) -> None:
     nothing_left(config)
 
 
+@pytest.mark.campaign
 def test_after_the_fit_nobody_is_watched_and_in_the_next_one_everybody_is(tmp_path: Path) -> None:
     between = {"at": "between", "step": 1, "do": "sleep", "seconds": 4}
     after = {"at": "after", "step": 1, "rank": 1, "do": "sleep", "seconds": 4}
@@ -577,7 +578,7 @@ def test_a_policy_decides_on_an_error(tmp_path: Path, policy: str, action: str |
     nothing_left(config)
 
 
-@pytest.mark.parametrize("policy", ["shutdown_workload", "exclude_this_node"])
+@pytest.mark.parametrize("policy", ["shutdown_workload", pytest.param("exclude_this_node", marks=pytest.mark.campaign)])
 def test_under_launch_a_policy_ends_the_run_with_its_reason(tmp_path: Path, policy: str) -> None:
     """Rank 1 wants it; what rank 0 sees is only that it has lost a peer, on which the policy has no opinion."""
     config = watched(tmp_path, events=[RAISE], policy=policy, trainer={"devices": 2})
@@ -652,7 +653,7 @@ DRILLS: dict[str, str | None] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.campaign if name in ("rank_killed", "gil_held", "sigterm") else ())
+        pytest.param(name, marks=pytest.mark.campaign if name not in ("rank_hung", "stuck_in_data_loader") else ())
         for name in DRILLS
     ],
 )

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from lightning_resilience.detect.hangs import Finding, Verdict
 
+from lightning_resilience.detect.hangs import Finding, Verdict
 from lightning_resilience.detect.witness import EXIT_HUNG
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import RunDirectory

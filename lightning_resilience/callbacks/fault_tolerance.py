@@ -113,6 +113,8 @@ class FaultTolerance(SessionCallback):
         self.engine = engine
         self.health_check_interval_steps = health_check_interval_steps
         self.run_dir = run_dir
+        if self.simulated_fault_params is None:
+            self.leave_out(["on_before_backward"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to the fit in progress."""
@@ -141,7 +143,7 @@ class FaultTolerance(SessionCallback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Where a simulated NaN comes from."""
-        if self.simulated_fault_params is not None and session_of(trainer, self):
+        if session_of(trainer, self):
             self._watching.spoil_loss(loss)
 
 
