@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_resilience.checkpoint.resume import resolve_resume_path
     from lightning_resilience.launch.job_info import log_job_info
     from lightning_resilience.launch.slurm import get_slurm_info
+    from lightning_resilience.session import report_progress
     from lightning_resilience.signals import Interrupted
 
 __version__ = "0.1.0.dev0"
@@ -27,6 +28,7 @@ _WHERE = {
     "Preemption": "callbacks",
     "get_slurm_info": "launch.slurm",
     "log_job_info": "launch.job_info",
+    "report_progress": "session",
     "resolve_resume_path": "checkpoint.resume",
 }
 
@@ -38,6 +40,7 @@ __all__ = [
     "get_slurm_info",
     "log_job_info",
     "recipes",
+    "report_progress",
     "resolve_resume_path",
 ]
 

@@ -145,6 +145,6 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The JSON object in ``path``, or ``None`` if the file is missing or holds anything else."""
     try:
         content = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

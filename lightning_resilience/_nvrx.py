@@ -307,8 +307,7 @@ class SectionReporter(threading.Thread):
     def stop(self) -> None:
         """The rank leaves the fit; returns when it is not watched any more, or when the monitor does not answer."""
         self._stopping.set()
-        if self.ident is not None:
-            self.join(_ANSWER_WITHIN_S)
+        self.join(_ANSWER_WITHIN_S)
         if self.is_alive():
             log.warning("NVRx's rank monitor has not answered for %g s; it is left alone.", _ANSWER_WITHIN_S)
 

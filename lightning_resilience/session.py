@@ -63,6 +63,7 @@ class FitSession:
     def __init__(self, trainer: Trainer, module: LightningModule, run_dir: str | os.PathLike[str] | None) -> None:
         self.trainer = trainer
         self.module = module
+        self._pid = os.getpid()
         self.members: list[SessionCallback] = []
         self.rank: int = trainer.global_rank
         self.handlers: dict[str, Callable[[Event], None]] = {}
@@ -439,8 +440,8 @@ class FitSession:
 
     def fail(self, exception: BaseException) -> None:
         """Called in ``on_exception``: peers learn of it, the outcome is written, and everything is taken off again."""
-        if _sessions.get(self.trainer) is not self:
-            return
+        if _sessions.get(self.trainer) is not self or os.getpid() != self._pid:
+            return  # a child that the user's code has forked must not speak for its parent
         if not isinstance(exception, (signals.Interrupted, StaleAttempt)):
             kind = type(exception).__name__
             reason = f"{kind}: {exception}"
@@ -461,7 +462,7 @@ class FitSession:
     def leave(self) -> None:
         """Called in ``teardown`` and after an exception: leaves nothing behind."""
         global _active
-        if _sessions.pop(self.trainer, None) is None:
+        if os.getpid() != self._pid or _sessions.pop(self.trainer, None) is None:
             return
         for undo in self.at_leave:
             undo()
@@ -803,6 +804,16 @@ def _check_worker_count(trainer: Trainer) -> None:
             "train on its own and write into the same run directory. Pass the same numbers to "
             "Trainer(devices=, num_nodes=) and to the launcher (--nproc-per-node, --nnodes)."
         )
+
+
+def report_progress() -> None:
+    """Says that a fit advances where no batch of it does: in code of your own that takes long between two batches.
+
+    Such as an evaluation by another Trainer at the end of an epoch: what takes longer than ``out_of_section`` allows
+    without a sign of progress counts as hung. Does nothing where no fit is watched.
+    """
+    if _active is not None:
+        _active.advanced()
 
 
 def session_of(trainer: Trainer, callback: SessionCallback) -> FitSession | None:

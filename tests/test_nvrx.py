@@ -264,6 +264,18 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     ranks.clean_up()
 
 
+def test_there_is_a_monitor_only_under_ft_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.4.1")
+    monkeypatch.delenv("FT_RANK_MONITOR_IPC_SOCKET", raising=False)
+    assert not _nvrx.rank_monitor_available()
+    monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", str(tmp_path / "socket"))
+    assert not _nvrx.rank_monitor_available(), "it has gone, and the variable was passed on"
+    (tmp_path / "socket").touch()
+    assert _nvrx.rank_monitor_available()
+    monkeypatch.setattr(_nvrx, "installed_version", lambda: None)
+    assert not _nvrx.rank_monitor_available()
+
+
 def stopped_in(section: Section) -> Callable[[Rank], None]:
     def body(rank: Rank) -> None:
         for earlier in ("setup", "step"):  # 0.7 looks at the time out of section only after a step

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -19,7 +23,8 @@ from lightning_resilience.detect.progress import Section
 from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.detect.witness import EXIT_HUNG, Witness, node_directory, pids
 from lightning_resilience.faults import FaultInjector, SimulatedFault
-from lightning_resilience.session import FitSession, SessionCallback, session_of
+from lightning_resilience.ledger import read_ledger
+from lightning_resilience.session import FitSession, SessionCallback, report_progress, session_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -68,7 +73,7 @@ class FaultTolerance(SessionCallback):
         exp_dir: Where ``ft_state.json`` is kept. Default: the run directory.
         exc_handling_policy: Called with the exception that ends the fit on a rank; returns what shall happen to the
             workload, as NVRx's ``WorkloadControlRequest`` or as ``"exclude_this_node"``, ``"shutdown_workload"`` or
-            ``None`` (go on as usual).
+            ``None`` (go on as usual). Ranks that only lose a peer get an exception that says so.
         section_timeouts: The limits in seconds: :class:`~lightning_resilience.detect.timeouts.SectionTimeouts`, a
             mapping, or ``"setup:600,step:180,checkpointing:420,out_of_section:300"``. Default: the launcher's, else
             those values, which are Megatron-Bridge's.
@@ -136,10 +141,18 @@ class FaultTolerance(SessionCallback):
         if session_of(trainer, self):
             self._watching.start()
 
+    def on_test_batch_start(self, *args: Any) -> None:
+        """An evaluation inside of a fit: it advances."""
+        report_progress()
+
+    def on_predict_batch_start(self, *args: Any) -> None:
+        """An evaluation inside of a fit: it advances."""
+        report_progress()
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lightning has put all signals back to what Python knew of them at the start, and Python knew not of ours."""
-        if session_of(trainer, self):
-            self._watching.witness.handle_signals()
+        if session_of(trainer, self) and (witness := self._watching.witness) is not None:
+            witness.handle_signals()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Where a simulated NaN comes from."""
@@ -159,6 +172,7 @@ class _Watching:
         trainer = session.trainer
         self._monitor = _monitor(settings.engine)
         self._check_node()
+        self._distrusted: set[Section] = set()
         self._state = Path(settings.exp_dir or session.run.path) / "ft_state.json"
         self._layout = {
             "world_size": trainer.world_size,
@@ -167,12 +181,7 @@ class _Watching:
             "device": trainer.strategy.root_device.type,
         }
         self.timeouts = self._load_timeouts()
-        self._directory = node_directory(session.token, trainer.node_rank)
-        if trainer.local_rank == 0:
-            watchdog.start(self._directory)
-        self.witness = Witness(self._directory, session.rank, self.timeouts.by_section(), self._about())
-        session.progress = self.witness.progress
-        session.at_left.append(self.witness.close)
+        self.witness = self._begin()
         self._reporter = self._start_reporter()
         self._faults = self._prepare_fault()
         for owner, name in (
@@ -191,6 +200,23 @@ class _Watching:
             if session.index == 0:
                 self._say_what_watches()
 
+    def _begin(self) -> Witness | None:
+        """Has this rank watched; what hinders that must not end a healthy training."""
+        session, trainer = self.session, self.session.trainer
+        try:
+            if sys.platform != "linux":
+                raise OSError("hangs are looked for on Linux only")
+            directory = node_directory(session.token, trainer.node_rank)
+            witness = Witness(directory, session.rank, self.timeouts.by_section(), self._about())
+            session.progress = witness.progress
+            session.at_left.append(witness.close)
+            if trainer.local_rank == 0:
+                watchdog.start(directory)
+            return witness
+        except (OSError, subprocess.SubprocessError) as error:
+            log.error("Rank %d is not watched: a hang of it will not be found (%s).", session.rank, error)
+            return None
+
     def _about(self) -> dict[str, Any]:
         session, trainer = self.session, self.session.trainer
         return {
@@ -205,7 +231,7 @@ class _Watching:
         }
 
     def _start_reporter(self) -> _nvrx.SectionReporter | None:
-        if self._monitor is None:
+        if self._monitor is None or self.witness is None:
             return None
         reporter = _nvrx.SectionReporter(self.witness.progress_path, self._monitor)
         reporter.start()
@@ -250,23 +276,40 @@ class _Watching:
             found, problem = timeouts.load(self._state, self.session.index, self._layout, configured)
             if problem is not None:
                 log.warning("%s Timeouts are calculated anew.", problem)
-        found = self.session.trainer.strategy.broadcast(found)
-        return configured if found is None else found
+            self._distrusted = self._ended_too_early(configured)
+        found, self._distrusted = self.session.trainer.strategy.broadcast((found, self._distrusted))
+        if found is None:
+            return configured
+        calculated = {name: s for name, s in found.calculated.items() if name not in self._distrusted}
+        return replace(configured, calculated=calculated)
+
+    def _ended_too_early(self, configured: SectionTimeouts) -> set[Section]:
+        """Sections whose calculated limit has ended this fit before: it may have been too short, and would be again."""
+        limits = configured.by_section()
+        return {
+            section
+            for event in read_ledger(self.session.run.ledger)
+            if event["event"] == "fault" and event.get("kind") == "hang" and event.get("fit") == self.session.index
+            if (section := event.get("section")) in limits and event.get("limit", math.inf) < limits[section]
+        }
 
     def _saved(self, is_end: bool) -> None:
         """All ranks stand here together, in no hurry."""
         trainer = self.session.trainer
         if is_end and trainer.is_global_zero:
             self._set_finished_flag(True)
-        if trainer.local_rank == 0 and not watchdog.is_alive(self._directory):
+        if trainer.local_rank == 0 and self.witness is not None and not watchdog.is_alive(self.witness.directory):
             log.warning("The watchdog of %s has gone; it is started again.", platform.node())
-            watchdog.start(self._directory)
+            try:
+                watchdog.start(self.witness.directory)
+            except (OSError, subprocess.SubprocessError) as error:
+                log.error("It does not start (%s): hangs on this node will not be found.", error)
         if self.settings.calculate_timeouts:
             self._calculate_timeouts(is_end)
 
     def _calculate_timeouts(self, is_end: bool) -> None:
-        trainer, progress = self.session.trainer, self.witness.progress
-        mine = progress.measured(), self.has_loaded
+        trainer, progress = self.session.trainer, self.session.progress
+        mine = progress.measured() if progress is not None else {}, self.has_loaded
         everywhere: list[Any] = [mine]
         if trainer.world_size > 1:
             everywhere = [None] * trainer.world_size
@@ -284,11 +327,12 @@ class _Watching:
             saves_in_background=_lightning.is_async_checkpoint_io(trainer.strategy.checkpoint_io),
             is_end=is_end,
         )
-        new = timeouts.calculate(self.timeouts, longest, selected)
+        new = timeouts.calculate(self.timeouts, longest, selected - self._distrusted)
         if new == self.timeouts:
             return
         self.timeouts = new
-        progress.set_timeouts(new.by_section())
+        if progress is not None:
+            progress.set_timeouts(new.by_section())
         if trainer.is_global_zero:
             log.debug("Calculated section timeouts: %s", new)
             try:
@@ -309,7 +353,7 @@ class _Watching:
             ledger=session.ledger,
             seed=session.token,
             device=session.trainer.strategy.root_device,
-            node_pids=lambda: pids(self._directory),
+            node_pids=lambda: pids(self.witness.directory) if self.witness is not None else [],
         )
 
         def wrap(loaders: list[Any]) -> None:

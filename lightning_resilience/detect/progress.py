@@ -67,7 +67,7 @@ class Progress:
     def __init__(self, path: Path, timeouts: Mapping[Section, float]) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.ftruncate(fd, _SIZE)
+            os.posix_fallocate(fd, 0, _SIZE)  # where memory is full this fails here, and not by SIGBUS in a step
             self._memory = mmap.mmap(fd, _SIZE)
         finally:
             os.close(fd)

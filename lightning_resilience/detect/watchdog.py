@@ -14,12 +14,13 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -27,6 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from lightning_resilience._files import publish, read_json, write_json
@@ -50,7 +52,9 @@ POLL_S = 0.2
 
 _RECORD = "watchdog.json"
 _VERDICT = "verdict.json"
-_COLLECTIVES_KEPT = 256
+_COLLECTIVES_KEPT = 128
+_LOOK_FOR_VERDICT_EVERY_S = 0.25
+_SPEAK_WITHIN_S = 1.0
 _START_WITHIN_S = 60.0
 _FIRST_RANK_WITHIN_S = 60.0
 _FROZEN_AFTER_S = 2.0  # a pause of this watchdog longer than this was one of the whole node, or of the job
@@ -118,7 +122,7 @@ class _Storage:
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._last: Future[Any] | None = None
 
-    def call(self, function: Callable[[], T]) -> T:
+    def call(self, function: Callable[[], T], within_s: float | None = None) -> T:
         """What ``function`` returns.
 
         Raises:
@@ -127,11 +131,12 @@ class _Storage:
         if self._last is not None and not self._last.done():
             raise TimeoutError("the storage does not answer")
         future = self._last = self._thread.submit(function)
+        within_s = _STORAGE_WITHIN_S if within_s is None else within_s
         try:
-            result: T = future.result(_STORAGE_WITHIN_S)
+            result: T = future.result(within_s)
             return result
         except FutureTimeout:
-            raise TimeoutError(f"the storage has not answered for {_STORAGE_WITHIN_S:g} s") from None
+            raise TimeoutError(f"the storage has not answered for {within_s:g} s") from None
 
 
 class Watchdog:
@@ -144,31 +149,44 @@ class Watchdog:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.ranks: dict[int, Rank] = {}
+        self._cases = 0  # that are over
         self._looked_for_case = 0.0
         self._storage = _Storage()
+        self._speaker = _Speaker()
+        self._has_stumbled = False
 
     def run(self) -> None:
         """Watches until no rank is left."""
         write_json(self.directory / _RECORD, describe_process())
         remove_abandoned(self.directory)
         started = last = time.monotonic()
-        while True:
+        while self.ranks or last - started < _FIRST_RANK_WITHIN_S:
             now = time.monotonic()
             pause = now - last - POLL_S
             last = now
-            self._find_ranks()
-            for rank in self.ranks.values():
-                rank.look(pause if pause > _FROZEN_AFTER_S else 0.0)
-            if not any(rank.is_watched() for rank in self.ranks.values()) and (
-                self.ranks or now - started > _FIRST_RANK_WITHIN_S
-            ):
+            try:
+                if self._look(now, pause if pause > _FROZEN_AFTER_S else 0.0):
+                    last = time.monotonic()
+            except Exception:  # whatever it is, the ranks must not go unwatched
+                if not self._has_stumbled:
+                    self._has_stumbled = True
+                    self._speaker.say(f"The watchdog goes on after an error of its own:\n{traceback.format_exc()}")
+            if self.ranks and not any(rank.is_watched() for rank in self.ranks.values()):
                 break
-            overdue = [rank for rank in self.ranks.values() if rank.is_overdue(now) and rank.is_watched()]
-            if overdue or self._is_case_open(now):
-                self._handle(overdue)
-                last = time.monotonic()
             time.sleep(POLL_S)
         shutil.rmtree(self.directory, ignore_errors=True)
+        self._speaker.stop()
+
+    def _look(self, now: float, pause_s: float) -> bool:
+        """One look at all ranks. Returns whether there was a case, which takes its time."""
+        self._find_ranks()
+        for rank in self.ranks.values():
+            rank.look(pause_s)
+        overdue = [rank for rank in self.ranks.values() if rank.is_overdue(now) and rank.is_watched()]
+        if not overdue and not self._is_case_open(now):
+            return False
+        self._handle(overdue)
+        return True
 
     def _find_ranks(self) -> None:
         for path in self.directory.glob("rank-*.json"):
@@ -185,7 +203,8 @@ class Watchdog:
     # -- the case: one folder for the diagnosis of all nodes -----------------------------------------------------------
 
     def _marker(self) -> Path:
-        return Path(self._about["run_dir"]) / "diagnostics" / f".{self._about['token']}.json"
+        """Names the folder of the next case. Cases are numbered, so that all nodes mean the same one."""
+        return Path(self._about["run_dir"]) / "diagnostics" / f".{self._about['token']}-{self._cases}.json"
 
     def _is_case_open(self, now: float) -> bool:
         """Whether another node has noticed a hang before this one."""
@@ -193,29 +212,31 @@ class Watchdog:
             return False
         self._looked_for_case = now
         try:
-            case = self._storage.call(lambda: read_json(self._marker()))
+            return self._storage.call(self._find_case) is not None
         except OSError:
             return False
-        return case is not None and not case.get("closed")
+
+    def _find_case(self) -> Path | None:
+        """The folder of the open case, if there is one."""
+        while (case := read_json(self._marker())) is not None:
+            folder = self._marker().parent / str(case.get("folder"))
+            if not (folder / _VERDICT).exists():
+                return folder
+            self._cases += 1
+        return None
 
     def _open_case(self) -> Path:
         """The folder for this hang; whoever notices it first names it."""
-        marker = self._marker()
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        name = time.strftime("%Y-%m-%dT%H-%M-%S")
-        case = read_json(marker)
-        if case is not None and case.get("closed"):
-            marker.unlink(missing_ok=True)
-        draft = marker.with_name(f"{marker.name}.{platform.node()}.{os.getpid()}")
-        write_json(draft, {"folder": f"{name}-{self._about['token'][:6]}"})
-        try:
-            os.link(draft, marker)  # unlike a rename this never replaces
-        except FileExistsError:
-            pass
-        finally:
+        if (folder := self._find_case()) is None:
+            marker = self._marker()
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            name = f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{self._about['token'][:6]}"
+            draft = marker.with_name(f"{marker.name}.{platform.node()}.{os.getpid()}")
+            write_json(draft, {"folder": name})
+            with suppress(FileExistsError):
+                os.link(draft, marker)  # unlike a rename this never replaces
             draft.unlink(missing_ok=True)
-        case = read_json(marker)
-        folder = marker.parent / str(case["folder"] if case else name)
+            folder = self._find_case() or marker.parent / name
         folder.mkdir(exist_ok=True)
         return folder
 
@@ -225,7 +246,7 @@ class Watchdog:
             worst = max(overdue, key=lambda rank: rank.seconds(time.monotonic()))
             assert worst.seen is not None
             others = f" and {len(overdue) - 1} more" if len(overdue) > 1 else ""
-            say(
+            self._speaker.say(
                 f"No progress of rank {worst.rank}{others} for {worst.seconds(time.monotonic()):.1f} s at step "
                 f"{worst.seen.step} (section {worst.seen.section}, limit {worst.seen.timeout:g} s); looking at all "
                 "ranks."
@@ -234,35 +255,69 @@ class Watchdog:
         try:
             folder = self._storage.call(self._open_case)
         except OSError as error:  # the storage may be what hangs, or be full; the verdict does not need it
-            say(f"The diagnosis cannot be written to {self._marker().parent}: {error}")
+            self._speaker.say(f"The diagnosis cannot be written to {self._marker().parent}: {error}")
         evidence = self._gather()
-        if overdue and not any(self._still_overdue(rank) for rank in overdue):
-            say("It has advanced meanwhile: slow, not hung. If that is usual here, give the section more time.")
-            self._excuse(folder)
-            return
         if folder is not None:
             self._write_evidence(folder, evidence)
-        verdict = self._verdict(folder, evidence, noticed)
-        if verdict is None or not verdict.is_hang:
-            self._excuse(folder)
-        else:
+        is_hang = self._judge(folder, evidence, noticed)
+        self._cases += 1
+        if is_hang:
             self._end_ranks()
+        else:
+            self._excuse()
 
-    def _excuse(self, folder: Path | None) -> None:
-        """Gives every rank its time once more, and tells the other nodes and NVRx's monitors so."""
+    def _excuse(self) -> None:
+        """Gives every rank its time once more, and tells NVRx's monitors so."""
         for rank in self.ranks.values():
             rank.excused_until = time.monotonic() + (rank.seen.timeout if rank.seen is not None else 0.0)
             with suppress(OSError):
                 rank.path.with_suffix(".excused").touch()
-        if folder is not None:
-            name = folder.name
-            with suppress(OSError):
-                self._storage.call(lambda: write_json(self._marker(), {"folder": name, "closed": True}))
 
-    def _still_overdue(self, rank: Rank) -> bool:
-        before = rank.ticks
-        rank.look(0.0)
-        return rank.ticks == before
+    def _judge(self, folder: Path | None, evidence: list[RankEvidence], noticed: float) -> bool:
+        """Whether it is a hang: the verdict of this node if it has the first rank, and else of the one that has."""
+        world_size = int(self._about["world_size"])
+        if folder is not None and len(evidence) < world_size:
+            gives = any(each.rank == 0 for each in evidence)
+            deadline = time.monotonic() + _OTHER_NODES_WITHIN_S * (1 if gives else 2)
+            try:
+                while time.monotonic() < deadline:
+                    evidence = self._refreshed(folder, evidence)
+                    verdict, ranks = self._storage.call(lambda: (read_json(folder / _VERDICT), _count_evidence(folder)))
+                    if verdict is not None:
+                        return bool(verdict.get("is_hang"))
+                    if gives and ranks >= world_size:
+                        break
+                    time.sleep(_LOOK_FOR_VERDICT_EVERY_S)
+                evidence = self._storage.call(lambda: read_evidence(folder), _STORAGE_WITHIN_S + world_size * 0.01)
+            except OSError as error:
+                self._speaker.say(f"What other nodes have seen cannot be read from {folder}: {error}")
+        evidence = self._refreshed(None, evidence)
+        if not any(each.seconds > each.timeout for each in evidence):
+            self._speaker.say(
+                "All ranks have advanced: slow, not hung. If that is usual here, give the section more time."
+            )
+            self._write_verdict(folder, {"is_hang": False, "line": "all ranks have advanced"})
+            return False
+        verdict_here = diagnose(evidence, world_size)
+        self._announce(verdict_here, folder, evidence, noticed)
+        return verdict_here.is_hang
+
+    def _refreshed(self, folder: Path | None, evidence: list[RankEvidence]) -> list[RankEvidence]:
+        """The same with the ranks of this node that have advanced since, for the other nodes in ``folder`` too."""
+        advanced = set()
+        for each in evidence:
+            rank = self.ranks.get(each.rank)
+            if rank is not None and each.seconds > each.timeout:
+                before = rank.ticks
+                rank.look(0.0)
+                if rank.ticks != before or not rank.is_overdue(time.monotonic()):
+                    advanced.add(each.rank)
+        if not advanced:
+            return evidence
+        evidence = [replace(each, seconds=0.0) if each.rank in advanced else each for each in evidence]
+        if folder is not None:
+            self._write_evidence(folder, evidence)
+        return evidence
 
     # -- evidence ------------------------------------------------------------------------------------------------------
 
@@ -280,67 +335,48 @@ class Watchdog:
                     shutil.copyfile(stacks, folder / f"{name}.stacks.txt")
                 if each.collectives is not None:
                     _write(folder / f"{name}.collectives.json", each.collectives)
-                _write(folder / f"{name}.json", _shortened(each).to_json())  # last: it says that the others are there
+            if evidence:  # last: it says that all of the above is there
+                content = {"ranks": [_shortened(each).to_json() for each in evidence]}
+                _write(folder / f"evidence-{evidence[0].rank:05d}-{len(evidence)}.json", content)
 
         try:
             self._storage.call(write)
         except OSError as error:
-            say(f"The evidence cannot be written to {folder}: {error}")
+            self._speaker.say(f"The evidence cannot be written to {folder}: {error}")
 
-    def _verdict(self, folder: Path | None, evidence: list[RankEvidence], noticed: float) -> Verdict | None:
-        """The verdict: this node's, if it is the one to give it. ``None`` if the node that gives it saw no hang."""
-        world_size = int(self._about["world_size"])
-        if folder is not None and len(evidence) < world_size:
-            gives = any(each.rank == 0 for each in evidence)
-            deadline = time.monotonic() + _OTHER_NODES_WITHIN_S * (1 if gives else 2)
+    def _write_verdict(self, folder: Path | None, verdict: dict[str, Any]) -> None:
+        if folder is not None:
             try:
-                while time.monotonic() < deadline:
-                    content, closed, ranks = self._storage.call(lambda: self._look_at(folder))
-                    if content is not None:
-                        return Verdict.from_json(content)
-                    if closed:
-                        return None
-                    if gives and ranks == world_size:
-                        break
-                    time.sleep(0.05)
-                evidence = self._storage.call(lambda: read_evidence(folder))
+                self._storage.call(lambda: write_json(folder / _VERDICT, verdict))
             except OSError as error:
-                say(f"What other nodes have seen cannot be read from {folder}: {error}")
-        verdict = diagnose(evidence, world_size)
-        self._announce(verdict, folder, noticed)
-        return verdict
+                self._speaker.say(f"The verdict cannot be written to {folder}: {error}")
 
-    def _look_at(self, folder: Path) -> tuple[dict[str, Any] | None, bool, int]:
-        """The verdict in ``folder``, whether the case is closed, and how many ranks' evidence there is."""
-        closed = bool((read_json(self._marker()) or {}).get("closed"))
-        return read_json(folder / _VERDICT), closed, len(_evidence_files(folder))
-
-    def _announce(self, verdict: Verdict, folder: Path | None, noticed: float) -> None:
+    def _announce(self, verdict: Verdict, folder: Path | None, evidence: list[RankEvidence], noticed: float) -> None:
         where = "" if folder is None else f" Diagnosis: {folder}"
-        say(f"{'Hang: ' if verdict.is_hang else 'No hang: '}{verdict.line}.{where}")
+        self._speaker.say(f"{'Hang: ' if verdict.is_hang else 'No hang: '}{verdict.line}.{where}")
+        self._write_verdict(folder, verdict.to_json())
+        if not verdict.is_hang:
+            return
         about = self._about
         culprit = verdict.culprits[0] if verdict.culprits else None
-
-        def write() -> None:
-            if folder is not None:
-                write_json(folder / _VERDICT, verdict.to_json())
-            if verdict.is_hang:
-                Ledger(RunDirectory(about["run_dir"]).ledger, culprit.rank if culprit else None).record(
+        late = max(evidence, key=lambda each: each.seconds - each.timeout)
+        ledger = Ledger(RunDirectory(about["run_dir"]).ledger, culprit.rank if culprit else None)
+        with suppress(OSError):
+            self._storage.call(
+                lambda: ledger.record(
                     "fault",
                     kind="hang",
                     fit=about["fit"],
                     step=culprit.step if culprit else None,
                     reason=verdict.line,
+                    section=late.section,
+                    limit=late.timeout,
                     noticed=noticed,
                     diagnostics=None if folder is None else str(folder),
                     elastic_run_id=about["elastic_run_id"],
                     restart_count=about["restart_count"],
                 )
-
-        try:
-            self._storage.call(write)
-        except OSError as error:
-            say(f"The verdict cannot be written to {about['run_dir']}: {error}")
+            )
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -354,20 +390,28 @@ class Watchdog:
                         with suppress(ProcessLookupError):
                             os.kill(int(rank.about["pid"]), signum)
             _wait_until(lambda: not any(is_running(rank.about) for rank in alive), _EXIT_WITHIN_S)
-        say(f"Ended {len(alive)} rank{'s' if len(alive) != 1 else ''} of {platform.node()} (exit code {EXIT_HUNG}).")
+        self._speaker.say(
+            f"Ended {len(alive)} rank{'s' if len(alive) != 1 else ''} of {platform.node()} (exit code {EXIT_HUNG})."
+        )
 
 
 def read_evidence(folder: Path) -> list[RankEvidence]:
-    """The evidence in a folder of ``diagnostics``, by rank; files that cannot be read are left out."""
-    found = []
-    for path in _evidence_files(folder):
-        with suppress(KeyError, TypeError, ValueError, OSError):
-            found.append(RankEvidence.from_json(json.loads(path.read_bytes())))
-    return found
+    """The evidence in a folder of ``diagnostics``, by rank; what cannot be read is left out."""
+    found: dict[int, RankEvidence] = {}
+    for path in sorted(folder.glob("evidence-*.json")):
+        try:
+            for content in json.loads(path.read_bytes())["ranks"]:
+                evidence = RankEvidence.from_json(content)
+                found[evidence.rank] = evidence
+        except (OSError, RecursionError, AttributeError, KeyError, TypeError, ValueError):
+            continue
+    return [found[rank] for rank in sorted(found)]
 
 
-def _evidence_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("rank-*.json") if re.fullmatch(r"rank-\d+\.json", path.name))
+def _count_evidence(folder: Path) -> int:
+    """Of how many ranks there is evidence: every node says in the name of its file of how many it has."""
+    names = [path.stem.rpartition("-")[2] for path in folder.glob("evidence-*.json")]
+    return sum(int(name) for name in names if name.isdigit())
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -376,11 +420,15 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _shortened(evidence: RankEvidence) -> RankEvidence:
-    """With the newest collectives only: one node reads what all have written."""
+    """What the judgement needs: one node reads what all have written. The rest lies beside it."""
     entries = (evidence.collectives or {}).get("entries")
-    if not isinstance(entries, list):
-        return evidence
-    return replace(evidence, collectives={**(evidence.collectives or {}), "entries": entries[-_COLLECTIVES_KEPT:]})
+    if isinstance(entries, list):
+        kept = {**(evidence.collectives or {}), "entries": entries[-_COLLECTIVES_KEPT:]}
+        evidence = replace(evidence, collectives=kept)
+    if evidence.python_answers:  # else the thread that holds the interpreter lock may be any
+        threads = [thread for thread in evidence.process.threads if thread.is_main]
+        evidence = replace(evidence, process=replace(evidence.process, threads=threads or evidence.process.threads))
+    return evidence
 
 
 def _wait_until(condition: Callable[[], bool], within_s: float) -> None:
@@ -389,13 +437,35 @@ def _wait_until(condition: Callable[[], bool], within_s: float) -> None:
         time.sleep(0.02)
 
 
-def say(line: str) -> None:
-    """One readable line."""
-    print(f"[lightning-resilience] {line}", file=sys.stderr, flush=True)
+class _Speaker:
+    """Writes lines from a thread of its own: whoever reads them may be gone, or stand still."""
+
+    def __init__(self) -> None:
+        self._lines: SimpleQueue[str | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="resilience-watchdog-log", daemon=True)
+        self._thread.start()
+
+    def say(self, line: str) -> None:
+        """One readable line."""
+        self._lines.put(f"[lightning-resilience] {line}\n")
+
+    def stop(self) -> None:
+        """Waits a moment until all is written."""
+        self._lines.put(None)
+        self._thread.join(_SPEAK_WITHIN_S)
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            with suppress(OSError):
+                os.write(2, line.encode())
 
 
 def start(directory: Path) -> None:
-    """Starts the watchdog of a node, which then belongs to nobody: it must outlive whichever rank has started it."""
+    """Starts the watchdog of a node, which then belongs to nobody: it must outlive whichever rank has started it.
+
+    Raises:
+        OSError, subprocess.SubprocessError: If it does not start.
+    """
     command = [sys.executable, "-m", "lightning_resilience.detect.watchdog", os.fspath(directory)]
     subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=True, timeout=_START_WITHIN_S)
 

@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import signal
+import stat
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -40,11 +41,19 @@ EXIT_HUNG: int = EXIT_SIGNAL
 _SOCKET_PATH_MAX = 107  # bytes, sockaddr_un
 
 
-def own_directory() -> Path:
-    """This user's folder in node memory, in which each node of each attempt has one."""
-    memory = Path("/dev/shm")
-    base = memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    return base / f"lightning-resilience-{os.getuid()}"
+def own_directories() -> list[Path]:
+    """This user's folders in node memory, best first; each node of each attempt has one in the first of them."""
+    candidates = [Path(base) / f"lightning-resilience-{os.getuid()}" for base in ("/dev/shm", tempfile.gettempdir())]
+    return [path for path in candidates if _is_own(path)]
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def node_directory(token: str, node_rank: int) -> Path:
@@ -55,14 +64,14 @@ def node_directory(token: str, node_rank: int) -> Path:
         node_rank: Tells two nodes on one host apart.
 
     Raises:
-        RuntimeError: If the folder is somebody else's.
+        OSError: If there is no place for it.
     """
-    own = own_directory()
-    own.mkdir(mode=0o700, exist_ok=True)
-    status = own.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise RuntimeError(f"{own} belongs to somebody else, or others may enter it; remove it.")
-    directory = own / f"{token[:12]}-{node_rank}"
+    directories = own_directories()
+    if not directories:
+        raise OSError(
+            f"neither /dev/shm nor {tempfile.gettempdir()} has room for a folder that only this user may enter"
+        )
+    directory = directories[0] / f"{token[:12]}-{node_rank}"
     directory.mkdir(mode=0o700, exist_ok=True)
     return directory
 
@@ -168,7 +177,12 @@ def _start_worker_server(path: Path) -> Any | None:
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
     """The server announces its start and its end as warnings, and every rank has one."""
-    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        saved = os.dup(2)
+    except OSError:  # there is none
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
         yield

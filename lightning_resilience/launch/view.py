@@ -17,7 +17,7 @@ from lightning_resilience.detect.examine import PYTHON, ask
 from lightning_resilience.detect.hangs import Finding, Verdict
 from lightning_resilience.detect.progress import read_progress
 from lightning_resilience.detect.watchdog import read_evidence
-from lightning_resilience.detect.witness import own_directory
+from lightning_resilience.detect.witness import own_directories
 from lightning_resilience.report import table
 from lightning_resilience.run_directory import RunDirectory
 
@@ -39,17 +39,24 @@ def diagnoses(run_dir: str | os.PathLike[str], number: int | None = None) -> str
         return f"There is no hang number {number}; there are {len(folders)}."
     lines = []
     for index, folder in enumerate(folders, 1):
-        verdict = _read_verdict(folder)
-        lines.append(f"{index}. {folder.name}  {verdict.line if verdict is not None else 'no verdict was reached'}")
+        lines.append(f"{index}. {folder.name}  {_line(folder)}")
     chosen = folders[(number or len(folders)) - 1]
-    return "\n".join([*lines, "", *_in_full(chosen)])
+    try:
+        return "\n".join([*lines, "", *_in_full(chosen)])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return "\n".join([*lines, "", f"What is in {chosen} is damaged ({error})."])
+
+
+def _line(folder: Path) -> str:
+    content = read_json(folder / "verdict.json")
+    return "no verdict was reached" if content is None else " ".join(str(content.get("line")).split())
 
 
 def _read_verdict(folder: Path) -> Verdict | None:
     content = read_json(folder / "verdict.json")
     try:
         return Verdict.from_json(content) if content is not None else None
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):  # it was no hang, or the file is damaged
         return None
 
 
@@ -124,10 +131,12 @@ def ranks_now(run_dir: str | os.PathLike[str]) -> str:
 
 
 def _registered(run_dir: Path) -> Iterator[tuple[dict[str, Any], Path]]:
-    for path in own_directory().glob("*/rank-*.json"):
-        about = read_json(path)
-        if about is not None and about.get("run_dir") == str(run_dir) and is_running(about):
-            yield about, path.with_suffix("")
+    for directory in own_directories():
+        for path in directory.glob("*/rank-*.json"):
+            about = read_json(path)
+            same = about is not None and os.path.realpath(str(about.get("run_dir"))) == os.path.realpath(run_dir)
+            if about is not None and same and is_running(about):
+                yield about, path.with_suffix("")
 
 
 def watch(run_dir: str | os.PathLike[str], interval_s: float) -> None:
