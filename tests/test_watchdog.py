@@ -1,0 +1,267 @@
+"""The watchdog by itself: ranks without a training, of one node and of two, in what goes wrong around them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_resilience._files import read_json, write_json
+from lightning_resilience._processes import describe_process, is_running
+from lightning_resilience.detect import watchdog
+from lightning_resilience.detect.witness import (
+    EXIT_HUNG,
+    Witness,
+    node_directory,
+    own_directories,
+    remove_abandoned,
+)
+from lightning_resilience.launch.view import diagnoses, ranks_now
+from lightning_resilience.ledger import read_ledger
+from lightning_resilience.run_directory import RunDirectory
+
+_FORK = multiprocessing.get_context("fork")
+LIMIT_S = 2.0
+
+
+class Job:
+    """Ranks that do nothing but advance, each of which may do something else once.
+
+    Args:
+        run_dir: Their run directory.
+        nodes: How many nodes of one rank each.
+    """
+
+    def __init__(self, run_dir: Path, nodes: int = 1) -> None:
+        self.run_dir, self.nodes = run_dir, nodes
+        self.token = uuid.uuid4().hex
+        self.log = run_dir.with_suffix(".log")
+        self.processes: list[Any] = []
+
+    def start(self, rank: int, pause_s: float = 0.0, seconds: float = 6.0, **options: Any) -> None:
+        process = _FORK.Process(target=_rank, args=(self, rank, pause_s, seconds, options))
+        process.start()
+        self.processes.append(process)
+
+    def wait(self) -> list[int | None]:
+        for process in self.processes:
+            process.join(60)
+        return [process.exitcode for process in self.processes]
+
+    def directory(self, rank: int = 0) -> Path:
+        return node_directory(self.token, rank)
+
+
+def _rank(job: Job, rank: int, pause_s: float, seconds: float, options: dict[str, Any]) -> None:
+    fd = os.open(options.get("stderr", job.log), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 2)
+    about = {"run_dir": str(job.run_dir), "fit": 0, "token": job.token, "node": f"node-{rank}", "nodes": job.nodes}
+    about |= {"world_size": job.nodes, "elastic_run_id": None, "restart_count": 0}
+    witness = Witness(job.directory(rank), rank, {"step": LIMIT_S}, about)
+    if options.get("watched", True):
+        watchdog.start(job.directory(rank))
+    began, step = time.monotonic(), 0
+    while time.monotonic() - began < seconds:
+        step += 1
+        witness.progress.at("step", step, (step, 1, 0, 0))
+        time.sleep(0.05)
+        if step == 20:
+            if options.get("unlink"):
+                shutil.rmtree(job.directory(rank))
+            time.sleep(pause_s)
+    witness.close()
+    os._exit(0)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    yield run_dir
+    for directory in own_directories():
+        for record in directory.glob("*/rank-*.json"):
+            if (read_json(record) or {}).get("run_dir") == str(run_dir):
+                shutil.rmtree(record.parent, ignore_errors=True)
+
+
+def hangs(run_dir: Path) -> list[dict[str, Any]]:
+    return [event for event in read_ledger(RunDirectory(run_dir).ledger) if event["event"] == "fault"]
+
+
+def test_a_rank_that_advances_is_left_alone(run_dir: Path) -> None:
+    job = Job(run_dir)
+    job.start(0, pause_s=LIMIT_S / 2)
+    assert job.wait() == [0]
+    assert not hangs(run_dir)
+
+
+def test_a_rank_that_does_not_is_ended(run_dir: Path) -> None:
+    job = Job(run_dir)
+    job.start(0, pause_s=60)
+    assert job.wait() == [EXIT_HUNG]
+    (hang,) = hangs(run_dir)
+    assert (hang["kind"], hang["section"], hang["limit"], hang["step"]) == ("hang", "step", LIMIT_S, 20)
+    assert "_rank (test_watchdog.py" in hang["reason"]
+
+
+@pytest.mark.parametrize("stderr", ["/dev/full", "closed pipe", "full pipe"])
+def test_a_log_that_takes_nothing_changes_nothing(run_dir: Path, tmp_path: Path, stderr: str) -> None:
+    job = Job(run_dir)
+    if stderr != "/dev/full":
+        fifo = tmp_path / "fifo"
+        os.mkfifo(fifo)
+        reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        if stderr == "full pipe":
+            writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+            with suppress(BlockingIOError):
+                while True:
+                    os.write(writer, b"x" * 4096)
+        job.start(0, pause_s=60, stderr=fifo)
+        if stderr == "closed pipe":
+            time.sleep(0.5)
+            os.close(reader)
+    else:
+        job.start(0, pause_s=60, stderr=stderr)
+    assert job.wait() == [EXIT_HUNG]
+
+
+def test_node_memory_that_is_cleaned_up_is_no_hang(run_dir: Path) -> None:
+    job = Job(run_dir)
+    job.start(0, unlink=True)
+    assert job.wait() == [0]
+
+
+def test_two_nodes_one_hangs(run_dir: Path) -> None:
+    job = Job(run_dir, nodes=2)
+    job.start(0, pause_s=0.5, seconds=20)
+    job.start(1, pause_s=60)
+    assert job.wait() == [EXIT_HUNG, EXIT_HUNG]
+    (hang,) = hangs(run_dir)
+    assert "rank 1 (node-1" in hang["reason"]
+
+
+def test_a_case_that_nobody_has_closed_ends_no_healthy_job(run_dir: Path) -> None:
+    job = Job(run_dir, nodes=2)
+    (run_dir / "diagnostics").mkdir()
+    write_json(run_dir / "diagnostics" / f".{job.token}-0.json", {"folder": "left-open"})
+    for rank in (0, 1):
+        job.start(rank, seconds=8)
+    assert job.wait() == [0, 0]
+    assert not hangs(run_dir)
+
+
+def test_a_rank_that_recovers_while_other_nodes_are_awaited_is_not_ended(run_dir: Path) -> None:
+    job = Job(run_dir, nodes=2)
+    job.start(0, pause_s=LIMIT_S + 1.5, seconds=10)
+    job.start(1, seconds=10, watched=False)  # its watchdog has been killed
+    assert job.wait() == [0, 0]
+    assert not hangs(run_dir)
+
+
+def test_the_second_hang_of_an_attempt_is_a_case_of_its_own(run_dir: Path) -> None:
+    job = Job(run_dir)
+    job.start(0, pause_s=LIMIT_S + 0.3, seconds=4)  # slow, and excused
+    job.start(1, pause_s=60, seconds=4)
+    codes = job.wait()
+    assert codes[1] == EXIT_HUNG
+
+
+def test_only_dead_ranks_of_this_namespace_are_cleaned_away(run_dir: Path) -> None:
+    job = Job(run_dir)
+    own = job.directory()
+    folders = {name: own.parent / f"{uuid.uuid4().hex[:12]}-0" for name in ("dead", "alive", "elsewhere", "empty")}
+    dead = {**describe_process(), "process_started": "another boot"}
+    for name, folder in folders.items():
+        folder.mkdir()
+        record = {
+            "dead": dead,
+            "alive": describe_process(),
+            "elsewhere": {**dead, "namespace": "pid:[1]"},
+            "empty": None,
+        }[name]
+        if record is not None:
+            write_json(folder / "rank-00000.json", {**record, "run_dir": str(run_dir)})
+    remove_abandoned(own)
+    assert [name for name, folder in folders.items() if not folder.exists()] == ["dead"]
+    for folder in (own, *folders.values()):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_process_is_known_by_its_start() -> None:
+    mine = describe_process()
+    assert is_running(mine)
+    assert not is_running({**mine, "process_started": "something else"})
+    child = _FORK.Process(target=time.sleep, args=(60,))
+    child.start()
+    child.kill()
+    child.join()
+    for nonsense in ({}, {"pid": child.pid}, {"pid": "x", "process_started": "y"}, {**mine, "pid": child.pid}):
+        assert not is_running(nonsense)
+
+
+DAMAGE = {
+    "no verdict": {},
+    "not JSON": {"verdict.json": "{"},
+    "no object": {"verdict.json": "[1, 2]"},
+    "nothing in it": {"verdict.json": "{}", "evidence-00000-1.json": "{}"},
+    "other types": {
+        "verdict.json": '{"culprits": 3, "victims": null, "line": 5}',
+        "evidence-00000-1.json": '{"ranks": 7}',
+    },
+    "nested": {"verdict.json": "[" * 100_000, "evidence-00000-1.json": "[" * 100_000},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_diagnosis_is_shown_as_far_as_it_goes(run_dir: Path, name: str) -> None:
+    folder = run_dir / "diagnostics" / "2026-01-01T00-00-00-abcdef"
+    folder.mkdir(parents=True)
+    for file, content in DAMAGE[name].items():
+        (folder / file).write_text(content)
+    assert folder.name in diagnoses(run_dir)
+
+
+def test_nothing_to_show(run_dir: Path) -> None:
+    assert "No hang has been diagnosed" in diagnoses(run_dir)
+    assert "No rank of" in ranks_now(run_dir)
+
+
+def test_what_is_shown(run_dir: Path, tmp_path: Path) -> None:
+    job = Job(run_dir)
+    job.start(0, pause_s=60)
+    deadline = time.monotonic() + 20
+    link = tmp_path / "link"
+    link.symlink_to(run_dir)
+    while "runs Python" not in (shown := ranks_now(link)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "step" in shown or "setup" in shown
+    job.wait()
+    text = diagnoses(run_dir)
+    assert "1. " in text
+    assert "culprit" in text
+    assert "There is no hang number 7" in diagnoses(run_dir, 7)
+    stacks = next((run_dir / "diagnostics").glob("*/rank-00000.stacks.txt")).read_text()
+    assert "_rank" in stacks
+    evidence = json.loads(next((run_dir / "diagnostics").glob("*/evidence-*.json")).read_text())
+    assert evidence["ranks"][0]["seconds"] > LIMIT_S
+
+
+def test_late_signals_of_the_watchdog_are_ignored(run_dir: Path) -> None:
+    witness = Witness(Job(run_dir).directory(), 0, {}, {"run_dir": str(run_dir)})
+    directory = witness.directory
+    witness.close()
+    os.kill(os.getpid(), EXIT_HUNG)  # the signal has the number of the exit code
+    os.kill(os.getpid(), EXIT_HUNG - 1)
+    shutil.rmtree(directory)
+    for signum in (EXIT_HUNG, EXIT_HUNG - 1):
+        signal.signal(signum, signal.SIG_DFL)
