@@ -119,7 +119,7 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
         elif what == "clog":  # the storage does not answer when a hang is to be written down
             run = RunDirectory(config["run_dir"])
             (run.path / "diagnostics").mkdir()
-            os.mkfifo(run.path / "diagnostics" / f".{run.attempt}.json")
+            os.mkfifo(run.path / "diagnostics" / f".{run.attempt}-0.json")
         elif what == "kill_watchdog":
             record = node_directory(str(RunDirectory(config["run_dir"]).attempt), 0) / "watchdog.json"
             os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)

@@ -26,7 +26,7 @@ from lightning_resilience import FaultTolerance
 from lightning_resilience.callbacks import fault_tolerance
 from lightning_resilience.detect import watchdog
 from lightning_resilience.detect.timeouts import SectionTimeouts
-from lightning_resilience.detect.witness import EXIT_HUNG, own_directory
+from lightning_resilience.detect.witness import EXIT_HUNG, own_directories
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import RunDirectory
 from tests.harness import Ranks, command, result, run, samples
@@ -86,7 +86,7 @@ def command_line(action: str, config: dict[str, Any]) -> str:
 
 def folders_of(config: dict[str, Any]) -> list[Path]:
     """The folders in node memory of a run."""
-    records = [path for path in own_directory().glob("*/rank-*.json") if config["run_dir"] in path.read_text()]
+    records = [path for path in own_directories()[0].glob("*/rank-*.json") if config["run_dir"] in path.read_text()]
     return [path.parent for path in records]
 
 

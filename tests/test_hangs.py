@@ -104,7 +104,12 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = ("training_step", "validation", "end_of_epoch")  # much like others
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.campaign if name in LONG else ()) for name in CASES]
+)
 def test_hang_is_found_explained_and_survived(tmp_path: Path, name: str) -> None:
     world_size, event, options, kind, where = CASES[name]
     config, reference = hanging(tmp_path, world_size, {**event, "seconds": FOREVER}, **options)

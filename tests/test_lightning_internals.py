@@ -125,6 +125,12 @@ NOT_LIGHTNING = {
     "_backward_hooks",
     "_modules",
     "_post_accumulate_grad_hooks",
+    "_dtypes",  # the Flight Recorder's names
+    "_all_gather_base",
+    "_reduce_scatter_base",
+    "_pydevd",  # names of files, by which debuggers and the standard library are known
+    "_bootstrap",
+    "_worker_loop",
 }
 
 

@@ -100,7 +100,7 @@ def hangs(run_dir: Path) -> list[dict[str, Any]]:
 
 def test_a_rank_that_advances_is_left_alone(run_dir: Path) -> None:
     job = Job(run_dir)
-    job.start(0, pause_s=LIMIT_S / 2)
+    job.start(0, pause_s=LIMIT_S / 2, seconds=3)
     assert job.wait() == [0]
     assert not hangs(run_dir)
 
@@ -137,7 +137,7 @@ def test_a_log_that_takes_nothing_changes_nothing(run_dir: Path, tmp_path: Path,
 
 def test_node_memory_that_is_cleaned_up_is_no_hang(run_dir: Path) -> None:
     job = Job(run_dir)
-    job.start(0, unlink=True)
+    job.start(0, unlink=True, seconds=LIMIT_S + 2)
     assert job.wait() == [0]
 
 
@@ -155,7 +155,7 @@ def test_a_case_that_nobody_has_closed_ends_no_healthy_job(run_dir: Path) -> Non
     (run_dir / "diagnostics").mkdir()
     write_json(run_dir / "diagnostics" / f".{job.token}-0.json", {"folder": "left-open"})
     for rank in (0, 1):
-        job.start(rank, seconds=8)
+        job.start(rank, seconds=5)
     assert job.wait() == [0, 0]
     assert not hangs(run_dir)
 

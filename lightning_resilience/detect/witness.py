@@ -42,18 +42,11 @@ _SOCKET_PATH_MAX = 107  # bytes, sockaddr_un
 
 
 def own_directories() -> list[Path]:
-    """This user's folders in node memory, best first; each node of each attempt has one in the first of them."""
-    candidates = [Path(base) / f"lightning-resilience-{os.getuid()}" for base in ("/dev/shm", tempfile.gettempdir())]
-    return [path for path in candidates if _is_own(path)]
+    """The folders for this user in node memory, best first; each node of each attempt has one in the first that works.
 
-
-def _is_own(path: Path) -> bool:
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        status = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    They need not exist.
+    """
+    return [Path(base) / f"lightning-resilience-{os.getuid()}" for base in ("/dev/shm", tempfile.gettempdir())]
 
 
 def node_directory(token: str, node_rank: int) -> Path:
@@ -66,14 +59,16 @@ def node_directory(token: str, node_rank: int) -> Path:
     Raises:
         OSError: If there is no place for it.
     """
-    directories = own_directories()
-    if not directories:
-        raise OSError(
-            f"neither /dev/shm nor {tempfile.gettempdir()} has room for a folder that only this user may enter"
-        )
-    directory = directories[0] / f"{token[:12]}-{node_rank}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    return directory
+    for own in own_directories():
+        with contextlib.suppress(OSError):
+            own.mkdir(mode=0o700, exist_ok=True)
+            status = own.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
+                directory = own / f"{token[:12]}-{node_rank}"
+                directory.mkdir(mode=0o700, exist_ok=True)
+                return directory
+    places = " nor ".join(map(str, own_directories()))
+    raise OSError(f"neither {places} can be made a folder that only this user may enter")
 
 
 def remove_abandoned(directory: Path) -> None:
