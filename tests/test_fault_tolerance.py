@@ -90,6 +90,7 @@ def folders_of(config: dict[str, Any]) -> list[Path]:
     return [path.parent for path in records]
 
 
+@pytest.mark.nvrx
 def test_a_hang_under_launch_is_restarted_inside_the_job(tmp_path: Path) -> None:
     """The script itself is plain Lightning, and the limits come from the command line."""
     options = {"trainer": {"devices": 2}, "callbacks": [], "model_checkpoint": {"every_n_train_steps": 6}}
