@@ -89,15 +89,21 @@ def test_what_the_trainer_does_beside(tmp_path: Path, options: dict[str, Any], s
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+ON_RANKS: dict[str, dict[str, Any]] = {
+    "plain": {"data": "shuffle"},
+    "workers and validation": {"data": "shuffle", "workers": 2, "validation": True, "plateau": True},
+    "data needed early": {"data": "shuffle", "workers": 1, "one_cycle": True},
+}
+LONG = {("plain", 4), ("data needed early", 4)}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "world_size"),
     [
-        {"data": "shuffle"},
-        {"data": "shuffle", "workers": 2, "validation": True, "plateau": True},
-        {"data": "shuffle", "workers": 1, "one_cycle": True},
+        pytest.param(options, ranks, id=f"{name}-{ranks}", marks=pytest.mark.campaign if (name, ranks) in LONG else ())
+        for name, options in ON_RANKS.items()
+        for ranks in (2, 4)
     ],
-    ids=["plain", "workers and validation", "data needed early"],
 )
 def test_ranks(tmp_path: Path, world_size: int, options: dict[str, Any]) -> None:
     options = {**options, "trainer": {"devices": world_size}}

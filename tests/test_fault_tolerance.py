@@ -329,6 +329,7 @@ def test_a_save_that_is_slow_and_writes_is_no_hang(tmp_path: Path) -> None:
     assert not events(config, "fault")
 
 
+@pytest.mark.campaign
 def test_a_pause_of_the_whole_job_is_no_hang(tmp_path: Path) -> None:
     """As by a job scheduler that suspends it, or of a virtual machine."""
     config = watched(tmp_path, trainer={"devices": 2}, step_s=0.1)

@@ -160,6 +160,7 @@ def test_a_case_that_nobody_has_closed_ends_no_healthy_job(run_dir: Path) -> Non
     assert not hangs(run_dir)
 
 
+@pytest.mark.campaign
 def test_a_rank_that_recovers_while_other_nodes_are_awaited_is_not_ended(run_dir: Path) -> None:
     job = Job(run_dir, nodes=2)
     job.start(0, pause_s=LIMIT_S + 1.5, seconds=10)
@@ -168,6 +169,7 @@ def test_a_rank_that_recovers_while_other_nodes_are_awaited_is_not_ended(run_dir
     assert not hangs(run_dir)
 
 
+@pytest.mark.campaign
 def test_the_second_hang_of_an_attempt_is_a_case_of_its_own(run_dir: Path) -> None:
     job = Job(run_dir)
     job.start(0, pause_s=LIMIT_S + 0.3, seconds=4)  # slow, and excused
