@@ -55,6 +55,7 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
         process.kill()
 
 
+@pytest.mark.campaign
 def test_the_quick_demo_recovers_and_ends_bitwise_identical(demo: Demo) -> None:
     assert demo.process.wait(PATIENCE_S) == 0, demo.printed()
     printed = demo.printed()
