@@ -21,7 +21,7 @@ demo: $(READY) ## Watch a training survive eight faults (3 to 4 minutes)
 test: $(READY) ## Run all tests
 	@$(BIN)/python -m pytest
 
-test-kills: $(READY) ## Kill trainings at random instants and compare their final weights (long)
+test-kills: $(READY) ## The long tests: kills at random instants, every signal, every hang, every drill
 	@$(BIN)/python -m pytest -m campaign
 
 test-nvrx-latest: $(LATEST)/.ready ## Run the tests that depend on NVRx with its newest version (about 3 minutes)

@@ -94,7 +94,7 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "workers and validation": {"data": "shuffle", "workers": 2, "validation": True, "plateau": True},
     "data needed early": {"data": "shuffle", "workers": 1, "one_cycle": True},
 }
-LONG = {("plain", 4), ("data needed early", 4)}
+LONG = {("plain", 2), ("plain", 4), ("data needed early", 4)}
 
 
 @pytest.mark.parametrize(

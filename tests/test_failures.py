@@ -160,6 +160,7 @@ FAILS_AFTER_EVERY_SAVE = """
 """
 
 
+@pytest.mark.campaign
 def test_a_training_that_fails_at_the_same_step_is_recognised(launcher: Launcher) -> None:
     launcher.script(TRAINS.replace("FAIL", FAILS_AT_13))
     assert launcher.run("--in-job-restarts=2", "--job-retries=0", "script.py", program=FAKE) == 1

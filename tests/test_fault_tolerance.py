@@ -259,6 +259,7 @@ def small_trainer(tmp: Path, *callbacks: L.Callback, **options: Any) -> L.Traine
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["its time", "too long"])
+@pytest.mark.campaign
 def test_waiting_for_a_save_in_the_background_counts_as_checkpointing(tmp_path: Path, ended: bool) -> None:
     """It waits for 4 s when training has ended."""
     limit = 2 if ended else 20
@@ -321,6 +322,7 @@ def test_a_debugger_is_no_hang(tmp_path: Path) -> None:
     nothing_left(config)
 
 
+@pytest.mark.campaign
 def test_a_save_that_is_slow_and_writes_is_no_hang(tmp_path: Path) -> None:
     config = watched(tmp_path, events=[{"at": "save", "step": 10, "do": "write", "seconds": 5}])
     output = runs(config)
@@ -395,6 +397,7 @@ def test_a_hang_when_lightning_has_put_the_signals_back(tmp_path: Path) -> None:
     nothing_left(config)
 
 
+@pytest.mark.campaign
 def test_sigterm_to_everybody_during_a_hang(tmp_path: Path) -> None:
     """A rank that is stuck cannot stop in order; the others wait for it, and so the hang ends all of them."""
     options = {"trainer": {"devices": 2}}
@@ -524,6 +527,7 @@ def test_nvrx_without_its_launcher_is_an_error(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("engine", "connects"), [("watchdog", False), ("auto", True)])
+@pytest.mark.campaign
 def test_the_engine_decides_whether_nvrx_is_told(tmp_path: Path, engine: str, connects: bool) -> None:
     pytest.importorskip("nvidia_resiliency_ext")
     path = f"/tmp/{os.getpid()}-{engine}.socket"  # a socket's path may have 107 bytes
@@ -624,6 +628,7 @@ def test_a_sick_node_is_named_before_it_joins(tmp_path: Path) -> None:
     nothing_left(config)
 
 
+@pytest.mark.campaign
 def test_a_rank_that_is_absent_from_a_health_check_fails_it_for_the_others(tmp_path: Path) -> None:
     config = watched(
         tmp_path,
@@ -659,6 +664,7 @@ DRILLS: dict[str, str | None] = {
         for name in DRILLS
     ],
 )
+@pytest.mark.campaign
 def test_a_drill_happens_once_and_is_survived(tmp_path: Path, name: str) -> None:
     options = {"trainer": {"devices": 2}, "workers": 1}
     fault = {"fault_type": name, "rank": 1, "at_step": 20}

@@ -104,7 +104,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str, str]] = {
 }
 
 
-LONG = ("training_step", "validation", "end_of_epoch", "save")  # much like others
+LONG = ("training_step", "callback", "validation", "end_of_epoch", "save")  # much like others
 
 
 @pytest.mark.parametrize(
