@@ -1,0 +1,604 @@
+"""One part of a generation as a file: tensors byte for byte, and a header that says what they are. torch and files.
+
+```
+preamble (64 bytes) | tensors, each at a multiple of 64 and padded with zeros | header, JSON | footer (40 bytes)
+```
+
+The tensors come first because they are copied into memory that is the file already, while the header is made at the
+end, with the digest of every tensor in it. The footer has the digest of all the rest, so no byte of a file may be
+changed, cut off, added or moved unnoticed. Nothing is ever unpickled. docs/local-checkpoints.md has the format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import stat
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from math import prod
+from typing import Any
+
+import torch
+import xxhash
+
+ALIGNMENT = 64
+"""Tensors begin at multiples of this many bytes."""
+
+_FORMAT = 1
+_MAGIC = b"\x93LRSHARD\r\n\x1a\n"
+_END_MAGIC = b"LRSHREND"
+_PREAMBLE = struct.pack("<12sI48x", _MAGIC, _FORMAT)
+_PLACE = struct.Struct("<QQ")  # where the header begins, how long it is
+_FOOTER_SIZE = _PLACE.size + 16 + len(_END_MAGIC)
+_LONGEST_HEADER = 1 << 30
+
+_PIECE = 1 << 20  # read and hashed at once: it is still in the cache then, and the hash releases the GIL
+_THREADS = 4  # of a load; one reads at half the speed of the memory
+_ZEROS = bytes(ALIGNMENT)
+
+# Quantized tensors have more than their bytes, and torch cannot copy integers of less than one byte.
+_NOT_KEPT = re.compile(r"torch\.(u?int[1-7]|qu?int\d.*)")
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not _NOT_KEPT.fullmatch(str(dtype))
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class CorruptShard(ValueError):
+    """A shard is missing, incomplete, damaged, foreign or none at all; the message says which, and what is wrong.
+
+    A storage that fails to answer raises its ``OSError`` instead, as a lack of memory does.
+
+    Args:
+        message: Names the shard, too.
+        reason: What is wrong, without the shard's name. Default: the message.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Where a tensor is in a shard, and what it is.
+
+    Args:
+        dtype: Name of the type as torch has it, such as ``bfloat16``.
+        shape: Its shape.
+        stride: Its strides, in elements.
+        offset: Where its bytes begin, from the start of the file.
+        nbytes: How many bytes it has; 0 on the meta device.
+        device: ``meta`` for a tensor without content, else ``cpu``, where it is loaded to.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    nbytes: int
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose state a shard is.
+
+    Args:
+        run: Identity of the run.
+        fit: Number of the fit in the script, from 0.
+        step: ``trainer.global_step``.
+        generation: Identity of the generation, which all its parts have.
+        part: Name of the part, such as ``rank-00003``.
+        world_size: Number of ranks of the job.
+        layout: How the state is divided into parts; JSON-serialisable.
+    """
+
+    run: str
+    fit: int
+    step: int
+    generation: str
+    part: str
+    world_size: int
+    layout: dict[str, Any]
+
+
+_IDENTITY_TYPES = {
+    "run": str,
+    "fit": int,
+    "step": int,
+    "generation": str,
+    "part": str,
+    "world_size": int,
+    "layout": dict,
+}
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a shard says about itself.
+
+    Args:
+        identity: Whose state it is.
+        tensors: What tensors it has, in the order of their places.
+        skeleton: What was given to :func:`seal` as such.
+        torch_version: Of the process that wrote it.
+        created: When it was sealed, ISO 8601, UTC.
+        digest: Of the whole shard, as 32 hexadecimal digits: shards with the same are the same.
+        size: Bytes of the whole file.
+        checksums: xxh3-128 of each tensor and its padding, as 32 hexadecimal digits.
+    """
+
+    identity: Identity
+    tensors: tuple[TensorSpec, ...]
+    skeleton: Any
+    torch_version: str
+    created: str
+    digest: str
+    size: int
+    checksums: tuple[str, ...]
+
+
+Expected = Identity | Mapping[str, Any] | None
+"""What is known of a shard's identity before it is read: all of it, some fields by name, or nothing."""
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+# Writing
+
+
+def arrange(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], int]:
+    """Finds places for tensors in a shard.
+
+    A tensor that fills its memory without gaps keeps its strides (``channels_last``, transposed); any other, such as
+    an expanded one, is to be stored as if it were contiguous.
+
+    Args:
+        tensors: On any device, in the order in which they are to be stored.
+
+    Returns:
+        A place for each, and how many bytes the file has before its header.
+
+    Raises:
+        TypeError: If one cannot be kept byte for byte: sparse, nested or quantized ones, and subclasses of tensor.
+    """
+    specs = []
+    position = len(_PREAMBLE)
+    for index, tensor in enumerate(tensors):
+        name = _NAMES.get(tensor.dtype)
+        if (
+            name is None
+            or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+            or tensor.layout != torch.strided
+            or tensor.is_quantized
+            or tensor.is_nested
+        ):
+            kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}, {tensor.dtype}, {tensor.layout}"
+            raise TypeError(f"tensor {index} ({kind}) cannot be kept byte for byte in a shard")
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        if tensor.is_meta:
+            specs.append(TensorSpec(name, shape, stride, position, 0, "meta"))
+            continue
+        if not tensor.is_contiguous() and not _is_dense(shape, stride):
+            stride = _contiguous(shape)
+        nbytes = tensor.numel() * tensor.element_size()
+        specs.append(TensorSpec(name, shape, stride, position, nbytes))
+        position += _padded(nbytes)
+    return specs, position
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the elements fill a piece of memory, each once."""
+    expected = 1
+    for step, length in sorted(pair for pair in zip(stride, shape, strict=True) if pair[1] != 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(max(length, 1) for length in shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def view(memory: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The tensor at its place in ``memory``: no copy, and what is written into one is in the other.
+
+    Args:
+        memory: What becomes, or is, the content of a shard: bytes (uint8), one dimension.
+        spec: Of the tensor. One on the meta device is made anew, outside of ``memory``.
+    """
+    return _view(memory, spec, spec.offset)
+
+
+def _view(memory: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:
+    dtype = _DTYPES[spec.dtype]
+    if spec.device == "meta":
+        return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta")
+    return memory[offset : offset + spec.nbytes].view(dtype).as_strided(spec.shape, spec.stride)
+
+
+def seal(memory: torch.Tensor, specs: Sequence[TensorSpec], identity: Identity, skeleton: Any, data_size: int) -> bytes:
+    """Completes a shard whose tensors have been copied to their places. ``memory[:data_size]`` + this is the file.
+
+    Writes the preamble and the padding between tensors into ``memory`` and hashes it, without a copy of it.
+
+    Args:
+        memory: Bytes (uint8), one dimension, on the host, at least ``data_size``.
+        specs: As returned by :func:`arrange`.
+        identity: Whose state it is.
+        skeleton: Anything that JSON can hold, see :func:`~.plain.pack`.
+        data_size: As returned by :func:`arrange`.
+
+    Returns:
+        The rest of the file: header and footer.
+    """
+    if data_size != _end_of(specs):
+        raise ValueError(f"these tensors take {_end_of(specs)} bytes before the header, not {data_size}")
+    if memory.numel() < data_size:
+        raise ValueError(f"the memory has {memory.numel()} bytes; the tensors take {data_size}")
+    content = _bytes_of(memory)
+    content[: len(_PREAMBLE)] = _PREAMBLE
+    table = []
+    for spec in specs:
+        end = spec.offset + spec.nbytes
+        padded_end = spec.offset + _padded(spec.nbytes)
+        if padded_end > end:
+            content[end:padded_end] = _ZEROS[: padded_end - end]
+        checksum = xxhash.xxh3_128_hexdigest(content[spec.offset : padded_end])
+        table.append([spec.dtype, spec.shape, spec.stride, spec.offset, spec.nbytes, spec.device, checksum])
+    document = {
+        "identity": {name: getattr(identity, name) for name in _IDENTITY_TYPES},
+        "torch": str(torch.__version__),
+        "created": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        "byteorder": sys.byteorder,
+        "skeleton": skeleton,
+        "tensors": table,
+    }
+    header = json.dumps(document, allow_nan=False, separators=(",", ":")).encode("ascii")
+    if len(header) > _LONGEST_HEADER:
+        raise ValueError(f"what is no tensor takes {len(header)} bytes as JSON; a shard has room for 1 GiB")
+    place = _PLACE.pack(data_size, len(header))
+    return b"".join((header, place, _digest(_PREAMBLE, header, place), _END_MAGIC))
+
+
+def _end_of(specs: Sequence[TensorSpec]) -> int:
+    return specs[-1].offset + _padded(specs[-1].nbytes) if specs else len(_PREAMBLE)
+
+
+def _bytes_of(memory: torch.Tensor) -> memoryview:
+    if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous() or memory.device.type != "cpu":
+        raise ValueError(
+            f"bytes (uint8) of one dimension in host memory are needed, not {memory.dtype} of shape "
+            f"{list(memory.shape)} on {memory.device}"
+        )
+    return memory.numpy().data
+
+
+def _digest(preamble: bytes, header: bytes, place: bytes) -> bytes:
+    hasher = xxhash.xxh3_128(preamble)
+    hasher.update(header)
+    hasher.update(place)
+    return bytes(hasher.digest())
+
+
+# Reading
+
+_Read = Callable[[int, int], memoryview]  # the bytes from a place to another one
+
+
+def read_identity(path: str | os.PathLike[str], expected: Expected = None) -> Header:
+    """What a shard says about itself. Reads only its ends and checks those: whether all is intact, :func:`verify` says.
+
+    Args:
+        path: The file.
+        expected: What is known of its identity.
+
+    Raises:
+        CorruptShard: If it is no shard, its ends are damaged, or it is another one than expected.
+    """
+    with _opened(path) as (file, size):
+        return _read_header(_reader(file, path), size, path, expected)
+
+
+def verify(path: str | os.PathLike[str], expected: Expected = None) -> Header:
+    """Reads every byte of a shard and checks it. Takes a few MiB of memory and one processor.
+
+    Args:
+        path: The file.
+        expected: What is known of its identity.
+
+    Raises:
+        CorruptShard: If it is not intact, or another one than expected.
+    """
+    with _opened(path) as (file, size):
+        read = _reader(file, path, memoryview(bytearray(_PIECE)))
+        header = _read_header(read, size, path, expected)
+        for start, end, first, last in _batches(header.tensors):
+            _check(header, read, start, end, first, last, path)
+        return header
+
+
+def load(path: str | os.PathLike[str], expected: Expected = None) -> tuple[Header, list[torch.Tensor]]:
+    """Reads a shard into new memory, verifies that memory, and returns the tensors in it.
+
+    So what was verified is what is loaded, and what happens to the file later does not matter.
+
+    Args:
+        path: The file.
+        expected: What is known of its identity.
+
+    Returns:
+        What the shard says about itself, and its tensors in the order of ``header.tensors``. Tensors do not share
+        memory with each other.
+
+    Raises:
+        CorruptShard: If it is not intact, or another one than expected. Nothing has been loaded then.
+    """
+    with _opened(path) as (file, size):
+        header = _read_header(_reader(file, path), size, path, expected)
+        tensors: dict[int, torch.Tensor] = {}
+
+        def load_batch(start: int, end: int, first: int, last: int) -> None:
+            memory = _allocate(end - start, path)
+            content = _bytes_of(memory)
+
+            def read(start_of_piece: int, end_of_piece: int) -> memoryview:
+                piece = content[start_of_piece - start : end_of_piece - start]
+                _read_into(file, piece, start_of_piece, path)
+                return piece
+
+            _check(header, read, start, end, first, last, path)
+            for index in range(first, last):
+                spec = header.tensors[index]
+                tensor = _view(memory, spec, spec.offset - start)
+                # A small one would keep all of its batch in memory, and torch.save would write all of it.
+                tensors[index] = tensor if last - first == 1 else _copy(tensor, spec)
+
+        _for_each(load_batch, header)
+        return header, [tensors[index] for index in range(len(header.tensors))]
+
+
+def load_bytes(
+    memory: torch.Tensor, expected: Expected = None, source: str = "in memory"
+) -> tuple[Header, list[torch.Tensor]]:
+    """Verifies a shard that is in memory as a whole, such as one from another node, and returns the tensors in it.
+
+    Args:
+        memory: Exactly the bytes of the shard (uint8), one dimension. It belongs to the tensors from then on.
+        expected: What is known of its identity.
+        source: Stands for the path in errors.
+
+    Returns:
+        As :func:`load`, but for the tensors, which are views of ``memory``.
+
+    Raises:
+        CorruptShard: If it is not intact, or another one than expected.
+    """
+    content = _bytes_of(memory)
+    header = _read_header(lambda start, end: content[start:end], len(content), source, expected)
+
+    def check_batch(start: int, end: int, first: int, last: int) -> None:
+        _check(header, lambda piece, end_of_piece: content[piece:end_of_piece], start, end, first, last, source)
+
+    _for_each(check_batch, header)
+    if memory.storage_offset() % ALIGNMENT:  # torch has no views of numbers that begin anywhere
+        memory = memory.clone()
+    return header, [view(memory, spec) for spec in header.tensors]
+
+
+def _corrupt(source: str | os.PathLike[str], reason: str) -> CorruptShard:
+    return CorruptShard(f"shard {os.fspath(source)} cannot be used: {reason}", reason)
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[int, int]]:
+    """A file descriptor, and the size of the file."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise _corrupt(path, "it is not a regular file")  # to open a device may do anything
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO):
+            raise _corrupt(path, f"it does not exist ({os.strerror(error.errno)})") from None
+        raise
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):  # replaced in between
+            raise _corrupt(path, "it is not a regular file")
+        yield file, status.st_size
+    finally:
+        os.close(file)
+
+
+def _read_into(file: int, piece: memoryview, start: int, path: str | os.PathLike[str]) -> None:
+    done = 0
+    while done < len(piece):
+        got = os.preadv(file, [piece[done:]], start + done)
+        if not got:
+            raise _corrupt(path, "it has become shorter while it was read")
+        done += got
+
+
+def _reader(file: int, path: str | os.PathLike[str], buffer: memoryview | None = None) -> _Read:
+    """Reads into ``buffer``, if there is one that is large enough, or else into new memory."""
+
+    def read(start: int, end: int) -> memoryview:
+        length = end - start
+        piece = memoryview(bytearray(length)) if buffer is None or length > len(buffer) else buffer[:length]
+        _read_into(file, piece, start, path)
+        return piece
+
+    return read
+
+
+def _read_header(read: _Read, size: int, source: str | os.PathLike[str], expected: Expected) -> Header:
+    if size < len(_PREAMBLE) + _FOOTER_SIZE:
+        raise _corrupt(source, f"it is {f'truncated ({size} bytes)' if size else 'empty'}")
+    preamble = bytes(read(0, len(_PREAMBLE)))
+    if preamble != _PREAMBLE:
+        magic, version = struct.unpack_from("<12sI", preamble)
+        if magic == _MAGIC and version != _FORMAT:
+            reason = f"it has format {version}, or is damaged; this version of the package reads format {_FORMAT}"
+            raise _corrupt(source, reason)
+        raise _corrupt(source, "it is no shard, or its first 64 bytes are damaged")
+    footer = bytes(read(size - _FOOTER_SIZE, size))
+    if not footer.endswith(_END_MAGIC):
+        raise _corrupt(source, f"it is truncated, or its end is damaged ({size} bytes)")
+    place, digest = footer[: _PLACE.size], footer[_PLACE.size : -len(_END_MAGIC)]
+    start, length = _PLACE.unpack(place)
+    if start % ALIGNMENT or start < len(_PREAMBLE) or length > _LONGEST_HEADER or start + length + _FOOTER_SIZE != size:
+        raise _corrupt(source, f"its size ({size} bytes) is not the one that was written, or its end is damaged")
+    header = bytes(read(start, start + length))
+    if _digest(preamble, header, place) != digest:
+        raise _corrupt(source, "its header is damaged (the checksum differs)")
+    try:
+        found = _parse_header(json.loads(header), digest.hex(), size)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _corrupt(source, f"its header is malformed ({type(error).__name__}: {error})") from None
+    if _end_of(found.tensors) != start:
+        raise _corrupt(source, "its tensors do not end where its header begins")
+    if foreign := _foreign(found.identity, expected):
+        raise _corrupt(source, f"it is another one than expected: {foreign}")
+    return found
+
+
+def _parse_header(document: dict[str, Any], digest: str, size: int) -> Header:
+    if document["byteorder"] != sys.byteorder:
+        raise ValueError(f"it was written on a {document['byteorder']}-endian machine, and this one is not")
+    about = document["identity"]
+    identity = Identity(**{name: about[name] for name in _IDENTITY_TYPES})
+    if any(type(about[name]) is not kind for name, kind in _IDENTITY_TYPES.items()):
+        raise ValueError(f"there is no such identity: {about}")
+    specs, checksums = [], []
+    position = len(_PREAMBLE)
+    for dtype, shape, stride, offset, nbytes, device, checksum in document["tensors"]:
+        spec = TensorSpec(dtype, tuple(shape), tuple(stride), offset, nbytes, device)
+        _check_spec(spec, position)
+        position += _padded(nbytes)
+        specs.append(spec)
+        checksums.append(checksum)
+    return Header(
+        identity,
+        tuple(specs),
+        document["skeleton"],
+        document["torch"],
+        document["created"],
+        digest,
+        size,
+        tuple(checksums),
+    )
+
+
+def _check_spec(spec: TensorSpec, position: int) -> None:
+    """Refuses what would not fit its bytes: the digest says what was written, not that it was right."""
+    if spec.dtype not in _DTYPES:
+        raise ValueError(f"this version of torch has no type {spec.dtype}")
+    numbers = (*spec.shape, *spec.stride)
+    if any(type(number) is not int or number < 0 for number in numbers) or len(spec.shape) != len(spec.stride):
+        raise ValueError(f"there is no tensor of shape {spec.shape} and strides {spec.stride}")
+    count = prod(spec.shape)
+    if spec.device == "meta":
+        count = 0
+    elif spec.device != "cpu" or (count and not _is_dense(spec.shape, spec.stride)):
+        raise ValueError(f"a tensor cannot be kept on {spec.device} with shape {spec.shape} and strides {spec.stride}")
+    if spec.offset != position or spec.nbytes != count * _DTYPES[spec.dtype].itemsize:
+        raise ValueError(f"a tensor of shape {spec.shape} is not at its place, {position}")
+
+
+def _foreign(found: Identity, expected: Expected) -> str:
+    """What of ``found`` is not as expected, or an empty text."""
+    if expected is None:
+        return ""
+    if isinstance(expected, Identity):
+        expected = {name: getattr(expected, name) for name in _IDENTITY_TYPES}
+    wanted = json.loads(json.dumps(dict(expected)))  # layouts have passed through JSON, too
+    differing = [name for name, value in wanted.items() if getattr(found, name) != value]
+    return "; ".join(f"{name} is {getattr(found, name)!r}, not {wanted[name]!r}" for name in differing)
+
+
+def _batches(specs: Sequence[TensorSpec]) -> Iterator[tuple[int, int, int, int]]:
+    """Divides tensors into those read at once: from byte, to byte, from index, to index. Large ones come alone."""
+    first, start = 0, len(_PREAMBLE)
+    for index, spec in enumerate(specs):
+        end = spec.offset + _padded(spec.nbytes)
+        if end - start > _PIECE and index > first:
+            yield start, spec.offset, first, index
+            first, start = index, spec.offset
+    if specs:
+        yield start, _end_of(specs), first, len(specs)
+
+
+def _check(
+    header: Header, read: _Read, start: int, end: int, first: int, last: int, source: str | os.PathLike[str]
+) -> None:
+    """Reads a batch and compares the digests of its tensors."""
+    if last - first == 1:
+        hasher = xxhash.xxh3_128()
+        for piece in range(start, end, _PIECE):
+            hasher.update(read(piece, min(piece + _PIECE, end)))
+        _compare(header, first, hasher.hexdigest(), source)
+        return
+    content = read(start, end)
+    for index in range(first, last):
+        spec = header.tensors[index]
+        begin = spec.offset - start
+        digest = xxhash.xxh3_128_hexdigest(content[begin : begin + _padded(spec.nbytes)])
+        _compare(header, index, digest, source)
+
+
+def _compare(header: Header, index: int, digest: str, source: str | os.PathLike[str]) -> None:
+    if digest != header.checksums[index]:
+        spec = header.tensors[index]
+        where = f"{spec.dtype} of shape {list(spec.shape)}, {spec.nbytes} bytes from byte {spec.offset} on"
+        raise _corrupt(source, f"tensor {index} ({where}) or its padding is damaged (the checksum differs)")
+
+
+def _for_each(task: Callable[[int, int, int, int], None], header: Header) -> None:
+    """Does ``task`` for all batches, by several threads if there is much to do."""
+    batches = list(_batches(header.tensors))
+    threads = min(_THREADS, len(os.sched_getaffinity(0)), len(batches))
+    if threads < 2 or header.size < 8 * _PIECE:
+        for batch in batches:
+            task(*batch)
+        return
+    stop = threading.Event()
+
+    def unless_stopped(batch: tuple[int, int, int, int]) -> None:
+        if stop.is_set():
+            return
+        try:
+            task(*batch)
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(unless_stopped, batches))
+
+
+def _allocate(nbytes: int, path: str | os.PathLike[str]) -> torch.Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(errno.ENOMEM, f"there is no memory for {nbytes} bytes of it", os.fspath(path)) from error
+
+
+def _copy(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if spec.device == "meta":
+        return tensor
+    return torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype).copy_(tensor)
