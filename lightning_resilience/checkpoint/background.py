@@ -1,0 +1,97 @@
+"""One checkpoint at a time, written behind the training from a snapshot of its state. Torch only, no Trainer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from lightning_resilience.checkpoint.plain import unpack
+from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots
+
+log = logging.getLogger(__name__)
+
+
+class BackgroundSaves:
+    """Takes snapshots of a state and hands the copies to whoever writes them, in another thread.
+
+    Args:
+        optimizers: All that change what is said to be stable.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._fence = Fence(optimizers)
+        self._snapshots = Snapshots()
+        self._buffers: dict[int, torch.Tensor] = {}  # reused: memory that is new takes three times as long to fill
+        self._thread: threading.Thread | None = None
+        self._trouble: BaseException | None = None
+        self.spoilt = False
+        """Whether the last snapshot was thrown away, because something else than an optimizer has changed its state."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether the checkpoint before is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def take(self, state: Any, stable: Iterable[torch.Tensor], write: Callable[[Any], None]) -> None:
+        """Begins a save; only when not :attr:`busy`.
+
+        Args:
+            state: What to save, as ``plain.pack`` takes it.
+            stable: Tensors that do not change before an optimizer's step.
+            write: Called in the other thread with the copy. What it raises is raised by :meth:`check`.
+        """
+        snapshot = self._fence.pending = self._snapshots.take(state, stable)
+        self.spoilt = False
+        self._thread = threading.Thread(
+            target=self._run, args=(snapshot, write), name="background-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, snapshot: Snapshot, write: Callable[[Any], None]) -> None:
+        try:
+            try:
+                copies = [self._buffer(index, tensor) for index, tensor in enumerate(snapshot.tensors)]
+                snapshot.copy((index, copy) for index, copy in enumerate(copies) if not copy.is_meta)
+            finally:
+                snapshot.release()
+            if snapshot.is_good():
+                write(unpack(snapshot.skeleton, copies))
+            else:
+                self.spoilt = True
+        except BaseException as error:
+            log.debug("A checkpoint could not be written in the background", exc_info=True)
+            self._trouble = error
+
+    def _buffer(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        kept = self._buffers.get(index)
+        if kept is None or (kept.shape, kept.stride(), kept.dtype) != (tensor.shape, tensor.stride(), tensor.dtype):
+            device = "meta" if tensor.is_meta else "cpu"
+            kept = self._buffers[index] = torch.empty_like(tensor, device=device, requires_grad=False)
+        return kept
+
+    def fence(self) -> None:
+        """The training is about to change what was said to be stable; free of cost if there is no snapshot."""
+        self._fence.now()
+
+    def check(self) -> None:
+        """Raises what has gone wrong in the other thread, once."""
+        if self._trouble is not None:
+            trouble, self._trouble = self._trouble, None
+            raise trouble
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until nothing is being written any more; returns whether that is so."""
+        self.fence()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return not self.busy
+
+    def close(self, timeout_s: float) -> None:
+        """Waits for what is being written and takes the hooks off the optimizers."""
+        if not self.wait(timeout_s):
+            log.warning("A checkpoint is still being written after %.0f s; it is left behind.", timeout_s)
+        self._fence.remove()
