@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lightning_resilience.checkpoint import data_position
+from lightning_resilience.checkpoint import data_position, sharded
+from lightning_resilience.checkpoint.snapshot import optimizer_tensors
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -220,6 +221,133 @@ def restore_checkpoint(trainer: Trainer, path: str | None, checkpoint: dict[str,
     connector.restore_model()
     connector.restore_datamodule()
     connector.restore_callbacks()
+
+
+def shards_state(trainer: Trainer) -> bool:
+    """Whether every rank holds a part of the parameters or of the optimizer's state that no other rank has."""
+    return writes_directories(trainer.strategy) or any(_is_zero(optimizer) for optimizer in trainer.optimizers)
+
+
+def replicates_state(trainer: Trainer) -> bool:
+    """Whether all ranks have the same parameters and optimizer state, bit for bit: DDP as it is by default."""
+    ddp = ddp_wrapper(trainer)
+    if ddp is None or trainer.world_size == 1 or shards_state(trainer):
+        return False
+    # Ranks that average their models now and then differ in between; ignored parameters are nobody's concern.
+    averages = vars(trainer.strategy).get("_model_averager") is not None
+    return not averages and not getattr(ddp, "parameters_to_ignore", None)
+
+
+def _is_zero(optimizer: Any) -> bool:
+    """Whether an optimizer shards its state among the ranks (``ZeroRedundancyOptimizer``)."""
+    return hasattr(optimizer, "consolidate_state_dict") and hasattr(optimizer, "optim")
+
+
+def dump_own_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """Like :func:`dump_checkpoint`, but of this rank alone: strategies that shard give their shards and gather nothing.
+
+    Tensors are the live ones, not copies.
+    """
+    strategy: Any = trainer.strategy
+    module = trainer.lightning_module
+
+    def optimizer_state(optimizer: Any) -> Any:
+        if not _is_zero(optimizer):
+            return sharded.to_local(optimizer.state_dict())
+        groups = [{key: value for key, value in each.items() if key != "params"} for each in optimizer.param_groups]
+        return {"own": optimizer.optim.state_dict(), "groups": groups}
+
+    def module_state() -> dict[str, Any]:
+        if _gathers_state_dict(strategy):
+            return {name: tensor.detach() for name, tensor in _named_tensors(module)}
+        return dict(sharded.to_local(module.state_dict()))
+
+    patches = Patches()
+    if shards_state(trainer):
+        patches.set(strategy, "optimizer_state", optimizer_state)
+        patches.set(strategy, "lightning_module_state_dict", module_state)
+    try:
+        return dump_checkpoint(trainer)
+    finally:
+        patches.undo()
+
+
+def _gathers_state_dict(strategy: Any) -> bool:
+    """FSDP1 gathers in hooks of ``state_dict``; its parameters themselves are this rank's shards."""
+    return any(cls.__name__ == "FSDPStrategy" for cls in type(strategy).__mro__)
+
+
+def _named_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def load_own_checkpoint(trainer: Trainer, patches: Patches) -> None:
+    """Has the strategy load what :func:`dump_own_checkpoint` has made, where it would load something else."""
+    strategy: Any = trainer.strategy
+    module = trainer.lightning_module
+    load_plain_optimizers = strategy.load_optimizer_state_dict
+
+    def load_sharded(checkpoint: Any, strict: bool = True) -> None:
+        saved = checkpoint["state_dict"]
+        if _gathers_state_dict(strategy):
+            with torch.no_grad():
+                for name, tensor in _named_tensors(module):
+                    tensor.detach().copy_(saved[name])
+        else:
+            live = module.state_dict()
+            module.load_state_dict(
+                {name: sharded.from_local(value, live.get(name)) for name, value in saved.items()}, strict=strict
+            )
+        # These strategies are set up before they load, and load their optimizers with the model.
+        load_optimizers(checkpoint)
+
+    def load_optimizers(checkpoint: Any) -> None:
+        if not shards_state(trainer):
+            load_plain_optimizers(checkpoint)
+            return
+        for optimizer, state in zip(trainer.optimizers, checkpoint["optimizer_states"], strict=True):
+            if _is_zero(optimizer):
+                zero: Any = optimizer
+                zero.optim.load_state_dict(state["own"])
+                for group, values in zip(zero.param_groups, state["groups"], strict=True):
+                    group.update(values)
+            else:
+                optimizer.load_state_dict(sharded.optimizer_state_from_local(optimizer, state))
+
+    if writes_directories(strategy):
+        patches.set(strategy, "load_model_state_dict", load_sharded)
+    else:
+        patches.set(strategy, "load_optimizer_state_dict", load_optimizers)
+
+
+def live_tensors(trainer: Trainer) -> list[torch.Tensor]:
+    """What only the optimizers' steps change: the parameters, and what optimizers keep."""
+    optimizers: list[Any] = list(trainer.optimizers)
+    optimizers = [optimizer.optim if _is_zero(optimizer) else optimizer for optimizer in optimizers]
+    return [*trainer.lightning_module.parameters(), *optimizer_tensors(optimizers)]
+
+
+def trained_tensors(trainer: Trainer) -> list[torch.Tensor]:
+    """What all ranks of a DDP job have alike: the parameters that it reduces, and what optimizers keep for them."""
+    trained = [parameter for parameter in trainer.lightning_module.parameters() if parameter.requires_grad]
+    return [*trained, *optimizer_tensors(trainer.optimizers)]
+
+
+def on_batch_done(trainer: Trainer, patches: Patches, done: Callable[[], None]) -> None:
+    """Has ``done`` called when a batch's forward, backward and optimizer steps are over, before any hook of its end."""
+    loop = trainer.fit_loop.epoch_loop
+    for optimization in (loop.automatic_optimization, loop.manual_optimization):
+        patches.set(optimization, "run", _followed_by(optimization.run, done))
+
+
+def _followed_by(run: Callable[..., Any], done: Callable[[], None]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        done()
+        return result
+
+    return wrapper
 
 
 def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 ```
 RUN_DIR/
   ledger.jsonl        what happened (see ledger.py)
+  run.json            a name that no other run has
   attempt.json        the token of the processes that may write now; a late process of an older attempt may not
   outcome.json        how the script ended last
   launches/           the launches of this run that are at work now, each with its host and process
@@ -11,6 +12,7 @@ RUN_DIR/
   fit-000/            one folder for every fit of the script, in the order in which the script makes them
     fingerprint.json  what the fit trains: module class and parameter shapes
     outcome.json      how this fit ended last
+    condemned.json    checkpoints that have turned out to be bad after they were loaded
     checkpoints/      step-000000000012.ckpt ...
     quarantine/       what failed its verification, with the reason beside it
 ```
@@ -19,6 +21,7 @@ RUN_DIR/
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
@@ -29,6 +32,9 @@ from lightning_resilience._files import read_json, write_json
 
 RUN_DIR_VARIABLE = "LIGHTNING_RESILIENCE_RUN_DIR"
 """Environment variable in which ``lightning-resilience launch`` tells the workers their run directory."""
+
+LOCAL_DIR_VARIABLE = "LIGHTNING_RESILIENCE_LOCAL_DIR"
+"""Environment variable in which ``lightning-resilience launch --local-dir`` says where local checkpoints are kept."""
 
 WORKER_PID_VARIABLE = "LIGHTNING_RESILIENCE_WORKER_PID"
 """Environment variable with the process that runs the launched script. A fit in a child process of it (a parallel
@@ -103,6 +109,7 @@ class FitDirectory:
         self.quarantine = path / "quarantine"
         self._outcome = path / "outcome.json"
         self._fingerprint = path / "fingerprint.json"
+        self._condemned = path / "condemned.json"
 
     def create(self) -> None:
         """Makes the folders."""
@@ -125,6 +132,16 @@ class FitDirectory:
     @fingerprint.setter
     def fingerprint(self, fingerprint: dict[str, Any]) -> None:
         write_json(self._fingerprint, fingerprint)
+
+    @property
+    def condemned(self) -> dict[str, str]:
+        """The checkpoints that have turned out to be bad after they were loaded: their names, and why."""
+        content = read_json(self._condemned) or {}
+        return {name: str(reason) for name, reason in content.items()}
+
+    def condemn(self, name: str, reason: str) -> None:
+        """Adds a checkpoint to :attr:`condemned`."""
+        write_json(self._condemned, {**self.condemned, f"{name}": reason})
 
 
 class RunDirectory:
@@ -172,6 +189,17 @@ class RunDirectory:
             self._attempt, {"token": token, "pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
         )
         return token
+
+    def identity(self) -> str:
+        """A name that no other run has, not even one that once used the same directory. One process asks for all."""
+        path = self.path / "run.json"
+        content = read_json(path)
+        found = content.get("id") if content else None
+        if not isinstance(found, str) or re.fullmatch(r"[0-9a-f]{16}", found) is None:
+            found = uuid.uuid4().hex[:16]
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"id": found})
+        return found
 
     @property
     def attempt(self) -> str | None:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_resilience import _lightning, agreement, checkpoint_io, signals
 from lightning_resilience.agreement import Agreement, Event, Needs
 from lightning_resilience.checkpoint import data_position, durable, resume
+from lightning_resilience.checkpoint.background import BackgroundSaves
 from lightning_resilience.checkpoint.plain import from_plain, to_plain
 from lightning_resilience.checkpoint.reduction_order import (
     GradientArrivalRecorder,
@@ -34,6 +35,7 @@ from lightning_resilience.checkpoint.reduction_order import (
 from lightning_resilience.detect.progress import Progress, Section
 from lightning_resilience.ledger import Ledger
 from lightning_resilience.run_directory import RUN_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt, Status
+from lightning_resilience.tiers import Tiers
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -43,6 +45,8 @@ log = logging.getLogger(__name__)
 _CLEAN_TRAINING = Needs.TRAINING | Needs.CLEAN  # made once: an operation on flags costs a microsecond
 
 STATE_KEY = "lightning_resilience"
+
+_LAST_SAVE_S = 120.0  # for what is being written when a fit ends
 """The key in a Lightning checkpoint of everything that an exact resume needs beside Lightning's own state."""
 
 _sessions: weakref.WeakKeyDictionary[Any, FitSession] = weakref.WeakKeyDictionary()
@@ -82,12 +86,17 @@ class FitSession:
         """Called after that, when nothing of the fit is left."""
         self.progress: Progress | None = None
         """Where this rank says what it is doing, if anybody watches."""
-        self.choose_checkpoint: Callable[[str | None], tuple[Path, dict[str, Any] | None] | None] = lambda explicit: (
-            None
-        )
-        """Given the user's explicit ``ckpt_path``, chooses the checkpoint to resume from, if any."""
+        self.tiers = Tiers(self)
+        """Where the checkpoint to resume from is chosen."""
+        self.at_failure.append(self.tiers.verdict)
         self.on_event: Callable[[Event], None] = lambda event: None
         """Called from the agreement's thread as soon as an event is known, before its boundary."""
+        self.at_end_of_epoch: list[Callable[[], None]] = []
+        """Called after the last batch of every epoch, before any hook of its end."""
+        self.save_locally: Callable[[str], bool] | None = None
+        """Saves the state at this boundary, on all ranks, to the nodes' local storage; returns whether all have."""
+        self.final_path: Path | None = None
+        """Where the final state of a fit that has finished is."""
         self.save_final = False
         """Whether the final state of the fit is saved, from which a restarted script restores it."""
         self.protect_workers = False
@@ -97,10 +106,17 @@ class FitSession:
         common: dict[str, Any] = {}
         if trainer.is_global_zero:
             self.run = RunDirectory(path)
-            common = {"path": str(self.run.path), "token": self.run.claim(), "nonce": uuid.uuid4().hex[:12]}
+            common = {
+                "path": str(self.run.path),
+                "token": self.run.claim(),
+                "id": self.run.identity(),
+                "nonce": uuid.uuid4().hex[:12],
+            }
         common = trainer.strategy.broadcast(common)
         self.run = RunDirectory(common["path"])
         self.token: str = common["token"]
+        self.run_id: str = common["id"]
+        self.nonce: str = common["nonce"]
         self.index = _fits_begun.get(self.run.path, 0)
         _fits_begun[self.run.path] = self.index + 1
         self.fit = self.run.fit(self.index)
@@ -137,11 +153,14 @@ class FitSession:
         self._recorder: GradientArrivalRecorder | None = None
         self._arrival_order: list[str] | None = None
         self.saving = False
+        self._background: BackgroundSaves | None = None
+        self._lost: Callable[[], None] = lambda: None
+        self._skip_said = False
         self._left_out_reported: tuple[str, ...] = ()
 
     def _install(self) -> None:
         trainer, patches = self.trainer, self.patches
-        checkpoint_io.make_durable(trainer, self._check_owner, self._metadata)
+        checkpoint_io.make_durable(trainer, self.check_owner, self._metadata)
         _lightning.on_restore(trainer, patches, self._restore)
         _lightning.on_restore_training_state(trainer, patches, self._before_training_state)
         _lightning.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
@@ -156,7 +175,8 @@ class FitSession:
             self._evaluation_end,
         )
 
-    def _check_owner(self) -> None:
+    def check_owner(self) -> None:
+        """Raises :class:`StaleAttempt` if another attempt has taken over; called before anything is published."""
         self.run.check_owner(self.token)
 
     def _enter(self, section: Section) -> None:
@@ -171,6 +191,14 @@ class FitSession:
         """Counts the time of a ``with`` block as ``section``."""
         return self.progress.during(section) if self.progress is not None else nullcontext()
 
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank has given, by rank; called on all of them."""
+        values: list[Any] = [value]
+        if self.trainer.world_size > 1:
+            values = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(values, value)
+        return values
+
     def advanced(self) -> None:
         """To be called where something takes long and does advance, and no boundary says so."""
         if self.progress is not None:
@@ -180,7 +208,7 @@ class FitSession:
 
     def _restore(self, explicit: str | None, weights_only: bool | None) -> None:
         self._check_fingerprint(explicit)
-        choice = self.choose_checkpoint(explicit)
+        choice = self.tiers.choose(explicit)
         path, checkpoint = choice if choice is not None else (explicit, None)
         if checkpoint is None:
             checkpoint = _lightning.load_checkpoint(self.trainer, None if path is None else str(path), weights_only)
@@ -241,8 +269,11 @@ class FitSession:
 
     def _understand(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
         state: dict[str, Any] = checkpoint[STATE_KEY]
-        world_size = len(state["ranks"])
         epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+        if "mine" in state:  # saved by this rank for this rank
+            _lightning.load_own_checkpoint(self.trainer, self.patches)
+            return {**{key: state[key] for key in ("mine", "due", "final", "arrival_order")}, "epoch": epoch}
+        world_size = len(state["ranks"])
         if world_size != self.trainer.world_size:
             if self.trainer.is_global_zero:
                 log.warning(
@@ -381,6 +412,8 @@ class FitSession:
 
     def _end_of_epoch(self) -> None:
         if self._running:
+            for hook in self.at_end_of_epoch:
+                hook()
             self._enter("out_of_section")
 
     def _before_epoch(self) -> None:
@@ -399,7 +432,7 @@ class FitSession:
         self._running = False
         self._enter("out_of_section")
         if self.save_final:
-            self.save("finished", final=True)
+            self.final_path = self.save("finished", final=True)
         for hook in self.at_saved:
             hook(True)
         step = self.trainer.global_step
@@ -466,6 +499,9 @@ class FitSession:
             return
         for undo in self.at_leave:
             undo()
+        if self._background is not None:
+            with self.during("checkpointing"):
+                self._background.close(_LAST_SAVE_S)
         if self._resumed is not None and self._resumed["final"] and (mine := self._resumed["mine"]) is not None:
             # A finished fit was restored, not trained: what the script does next finds what it left.
             self._set_random_state(mine["now"])
@@ -575,32 +611,100 @@ class FitSession:
             The checkpoint, or ``None`` if it could not be written; the run then goes on with the older ones.
         """
         with self.during("checkpointing"):
+            if self._background is not None:
+                self._background.wait()
             path = self._save(reason, final)
             if path is not None and not final:
                 for hook in self.at_saved:
                     hook(False)
         return path
 
-    def _save(self, reason: str, final: bool) -> Path | None:
-        trainer, started = self.trainer, time.monotonic()
+    def save_behind(self, reason: str, published: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Like :meth:`save`, but the checkpoint is written behind the training. A collective.
+
+        Sharded strategies write together, in collectives, and cannot do it behind the training; nor is a save begun
+        while the one before is being written.
+
+        Args:
+            reason: Why, one word, for the ledger.
+            published: Called on rank 0, in another thread, when the checkpoint is published.
+            lost: Called on rank 0 at a later boundary if the snapshot has turned out to be no good.
+        """
+        if _lightning.writes_directories(self.trainer.strategy):
+            if self.save(reason) is not None and self.rank == 0:
+                published()
+            return
+        if self._background is None:
+            self._background = BackgroundSaves(self.trainer.optimizers)
+            _lightning.on_batch_done(self.trainer, self.patches, self._background.fence)
+            self.at_end_of_epoch.append(self._background.fence)
+            self.at_boundary.append(self._check_background)
+        background = self._background
+        started = time.monotonic()
+        with self.during("checkpointing"):
+            checkpoint, left_out = self._checkpoint_of_all(final=False)
+            if self.rank == 0:
+                if background.busy:
+                    if not self._skip_said:
+                        self._skip_said = True
+                        log.warning(
+                            "A checkpoint is still being written: the one of step %d is skipped, and so are others "
+                            "that come too soon. Save less often, or to faster storage.",
+                            self._step,
+                        )
+                else:
+                    step, path = self._step, self._path(False)
+                    self._lost = lost
+
+                    def write(copy: dict[str, Any]) -> None:
+                        try:
+                            durable.save(copy, path, {**self._metadata, "step": step}, self.check_owner)
+                        except Exception as error:
+                            self._report_failed(step, type(error).__name__, str(error))
+                            return
+                        self._report_saved(step, path, reason, started, left_out)
+                        published()
+
+                    background.take(checkpoint, _lightning.live_tensors(self.trainer), write)
+            for hook in self.at_saved:
+                hook(False)
+
+    def _check_background(self, clean: bool) -> None:
+        assert self._background is not None
+        self._background.check()
+        if self._background.spoilt and not self._background.busy:
+            self._background.spoilt = False
+            self._lost()
+
+    @property
+    def _step(self) -> int:
+        return self.trainer.global_step
+
+    def _path(self, final: bool) -> Path:
+        return self.fit.checkpoints / resume.checkpoint_name(self._step, final)
+
+    def _checkpoint_of_all(self, final: bool) -> tuple[dict[str, Any], list[str]]:
+        """The checkpoint of this boundary in types that a safe load reads, and what was left out. A collective."""
         state = self._state_of_all_ranks(final)
-        step = trainer.global_step
-        path = self.fit.checkpoints / resume.checkpoint_name(step, final)
-        metadata = {**self._metadata, "step": step}
         self.saving = True
         try:
-            checkpoint = _lightning.dump_checkpoint(trainer)
+            checkpoint = _lightning.dump_checkpoint(self.trainer)
         finally:
             self.saving = False
         if self._before_evaluation is not None:
             checkpoint["loops"]["fit_loop"].update(self._before_evaluation["progress"])
-        checkpoint, left_out = _whole_states_to_plain({**checkpoint, STATE_KEY: state})
+        return _whole_states_to_plain({**checkpoint, STATE_KEY: state})
+
+    def _save(self, reason: str, final: bool) -> Path | None:
+        trainer, started = self.trainer, time.monotonic()
+        checkpoint, left_out = self._checkpoint_of_all(final)
+        path, metadata = self._path(final), {**self._metadata, "step": self._step}
         error: BaseException | None = None
         try:
             if _lightning.writes_directories(trainer.strategy):
                 trainer.strategy.save_checkpoint(checkpoint, path)
             elif trainer.is_global_zero:
-                durable.save(checkpoint, path, metadata, self._check_owner)
+                durable.save(checkpoint, path, metadata, self.check_owner)
         except (Exception, StaleAttempt) as exception:
             error = exception
         # Every rank must know whether the checkpoint is published before it goes on.
@@ -608,31 +712,38 @@ class FitSession:
         if outcome is not None:
             if outcome[0] in (StaleAttempt.__name__, SystemExit.__name__):
                 raise StaleAttempt(outcome[1])
-            if trainer.is_global_zero:
-                log.error(
-                    "The checkpoint of step %d could not be saved (%s: %s). Training goes on; the newest checkpoint is "
-                    "an older one. Free some space under %s, or give the run another directory.",
-                    step,
-                    *outcome,
-                    self.fit.checkpoints,
-                )
-            self.ledger.record("save_failed", fit=self.index, step=step, reason=": ".join(outcome))
+            self._report_failed(self._step, *outcome)
             return None
         if trainer.is_global_zero:
-            seconds = time.monotonic() - started
-            self.ledger.record(
-                "saved",
-                fit=self.index,
-                step=step,
-                path=str(path),
-                seconds=round(seconds, 4),
-                reason=reason,
-                tier="global",
-            )
-            self._report_left_out(left_out)
+            self._report_saved(self._step, path, reason, started, left_out)
         return path
 
-    def _report_left_out(self, left_out: list[str]) -> None:
+    def _report_failed(self, step: int, kind: str, reason: str) -> None:
+        if self.rank == 0:
+            log.error(
+                "The checkpoint of step %d could not be saved (%s: %s). Training goes on; the newest checkpoint is an "
+                "older one. Free some space under %s, or give the run another directory.",
+                step,
+                kind,
+                reason,
+                self.fit.checkpoints,
+            )
+        self.ledger.record("save_failed", fit=self.index, step=step, reason=f"{kind}: {reason}")
+
+    def _report_saved(self, step: int, path: Path, reason: str, started: float, left_out: list[str]) -> None:
+        self.ledger.record(
+            "saved",
+            fit=self.index,
+            step=step,
+            path=str(path),
+            seconds=round(time.monotonic() - started, 4),
+            reason=reason,
+            tier="global",
+        )
+        self.report_left_out(left_out)
+
+    def report_left_out(self, left_out: list[str]) -> None:
+        """Warns once about parts of the state that are not saved."""
         if left_out and tuple(left_out) != self._left_out_reported:
             self._left_out_reported = tuple(left_out)
             log.warning(
@@ -641,9 +752,29 @@ class FitSession:
                 ", ".join(left_out),
             )
 
-    def _state_of_all_ranks(self, final: bool) -> dict[str, Any]:
+    def capture(self) -> tuple[dict[str, Any], list[str]]:
+        """This rank's state at this training boundary, for its own eyes only: no collective, and nothing is copied.
+
+        Returns:
+            A checkpoint whose tensors are the live ones, in types that a safe load reads; and what had to be left out.
+        """
+        self.saving = True
+        try:
+            checkpoint = _lightning.dump_own_checkpoint(self.trainer)
+        finally:
+            self.saving = False
+        state = {
+            "version": 1,
+            "mine": self._own_state(False),
+            "due": None,
+            "final": False,
+            "arrival_order": self._arrival_order,
+        }
+        return _whole_states_to_plain({**checkpoint, STATE_KEY: state})
+
+    def _own_state(self, final: bool) -> dict[str, Any]:
         before = self._before_evaluation
-        mine = {
+        return {
             "epoch": None if final else self._epoch_random_state,
             "now": before["random"] if before is not None else self._get_random_state(),
             "fetched": 0 if final else _lightning.batches_fetched(self.trainer),
@@ -658,14 +789,12 @@ class FitSession:
             "modes": before["modes"] if before is not None else _lightning.modes(self.trainer, self.module),
             "validated": data_position.persistent_workers_run(_lightning.validation_loaders(self.trainer)),
         }
-        ranks: list[Any] = [mine]
-        if self.trainer.world_size > 1:
-            ranks = [None] * self.trainer.world_size
-            torch.distributed.all_gather_object(ranks, mine)
+
+    def _state_of_all_ranks(self, final: bool) -> dict[str, Any]:
         return {
             "version": 1,
-            "ranks": ranks,
-            "due": "validation" if before is not None else None,
+            "ranks": self.gather(self._own_state(final)),
+            "due": "validation" if self._before_evaluation is not None else None,
             "final": final,
             "arrival_order": self._arrival_order,
         }

@@ -134,6 +134,12 @@ class SignalListener:
         """What handled each signal before this listener."""
         return dict(self._previous)
 
+    @property
+    def seconds_left(self) -> float:
+        """Until the process ends; infinite before the first signal."""
+        deadline = self._deadline
+        return float("inf") if deadline is None else max(0.0, deadline - time.monotonic())
+
     def subscribe(
         self, subscriber: Callable[[signal.Signals], None], before_exit: Callable[[str], None] | None = None
     ) -> None:

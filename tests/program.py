@@ -73,6 +73,8 @@ DEFAULTS: dict[str, Any] = {
     "taken_over_at": None,  # a step: another attempt claims the run
     "numpy": True,  # something in the checkpoint that a safe load cannot read
     "fault_tolerance": {},  # arguments of the callback "fault_tolerance"
+    "async_save": False,
+    "local": {},  # arguments of the callback "local_checkpoint"
     "second_group": False,  # an all-reduce of its own in every step
     "floor_s": None,  # calculated timeouts may be as short as this
     "ping_within_s": None,  # how long a health check between steps may take
@@ -437,6 +439,7 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         "auto_resume": lambda: AutoResume(
             config["run_dir"],
             every_n_train_steps=config["save_every"],
+            async_save=config["async_save"],
             **({"train_time_interval": timedelta(seconds=config["interval_s"])} if config["interval_s"] else {}),
         ),
         "fault_tolerance": lambda: lightning_resilience.FaultTolerance(
@@ -444,6 +447,7 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
             exc_handling_policy=policy(config) if config["policy"] else None,
             **config["fault_tolerance"],
         ),
+        "local_checkpoint": lambda: lightning_resilience.LocalCheckpoint(run_dir=config["run_dir"], **config["local"]),
         "user": lambda: User(config),
     }
     callbacks: list[Any] = [

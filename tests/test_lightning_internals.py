@@ -52,7 +52,8 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "epoch loop": (
         lambda t: t.fit_loop.epoch_loop,
         {"_broadcast_sigterm_tensor", "_restarting", "_results", "_should_accumulate"}
-        | {"advance", "batch_progress", "on_run_start", "reset", "val_loop"},
+        | {"advance", "automatic_optimization", "batch_progress", "manual_optimization", "on_run_start", "reset"}
+        | {"val_loop"},
     ),
     "validation loop": (
         lambda t: t.fit_loop.epoch_loop.val_loop,
@@ -99,6 +100,10 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         lambda t: importlib.import_module(f"{package_of(t)}.callbacks").LearningRateFinder(),
         {"_early_exit"},
     ),
+    "DDPStrategy": (
+        lambda t: importlib.import_module(f"{package_of(t)}.strategies").DDPStrategy(),
+        {"_model_averager"},
+    ),
     "AsyncCheckpointIO": (
         lambda t: async_checkpoint_io(package_of(t)),
         {"_checkpoint_io", "_ensure_setup", "_error", "_executor", "checkpoint_io"},
@@ -118,6 +123,8 @@ CLASSES = [  # recognised by these names
 ]
 
 NOT_LIGHTNING = {
+    "_cdata",  # torch: tells two storages apart that have no address
+    "_version",  # torch: how often a tensor was written
     "_exit",  # os: ends the process at once
     "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone
     "_comm_hooks",  # torch: see reduction_order.py

@@ -2,6 +2,7 @@
 
 from lightning_resilience.callbacks.auto_resume import AutoResume
 from lightning_resilience.callbacks.fault_tolerance import FaultTolerance
+from lightning_resilience.callbacks.local_checkpoint import LocalCheckpoint
 from lightning_resilience.callbacks.preemption import Preemption
 
-__all__ = ["AutoResume", "FaultTolerance", "Preemption"]
+__all__ = ["AutoResume", "FaultTolerance", "LocalCheckpoint", "Preemption"]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_resilience._files import clean_temporaries
+from lightning_resilience import _lightning
 from lightning_resilience.agreement import Event, Needs
-from lightning_resilience.checkpoint import durable, resume
+from lightning_resilience.checkpoint import resume
 from lightning_resilience.session import FitSession, SessionCallback, session_of
 
 if TYPE_CHECKING:
@@ -47,6 +45,10 @@ class AutoResume(SessionCallback):
         train_time_interval: Also save when this much time has passed since the last save; a number is in seconds, and
             YAML takes ``0:15:00``. Default: 15 minutes, as in NeMo's ``default_log`` recipe; ``None``: no.
         keep: How many checkpoints to keep; at least 2, so that one is left when the newest turns out to be damaged.
+        async_save: Whether the state is written behind the training, from a copy that is made while the next batch is
+            computed. It is published only when it is complete on disk, and waited for at the end of the fit; the final
+            state and that of a preemption are written at once. Costs memory for one copy of the state on rank 0.
+            Strategies that shard write together and cannot do it. Default: no, as in Lightning.
 
     Raises:
         ValueError: If an argument makes no sense.
@@ -58,6 +60,7 @@ class AutoResume(SessionCallback):
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | float | None = timedelta(minutes=15),
         keep: int = 2,
+        async_save: bool = False,
     ) -> None:
         super().__init__()
         if every_n_train_steps is not None and every_n_train_steps < 1:
@@ -72,11 +75,12 @@ class AutoResume(SessionCallback):
         self.every_n_train_steps = every_n_train_steps
         self.train_time_interval = train_time_interval
         self.keep = keep
+        self.async_save = async_save
 
     def joined(self, session: FitSession) -> None:
-        """Offers the checkpoint to resume from, and saves."""
+        """Has the fit resume from the run's checkpoints, and saves them."""
         self._saving = _Saving(self, session)
-        session.choose_checkpoint = self._saving.choose
+        session.tiers.uses_global = True
         session.save_final = True
         session.handlers[_SAVE] = self._saving.save_for
         session.at_leave.append(lambda: delattr(self, "_saving"))
@@ -117,7 +121,10 @@ class _Saving:
         self._next = float("inf")
 
     def start(self) -> None:
-        self._saved_step = self.session.trainer.global_step
+        trainer = self.session.trainer
+        if self.settings.async_save and _lightning.writes_directories(trainer.strategy) and trainer.is_global_zero:
+            log.warning("%s saves in collectives: async_save has no effect.", type(trainer.strategy).__name__)
+        self._saved_step = trainer.global_step
         self._next = time.monotonic() + self._interval_s
         self.session.at_boundary.append(self.at_boundary)
 
@@ -142,97 +149,13 @@ class _Saving:
         self.due = self._asked = False
         self._saved_step = session.trainer.global_step
         self._next = time.monotonic() + self._interval_s
-        if session.save(reason) is not None and session.trainer.is_global_zero:
-            resume.retain(session.fit.checkpoints, self.settings.keep)
+        if self.settings.async_save:
+            session.save_behind(reason, self._retain, self._again)
+        elif session.save(reason) is not None and session.trainer.is_global_zero:
+            self._retain()
 
-    def choose(self, explicit: str | None) -> tuple[Path, dict[str, Any] | None] | None:
-        """The checkpoint that all ranks have verified and loaded, newest first."""
-        session = self.session
-        trainer = session.trainer
-        zero = trainer.is_global_zero
-        if explicit is not None and self._is_users_choice(explicit):
-            if zero and resume.checkpoints(session.fit.checkpoints):
-                log.info("The checkpoints in %s are not used: fit(ckpt_path=%r) wins.", session.fit.path, explicit)
-            return None
-        if zero:
-            clean_temporaries(session.fit.checkpoints)
-        finished = session.finished_before()
-        candidates = self._candidates(finished) if zero else iter(())
-        while True:
-            path = trainer.strategy.broadcast(next(candidates, None))
-            if path is None:
-                break
-            loaded, error = self._load(path)
-            if trainer.strategy.reduce_boolean_decision(error is None, all=True):
-                # Without its final state a finished fit is resumed from an older one, and finished again.
-                self._restored(path, finished and resume.is_final(path))
-                return path, loaded
-            if error is not None:
-                log.warning("Rank %d cannot read %s (%s).", session.rank, path, error)
-            if zero:
-                self._quarantine(path, error or durable.CorruptCheckpoint(f"{path}: a rank could not read it"))
-        if zero:
-            if finished or session.previous_outcome is not None:
-                log.warning("No checkpoint in %s can be used; this fit starts from the beginning.", session.fit.path)
-            else:
-                log.info("Nothing to resume from in %s: a fresh start.", session.fit.path)
-            session.ledger.record("fresh", fit=session.index)
-        return None
+    def _retain(self) -> None:
+        resume.retain(self.session.fit.checkpoints, self.settings.keep)
 
-    def _is_users_choice(self, explicit: str) -> bool:
-        if (self.session.fit.fingerprint or {}).get("ckpt_path") == explicit:
-            return False  # where this fit once began: it goes on from its own newer checkpoint
-        # ckpt_path="last" and "hpc" mean "resume": Lightning has made paths of them before it calls us.
-        means_resume = Path(explicit).stem.startswith(("last", "hpc_ckpt_"))
-        return not (means_resume and resume.checkpoints(self.session.fit.checkpoints))
-
-    def _candidates(self, finished: bool) -> Iterator[Path]:
-        """The checkpoints that verify, best first."""
-        directory, outcome = self.session.fit.checkpoints, self.session.previous_outcome
-        expected = {"fit": self.session.index}
-        # max_steps may end a fit in the middle of an epoch, whose end Lightning then makes up. When max_steps has been
-        # raised, the longer run goes on exactly from a state before that end; from the end itself only if there is
-        # none.
-        last = not finished and outcome is not None and outcome.reason == "max_steps"
-        later = []
-        for path in resume.newest_verified(directory, expected, self._quarantine):
-            if last and resume.is_final(path):
-                later.append(path)
-            else:
-                yield path
-        yield from later
-
-    def _load(self, path: Path) -> tuple[dict[str, Any] | None, durable.CorruptCheckpoint | None]:
-        if path.is_dir():
-            return None, None  # the strategy loads its own shards
-        try:
-            return durable.load(path), None
-        except durable.CorruptCheckpoint as error:
-            return None, error
-        except OSError as error:
-            return None, durable.CorruptCheckpoint(f"{path} cannot be read: {error}")
-
-    def _quarantine(self, path: Path, error: durable.CorruptCheckpoint) -> None:
-        log.warning("Checkpoint rejected: %s. The next older one is tried.", error)
-        self.session.ledger.record("quarantined", fit=self.session.index, path=str(path), reason=str(error))
-        try:
-            durable.quarantine(path, self.session.fit.quarantine, str(error))
-        except OSError as failure:
-            log.warning("%s could not be moved to quarantine (%s); it is left where it is.", path, failure)
-
-    def _restored(self, path: Path, finished: bool) -> None:
-        session = self.session
-        step = resume.step_of(path)
-        if session.trainer.is_global_zero:
-            session.ledger.record("resumed", fit=session.index, step=step, path=str(path), tier="global")
-            if finished:
-                log.info(
-                    "This fit finished at step %d before; its final state is restored and it is not trained again. "
-                    "To train more, raise the max_epochs or max_steps that ended it; to train anew, use another run "
-                    "directory.",
-                    step,
-                )
-            else:
-                log.info("Resuming from step %d (%s).", step, path)
-        if finished:
-            session.trainer.should_stop = True
+    def _again(self) -> None:
+        self.session.agreement.request(_SAVE, {"reason": "again"}, Needs.CLEAN | Needs.TRAINING)

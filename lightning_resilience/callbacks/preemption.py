@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PREEMPT = "preempt"
+_SAFETY_FACTOR = 1.5  # storage is slowest when many jobs are stopped at once
 
 
 class Preemption(SessionCallback):
@@ -148,6 +149,10 @@ def _stop(session: FitSession, event: Event) -> None:
     trainer = session.trainer
     if trainer.is_global_zero:
         log.info("Preemption detected, saving checkpoint and exiting")  # NeMo's words
+    if session.save_locally is not None:
+        short = trainer.strategy.broadcast(trainer.is_global_zero and _is_short_of_time(session))
+        if short and session.save_locally("preemption") and trainer.is_global_zero:
+            log.info("The state of step %d is safe in the local checkpoints of all nodes.", trainer.global_step)
     path = session.save("preemption")
     step = trainer.global_step
     reason = f"signal {event.payload['signum']} on rank {event.rank}"
@@ -185,12 +190,28 @@ def _end_now(session: FitSession, reason: str) -> None:
     session.end("interrupted", reason)
 
 
+def _is_short_of_time(session: FitSession) -> bool:
+    """Whether a global save may not end before the process does: what is faster to save to goes first."""
+    listener = signals.installed()
+    seconds = _last_save_s(session)
+    # Nobody knows how long the first one takes.
+    return listener is not None and (seconds is None or listener.seconds_left < _SAFETY_FACTOR * seconds)
+
+
+def _last_save_s(session: FitSession) -> float | None:
+    """How long the last global save of this run took."""
+    events = [event for event in read_ledger(session.run.ledger) if event["event"] == "saved" and "seconds" in event]
+    seconds = [event["seconds"] for event in events if event.get("tier", "global") == "global"]
+    return float(seconds[-1]) if seconds else None
+
+
 def _check_grace_period(session: FitSession, grace_period_s: float) -> None:
-    seconds = [e["seconds"] for e in read_ledger(session.run.ledger) if e["event"] == "saved" and "seconds" in e]
-    if seconds and seconds[-1] > grace_period_s:
+    seconds = _last_save_s(session)
+    if seconds is not None and seconds > grace_period_s:
         log.warning(
             "The last save took %.0f s, the grace period is %.0f s: after a signal there will be no time for a save, "
-            "and the run will go back to its last one. Give it more time, or save to faster storage.",
-            seconds[-1],
+            "and the run will go back to its last one%s. Give it more time, or save to faster storage.",
+            seconds,
             grace_period_s,
+            "" if session.tiers.local is None else ", unless the same nodes still have their local checkpoints",
         )

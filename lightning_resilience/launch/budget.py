@@ -35,7 +35,9 @@ _NUMBERS = re.compile(r"\d+([.,]?\d+|e[-+]?\d+|(, and|,| and) \d+)*")  # a list 
 def verified_step(event: Event) -> tuple[int, int] | None:
     """The number of the fit and the step up to which nothing can be lost from this event on, if it says so."""
     step = event.get("step")
-    if event["event"] not in ("saved", "finished") or not isinstance(step, int):
+    # What lies on the nodes is progress when it was resumed from, and not before: it may be lost with a node.
+    local = event.get("tier", "global") != "global"
+    if event["event"] not in (("resumed",) if local else ("saved", "finished")) or not isinstance(step, int):
         return None
     digits = re.search(r"[0-9]+$", str(event.get("fit")))
     return (int(digits[0]) if digits else 0), step

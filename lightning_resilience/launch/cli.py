@@ -115,6 +115,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="the same where it is in none of them: short for out_of_section:SECONDS",
     )
+    launch.add_argument(
+        "--local-dir",
+        type=Path,
+        metavar="DIR",
+        help="where every node keeps its local checkpoints, on storage of its own (default: node memory)",
+    )
     launch.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     launch.add_argument("script", help="the training script (or module)")
     launch.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
@@ -172,6 +178,7 @@ def _settings(options: argparse.Namespace, parser: argparse.ArgumentParser) -> L
         budget=Budget(options.in_job_restarts, options.job_retries, options.max_failures_per_day),
         grace_period_s=options.grace_period,
         section_timeouts=section_timeouts,
+        local_dir=None if options.local_dir is None else options.local_dir.expanduser().absolute(),
     )
 
 

@@ -31,7 +31,7 @@ from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, Reaper, en
 from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.worker import JOB_ATTEMPT_VARIABLE, first_fault
 from lightning_resilience.ledger import Ledger, read_ledger
-from lightning_resilience.run_directory import RUN_DIR_VARIABLE, Outcome, RunDirectory
+from lightning_resilience.run_directory import LOCAL_DIR_VARIABLE, RUN_DIR_VARIABLE, Outcome, RunDirectory
 
 RECIPE_VARIABLE = "LIGHTNING_RESILIENCE_RECIPE"
 """Environment variable with the name of the recipe whose callbacks register themselves in the workers."""
@@ -60,6 +60,7 @@ class LaunchSettings:
         budget: How often the run may fail.
         grace_period_s: How long the workers have to save and end when they are told to.
         section_timeouts: How long a worker may take in each section of the run until it counts as hung.
+        local_dir: Where every node keeps its local checkpoints; ``None``: in node memory.
     """
 
     command: list[str]
@@ -72,6 +73,7 @@ class LaunchSettings:
     budget: Budget = field(default_factory=Budget)
     grace_period_s: float = signals.DEFAULT_GRACE_PERIOD_S
     section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
+    local_dir: Path | None = None
 
     @property
     def is_single_node(self) -> bool:
@@ -403,6 +405,8 @@ class Launch:
             LAUNCH_ID_VARIABLE: self.launch_id,
             JOB_ATTEMPT_VARIABLE: str(job_attempt),
         }
+        if self.settings.local_dir is not None:
+            environment[LOCAL_DIR_VARIABLE] = str(self.settings.local_dir)
         # In a session of its own: a Ctrl-C at the terminal reaches this process, which passes it on once.
         process = subprocess.Popen(command, env=os.environ | environment, start_new_session=True)
         deadline = None

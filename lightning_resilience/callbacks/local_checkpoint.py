@@ -1,0 +1,438 @@
+"""``LocalCheckpoint``: the state of every rank on its own node, every few seconds, without stopping the training."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
+import torch
+
+from lightning_resilience import _lightning
+from lightning_resilience.checkpoint import capacity, shard
+from lightning_resilience.checkpoint.generations import Journey, places
+from lightning_resilience.checkpoint.interval import mean_time_to_failure_s, optimal_interval_s
+from lightning_resilience.checkpoint.local import Figures, LocalSaves, Rounds, Schedule, new_generation
+from lightning_resilience.checkpoint.recovery import LocalTier
+from lightning_resilience.checkpoint.replicas import ReplicaError, Replicas, Transfer, cliques, fetch
+from lightning_resilience.checkpoint.sharded import local
+from lightning_resilience.checkpoint.store import NodeStore, PartWriter
+from lightning_resilience.detect.witness import own_directories
+from lightning_resilience.ledger import read_ledger
+from lightning_resilience.report import interruptions
+from lightning_resilience.run_directory import LOCAL_DIR_VARIABLE
+from lightning_resilience.session import FitSession, SessionCallback, session_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.distributed.distributed_c10d import Store
+
+log = logging.getLogger(__name__)
+
+_EXCHANGE_TIMEOUT = timedelta(minutes=5)
+_SETTLE_S = 60.0
+_LAST_WORDS_S = 5.0
+_FIRST_INTERVAL_S = 10.0
+_RECORD_EVERY_S = 60.0  # the ledger is on shared storage, and read as a whole
+
+
+class LocalCheckpoint(SessionCallback):
+    """Saves the state of every rank to storage of its own node, so that a fault costs seconds of work.
+
+    Parameters and optimizer state are copied while the next batch is computed, checked, written and replicated behind
+    the training; a save holds the training up only for what cannot wait. On a restart ``fit()`` resumes from the
+    newest state that all ranks can verify, local or global, whichever has more steps. Nothing is loaded unverified:
+    what does not verify goes into quarantine, and its replica, an older local state or the newest global one is taken.
+
+    In DDP a node keeps one copy of what all ranks have alike, shared out among its ranks, and what differs by rank of
+    each. Strategies that shard (FSDP2, tensor parallelism) save the shards; nothing is gathered. With several nodes
+    each rank's own part is copied to another node too, so that the loss of a node loses nothing.
+
+    Local states belong to the number of ranks and the strategy that have saved them; with others the run resumes from
+    its newest global checkpoint (:class:`~lightning_resilience.AutoResume`). When the fit has finished they are
+    removed.
+
+    Args:
+        dir: Where to keep them: a folder on storage of the node; below it a folder for each node is made, as in NeMo
+            (``<dir>/local_ckpt/<host>``). Default: that of ``launch --local-dir``, else node memory (``/dev/shm``),
+            which survives the processes but not the node.
+        every_n_train_steps: Save whenever ``trainer.global_step`` is a multiple of this.
+        train_time_interval: Save when this much time has passed since the last save; a number is in seconds. Default,
+            if ``every_n_train_steps`` is not given either: chosen from what a save has cost so far and how often runs
+            of this size fail, so that the run advances most (arXiv 2410.18124).
+        keep: How many complete states are kept; at least 2, since the newest may turn out to be damaged. One more is
+            being written.
+        replication: Whether to keep copies on other nodes: ``"auto"`` if there are several nodes.
+        replication_factor: How many nodes have a rank's part, its own included. Default: 2, as in NVRx.
+        replication_jump: Distance of two ranks that keep copies of each other's parts. Default: ranks of a node.
+        probation_steps: A verdict that the training has gone wrong (:meth:`condemn`) within as many optimizer steps
+            after a resume counts against the checkpoint that was loaded.
+        run_dir: The run directory on storage that all nodes share. Default: the launcher's, else ``resilience`` in the
+            Trainer's ``default_root_dir``.
+
+    Raises:
+        ValueError: If an argument makes no sense, or the states will not fit where they are to be kept.
+    """
+
+    def __init__(
+        self,
+        dir: str | os.PathLike[str] | None = None,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | float | None = None,
+        keep: int = 2,
+        replication: bool | Literal["auto"] = "auto",
+        replication_factor: int = 2,
+        replication_jump: int | None = None,
+        probation_steps: int = 10,
+        run_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if every_n_train_steps is not None and train_time_interval is not None:
+            raise ValueError("every_n_train_steps and train_time_interval exclude each other: give one of them.")
+        if every_n_train_steps is not None and every_n_train_steps < 1:
+            raise ValueError(f"every_n_train_steps must be at least 1, not {every_n_train_steps}.")
+        if isinstance(train_time_interval, (int, float)):
+            train_time_interval = timedelta(seconds=train_time_interval)
+        if train_time_interval is not None and train_time_interval <= timedelta(0):
+            raise ValueError(f"train_time_interval must be positive, not {train_time_interval}.")
+        if keep < 2:
+            raise ValueError(f"keep must be at least 2, not {keep}: the newest state may turn out to be damaged.")
+        if replication not in (True, False, "auto"):
+            raise ValueError(f"replication must be True, False or 'auto', not {replication!r}.")
+        if replication_factor < 2:
+            raise ValueError(
+                f"replication_factor must be at least 2 (it counts the original), not {replication_factor}."
+            )
+        if replication_jump is not None and replication_jump < 1:
+            raise ValueError(f"replication_jump must be at least 1, not {replication_jump}.")
+        if probation_steps < 0:
+            raise ValueError(f"probation_steps must not be negative, not {probation_steps}.")
+        self.dir = dir
+        self.every_n_train_steps = every_n_train_steps
+        self.train_time_interval = train_time_interval
+        self.keep = keep
+        self.replication = replication
+        self.replication_factor = replication_factor
+        self.replication_jump = replication_jump
+        self.probation_steps = probation_steps
+        self.run_dir = run_dir
+
+    def joined(self, session: FitSession) -> None:
+        """Finds the place for the local states, and offers those that are there for the resume."""
+        self._local = _Local(self, session)
+        session.at_leave.append(self._leave)
+
+    def _leave(self) -> None:
+        self._local.leave()
+        del self._local
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to the fit in progress."""
+        return {key: value for key, value in vars(self).items() if key != "_local"}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Completes the resume and starts saving."""
+        super().on_train_start(trainer, pl_module)
+        if session_of(trainer, self):
+            self._local.start()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What is finished needs no local states any more."""
+        if session_of(trainer, self):
+            self._local.clear()
+
+
+class _Local:
+    """What ``LocalCheckpoint`` does in one fit."""
+
+    def __init__(self, settings: LocalCheckpoint, session: FitSession) -> None:
+        self.settings = settings
+        self.session = session
+        trainer = session.trainer
+        self.places = places(session.gather((os.uname().nodename, trainer.node_rank)))
+        self.place = self.places[session.rank]
+        self.store = NodeStore(
+            _directory(settings.dir, self.place.node, session.run_id, session.index),
+            before_publish=session.check_owner,
+            verify=self._verify,
+        )
+        self.owner = {"run": session.run_id, "fit": session.index}
+        self._fetches = 0
+        session.tiers.probation_steps = settings.probation_steps
+        session.tiers.local = LocalTier(
+            self.store, self.places, session.rank, self.owner, _kind(trainer), session.gather, self._fetch
+        )
+        self._common = False
+        self._replicas: Replicas | None = None
+        self._saves: LocalSaves | None = None
+        self._history = (0, 0.0)
+        self._recovery_s = 0.0
+        self._said_interval_s = 0.0
+        self._record_at = 0.0
+        self._unrecorded = 0
+
+    def _verify(self, path: Path) -> None:
+        if self.store.in_memory:
+            shard.read_identity(path)  # its tensors were hashed where they lie
+        else:
+            shard.verify(path)
+
+    def _fetch(self, wanted: Sequence[Journey], path: Callable[[str], Path]) -> dict[str, PartWriter]:
+        """Has parts travel between ranks; returns those that have arrived here, to be verified and published."""
+        self._fetches += 1
+        writers: dict[str, PartWriter] = {}
+        transfers = [Transfer(each.source, each.destination, each.part, each.size, path(each.part)) for each in wanted]
+
+        def reserve(transfer: Transfer) -> torch.Tensor:
+            writer = writers[transfer.part] = self.store.reserve(transfer.part, transfer.size)
+            return writer.memory
+
+        prefix = f"{self._prefix()}/fetch/{self._fetches}"
+        arrived: dict[Transfer, torch.Tensor | None] = {}
+        try:
+            arrived = fetch(self.session.rank, transfers, reserve, prefix, _EXCHANGE_TIMEOUT)
+        except ReplicaError as error:
+            log.warning("Rank %d: parts of local checkpoints cannot be had from other nodes: %s.", self.place.rank, error)
+        here = {transfer.part for transfer, content in arrived.items() if content is not None}
+        for part in writers.keys() - here:
+            writers.pop(part).abandon()
+        return writers
+
+    def _prefix(self) -> str:
+        return f"resilience-local/{self.session.run_id}/{self.session.index}/{self.session.nonce}"
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to save; the resume is complete."""
+        session, trainer = self.session, self.session.trainer
+        self._common = _lightning.replicates_state(trainer)
+        if (problem := self._why_it_does_not_fit()) is not None:
+            if not self.settings.injected:
+                raise ValueError(problem)
+            if trainer.is_global_zero:
+                log.warning("LocalCheckpoint is off: %s.", problem)
+            return
+        step = trainer.global_step
+        several = trainer.world_size > 1
+        layout = {"kind": _kind(trainer), "commons": self.place.local_world_size if self._common else 0}
+        self._history = self._failures_so_far()
+        self._recovery_s = time.time() - psutil.Process().create_time()
+        self._replicas = self._make_replicas()
+        self._saves = LocalSaves(
+            self.store,
+            self.places,
+            session.rank,
+            {**self.owner, "layout": layout},
+            Schedule(self.settings.every_n_train_steps, self._interval_s),
+            self.settings.keep,
+            Rounds(_clone_store(self._prefix()), trainer.world_size) if several else None,
+            self._replicas,
+            [each.name for each in session.tiers.complete if each.step <= step],
+            self._completed,
+        )
+        _lightning.on_batch_done(trainer, session.patches, self._saves.fence)
+        session.at_end_of_epoch.append(self._saves.fence)
+        session.at_boundary.append(self._at_boundary)
+        session.at_saved.append(lambda is_end: self._stop(_SETTLE_S) if is_end else None)
+        session.save_locally = self.save_now
+        self._saves.start(step, trainer.optimizers)
+        if trainer.is_global_zero:
+            self._say_what_is_done()
+
+    def _at_boundary(self, clean: bool) -> None:
+        assert self._saves is not None
+        step = self.session.trainer.global_step
+        if (planned := self._saves.at_boundary(step, clean)) is not None:
+            started = time.perf_counter()
+            self._saves.take(planned, step, *self._state(), started)
+
+    def _state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]:
+        """This rank's checkpoint; what of it only optimizers change; what of it all ranks of the node have alike."""
+        state, left_out = self.session.capture()
+        if self.session.trainer.is_global_zero:
+            self.session.report_left_out(left_out)
+        live = _lightning.live_tensors(self.session.trainer)
+        return state, live, _lightning.trained_tensors(self.session.trainer) if self._common else []
+
+    def save_now(self, reason: str) -> bool:
+        """Saves at this boundary, the same on all ranks; returns whether every rank has published its parts."""
+        if self._saves is None:
+            return False
+        trainer = self.session.trainer
+        generation = trainer.strategy.broadcast(new_generation())
+        saved = self._saves.save_now(generation, trainer.global_step, *self._state(), _SETTLE_S)
+        complete: bool = trainer.strategy.reduce_boolean_decision(saved, all=True)
+        if complete and trainer.is_global_zero:
+            self._record(trainer.global_step, generation, reason)
+        return complete
+
+    def _completed(self, step: int, generation: str) -> None:
+        """A generation is complete; called from the thread that saves."""
+        self._unrecorded += 1
+        if self.session.rank == 0 and time.monotonic() >= self._record_at:
+            self._record(step, generation, "local")
+
+    def _record(self, step: int, generation: str, reason: str) -> None:
+        assert self._saves is not None
+        figures = self._saves.figures
+        self.session.ledger.record(
+            "saved",
+            fit=self.session.index,
+            step=step,
+            reason=reason,
+            tier="local",
+            generation=generation,
+            count=self._unrecorded,
+            seconds=round(figures.save_s, 4),
+            stall_s=round(figures.stall_s, 6),
+            skipped=figures.skipped,
+            failed=figures.failed,
+        )
+        self._record_at, self._unrecorded = time.monotonic() + _RECORD_EVERY_S, 0
+
+    def _interval_s(self) -> float:
+        """Seconds to the next save."""
+        if (given := self.settings.train_time_interval) is not None:
+            return given.total_seconds()
+        figures = self._saves.figures if self._saves is not None else Figures()
+        if not figures.published:
+            return _FIRST_INTERVAL_S
+        stall_s = max(figures.stall_s, 1e-4)
+        failures, observed_s = self._history
+        mean_time_s = mean_time_to_failure_s(self.session.trainer.world_size, failures, observed_s)
+        # What costs less than a thousandth of the time need not be rarer than this; and a writer that is always at work
+        # takes cores and memory bandwidth from the training.
+        interval_s = min(
+            optimal_interval_s(stall_s, mean_time_s, self._recovery_s), max(_FIRST_INTERVAL_S, 1e3 * stall_s)
+        )
+        interval_s = max(interval_s, 10 * figures.save_s, 1.0)
+        if not self._said_interval_s or not 0.5 < interval_s / self._said_interval_s < 2:
+            self._said_interval_s = interval_s
+            log.info(
+                "Local checkpoints: from now on every %.0f s (a save takes %.2f s behind the training and holds it up "
+                "for %.1f ms).",
+                interval_s,
+                figures.save_s,
+                1000 * figures.stall_s,
+            )
+        return interval_s
+
+    def _failures_so_far(self) -> tuple[int, float]:
+        events = list(read_ledger(self.session.run.ledger)) if self.session.rank == 0 else []
+        times = [float(event["time"]) for event in events if isinstance(event.get("time"), (int, float))]
+        return len(interruptions(events)), max(0.0, time.time() - times[0]) if times else 0.0
+
+    # -- setting up ----------------------------------------------------------------------------------------------------
+
+    def _why_it_does_not_fit(self) -> str | None:
+        trainer = self.session.trainer
+        live = _lightning.live_tensors(trainer)
+        mine = sum(tensor.nbytes for tensor in {id(each): local(each) for each in live}.values())
+        if not any(optimizer.state for optimizer in trainer.optimizers):
+            # Most keep two numbers for each parameter (Adam's moments), from the first step on.
+            mine += 2 * sum(local(each).nbytes for each in trainer.lightning_module.parameters() if each.requires_grad)
+        sizes = self.session.gather(mine)
+        here = [place.rank for place in self.places if place.node == self.place.node]
+        problem = None
+        if self.place.local_rank == 0:
+            try:
+                capacity.check(
+                    self.store.directory,
+                    mine if self._common else sum(sizes[rank] for rank in here),
+                    self.settings.keep,
+                    0 if self._common or not self._replicates() else self.settings.replication_factor - 1,
+                )
+            except ValueError as error:
+                problem = f"{self.place.node}: {error}"
+        return next((each for each in self.session.gather(problem) if each is not None), None)
+
+    def _nodes(self) -> int:
+        return len({place.node for place in self.places})
+
+    def _replicates(self) -> bool:
+        return self.settings.replication is not False and self._nodes() > 1
+
+    def _make_replicas(self) -> Replicas | None:
+        if not self._replicates():
+            return None
+        jump = self.settings.replication_jump or self.place.local_world_size
+        try:
+            groups = cliques(len(self.places), jump, self.settings.replication_factor)
+        except ValueError as error:
+            if self.settings.replication is True:
+                raise
+            if self.session.trainer.is_global_zero:
+                log.warning("Local checkpoints have no copies on other nodes: %s.", error)
+            return None
+        mine = next(group for group in groups if self.session.rank in group)
+        return Replicas(self.session.rank, mine, f"{self._prefix()}/replicas", _EXCHANGE_TIMEOUT)
+
+    def _say_what_is_done(self) -> None:
+        settings = self.settings
+        where = "node memory, which survives the processes but not the node" if self.store.in_memory else "on disk"
+        if settings.every_n_train_steps is not None:
+            when = f"every {settings.every_n_train_steps} steps"
+        elif settings.train_time_interval is not None:
+            when = f"every {settings.train_time_interval.total_seconds():g} s"
+        else:
+            when = f"every {_FIRST_INTERVAL_S:g} s at first, then as often as is best for what they cost"
+        copies = "one node, so no copies on others"
+        if self._nodes() > 1:
+            copies = "with copies on other nodes" if self._replicas is not None else "without copies on other nodes"
+        log.info("Local checkpoints %s in %s (%s), %s.", when, self.store.directory, where, copies)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _stop(self, timeout_s: float) -> None:
+        if self._saves is not None:
+            self._saves.stop(timeout_s)
+            self._saves = None
+
+    def clear(self) -> None:
+        """The fit has finished and its final state is safe: nothing local is needed any more."""
+        session = self.session
+        if session.final_path is None:
+            return
+        session.trainer.strategy.barrier("resilience local checkpoints")  # nobody writes any more
+        if self.place.local_rank == 0:
+            self.store.clear()
+            for folder in (self.store.directory.parent, self.store.directory.parent.parent):
+                with contextlib.suppress(OSError):  # of other fits, or other runs
+                    folder.rmdir()
+
+    def leave(self) -> None:
+        """Called however the fit ends: what is being written is published if it takes no more than a few seconds."""
+        self._stop(_LAST_WORDS_S)
+        self.store.close()
+        if self._replicas is not None:
+            self._replicas.close()
+
+
+def _directory(given: str | os.PathLike[str] | None, node: str, run_id: str, fit: int) -> Path:
+    chosen = given or os.environ.get(LOCAL_DIR_VARIABLE)
+    base = Path(chosen).expanduser().absolute() if chosen else _node_memory()
+    return base / "local_ckpt" / node / run_id / f"fit-{fit:03d}"
+
+
+def _node_memory() -> Path:
+    return next((own for own in own_directories() if own.parent.is_dir()), own_directories()[-1])
+
+
+def _kind(trainer: Trainer) -> str:
+    """How ranks share out the state: what one kind has saved no other can read."""
+    strategy = trainer.strategy
+    return f"sharded by {type(strategy).__name__}" if _lightning.writes_directories(strategy) else "whole"
+
+
+def _clone_store(prefix: str) -> Store:
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    shared: Any = _get_default_store()
+    return PrefixStore(prefix, shared.clone())

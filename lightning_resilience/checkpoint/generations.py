@@ -1,0 +1,182 @@
+"""Which local generations can be resumed from, and what has to travel between nodes for it: pure functions.
+
+A generation is the state of all ranks at one boundary, in parts (see ``local.py``). A rank needs its own part and,
+where ranks have the same state, the common parts of any node. A part may lie on the rank's node, on another one that
+keeps a replica of it, or on a node that did not take part in the save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is among the others.
+
+    Args:
+        rank: Of all.
+        world_size: How many there are.
+        local_rank: Among the ranks of its node.
+        local_world_size: How many share a node.
+        node: The name of its node; no two nodes have the same.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: str
+
+
+def places(nodes: Sequence[tuple[str, int]]) -> list[Place]:
+    """The place of every rank.
+
+    Args:
+        nodes: For each rank its host and the number of its node. Several nodes of a host get names of their own.
+    """
+    numbers: dict[str, list[int]] = {}
+    for host, number in sorted(set(nodes)):
+        numbers.setdefault(host, []).append(number)
+    found = []
+    for rank, (host, number) in enumerate(nodes):
+        alike = [other for other, node in enumerate(nodes) if node == (host, number)]
+        name = host if len(numbers[host]) == 1 else f"{host}-{numbers[host].index(number)}"
+        found.append(Place(rank, len(nodes), alike.index(rank), len(alike), name))
+    return found
+
+
+def rank_part(rank: int) -> str:
+    """The name of the part that holds what only this rank has."""
+    return f"rank-{rank:05d}"
+
+
+def common_part(index: int, count: int) -> str:
+    """The name of one of the ``count`` parts into which a node splits what all its ranks have."""
+    return f"common-{index:02d}-of-{count:02d}"
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A part that a node has.
+
+    Args:
+        node: Its node.
+        step: ``trainer.global_step`` of the generation.
+        generation: The generation's name.
+        part: The part's name.
+        size: Bytes of the file.
+        world_size: How many ranks the generation is of.
+        kind: How the ranks shared their state out; see :attr:`Generation.kind`.
+        commons: Into how many common parts a node has split its copy.
+    """
+
+    node: str
+    step: int
+    generation: str
+    part: str
+    size: int
+    world_size: int
+    kind: str
+    commons: int
+
+
+@dataclass
+class Generation:
+    """A generation, or what is left of it.
+
+    Attributes:
+        step: ``trainer.global_step``.
+        name: Tells it from others of this step.
+        world_size: How many ranks it is of.
+        kind: How the ranks shared their state out, such as ``replicated`` or ``sharded``; another kind cannot read it.
+        commons: Into how many common parts a node has split its copy.
+        holders: The nodes that have a part, in a fixed order.
+        sizes: Bytes of the parts.
+    """
+
+    step: int
+    name: str
+    world_size: int
+    kind: str
+    commons: int
+    holders: dict[str, list[str]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def needed_by(self, rank: int) -> list[str]:
+        """The parts that ``rank`` needs, its own first."""
+        return [rank_part(rank), *(common_part(index, self.commons) for index in range(self.commons))]
+
+    @property
+    def lacking(self) -> list[str]:
+        """The parts that nobody has."""
+        needed = {part for rank in range(self.world_size) for part in self.needed_by(rank)}
+        return sorted(part for part in needed if not self.holders.get(part))
+
+    def lose(self, node: str, part: str) -> None:
+        """The part on this node has turned out to be bad."""
+        if node in self.holders.get(part, ()):
+            self.holders[part].remove(node)
+
+
+def generations(holdings: Iterable[Holding], without: Collection[str] = ()) -> list[Generation]:
+    """What there is, newest first.
+
+    Args:
+        holdings: Of all nodes.
+        without: Names of generations that must not be used.
+    """
+    found: dict[tuple[int, str], Generation] = {}
+    for each in sorted(holdings, key=lambda holding: (holding.node, holding.part)):
+        if each.generation in without:
+            continue
+        one = found.setdefault(
+            (each.step, each.generation),
+            Generation(each.step, each.generation, each.world_size, each.kind, each.commons),
+        )
+        if (one.world_size, one.kind, one.commons) == (each.world_size, each.kind, each.commons):
+            one.holders.setdefault(each.part, []).append(each.node)
+            one.sizes[each.part] = each.size
+    return [found[key] for key in sorted(found, reverse=True)]
+
+
+@dataclass(frozen=True)
+class Journey:
+    """A part that has to travel to a node that lacks it.
+
+    Args:
+        part: The part's name.
+        source: The rank that reads it.
+        destination: The rank that receives it and writes it on its node.
+        size: Bytes.
+    """
+
+    part: str
+    source: int
+    destination: int
+    size: int
+
+
+def journeys(generation: Generation, ranks: Sequence[Place]) -> list[Journey]:
+    """What has to travel so that every node has what its ranks need; the same list on every rank.
+
+    Only for a generation that lacks nothing. A node that has the part sends it, a rank of it that has not sent much.
+    """
+    on_node: dict[str, list[Place]] = {}
+    for place in ranks:
+        on_node.setdefault(place.node, []).append(place)
+    sent: dict[int, int] = dict.fromkeys(range(len(ranks)), 0)
+    found = []
+    for node, here in on_node.items():
+        needed = {part: place.rank for place in here for part in [rank_part(place.rank)]}
+        for index in range(generation.commons):
+            needed[common_part(index, generation.commons)] = here[index % len(here)].rank
+        for part, destination in needed.items():
+            holders = [holder for holder in generation.holders[part] if holder in on_node]
+            if node in holders:
+                continue
+            source = min((place.rank for holder in holders for place in on_node[holder]), key=lambda r: (sent[r], r))
+            sent[source] += generation.sizes[part]
+            found.append(Journey(part, source, destination, generation.sizes[part]))
+    return found

@@ -1,0 +1,618 @@
+"""Saves to node-local storage behind the training: which boundary, and the thread that does the work. No Trainer.
+
+**A round** is one save of all ranks. Rank 0 announces it some steps ahead, through the store that the ranks share:
+"the first boundary at which ``global_step`` is at least 120". A rank that hears of it too late says that it missed it.
+When every rank has published its parts, or has not, the round is settled, and only then comes the next. So no rank ever
+waits for another in a step, no rank saves what the others leave out, and each knows which generations are complete and
+may remove the older ones. A single process needs no rounds and saves when it is due.
+
+**The thread** of each rank waits for the next round in the store (a blocking call, no polling), copies the snapshot
+into the memory of the node store, adds the checksums, publishes, exchanges replicas and settles.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_resilience.checkpoint import shard
+from lightning_resilience.checkpoint.generations import Place, common_part, rank_part
+from lightning_resilience.checkpoint.replicas import ReplicaError, Replicas
+from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots, address
+from lightning_resilience.checkpoint.store import NodeStore, PartWriter
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+log = logging.getLogger(__name__)
+
+_SLICE_S = 1.0
+"""How long a call to the shared store may block, and so how long the end of a fit may wait for the thread."""
+
+_LEAD_S = 0.02
+"""How far ahead rank 0 announces a round: a message takes a millisecond, and the store serves one rank at a time."""
+_LEAD_PER_RANK_S = 0.0002
+_STEPS_MEASURED = 3
+
+
+def share_out(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Shares out items among ``count`` takers, about the same sum of sizes each; the same on every rank."""
+    shares: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        taker = loads.index(min(loads))
+        shares[taker].append(index)
+        loads[taker] += sizes[index]
+    return [sorted(share) for share in shares]
+
+
+@dataclass(frozen=True)
+class Round:
+    """A save of all ranks.
+
+    Args:
+        number: Counts from 0 in every fit.
+        step: It happens at the first boundary at which this many optimizer steps are done, or more.
+        generation: Names what is saved.
+    """
+
+    number: int
+    step: int
+    generation: str
+
+
+def new_generation() -> str:
+    """A name that no other generation has."""
+    return uuid.uuid4().hex[:8]
+
+
+class Rounds:
+    """The messages of the rounds, over the store that the ranks share.
+
+    Args:
+        store: A client that nobody else uses.
+        world_size: How many ranks take part.
+    """
+
+    def __init__(self, store: Store, world_size: int) -> None:
+        self._store = store
+        self._world_size = world_size
+
+    def announce(self, planned: Round) -> None:
+        """Rank 0: tells everybody."""
+        self._store.set(f"round/{planned.number}", json.dumps([planned.step, planned.generation]))
+
+    def end(self, number: int) -> None:
+        """Rank 0: says that there will be no more rounds, so that nobody waits for the next."""
+        self._store.set(f"round/{number}", "null")
+
+    def hear(self, number: int) -> Round | None:
+        """The announcement of a round, or ``None`` if there was none within a second, or there will be no more."""
+        heard = self._get(f"round/{number}")
+        planned = None if heard is None else json.loads(heard)
+        return None if planned is None else Round(number, *planned)
+
+    def finish(self, number: int, published: bool) -> None:
+        """Says whether this rank has published all its parts."""
+        successes = self._store.add(f"round/{number}/published", int(published))
+        if self._store.add(f"round/{number}/over", 1) == self._world_size:
+            successes = self._store.add(f"round/{number}/published", 0)
+            self._store.set(f"round/{number}/settled", str(int(successes == self._world_size)))
+
+    def settled(self, number: int) -> bool | None:
+        """Whether every rank has published its parts, or ``None`` if that was not known within a second."""
+        heard = self._get(f"round/{number}/settled")
+        return None if heard is None else heard == b"1"
+
+    def _get(self, key: str) -> bytes | None:
+        try:
+            self._store.wait([key], timedelta(seconds=_SLICE_S))
+        except torch.distributed.DistStoreError:
+            return None
+        return bytes(self._store.get(key))
+
+
+@dataclass
+class _Job:
+    planned: Round
+    snapshot: Snapshot
+    common: list[int]
+    """The tensors that every rank of the node has alike."""
+    step: int
+
+
+@dataclass
+class Figures:
+    """What the saves of this rank have cost so far.
+
+    Attributes:
+        published: Saves that this rank has published.
+        skipped: Saves that were due while the one before was still being written.
+        failed: Saves that could not be written, on this rank.
+        stall_s: How long the training has stood still for the last one.
+        save_s: From the boundary to the moment at which the last one was published.
+        part_bytes: Size of this rank's parts.
+    """
+
+    published: int = 0
+    skipped: int = 0
+    failed: int = 0
+    stall_s: float = 0.0
+    save_s: float = 0.0
+    part_bytes: int = 0
+
+
+@dataclass
+class Schedule:
+    """When a save is due: one of the two.
+
+    Args:
+        every_n_train_steps: Whenever ``global_step`` is a multiple of this.
+        interval_s: When so many seconds have passed since the last one; asked again each time.
+    """
+
+    every_n_train_steps: int | None
+    interval_s: Callable[[], float]
+    _next: float = field(default=float("inf"), init=False)
+
+    def begin(self) -> None:
+        """Counts from now."""
+        if self.every_n_train_steps is None:
+            self._next = time.monotonic() + self.interval_s()
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether to save now."""
+        n = self.every_n_train_steps
+        return time.monotonic() >= self._next if n is None else step % n == 0 and step != last
+
+    def step_ahead(self, earliest: int) -> int | None:
+        """The step of the next save, not before ``earliest``, or ``None`` if the time has not come."""
+        n = self.every_n_train_steps
+        if n is not None:
+            return -(-earliest // n) * n
+        return earliest if time.monotonic() >= self._next else None
+
+    def seconds_left(self) -> float:
+        """Until the time has come; also a good time to look again."""
+        return min(max(self._next - time.monotonic(), 0.01), 60.0)
+
+
+class LocalSaves:
+    """The local saves of one rank in one fit.
+
+    Args:
+        store: Where the parts of this node are kept.
+        places: Where all ranks are.
+        rank: This one.
+        identity: Fields that all parts of this fit have: run, fit, layout.
+        schedule: When to save; rank 0's decides.
+        keep: How many complete generations are kept.
+        rounds: The messages between the ranks; ``None`` for a single process.
+        replicas: Keeps copies on other nodes, if there are any.
+        complete: Generations that are complete already, newest first.
+        published: Told about every generation that this rank knows to be complete, from the thread.
+    """
+
+    def __init__(
+        self,
+        store: NodeStore,
+        places: Sequence[Place],
+        rank: int,
+        identity: dict[str, Any],
+        schedule: Schedule,
+        keep: int,
+        rounds: Rounds | None = None,
+        replicas: Replicas | None = None,
+        complete: Sequence[str] = (),
+        published: Callable[[int, str], None] = lambda step, generation: None,
+    ) -> None:
+        self.figures = Figures()
+        self._store = store
+        self._place = places[rank]
+        self._parts_of_all = {rank_part(place.rank) for place in places} | {
+            common_part(index, place.local_world_size) for place in places for index in range(place.local_world_size)
+        }
+        self._identity = identity
+        self._schedule = schedule
+        self._keep = keep
+        self._rounds = rounds
+        self._replicas = replicas
+        self._complete = list(complete)
+        self._published = published
+        self._snapshots = Snapshots()
+        self._fence: Fence | None = None
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._planned: Round | None = None
+        self._job: _Job | None = None
+        self._missed = False
+        self._busy = False
+        self._writing = False
+        self._passed = -1
+        self._last = -1
+        self._skipped_at = -1
+        self._last_boundary = time.monotonic()
+        self._step_s = 0.0
+        self._steps_seen = 0
+        self._trouble: BaseException | None = None
+        self._last_failure = ""
+        self._thread = threading.Thread(target=self._run, name="local-checkpoint", daemon=True)
+
+    # -- the training thread -------------------------------------------------------------------------------------------
+
+    def start(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Begins to save; ``step`` is saved already, or is the first."""
+        self._last = self._passed = step
+        self._fence = Fence(optimizers)
+        self._retire()
+        self._schedule.begin()
+        self._thread.start()
+
+    def at_boundary(self, step: int, clean: bool) -> Round | None:
+        """Called at every boundary; returns the round for which the state has to be handed over to :meth:`take` now."""
+        if self._trouble is not None:
+            raise self._trouble
+        if self._rounds is None:
+            if not clean or not self._schedule.is_due(step, self._last):
+                return None
+            if self._busy:
+                if step != self._skipped_at and self._schedule.every_n_train_steps is not None:
+                    self.figures.skipped += 1
+                self._skipped_at = step
+                return None
+            return Round(0, step, new_generation())
+        with self._changed:
+            if self._place.rank == 0 and step != self._passed:
+                self._measure_steps(step)
+            self._passed = step
+            planned = self._planned
+            if planned is None or not clean or step < planned.step:
+                return None
+            self._planned = None
+            return planned
+
+    def _measure_steps(self, step: int) -> None:
+        now = time.monotonic()
+        step_s = (now - self._last_boundary) / max(1, step - self._passed)
+        self._last_boundary = now
+        self._steps_seen += 1
+        self._step_s += (step_s - self._step_s) / min(self._steps_seen, 10)
+        if self._steps_seen == _STEPS_MEASURED:
+            self._changed.notify_all()
+
+    def take(
+        self,
+        planned: Round,
+        step: int,
+        state: Any,
+        stable: Sequence[torch.Tensor],
+        common: Sequence[torch.Tensor],
+        started: float,
+    ) -> None:
+        """Hands the state of this boundary over.
+
+        Args:
+            planned: What :meth:`at_boundary` has returned.
+            step: ``trainer.global_step``.
+            state: This rank's checkpoint.
+            stable: What does not change before an optimizer's step.
+            common: What all ranks of this node have alike.
+            started: When the training was stopped for this, in seconds of ``time.perf_counter()``.
+        """
+        assert self._fence is not None
+        snapshot = self._snapshots.take(state, stable)
+        job = _Job(planned, snapshot, self._common(snapshot, common), step)
+        if (n := self._schedule.every_n_train_steps) is not None and self._rounds is not None:
+            self.figures.skipped += max(0, (step - self._last) // n - 1)
+        with self._changed:
+            self._fence.pending = snapshot
+            self._job, self._last = job, step
+            self._busy = self._writing = True
+            self._schedule.begin()
+            self._changed.notify_all()
+        self.figures.stall_s = time.perf_counter() - started
+
+    def save_now(
+        self,
+        generation: str,
+        step: int,
+        state: Any,
+        stable: Sequence[torch.Tensor],
+        common: Sequence[torch.Tensor],
+        timeout_s: float,
+    ) -> bool:
+        """Saves at once, between two rounds; returns whether this rank has published its parts.
+
+        Args:
+            generation: A name for it, the same on all ranks.
+            step: As for :meth:`take`, like the three that follow.
+            state: This rank's checkpoint.
+            stable: What does not change before an optimizer's step.
+            common: What all ranks of this node have alike.
+            timeout_s: How long a save in progress may take to end.
+        """
+        self.fence()
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._busy, timeout_s):
+                return False
+        snapshot = self._snapshots.take(state, stable)
+        snapshot.release()  # nothing changes meanwhile: this is the training thread
+        snapshot.fence()
+        job = _Job(Round(-1, step, generation), snapshot, self._common(snapshot, common), step)
+        try:
+            return bool(self._save(job))
+        except (OSError, TypeError, ValueError) as error:
+            self._fail(job, error)
+            return False
+
+    def _common(self, snapshot: Snapshot, common: Sequence[torch.Tensor]) -> list[int]:
+        places = {address(tensor) for tensor in common} - {0}
+        return [index for index, tensor in enumerate(snapshot.tensors) if address(tensor) in places] if places else []
+
+    def fence(self) -> None:
+        """The training is about to change what snapshots take for stable; free of cost if there is none."""
+        if self._fence is not None and (snapshot := self._fence.pending) is not None:
+            self._fence.now()
+            self.figures.stall_s += snapshot.waited_s
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread; a save in progress may take ``timeout_s`` seconds more to be published."""
+        self.fence()
+        with self._changed:
+            # Not until the round is settled: in a run that has failed it never will be.
+            self._changed.wait_for(lambda: not self._writing, timeout_s)
+            self._stopping = True
+            self._changed.notify_all()
+        if self._fence is not None:
+            self._fence.remove()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s + 2 * _SLICE_S)
+            if self._thread.is_alive():
+                log.warning("Rank %d: the local save in progress is stuck and is left behind.", self._place.rank)
+                return
+
+    # -- the other thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        number = 0
+        try:
+            while not self._stopping:
+                planned = None
+                if self._rounds is not None and (planned := self._plan(self._rounds, number)) is None:
+                    continue
+                job = self._await_job()
+                if job is not None or self._missed:
+                    self._missed = False
+                    self._round(job, planned)
+                    number += 1
+            if self._rounds is not None and self._place.rank == 0:
+                self._rounds.end(number)
+        except BaseException as error:
+            log.debug("The thread of the local saves has ended", exc_info=True)
+            self._trouble = error
+        finally:
+            with self._changed:
+                if self._job is not None:
+                    self._job.snapshot.release()
+                self._busy = self._writing = False
+                self._changed.notify_all()
+
+    def _plan(self, rounds: Rounds, number: int) -> Round | None:
+        """Has the next round announced, or hears of it; ``None`` if it is too early."""
+        if self._place.rank == 0:
+            with self._changed:
+                lead_s = _LEAD_S + _LEAD_PER_RANK_S * self._place.world_size
+                if self._steps_seen < _STEPS_MEASURED:
+                    step = None
+                else:
+                    lead = 1 + int(lead_s / max(self._step_s, 1e-4))
+                    step = self._schedule.step_ahead(self._passed + lead)
+                if step is None:
+                    self._changed.wait(self._schedule.seconds_left())
+                    return None
+            rounds.announce(Round(number, step, new_generation()))
+        if (planned := rounds.hear(number)) is None:
+            return None
+        with self._changed:
+            self._missed = self._passed >= planned.step
+            if not self._missed:
+                self._planned = planned
+        return planned
+
+    def _await_job(self) -> _Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._job is not None or self._missed or self._stopping)
+            return self._job
+
+    def _round(self, job: _Job | None, planned: Round | None) -> None:
+        """One save of this rank, with all that follows it.
+
+        Args:
+            job: ``None`` if this rank has missed the boundary.
+            planned: ``None`` in a single process.
+        """
+        started = time.monotonic()
+        pieces: list[_Piece] = []
+        if job is not None:
+            try:
+                pieces = self._save(job)
+            except (OSError, TypeError, ValueError) as error:
+                self._fail(job, error)
+        with self._changed:
+            self._writing = False
+            self._changed.notify_all()
+        complete: bool | None = bool(pieces)
+        if self._rounds is not None and planned is not None:
+            self._replicate(job.step if job is not None else planned.step, planned.generation, pieces)
+            self._rounds.finish(planned.number, published=bool(pieces))
+            while (complete := self._rounds.settled(planned.number)) is None and not self._stopping:
+                pass
+        if job is not None and complete:
+            self._complete.insert(0, job.planned.generation)
+            self.figures.published += 1
+            self.figures.save_s = time.monotonic() - started
+            self._published(job.step, job.planned.generation)
+        if complete is not None:
+            self._retire()
+        with self._changed:
+            self._job, self._busy = None, False
+            self._changed.notify_all()
+
+    def _replicate(self, step: int, generation: str, pieces: Sequence[_Piece]) -> None:
+        """Exchanges this rank's own part with its partners on other nodes."""
+        if self._replicas is None or self._replicas.broken:
+            return
+        own = next((piece for piece in pieces if piece.part == rank_part(self._place.rank)), None)
+        writers: dict[int, PartWriter] = {}
+
+        def reserve(partner: int, nbytes: int) -> torch.Tensor:
+            writers[partner] = self._store.reserve(rank_part(partner), nbytes)
+            return writers[partner].memory
+
+        part, trailer = (None, b"") if own is None else (own.memory[: own.size], own.trailer)
+        try:
+            received = self._replicas.exchange(generation, part, trailer, reserve)
+        except ReplicaError as error:
+            received = error.received
+            if not self._stopping:
+                log.error(
+                    "Rank %d: copies of the local checkpoint of step %d on other nodes are not complete: %s.%s",
+                    self._place.rank,
+                    step,
+                    error,
+                    " There will be no more until the next start." if self._replicas.broken else "",
+                )
+        for partner, writer in writers.items():
+            if partner not in received:
+                writer.abandon()
+                continue
+            try:
+                writer.publish(step, generation, received[partner].numel(), b"")
+            except (OSError, ValueError) as error:
+                log.error("Rank %d: a copy of rank %d's part could not be kept: %s", self._place.rank, partner, error)
+
+    def _save(self, job: _Job) -> list[_Piece]:
+        """Publishes this rank's parts and returns them; none if the snapshot was no good."""
+        snapshot, place = job.snapshot, self._place
+        pieces: list[_Piece] = []
+        try:
+            for part, indices in self._split(job).items():
+                pieces.append(self._reserve(part, indices, snapshot))
+            snapshot.copy(pair for piece in pieces for pair in piece.views)
+            snapshot.release()
+            for piece in pieces:
+                own = piece.part == rank_part(place.rank)
+                piece.trailer = shard.seal(
+                    piece.memory,
+                    piece.specs,
+                    shard.Identity(
+                        **self._identity,
+                        step=job.step,
+                        generation=job.planned.generation,
+                        part=piece.part,
+                        world_size=place.world_size,
+                    ),
+                    {"state": snapshot.skeleton, "places": self._places(job)} if own else None,
+                    piece.size,
+                )
+            if not snapshot.is_good():
+                for piece in pieces:
+                    piece.writer.abandon()
+                log.debug("A local save is given up: something has changed its tensors before the optimizer's step.")
+                return []
+            for piece in pieces:
+                piece.writer.publish(job.step, job.planned.generation, piece.size, piece.trailer)
+        except BaseException:
+            for piece in pieces:
+                piece.writer.abandon()
+            raise
+        finally:
+            snapshot.release()
+        self.figures.part_bytes = sum(piece.size + len(piece.trailer) for piece in pieces)
+        return pieces
+
+    def _split(self, job: _Job) -> dict[str, list[int]]:
+        """The parts that this rank writes, and the tensors that go into each."""
+        tensors, place = job.snapshot.tensors, self._place
+        common = set(job.common)
+        parts = {rank_part(place.rank): [i for i in range(len(tensors)) if i not in common]}
+        if common:
+            shares = self._shares(job)
+            parts[common_part(place.local_rank, place.local_world_size)] = shares[place.local_rank]
+        return parts
+
+    def _shares(self, job: _Job) -> list[list[int]]:
+        sizes = [job.snapshot.tensors[i].nbytes for i in job.common]
+        return [[job.common[k] for k in share] for share in share_out(sizes, self._place.local_world_size)]
+
+    def _places(self, job: _Job) -> list[list[int]]:
+        """For every tensor: -1 and its number in the rank's own part, or the number of a common part and that in it."""
+        places = [[-1, -1] for _ in job.snapshot.tensors]
+        for number, share in enumerate(self._shares(job)):
+            for position, index in enumerate(share):
+                places[index] = [number, position]
+        own = 0
+        for each in places:
+            if each[0] < 0:
+                each[1] = own
+                own += 1
+        return places
+
+    def _reserve(self, part: str, indices: list[int], snapshot: Snapshot) -> _Piece:
+        specs, size = shard.arrange([snapshot.tensors[i] for i in indices])
+        writer = self._store.reserve(part, size)
+        views = [
+            (index, shard.view(writer.memory, spec))
+            for index, spec in zip(indices, specs, strict=True)
+            if not snapshot.tensors[index].is_meta
+        ]
+        return _Piece(part, specs, size, writer, writer.memory, views)
+
+    def _retire(self) -> None:
+        place = self._place
+        del self._complete[self._keep :]
+        mine = {rank_part(place.rank), common_part(place.local_rank, place.local_world_size)}
+        if self._replicas is not None:
+            mine.update(rank_part(partner) for partner in self._replicas.partners)
+
+        def is_mine(part: str) -> bool:
+            # What nobody writes any more (a fit with other ranks) is the first rank's to remove.
+            return part in mine or (place.local_rank == 0 and part not in self._parts_of_all)
+
+        try:
+            self._store.retire(set(self._complete), is_mine)
+        except OSError as error:
+            log.warning("Old local checkpoints could not be removed: %s", error)
+
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        self.figures.failed += 1
+        if str(error) != self._last_failure:
+            self._last_failure = str(error)
+            log.error(
+                "Rank %d: the local checkpoint of step %d could not be saved (%s). Training goes on; the newest local "
+                "checkpoint is an older one.",
+                self._place.rank,
+                job.step,
+                error,
+            )
+
+
+@dataclass
+class _Piece:
+    part: str
+    specs: list[shard.TensorSpec]
+    size: int
+    writer: PartWriter
+    memory: torch.Tensor
+    """Stays as it is until the next save."""
+    views: list[tuple[int, torch.Tensor]]
+    trailer: bytes = b""

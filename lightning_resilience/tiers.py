@@ -1,0 +1,283 @@
+"""Which checkpoint a fit resumes from, over all tiers: the newest by its step that every rank can verify.
+
+| tier | where | survives |
+|---|---|---|
+| local | storage of the node, each rank its own part | the end of a process |
+| replica | another node's local storage | the loss of a node |
+| global | the run directory | everything |
+
+A generation of the local tier comes before a global checkpoint of the same step; where a part of it is missing or bad,
+its replica is taken. All ranks decide together. What fails its verification goes into quarantine, with the reason; what
+was condemned in its probation (:meth:`Tiers.condemn`) is never chosen again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_resilience._files import clean_temporaries
+from lightning_resilience.checkpoint import durable, resume
+from lightning_resilience.checkpoint.generations import Generation
+from lightning_resilience.checkpoint.recovery import LocalTier
+
+if TYPE_CHECKING:
+    from lightning_resilience.session import FitSession
+
+log = logging.getLogger(__name__)
+
+MAX_CONDEMNED = 3
+"""How many checkpoints of a fit may be condemned until the run ends: by then the cause is not in the checkpoints."""
+
+
+class CondemnedCheckpoint(RuntimeError):
+    """The checkpoint that a fit has resumed from has turned out to be bad; the next start takes the one before it."""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What the fit has resumed from: a generation of the local tier or the path of a global checkpoint."""
+
+    step: int
+    generation: str | None
+    path: Path | None
+
+    def __str__(self) -> str:
+        return f"the local checkpoint of step {self.step}" if self.path is None else str(self.path)
+
+
+class Tiers:
+    """Chooses and verifies for one fit.
+
+    Attributes:
+        uses_global: Whether the run's own global checkpoints are candidates.
+        local: The local tier, if there is one.
+        probation_steps: For how many optimizer steps after a resume the checkpoint can be condemned.
+    """
+
+    def __init__(self, session: FitSession) -> None:
+        self._session = session
+        self.uses_global = False
+        self.local: LocalTier | None = None
+        self.complete: list[Generation] = []
+        """The local generations that can still be resumed from, newest first, as of the resume."""
+        self.probation_steps = 10
+        self.loaded: _Loaded | None = None
+
+    # -- choosing ------------------------------------------------------------------------------------------------------
+
+    def choose(self, explicit: str | None) -> tuple[Path, dict[str, Any] | None] | None:
+        """The checkpoint that all ranks have verified and loaded; called on all ranks where Lightning would load one.
+
+        Args:
+            explicit: The user's ``fit(ckpt_path=...)``.
+
+        Returns:
+            Its path and content; no content where the strategy loads its own shards; ``None`` for a fresh start.
+        """
+        session = self._session
+        if self.local is None and not self.uses_global:
+            return None
+        trainer, zero = session.trainer, session.trainer.is_global_zero
+        users = trainer.strategy.broadcast(explicit is not None and self._is_users_choice(explicit))
+        generations = self._generations(wanted=not users)
+        if users:
+            if zero and resume.checkpoints(session.fit.checkpoints):
+                log.info("The checkpoints in %s are not used: fit(ckpt_path=%r) wins.", session.fit.path, explicit)
+            return None
+        if zero:
+            clean_temporaries(session.fit.checkpoints)
+        finished = session.finished_before()
+        paths = trainer.strategy.broadcast(resume.checkpoints(session.fit.checkpoints) if self.uses_global else [])
+        for candidate in self._in_order(paths, generations, finished):
+            if isinstance(candidate, Generation):
+                choice = self._load_local(candidate)
+            else:
+                choice = self._load_global(candidate, finished)
+            if choice is not None:
+                return choice
+        if zero:
+            if finished or session.previous_outcome is not None:
+                log.warning("No checkpoint in %s can be used; this fit starts from the beginning.", session.fit.path)
+            else:
+                log.info("Nothing to resume from in %s: a fresh start.", session.fit.path)
+            session.ledger.record("fresh", fit=session.index)
+        return None
+
+    def _is_users_choice(self, explicit: str) -> bool:
+        if (self._session.fit.fingerprint or {}).get("ckpt_path") == explicit:
+            return False  # where this fit once began: it goes on from its own newer checkpoint
+        # ckpt_path="last" and "hpc" mean "resume": Lightning has made paths of them before it calls us.
+        means_resume = Path(explicit).stem.startswith(("last", "hpc_ckpt_"))
+        return not (means_resume and resume.checkpoints(self._session.fit.checkpoints))
+
+    def _generations(self, wanted: bool) -> list[Generation]:
+        """The local generations that can be used; those of another trajectory of the run are given up."""
+        if self.local is None:
+            return []
+        session = self._session
+        condemned = self._session.fit.condemned
+        self.local.discard(set(condemned), "condemned in its probation")
+        usable, reasons = self.local.find(without=condemned)
+        self._report_bad()
+        for reason in reasons:
+            if session.trainer.is_global_zero:
+                log.info("A local checkpoint is not used: %s.", reason)
+        self.complete = usable if wanted else []
+        return self.complete
+
+    def _in_order(
+        self, paths: list[Path], generations: list[Generation], finished: bool
+    ) -> Iterator[Generation | Path]:
+        """Newest first; on every rank the same."""
+        outcome = self._session.previous_outcome
+        # max_steps may end a fit in the middle of an epoch, whose end Lightning then makes up. When max_steps has been
+        # raised, the longer run goes on exactly from a state before that end; from the end itself only if there is
+        # none.
+        stretched = not finished and outcome is not None and outcome.reason == "max_steps"
+
+        def rank(candidate: Generation | Path) -> tuple[bool, int, bool, bool]:
+            if isinstance(candidate, Generation):
+                return True, candidate.step, False, True
+            final = resume.is_final(candidate)
+            return not (final and stretched), resume.step_of(candidate), final, False
+
+        candidates: list[Generation | Path] = [*paths, *generations]
+        yield from sorted(candidates, key=rank, reverse=True)
+
+    def _load_local(self, generation: Generation) -> tuple[Path, dict[str, Any] | None] | None:
+        assert self.local is not None
+        session = self._session
+        here = [self.local.place.node in nodes for nodes in generation.holders.values()]
+        checkpoint = self.local.load(generation)
+        self._report_bad()
+        if checkpoint is None:
+            if session.trainer.is_global_zero:
+                log.warning("The local checkpoint of step %d is rejected. The next best one is tried.", generation.step)
+            self.complete.remove(generation)
+            return None
+        name = f"step-{generation.step:012d}-{generation.name}"
+        tier = "local" if all(here) else "replica"
+        self.loaded = _Loaded(generation.step, generation.name, None)
+        if session.trainer.is_global_zero:
+            session.ledger.record(
+                "resumed", fit=session.index, step=generation.step, path=name, tier=tier, generation=generation.name
+            )
+            log.info("Resuming from step %d (local checkpoint %s).", generation.step, name)
+        return Path(name), checkpoint
+
+    def _load_global(self, path: Path, finished: bool) -> tuple[Path, dict[str, Any] | None] | None:
+        session = self._session
+        strategy, zero = session.trainer.strategy, session.trainer.is_global_zero
+        error: durable.CorruptCheckpoint | None = None
+        if zero:  # reads every byte before anybody else does
+            try:
+                resume.verify(path, {"fit": session.index})
+            except durable.CorruptCheckpoint as problem:
+                error = problem
+        if strategy.broadcast(error is None):
+            loaded, error = _load(path)
+            if strategy.reduce_boolean_decision(error is None, all=True):
+                # Without its final state a finished fit is resumed from an older one, and finished again.
+                self._restored(path, finished and resume.is_final(path))
+                return path, loaded
+            if error is not None:
+                log.warning("Rank %d cannot read %s (%s).", session.rank, path, error)
+        if zero:
+            self._quarantine(path, error or durable.CorruptCheckpoint(f"{path}: a rank could not read it"))
+        return None
+
+    def _quarantine(self, path: Path, error: durable.CorruptCheckpoint) -> None:
+        log.warning("Checkpoint rejected: %s. The next best one is tried.", error)
+        self._session.ledger.record("quarantined", fit=self._session.index, path=str(path), reason=str(error))
+        try:
+            durable.quarantine(path, self._session.fit.quarantine, str(error))
+        except OSError as failure:
+            log.warning("%s could not be moved to quarantine (%s); it is left where it is.", path, failure)
+
+    def _report_bad(self) -> None:
+        assert self.local is not None
+        for path, reason in self.local.bad:
+            log.warning("Rank %d: local checkpoint rejected: %s.", self._session.rank, reason)
+            self._session.ledger.record(
+                "quarantined", fit=self._session.index, path=path, reason=reason, tier="local", rank=self._session.rank
+            )
+        self.local.bad.clear()
+
+    def _restored(self, path: Path, finished: bool) -> None:
+        session = self._session
+        step = resume.step_of(path)
+        self.loaded = _Loaded(step, None, path)
+        if session.trainer.is_global_zero:
+            session.ledger.record("resumed", fit=session.index, step=step, path=str(path), tier="global")
+            if finished:
+                log.info(
+                    "This fit finished at step %d before; its final state is restored and it is not trained again. "
+                    "To train more, raise the max_epochs or max_steps that ended it; to train anew, use another run "
+                    "directory.",
+                    step,
+                )
+            else:
+                log.info("Resuming from step %d (%s).", step, path)
+        if finished:
+            session.trainer.should_stop = True
+
+    # -- probation -----------------------------------------------------------------------------------------------------
+
+    @property
+    def on_probation(self) -> bool:
+        """Whether what goes wrong now may be the fault of the checkpoint that was loaded."""
+        loaded = self.loaded
+        return loaded is not None and self._session.trainer.global_step - loaded.step <= self.probation_steps
+
+    def condemn(self, reason: str) -> None:
+        """Condemns the checkpoint that this fit has resumed from: it is never chosen again, by no attempt.
+
+        Called by a rank that has found, within :attr:`probation_steps`, that the training cannot go on from there: a
+        loss or gradients that are not finite, or a spike. It is kept in quarantine, and the next start of the fit takes
+        the next best one.
+
+        Args:
+            reason: What was found, for a person.
+
+        Raises:
+            CondemnedCheckpoint: Always; also if there is nothing to condemn.
+        """
+        session, loaded = self._session, self.loaded
+        if loaded is None or not self.on_probation:
+            raise CondemnedCheckpoint(f"{reason}, at step {session.trainer.global_step}")
+        session.run.check_owner(session.token)
+        name = loaded.generation or f"{loaded.path} ({session.token[:8]})"
+        session.fit.condemn(name, reason)
+        session.ledger.record("condemned", fit=session.index, step=loaded.step, path=str(loaded), reason=reason)
+        if loaded.path is not None:
+            self._quarantine(loaded.path, durable.CorruptCheckpoint(f"{loaded.path} is condemned: {reason}"))
+        raise CondemnedCheckpoint(
+            f"{reason}, {session.trainer.global_step - loaded.step} steps after resuming from {loaded}, which is "
+            "condemned and will not be used again"
+        )
+
+    def verdict(self, exception: BaseException) -> str | None:
+        """Whether the run ends by this exception: the reason, once too many checkpoints have been condemned."""
+        condemned = self._session.fit.condemned
+        if not isinstance(exception, CondemnedCheckpoint) or len(condemned) < MAX_CONDEMNED:
+            return None
+        return (
+            f"{len(condemned)} checkpoints of this fit have been condemned, so the cause is not in the checkpoints "
+            f"(last: {exception}). Look at the data and the learning rate around this step; the checkpoints are in "
+            f"{self._session.fit.quarantine} and in the quarantine of the nodes"
+        )
+
+
+def _load(path: Path) -> tuple[dict[str, Any] | None, durable.CorruptCheckpoint | None]:
+    if path.is_dir():
+        return None, None  # the strategy loads its own shards
+    try:
+        return durable.load(path), None
+    except durable.CorruptCheckpoint as error:
+        return None, error
+    except OSError as error:
+        return None, durable.CorruptCheckpoint(f"{path} cannot be read: {error}")
