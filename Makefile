@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 help: ## Show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 25
 
-demo: $(READY) ## Watch a training survive eight faults (3 to 4 minutes)
+demo: $(READY) ## Watch a training survive ten faults (4 to 5 minutes)
 	@$(BIN)/python examples/demo.py
 
 test: $(READY) ## Run all tests

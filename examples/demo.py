@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from lightning_resilience.detect.hangs import Verdict
+from lightning_resilience.detect.witness import own_directories
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.report import interruptions, table
 from lightning_resilience.run_directory import RunDirectory
@@ -208,6 +209,11 @@ def terminate(training: ResilientTraining) -> None:
 
 
 def kill_launcher_and_relaunch(training: ResilientTraining) -> None:
+    kill_launcher(training)
+    training.relaunch()
+
+
+def kill_launcher(training: ResilientTraining) -> None:
     processes = training.processes()
     say_more(f"kill -9 {training.launcher.pid}, the launcher")
     killed_at = time.monotonic()
@@ -217,22 +223,55 @@ def kill_launcher_and_relaunch(training: ResilientTraining) -> None:
         raise Failed(f"{len(alive)} processes have outlived their launcher by {VANISH_WITHIN_S:.0f} s")
     training.wait_for_end()
     say_more(f"its other {len(processes) - 1} processes were gone {time.monotonic() - killed_at:.1f} s later")
-    training.relaunch()
 
 
 def corrupt_newest_checkpoint_and_relaunch(training: ResilientTraining) -> None:
     terminate(training)
     newest = Path(training.events("saved")[-1]["path"])
-    middle = newest.stat().st_size // 2
-    with open(newest, "r+b") as file:
+    byte = flip_bit(newest)
+    say_more(f"one bit of the newest checkpoint flipped: {newest.name}, byte {byte}")
+    training.relaunch()
+    training.wait_until(lambda: training.events("quarantined"), "the damaged checkpoint is noticed")
+    say_more("the damage was noticed: the checkpoint is in quarantine, the one before it is taken")
+
+
+def flip_bit(path: Path) -> int:
+    """Flips a bit in the middle of a file; returns the number of its byte."""
+    middle = path.stat().st_size // 2
+    with open(path, "r+b") as file:
         file.seek(middle)
         byte = file.read(1)[0]
         file.seek(middle)
         file.write(bytes([byte ^ 1]))
-    say_more(f"one bit of the newest checkpoint flipped: {newest.name}, byte {middle}")
+    return middle
+
+
+def local_checkpoints(training: ResilientTraining) -> Path:
+    """The folder in node memory with the local checkpoints of this run."""
+    run_id = training.run_directory.identity()
+    found = [path for own in own_directories() for path in own.glob(f"local_ckpt/*/{run_id}")]
+    if not found:
+        raise Failed("there are no local checkpoints of this run in node memory")
+    return found[0]
+
+
+def lose_node_memory_and_relaunch(training: ResilientTraining) -> None:
+    kill_launcher(training)
+    folder = local_checkpoints(training)
+    shutil.rmtree(folder)
+    say_more(f"node memory wiped: {folder}")
+    training.relaunch()
+
+
+def corrupt_newest_local_and_relaunch(training: ResilientTraining) -> None:
+    kill_launcher(training)
+    newest = max(local_checkpoints(training).glob("fit-*/step-*"))
+    part = max(newest.glob("*.shard"), key=lambda path: path.stat().st_size)
+    byte = flip_bit(part)
+    say_more(f"one bit of the newest local checkpoint flipped: {newest.name}/{part.name}, byte {byte}")
     training.relaunch()
     training.wait_until(lambda: training.events("quarantined"), "the damaged checkpoint is noticed")
-    say_more("the damage was noticed: the checkpoint is in quarantine, the one before it is taken")
+    say_more("the damage was noticed: it is in quarantine, the next best one is taken")
 
 
 def stop_one_worker(training: ResilientTraining) -> None:
@@ -284,8 +323,10 @@ FAULTS = [
     TERMINATED,
     STUCK_IN_COLLECTIVE,
     Fault("SIGKILL of the launcher, then relaunch", kill_launcher_and_relaunch),
+    Fault("node memory wiped, then relaunch", lose_node_memory_and_relaunch),
     Fault("one rank stuck in its data loader", stop_data_loader, is_hang=True),
     Fault("newest checkpoint corrupted, then relaunch", corrupt_newest_checkpoint_and_relaunch),
+    Fault("newest local one corrupted, then relaunch", corrupt_newest_local_and_relaunch),
 ]
 QUICK_FAULTS = [KILLED_WORKER, HUNG, TERMINATED]
 
@@ -300,6 +341,7 @@ class Result:
     found: str
     found_after_s: float | None
     resumed_from: int
+    tier: str
     steps_redone: int
     seconds_lost: float
 
@@ -320,13 +362,14 @@ def drill(training: ResilientTraining, fault: Fault, title: str, at_step: int) -
         say_more(hang["reason"])
     training.wait_until(lambda: len(training.events("resumed") + training.events("fresh")) > starts, "a resume")
     reached = training.furthest_step
-    resumed_from = int(training.events("resumed")[-1]["step"])
-    say_more(f"resumed from step {resumed_from}; it had got to step {reached}")
+    resumed = training.events("resumed")[-1]
+    resumed_from, tier = int(resumed["step"]), str(resumed["tier"])
+    say_more(f"resumed from step {resumed_from}, {tier} checkpoint; it had got to step {reached}")
     training.wait_until(lambda: training.furthest_step > reached, f"the training gets beyond step {reached}")
     seconds_lost = time.time() - inflicted_at
     say(f"         back after {seconds_lost:.1f} s, {reached - resumed_from} steps redone", GREEN)
     found = what_was_found(training, fault, inflicted_at)
-    return Result(found, found_after_s, resumed_from, reached - resumed_from, seconds_lost)
+    return Result(found, found_after_s, resumed_from, tier, reached - resumed_from, seconds_lost)
 
 
 def what_was_found(training: ResilientTraining, fault: Fault, since: float) -> str:
@@ -349,7 +392,8 @@ def print_table(faults: list[Fault], results: list[Result]) -> None:
             result = results[index]
             after = "-" if result.found_after_s is None else f"{result.found_after_s:.1f} s"
             redone, lost = f"{result.steps_redone} steps", f"{result.seconds_lost:.1f} s"
-            rows.append([fault.name, "yes", result.found, after, str(result.resumed_from), redone, lost])
+            origin = f"{result.resumed_from} ({result.tier})"
+            rows.append([fault.name, "yes", result.found, after, origin, redone, lost])
         else:
             rows.append([fault.name, "NO" if index == len(results) else "not tried", *"-----"])
     for line in table(["fault", "recovered", "found", "after", "from step", "redone", "lost"], rows):
@@ -393,13 +437,13 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the clean-up below
 
-    faults, steps = (QUICK_FAULTS, 90) if options.quick else (FAULTS, 190)
+    faults, steps = (QUICK_FAULTS, 90) if options.quick else (FAULTS, 230)
     out, gpt, drill_py = options.out, os.path.relpath(GPT), os.path.relpath(DRILL)
     for name in ("undisturbed", "disturbed", "run"):  # of an earlier demo
         shutil.rmtree(out / name, ignore_errors=True)
         (out / f"{name}.log").unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    introduce(faults, out, "a minute" if options.quick else "3 to 4 minutes")
+    introduce(faults, out, "a minute" if options.quick else "4 to 5 minutes")
 
     arguments = [f"--steps={steps}", f"--save-every={SAVE_EVERY}", "--print-every=1", "--accelerator=cpu"]
     arguments.append(f"--validate-every={2 * SAVE_EVERY}")
@@ -420,10 +464,12 @@ def main() -> int:
         undisturbed.finish()
 
         explain(f"2. The same under fire: lightning-resilience launch --nproc-per-node {PROCESSES} {drill_py}")
-        print(
-            f"{drill_py} is {gpt} with one more callback, which keeps the limit for a step at {STEP_LIMIT_S} s and "
-            "makes the\nonly fault that no signal can make. The run is not told of the others.\n"
+        about = (
+            f"{drill_py} is {gpt} with two callbacks of its own. One saves to node memory every 5 steps; one keeps "
+            f"the limit for a step at {STEP_LIMIT_S} s and makes the only fault that no signal can make. Of the others "
+            "the run is not told."
         )
+        print(textwrap.fill(about, 110) + "\n")
         training = disturbed
         disturbed.start()
         for number, fault in enumerate(faults, start=1):

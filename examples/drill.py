@@ -1,4 +1,5 @@
-"""Trains ``gpt.py`` with a fault on purpose, which strikes once per run, and with section timeouts that stay as given.
+"""Trains ``gpt.py`` for a drill: with local checkpoints every few steps, section timeouts that stay as given, and a
+fault on purpose, which strikes once per run.
 
     lightning-resilience launch --nproc-per-node 2 --section-timeouts step:5 examples/drill.py \\
         --fault stuck_in_collective --rank 1 --at-step 50 [arguments of gpt.py]
@@ -11,7 +12,7 @@ from typing import get_args
 
 import gpt
 
-from lightning_resilience import FaultTolerance
+from lightning_resilience import FaultTolerance, LocalCheckpoint
 from lightning_resilience.faults import FaultType, SimulatedFault
 
 
@@ -20,12 +21,14 @@ def main() -> None:
     parser.add_argument("--fault", choices=get_args(FaultType), help="default: none")
     parser.add_argument("--rank", type=int, help="default: any")
     parser.add_argument("--at-step", type=int, metavar="STEP", help="default: when training begins")
+    parser.add_argument("--save-locally-every", type=int, metavar="STEPS", default=5, help="default: %(default)s")
     options, rest = parser.parse_known_args()
     fault = None
     if options.fault is not None:
         fault = SimulatedFault(fault_type=options.fault, rank=options.rank, at_step=options.at_step)
     # Calculated timeouts are at least 30 seconds: much for a drill.
-    gpt.main(rest, [FaultTolerance(calculate_timeouts=False, simulated_fault_params=fault)])
+    watch = FaultTolerance(calculate_timeouts=False, simulated_fault_params=fault)
+    gpt.main(rest, [watch, LocalCheckpoint(every_n_train_steps=options.save_locally_every)])
 
 
 if __name__ == "__main__":

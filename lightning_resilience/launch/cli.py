@@ -1,4 +1,4 @@
-"""The command line: ``lightning-resilience launch``, ``report``, ``diagnose`` and ``watch``."""
+"""The command line: ``lightning-resilience launch``, ``report``, ``diagnose``, ``watch`` and ``inspect``."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ def main(arguments: list[str] | None = None) -> None:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.action == "inspect":
+        from lightning_resilience.checkpoint.inspection import inspect  # with torch, which nothing else here needs
+
+        text, good = inspect(options.path)
+        print(text)
+        sys.exit(0 if good else 1)
     if options.action != "launch":
         if not Path(options.run_dir).is_dir():
             parser.error(f"{options.run_dir} is not a directory; a run directory was expected")
@@ -55,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="lightning-resilience", description="Runs PyTorch Lightning scripts that survive what kills training runs."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="{launch,report,diagnose,watch}")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="{launch,report,diagnose,watch,inspect}")
 
     launch = actions.add_parser(
         "launch",
@@ -151,6 +157,15 @@ def _parser() -> argparse.ArgumentParser:
         "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (default: %(default)g)"
     )
     watched.add_argument("--once", action="store_true", help="look once")
+
+    inspected = actions.add_parser(
+        "inspect",
+        help="show and verify local checkpoints",
+        description="Lists what is in a local checkpoint and verifies every byte: a file, a generation, or a folder of "
+        "them. Nothing is changed.",
+        epilog="exit code: 0 if all is intact, 1 if anything is damaged or there is nothing",
+    )
+    inspected.add_argument("path", metavar="PATH")
     return parser
 
 
