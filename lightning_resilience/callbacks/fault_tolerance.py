@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_resilience import _lightning, _nvrx
+from lightning_resilience._processes import is_running
 from lightning_resilience.callbacks.auto_resume import AutoResume
 from lightning_resilience.detect import health, timeouts, watchdog
 from lightning_resilience.detect.progress import Section
@@ -181,6 +183,9 @@ class _Watching:
             "device": trainer.strategy.root_device.type,
         }
         self.timeouts = self._load_timeouts()
+        self._directory: Path | None = None
+        self._watchdog: dict[str, Any] | None = None
+        self._has_failed_to_start = False
         self.witness = self._begin()
         self._reporter = self._start_reporter()
         self._faults = self._prepare_fault()
@@ -203,19 +208,42 @@ class _Watching:
     def _begin(self) -> Witness | None:
         """Has this rank watched; what hinders that must not end a healthy training."""
         session, trainer = self.session, self.session.trainer
+        witness = None
         try:
             if sys.platform != "linux":
                 raise OSError("hangs are looked for on Linux only")
-            directory = node_directory(session.token, trainer.node_rank)
-            witness = Witness(directory, session.rank, self.timeouts.by_section(), self._about())
+            self._directory = node_directory(session.token, trainer.node_rank)
+            witness = Witness(self._directory, session.rank, self.timeouts.by_section(), self._about())
             session.progress = witness.progress
             session.at_left.append(witness.close)
-            if trainer.local_rank == 0:
-                watchdog.start(directory)
-            return witness
-        except (OSError, subprocess.SubprocessError) as error:
+        except OSError as error:
             log.error("Rank %d is not watched: a hang of it will not be found (%s).", session.rank, error)
-            return None
+            if trainer.num_devices == 1 and self._directory is not None:  # there is no other rank to watch here
+                shutil.rmtree(self._directory, ignore_errors=True)
+                self._directory = None
+        self._keep_watchdog()
+        return witness
+
+    def _keep_watchdog(self) -> None:
+        """Starts the watchdog of this node unless it runs; if it does not start, the training goes on without it."""
+        if self._directory is None or self.session.trainer.local_rank != 0:
+            return
+        if self._watchdog is not None:
+            if is_running(self._watchdog):
+                return
+            log.warning("The watchdog of %s has gone; it is started again.", platform.node())
+            self._watchdog = None
+        try:
+            self._watchdog = watchdog.start(self._directory)
+            self._has_failed_to_start = False
+        except (OSError, subprocess.SubprocessError) as error:
+            if not self._has_failed_to_start:  # it is tried at every save, and said once
+                self._has_failed_to_start = True
+                log.error(
+                    "The watchdog of %s does not start (%s): hangs on this node will not be found.",
+                    platform.node(),
+                    error,
+                )
 
     def _about(self) -> dict[str, Any]:
         session, trainer = self.session, self.session.trainer
@@ -298,12 +326,7 @@ class _Watching:
         trainer = self.session.trainer
         if is_end and trainer.is_global_zero:
             self._set_finished_flag(True)
-        if trainer.local_rank == 0 and self.witness is not None and not watchdog.is_alive(self.witness.directory):
-            log.warning("The watchdog of %s has gone; it is started again.", platform.node())
-            try:
-                watchdog.start(self.witness.directory)
-            except (OSError, subprocess.SubprocessError) as error:
-                log.error("It does not start (%s): hangs on this node will not be found.", error)
+        self._keep_watchdog()
         if self.settings.calculate_timeouts:
             self._calculate_timeouts(is_end)
 
@@ -451,15 +474,18 @@ class _Watching:
 
     def _say_what_watches(self) -> None:
         trainer = self.session.trainer
-        engine = "a watchdog on every node" + (" and NVRx's rank monitors" if self._monitor is not None else "")
-        log.info("Hangs are found by %s; seconds allowed: %s.", engine, self.timeouts)
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            log.info(
-                "A hung run is ended with exit code %d, and nothing here starts it again, as lightning-resilience "
-                "launch would.",
-                EXIT_HUNG,
-            )
-        elif self._monitor is None and trainer.world_size > 1 and _shares_the_rendezvous_store():
+        is_restarted = "TORCHELASTIC_RUN_ID" in os.environ
+        watching = ["a watchdog on every node"] if self.witness is not None and self._watchdog is not None else []
+        watching += ["NVRx's rank monitors"] if self._reporter is not None else []
+        if watching:
+            log.info("Hangs are found by %s; seconds allowed: %s.", " and ".join(watching), self.timeouts)
+            if not is_restarted:
+                log.info(
+                    "A hung run is ended with exit code %d, and nothing here starts it again, as lightning-resilience "
+                    "launch would.",
+                    EXIT_HUNG,
+                )
+        if is_restarted and self._monitor is None and trainer.world_size > 1 and _shares_the_rendezvous_store():
             log.warning(
                 "Restarted gloo ranks may meet the addresses of the attempt before, and hang. Set "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, or use lightning-resilience launch."

@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,9 +69,10 @@ class Progress:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.posix_fallocate(fd, 0, _SIZE)  # where memory is full this fails here, and not by SIGBUS in a step
-            self._memory = mmap.mmap(fd, _SIZE)
+            self._memory: mmap.mmap | bytearray = mmap.mmap(fd, _SIZE)
         finally:
             os.close(fd)
+        _own.add(self)
         self.timeouts = dict(timeouts)
         self.longest: dict[Section, float] = {}
         """The longest that each section has taken from one sign of progress to the next."""
@@ -143,7 +145,8 @@ class Progress:
     def close(self) -> None:
         """The rank leaves the fit; the record stays readable."""
         self.enter("left")
-        self._memory.close()
+        if isinstance(self._memory, mmap.mmap):
+            self._memory.close()
 
     def _leave_section(self) -> None:
         elapsed = max(self._longest_here, time.monotonic() - self._since)
@@ -156,6 +159,19 @@ class Progress:
         number, step, (a, b, c, d) = _NUMBER[self._section], self._step, self._position
         _RECORD.pack_into(self._memory, place, ticks, number, self._since, self._timeout, step, a, b, c, d)
         self._memory[:8] = _TICKS.pack(ticks)  # not pack_into, which writes zeros first
+
+
+_own: weakref.WeakSet[Progress] = weakref.WeakSet()
+"""The records that this process writes."""
+
+
+def _after_fork_in_child() -> None:
+    """A forked child shares its parent's memory, and would write there that it advances, or has left."""
+    for progress in _own:
+        progress._memory = bytearray(_SIZE)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def read_progress(path: Path) -> Stay | None:

@@ -155,10 +155,18 @@ class Watchdog:
         self._speaker = _Speaker()
         self._has_stumbled = False
 
+    def register(self) -> None:
+        """Says in the folder which process watches it.
+
+        Raises:
+            OSError: If that cannot be written: nobody would know of this watchdog.
+        """
+        write_json(self.directory / _RECORD, describe_process())
+
     def run(self) -> None:
         """Watches until no rank is left."""
-        write_json(self.directory / _RECORD, describe_process())
-        remove_abandoned(self.directory)
+        with suppress(OSError):  # another watchdog may be doing the same
+            remove_abandoned(self.directory)
         started = last = time.monotonic()
         while self.ranks or last - started < _FIRST_RANK_WITHIN_S:
             now = time.monotonic()
@@ -276,7 +284,7 @@ class Watchdog:
     def _judge(self, folder: Path | None, evidence: list[RankEvidence], noticed: float) -> bool:
         """Whether it is a hang: the verdict of this node if it has the first rank, and else of the one that has."""
         world_size = int(self._about["world_size"])
-        if folder is not None and len(evidence) < world_size:
+        if folder is not None and len(evidence) < world_size and self._about["nodes"] > 1:
             gives = any(each.rank == 0 for each in evidence)
             deadline = time.monotonic() + _OTHER_NODES_WITHIN_S * (1 if gives else 2)
             try:
@@ -460,29 +468,40 @@ class _Speaker:
                 os.write(2, line.encode())
 
 
-def start(directory: Path) -> None:
+def start(directory: Path) -> dict[str, Any] | None:
     """Starts the watchdog of a node, which then belongs to nobody: it must outlive whichever rank has started it.
+
+    Args:
+        directory: The node's folder, in which the ranks register. If a watchdog watches it already, none is started.
+
+    Returns:
+        Its process, for ``is_running``; ``None`` if it has ended already.
 
     Raises:
         OSError, subprocess.SubprocessError: If it does not start.
     """
+    if (record := read_json(directory / _RECORD)) is not None and is_running(record):
+        return record  # it has been given up as too slow to start, and has started
     command = [sys.executable, "-m", "lightning_resilience.detect.watchdog", os.fspath(directory)]
     subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=True, timeout=_START_WITHIN_S)
-
-
-def is_alive(directory: Path) -> bool:
-    """Whether the watchdog of a node runs."""
-    record = read_json(directory / _RECORD)
-    return record is not None and is_running(record)
+    return read_json(directory / _RECORD)
 
 
 def main() -> None:
     """The watchdog's own program: leaves its parent and watches the folder that the command line names."""
+    is_ready, say_ready = os.pipe()
     if os.fork() != 0:
-        os._exit(0)
+        os.close(say_ready)
+        os._exit(0 if os.read(is_ready, 1) else 1)  # nothing comes from one that has ended
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)  # it watches for as long as the ranks take to stop
-    Watchdog(Path(sys.argv[1])).run()
+    watchdog = Watchdog(Path(sys.argv[1]))
+    watchdog.register()
+    with suppress(OSError):  # whoever has started it may have gone
+        os.write(say_ready, b".")
+    os.close(say_ready)
+    os.close(is_ready)
+    watchdog.run()
     os._exit(0)  # without waiting for a call to storage that does not come back
 
 

@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import stat
 import tempfile
 import threading
@@ -39,6 +40,7 @@ EXIT_HUNG: int = EXIT_SIGNAL
 """The exit code of a rank that its watchdog has ended: 44 on Linux."""
 
 _SOCKET_PATH_MAX = 107  # bytes, sockaddr_un
+_SERVES_WITHIN_S = 5.0
 
 
 def own_directories() -> list[Path]:
@@ -95,6 +97,9 @@ class Witness:
         rank: Global rank.
         timeouts: Seconds by section, for :class:`Progress`.
         about: What the watchdog writes into its diagnosis and the ledger.
+
+    Raises:
+        OSError: If node memory is full or cannot be written; no signal is handled and nothing serves then.
     """
 
     def __init__(self, directory: Path, rank: int, timeouts: Mapping[Section, float], about: dict[str, Any]) -> None:
@@ -105,18 +110,20 @@ class Witness:
         self.progress.enter("setup")
         self._stacks = open(directory / f"{name}.stacks", "ab", buffering=0)
         self.handle_signals()
-        self._server = _start_worker_server(directory / f"{name}.socket")
-        self._registration = directory / f"{name}.json"
-        write_json(
-            self._registration,
-            {
+        self._server: Any | None = None
+        try:
+            self._server = _start_worker_server(directory / f"{name}.socket")
+            registration = {
                 **about,
                 **describe_process(),
                 "rank": rank,
                 "main_thread": threading.get_ident(),  # that of the fit
                 "has_server": self._server is not None,
-            },
-        )
+            }
+            write_json(directory / f"{name}.json", registration)
+        except BaseException:
+            self.close()
+            raise
 
     def handle_signals(self) -> None:
         """Handles the watchdog's signals; again after whoever has taken that for a handler to be put back."""
@@ -163,10 +170,22 @@ def _start_worker_server(path: Path) -> Any | None:
     path.unlink(missing_ok=True)
     try:
         with _without_stderr():
-            return _WorkerServer(os.fspath(path))
+            server = _WorkerServer(os.fspath(path))
     except RuntimeError as error:
         log.warning("torch's worker server did not start (%s): a hang is diagnosed without collectives.", error)
         return None
+    _await_answer(path)
+    return server
+
+
+def _await_answer(path: Path) -> None:
+    """Returns when a worker server serves: until its thread does, a shutdown of it waits for that thread for ever."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(_SERVES_WITHIN_S)
+        client.connect(os.fspath(path))
+        client.sendall(b"POST /handler/ping HTTP/1.0\r\nContent-Length: 0\r\n\r\n")
+        while client.recv(1024):
+            pass
 
 
 @contextlib.contextmanager

@@ -1,0 +1,565 @@
+"""``FaultTolerance`` where something around it fails: limits that were too short, no node memory, no watchdog, forks.
+
+How hangs are found is in ``test_hangs.py``, what the callback does in general in ``test_fault_tolerance.py``.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as L
+import psutil
+import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_resilience import AutoResume, FaultTolerance, report_progress
+from lightning_resilience._files import read_json
+from lightning_resilience._processes import is_running
+from lightning_resilience.callbacks import fault_tolerance
+from lightning_resilience.detect import examine, watchdog, witness
+from lightning_resilience.detect.progress import Progress, read_progress
+from lightning_resilience.detect.timeouts import SectionTimeouts
+from lightning_resilience.detect.witness import EXIT_HUNG, Witness, node_directory
+from lightning_resilience.ledger import Ledger, read_ledger
+from lightning_resilience.run_directory import RunDirectory
+from tests import harness
+from tests import test_hangs_verdict as verdicts
+from tests.harness import run
+from tests.test_fault_tolerance import hangs, limits_at_end, runs, small_trainer, traced, watched
+from tests.test_hangs import FOREVER, nothing_left, the_culprit, verdict_of, watchdogs_of
+
+ROOT = Path(__file__).parents[1]
+
+
+class Seen(L.Callback):
+    """Notes at every step who watches."""
+
+    def __init__(self) -> None:
+        self.directories: set[Path | None] = set()
+        self.witness: Any = None
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.witness = trainer.callbacks[0]._watching.witness
+        self.directories.add(self.witness.directory if self.witness is not None else None)
+
+
+class KillsWatchdog(L.Callback):
+    """Ends the watchdog after the first step."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == 1:
+            record = read_json(trainer.callbacks[0]._watching.witness.directory / "watchdog.json")
+            assert record is not None
+            os.kill(record["pid"], signal.SIGKILL)
+            while is_running(record):
+                time.sleep(0.01)
+
+
+def fit(tmp: Path, *callbacks: L.Callback, **settings: Any) -> L.Trainer:
+    """A fit of six steps with a save after every other, in this process; it must come to its end."""
+    trainer = small_trainer(
+        tmp,
+        FaultTolerance(run_dir=tmp / "run", **settings),
+        AutoResume(tmp / "run", every_n_train_steps=2),
+        *callbacks,
+        max_steps=6,
+    )
+    trainer.fit(BoringModel())
+    outcome = RunDirectory(tmp / "run").fit(0).outcome
+    assert outcome is not None
+    assert (trainer.global_step, outcome.status, outcome.step) == (6, "finished", 6)
+    found = [event["event"] for event in read_ledger(RunDirectory(tmp / "run").ledger)]
+    assert (found.count("saved"), found.count("finished"), found.count("fault")) == (3, 1, 0)
+    return trainer
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
+    """What was logged with these words in it."""
+    caplog.set_level(logging.INFO, "lightning_resilience")
+    return lambda words: [each.getMessage() for each in caplog.records if words in each.getMessage()]
+
+
+# -- a calculated limit that was too short -----------------------------------------------------------------------------
+
+
+def test_a_calculated_limit_that_has_ended_the_run_is_not_calculated_again(tmp_path: Path) -> None:
+    config = watched(
+        tmp_path,
+        limits="setup:60,step:100,checkpointing:60,out_of_section:60",
+        fault_tolerance={"calculate_timeouts": True},
+        floor_s=2.0,
+        events=[{"at": "train", "step": 24, "rank": 1, "do": "sleep", "seconds": FOREVER, "once": True}],
+        trainer={"devices": 2, "max_epochs": 3},
+        trace=str(tmp_path / "trace"),
+    )
+    codes, output = run(config, tmp_path / "run")
+    assert set(codes) <= {EXIT_HUNG, -signal.SIGKILL}, output
+    (hang,) = hangs(config)
+    assert (hang["section"], hang["limit"]) == ("step", 2.0), "the calculated limit has not ended it"
+    state = json.loads(Path(config["run_dir"], "ft_state.json").read_text())["fits"]["0"]["calculated"]
+    assert state["step"] == 2.0
+    for rank in (0, 1):
+        Path(f"{config['trace']}.{rank}").unlink()
+    output = runs(config)
+    assert "step:100" in re.findall("seconds allowed: (.*)", output)[0]
+    for rank in (0, 1):
+        limits = [line[1]["step"] for line in traced(config, rank) if line[0].startswith("[")]
+        assert set(limits) == {100}, "at the start and after 28 more steps"
+        assert limits_at_end(config, rank)["checkpointing"] < 60, "the others are calculated still"
+    nothing_left(config)
+
+
+HANG = {"event": "fault", "kind": "hang", "fit": 0, "section": "step", "limit": 30.0}
+
+
+@pytest.mark.parametrize(
+    ("event", "distrusted"),
+    [
+        (HANG, {"step"}),
+        ({**HANG, "section": "validation"}, {"validation"}),  # which has the limit of a step
+        ({**HANG, "limit": 100.0}, set()),  # what was configured
+        ({**HANG, "limit": math.inf}, set()),
+        ({**HANG, "fit": 1}, set()),
+        ({**HANG, "kind": "RuntimeError"}, set()),
+        ({**HANG, "event": "saved"}, set()),
+        ({**HANG, "section": "left"}, set()),
+        ({"event": "fault", "kind": "hang", "fit": 0}, set()),
+    ],
+)
+def test_which_hangs_speak_against_a_calculated_limit(
+    tmp_path: Path, event: dict[str, Any], distrusted: set[str]
+) -> None:
+    run_directory = RunDirectory(tmp_path)
+    Ledger(run_directory.ledger).record(**event)
+    here = SimpleNamespace(session=SimpleNamespace(run=run_directory, index=0))
+    found = fault_tolerance._Watching._ended_too_early(here, SectionTimeouts(step=100.0))  # type: ignore[arg-type]
+    assert found == distrusted
+
+
+# -- no node memory ----------------------------------------------------------------------------------------------------
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def no_space(*args: Any) -> None:
+    raise FULL
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """The two places for folders in node memory, none of which is there yet."""
+    base = Path("/dev/shm") / f"test-{uuid.uuid4().hex[:8]}"
+    base.mkdir()
+    found = [base / "first", base / "second"]
+    monkeypatch.setattr(witness, "own_directories", lambda: found)
+    yield found
+    shutil.rmtree(base)
+
+
+def test_full_node_memory_does_not_hinder_the_training(
+    tmp_path: Path, places: list[Path], monkeypatch: pytest.MonkeyPatch, said: Callable[[str], list[str]]
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    seen = Seen()
+    fit(tmp_path, seen)
+    assert seen.directories == {None}
+    (line,) = said("not watched")
+    assert line.startswith("Rank 0 is not watched")
+    assert "No space left on device" in line
+    assert not said("Hangs are found by")
+    assert not said("hung run is ended")
+    assert not watchdogs(tmp_path)
+    assert not list(places[0].iterdir())
+
+
+def test_node_memory_that_is_full_in_between_leaves_nothing_behind(
+    tmp_path: Path, places: list[Path], monkeypatch: pytest.MonkeyPatch, said: Callable[[str], list[str]]
+) -> None:
+    """There was space for the record of the progress, but there is none for saying that it is there."""
+    monkeypatch.setattr(witness, "write_json", no_space)
+    seen = Seen()
+    fit(tmp_path, seen)
+    assert seen.directories == {None}
+    assert len(said("not watched")) == 1
+    for signum in (witness.STACKS_SIGNAL, witness.EXIT_SIGNAL):
+        assert not examine._handles(os.getpid(), signum)
+    assert not watchdogs(tmp_path)
+    assert not list(places[0].iterdir())
+
+
+def failing_witnesses(tmp: Path) -> None:
+    witness.write_json = no_space
+    for rank in range(20):
+        with pytest.raises(OSError, match="No space left"):
+            Witness(tmp, rank, {}, {})
+        assert examine.ask(tmp / f"rank-{rank:05d}", "ping") is None
+        for signum in (witness.STACKS_SIGNAL, witness.EXIT_SIGNAL):
+            assert not examine._handles(os.getpid(), signum)
+
+
+def test_a_rank_that_cannot_be_watched_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The worker server is shut down right after its start: torch's own would wait for ever, and hold the lock."""
+    process = harness._CONTEXT.Process(target=failing_witnesses, args=(tmp_path,))
+    process.start()
+    process.join(30)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
+
+
+def watched_but_rank_0(config: dict[str, Any], environment: dict[str, str], output: str) -> None:
+    if environment["RANK"] == "0":
+        os.posix_fallocate = no_space
+    harness._rank(config, environment, output)
+
+
+@pytest.mark.campaign
+def test_the_other_ranks_of_the_node_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "_rank", watched_but_rank_0)
+    config = watched(
+        tmp_path,
+        limits="setup:60,step:2.5,checkpointing:60,out_of_section:60",
+        events=[{"at": "train", "step": 20, "rank": 1, "do": "sleep", "seconds": FOREVER}],
+        fault_tolerance={"calculate_timeouts": True},
+        trainer={"devices": 2},
+    )
+    codes, output = run(config, tmp_path / "run")
+    assert codes[1] == EXIT_HUNG, output
+    assert output.count("Rank 0 is not watched") == 1
+    assert (1, "stuck") in [(each.rank, each.kind) for each in verdict_of(config).culprits]
+    nothing_left(config)
+
+
+def watchdogs(tmp: Path) -> list[psutil.Process]:
+    return watchdogs_of({"run_dir": str(tmp / "run")})
+
+
+def spoil(path: Path, how: str) -> None:
+    """Makes something of it that must not be used."""
+    if how == "file":
+        path.touch()
+    elif how == "open to others":
+        path.mkdir()
+        path.chmod(0o755)
+    elif how == "link":
+        path.with_suffix(".elsewhere").mkdir(mode=0o700)
+        path.symlink_to(path.with_suffix(".elsewhere"))
+    elif how == "dangling link":
+        path.symlink_to("nowhere")
+    elif how == "of another user":
+        path.mkdir(mode=0o700)
+        os.chown(path, 65534, 65534)
+
+
+SPOILT = ["file", "open to others", "link", "dangling link"]
+
+
+@pytest.mark.parametrize("how", SPOILT + ["of another user"] * (os.getuid() == 0))
+def test_the_second_place_is_taken_where_the_first_cannot_be(places: list[Path], how: str) -> None:
+    spoil(places[0], how)
+    before = [path.lstat() for path in places[0].parent.iterdir()]
+    directory = node_directory("0123456789abcdef", 3)
+    assert directory == places[1] / "0123456789ab-3"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (places[1], directory)] == [0o700, 0o700]
+    assert node_directory("0123456789abcdef", 3) == directory, "the next rank finds the same"
+    assert not list(places[0].glob("*"))
+    assert [path.lstat() for path in places[0].parent.iterdir() if path != places[1]] == before
+    spoil(places[1].with_name("third"), how)
+    places[1] = places[1].with_name("third")
+    with pytest.raises(OSError, match=f"neither {places[0]} nor {places[1]} can be made a folder"):
+        node_directory("0123456789abcdef", 3)
+
+
+def test_a_rank_is_watched_from_the_second_place(
+    tmp_path: Path, places: list[Path], said: Callable[[str], list[str]]
+) -> None:
+    spoil(places[0], "open to others")
+    seen = Seen()
+    fit(tmp_path, seen)
+    assert [directory.parent for directory in seen.directories if directory is not None] == [places[1]]
+    assert said("Hangs are found by a watchdog")
+    assert not said("not watched")
+
+
+def test_a_rank_without_any_place_trains_on(
+    tmp_path: Path, places: list[Path], said: Callable[[str], list[str]]
+) -> None:
+    for place, how in zip(places, ("open to others", "file"), strict=True):
+        spoil(place, how)
+    seen = Seen()
+    fit(tmp_path, seen)
+    assert seen.directories == {None}
+    (line,) = said("not watched")
+    assert f"neither {places[0]} nor {places[1]}" in line
+    assert not said("Hangs are found by")
+
+
+# -- no watchdog -------------------------------------------------------------------------------------------------------
+
+COMMAND = ["python", "-m", "lightning_resilience.detect.watchdog"]
+NO_START = [
+    BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+    subprocess.CalledProcessError(1, COMMAND),
+    subprocess.TimeoutExpired(COMMAND, 60.0),
+]
+
+
+@pytest.mark.parametrize("error", NO_START, ids=lambda error: type(error).__name__)
+def test_a_watchdog_that_does_not_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Callable[[str], list[str]], error: Exception
+) -> None:
+    start, starts = watchdog.start, []
+
+    def once(directory: Path) -> Any:
+        starts.append(directory)
+        if len(starts) > 1:
+            raise error
+        return start(directory)
+
+    monkeypatch.setattr(watchdog, "start", once)
+    fit(tmp_path, KillsWatchdog())
+    assert len(starts) > 2, "it is tried at every save"
+    assert len(set(starts)) == 1
+    assert len(said("has gone; it is started again")) == 1
+    assert len(said("hangs on this node will not be found")) == 1
+
+
+def test_a_watchdog_that_does_not_start_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Callable[[str], list[str]]
+) -> None:
+    """It does at the first save."""
+    start, starts = watchdog.start, []
+
+    def second(directory: Path) -> Any:
+        starts.append(directory)
+        if len(starts) == 1:
+            raise NO_START[0]
+        return start(directory)
+
+    monkeypatch.setattr(watchdog, "start", second)
+    fit(tmp_path)
+    assert len(starts) == 2
+    assert len(said("hangs on this node will not be found")) == 1
+    assert not said("Hangs are found by")
+
+
+@pytest.mark.parametrize("why", ["no folder", "no program"])
+def test_a_watchdog_that_cannot_watch_does_not_pretend_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    (tmp_path / "there").mkdir()
+    if why == "no program":
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises((OSError, subprocess.SubprocessError)):
+        watchdog.start(tmp_path / ("nowhere" if why == "no folder" else "there"))
+
+
+def test_a_node_has_one_watchdog(tmp_path: Path) -> None:
+    first = watchdog.start(tmp_path)
+    assert first is not None
+    try:
+        assert watchdog.start(tmp_path) == first
+    finally:
+        os.kill(first["pid"], signal.SIGKILL)
+    while is_running(first):
+        time.sleep(0.01)
+    second = watchdog.start(tmp_path)
+    assert second is not None
+    assert second["pid"] != first["pid"]
+    os.kill(second["pid"], signal.SIGKILL)
+
+
+class CleansUp(L.Callback):
+    """Removes the folder in node memory after the first step, as systemd does when a user logs out."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == 1:
+            directory = trainer.callbacks[0]._watching.witness.directory
+            self.watchdog = read_json(directory / "watchdog.json") or {}
+            shutil.rmtree(directory)
+
+    def on_train_end(self, *args: Any) -> None:
+        assert is_running(self.watchdog)
+
+
+def test_a_watchdog_whose_folder_is_cleaned_up_is_no_lost_one(tmp_path: Path, said: Callable[[str], list[str]]) -> None:
+    fit(tmp_path, CleansUp())
+    assert not said("has gone")
+    assert not said("will not be found")
+
+
+def test_the_watchdog_needs_neither_torch_nor_lightning() -> None:
+    code = (
+        "import sys, lightning_resilience.detect.watchdog\n"
+        "print({'torch', 'numpy', 'lightning', 'lightning_fabric', 'pytorch_lightning'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"
+
+
+# -- children of the training ------------------------------------------------------------------------------------------
+
+
+class Forks(L.Callback):
+    """Forks in the middle of the training; one child wants to end the script, another fails, both in its name."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step in (3, 5):
+            path = trainer.callbacks[0]._watching.witness.progress_path
+            before = read_progress(path)
+            if (pid := os.fork()) == 0:
+                if trainer.global_step == 3:
+                    sys.exit(0)
+                raise RuntimeError("only in the child")
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            stay = read_progress(path)
+            answers = examine.ask(path.with_suffix(""), "ping") is not None
+            alive = is_running(read_json(path.parent / "watchdog.json") or {})
+            print(
+                json.dumps({"code": code, "moved": stay != before, "answers": answers, "watchdog": alive}), flush=True
+            )
+
+
+def forking(tmp: str) -> None:
+    """A script of its own: what happens to a forked child when Python ends is part of it."""
+    fit(Path(tmp), Forks(), Seen())
+    print(json.dumps({"end": os.getpid()}))
+
+
+def test_a_forked_child_does_not_speak_for_the_training(tmp_path: Path) -> None:
+    script = f"from tests.test_fault_tolerance_edges import forking; forking({str(tmp_path)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("RuntimeError: only in the child") == 1
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    quiet = {"moved": False, "answers": True, "watchdog": True}
+    assert lines[:-1] == [{"code": 0, **quiet}, {"code": 1, **quiet}]
+    assert list(lines[-1]) == ["end"]
+
+
+def test_a_child_has_a_record_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "rank.progress"
+    progress = Progress(path, {"step": 5.0})
+    progress.at("step", 3, (4, 1, 0, 0))
+    before = read_progress(path)
+    if (pid := os.fork()) == 0:
+        with progress.during("checkpointing"):
+            progress.at("step", 9, (10, 1, 0, 0))
+        progress.close()
+        os._exit(0 if progress.section == "left" else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert read_progress(path) == before
+    progress.at("step", 4, (5, 1, 0, 0))
+    stay = read_progress(path)
+    assert stay is not None
+    assert stay.step == 4
+
+
+# -- what takes long and advances --------------------------------------------------------------------------------------
+
+
+class Evaluated(BoringModel):
+    def __init__(self, reports: bool) -> None:
+        super().__init__()
+        self.reports = reports
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.35)
+        if self.reports:
+            report_progress()
+        return super().validation_step(batch, batch_idx)
+
+
+class Nested(L.Callback):
+    """An evaluation by another Trainer, between two batches, that takes 2.8 s."""
+
+    def __init__(self, tmp: Path, reports: bool) -> None:
+        self.inner, self.module = small_trainer(tmp / "inner", limit_val_batches=8), Evaluated(reports)
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        self.inner.validate(self.module, verbose=False)
+
+
+def evaluating(tmp: Path, reports: bool) -> None:
+    with open(tmp / "output", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    fit(
+        tmp,
+        Nested(tmp, reports),
+        section_timeouts="setup:60,step:60,checkpointing:60,out_of_section:2",
+        calculate_timeouts=False,
+    )
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_nested_evaluation_lives_by_what_it_reports(tmp_path: Path, reports: bool) -> None:
+    process = harness._CONTEXT.Process(target=evaluating, args=(tmp_path, reports))
+    process.start()
+    process.join(100)
+    config = {"run_dir": str(tmp_path / "run")}
+    assert process.exitcode == (0 if reports else EXIT_HUNG), (tmp_path / "output").read_text()
+    assert len(hangs(config)) == (0 if reports else 1)
+    if not reports:
+        culprit = the_culprit(config)
+        assert culprit.section == "out_of_section"
+        assert "validation_step (test_fault_tolerance_edges.py" in culprit.text
+    nothing_left(config)
+
+
+# -- what the documentation says ---------------------------------------------------------------------------------------
+
+LAST, NEXT = verdicts.entry("nccl:all_reduce", 56), verdicts.pending("nccl:all_reduce", 57)
+TIMED = verdicts.entry("nccl:all_reduce", 56, time_discovered_started_ns=5)
+ODD_ONES_OUT = {  # what the Flight Recorders of the odd rank and of the others hold
+    "left out": (verdicts.AHEAD, verdicts.IN_GROUP),
+    "another one": (verdicts.nccl(verdicts.pending("nccl:broadcast", 57)), verdicts.nccl(NEXT)),
+    "does not finish": (verdicts.nccl(NEXT), verdicts.nccl(NEXT)),
+    "finished by others": (verdicts.nccl({**LAST, **verdicts.PENDING}, NEXT), verdicts.nccl(LAST, NEXT)),
+    "not begun": (verdicts.nccl(TIMED, NEXT), verdicts.nccl(TIMED, {**NEXT, **verdicts.STARTED})),
+}
+SAID = [
+    *(verdicts.among(r1=rank).line for rank, _, _ in verdicts.KINDS),
+    *(verdicts.diagnose(verdicts.all_but(3, odd, others), 4).line for odd, others in ODD_ONES_OUT.values()),
+    verdicts.diagnose([verdicts.evidence(0, verdicts.IN_GROUP), verdicts.evidence(1, verdicts.AHEAD)], 2).line,
+]
+"""What the watchdog says of every kind of hang."""
+
+
+def documented() -> list[re.Pattern[str]]:
+    """The phrases in the table of ``docs/hangs.md``, and in the sentence below it about what is no hang."""
+    text = (ROOT / "docs" / "hangs.md").read_text()
+    rows = re.findall(r"^\| `(.+?)`", text[text.index("| what is said |") :], re.MULTILINE)
+    excused = re.search(r"After `No hang:` it is `(.+?)` or `(.+?)`", text)
+    assert excused is not None
+    patterns = []
+    for phrase in [*rows, *excused.groups()]:
+        pattern = re.escape(phrase).replace(re.escape("f (file.py:"), r"\w+ \(\w+\.py:").replace(re.escape("..."), ".+")
+        pattern = re.sub("^(is|are)\\b", "(is|are)", re.sub("[0-9]+", "[0-9]+", pattern))
+        patterns.append(re.compile(f"[0-9)] {pattern}"))
+    return patterns
+
+
+def test_the_documentation_knows_what_is_said() -> None:
+    unknown = [line for line in SAID if not any(phrase.search(line) for phrase in documented())]
+    never_said = [phrase.pattern for phrase in documented() if not any(phrase.search(line) for line in SAID)]
+    assert (unknown, never_said) == ([], [])
