@@ -178,6 +178,14 @@ def test_a_module_and_sys_exit_0(launcher: Launcher) -> None:
     assert launcher.run("-m", "module", "a") == 0, launcher.stderr()
 
 
+@pytest.mark.parametrize("end", ["sys.exit(0)", "raise ValueError('a child')", "sys.exit(3)"])
+def test_a_child_that_the_script_has_forked_does_not_speak_for_it(launcher: Launcher, end: str) -> None:
+    launcher.script(f"import os, sys\nif os.fork() == 0:\n    {end}\nos.wait()\nprint('parent', flush=True)\n")
+    assert launcher.run() == 0, launcher.stderr()
+    assert [event["reason"] for event in launcher.events("outcome")] == ["the script ended"]
+    assert not launcher.events("fault")
+
+
 def test_a_crash_is_restarted_inside_the_job(launcher: Launcher) -> None:
     launcher.script("if restart_count == 0: raise RuntimeError('boom')")
     assert launcher.run() == 0, launcher.stderr()

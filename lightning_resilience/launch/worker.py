@@ -29,7 +29,8 @@ JOB_ATTEMPT_VARIABLE = "LIGHTNING_RESILIENCE_JOB_ATTEMPT"
 def main() -> None:
     """Runs ``[-m] script [args...]`` from the command line as ``__main__``."""
     signals.install()
-    os.environ[WORKER_PID_VARIABLE] = str(os.getpid())
+    pid = os.getpid()
+    os.environ[WORKER_PID_VARIABLE] = str(pid)
     command = sys.argv[1:]
     run_directory = RunDirectory(os.environ[RUN_DIR_VARIABLE])
     ledger = Ledger(run_directory.ledger, rank=int(os.environ.get("RANK", "0")))
@@ -55,6 +56,8 @@ def main() -> None:
         fault = _describe(error)
         _show(error)
 
+    if os.getpid() != pid:  # a child that the script has forked ends for itself, and not for the run
+        sys.exit(0 if outcome.status == "finished" else 1)
     for fit in run_directory.fits:  # a fit's own word counts for more: a library may have swallowed its exception
         said = fit.outcome
         if said is None or said.time < began:
