@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "devtmpfs", "ramfs"}
-_UNLIMITED = 1 << 60  # version 1 of control groups writes the largest number of pages instead of "max"
+_UNLIMITED = 1 << 60
 _PROC = Path("/proc")
 
 
@@ -213,7 +213,7 @@ def _read(path: Path) -> str:
 def _read_number(path: Path) -> int | None:
     """``None`` for a missing file and for ``max``."""
     text = _read(path).strip()
-    return int(text) if text.isdecimal() and int(text) < _UNLIMITED else None
+    return int(text) if text.isdecimal() else None
 
 
 def _memory_limits(proc: Path) -> Iterator[Room]:

@@ -483,12 +483,9 @@ def _move_into(path: Path, target: Path) -> None:
     for _ in range(100):
         with contextlib.suppress(FileExistsError):
             os.mkdir(target.parent, 0o700)
-        try:
+        with contextlib.suppress(FileNotFoundError):
             os.rename(path, target)
             return
-        except FileNotFoundError:
-            if not os.path.lexists(path):
-                raise
     raise OSError(errno.ENOENT, "the folder of the generation is removed again and again", os.fspath(target.parent))
 
 
@@ -607,9 +604,9 @@ def _remove_leftovers(directory: Path) -> None:
     for entry in _entries(directory):
         if (name := _WRITER.fullmatch(entry.name)) is not None and _living.get(name["id"]) != os.getpid():
             with contextlib.suppress(FileNotFoundError):
-                _remove_if_abandoned(directory, entry.path, name["id"])
+                _remove_if_abandoned(entry.path)
     for entry in _entries(directory):
-        # A claim is made before and removed after all that carries its id.
+        # A claim is made before all that carries its id, and by its owner removed after it.
         if (name := _SPARE.fullmatch(entry.name)) is not None and not (directory / f".writer-{name['id']}").exists():
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(entry.path)
@@ -619,15 +616,11 @@ def _remove_leftovers(directory: Path) -> None:
     clean_temporaries(directory / _QUARANTINE)
 
 
-def _remove_if_abandoned(directory: Path, path: str, claim: str) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _remove_if_abandoned(claim: str) -> None:
+    fd = os.open(claim, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if not _lock(fd):
-            return
-        for entry in _entries(directory):
-            if (name := _SPARE.fullmatch(entry.name)) is not None and name["id"] == claim:
-                os.unlink(entry.path)
-        os.unlink(path)
+        if _lock(fd):  # Else it lives, or this storage has no locks and nothing is known.
+            os.unlink(claim)
     finally:
         os.close(fd)
 
