@@ -123,9 +123,8 @@ class Tiers:
         self.local.discard(set(condemned), "condemned in its probation")
         usable, reasons = self.local.find(without=condemned)
         self._report_bad()
-        for reason in reasons:
-            if session.trainer.is_global_zero:
-                log.info("A local checkpoint is not used: %s.", reason)
+        if reasons and session.trainer.is_global_zero:
+            log.info("Local checkpoints that are not used: %s.", "; ".join(reasons))
         self.complete = usable if wanted else []
         return self.complete
 
@@ -151,7 +150,6 @@ class Tiers:
     def _load_local(self, generation: Generation) -> tuple[Path, dict[str, Any] | None] | None:
         assert self.local is not None
         session = self._session
-        here = [self.local.place.node in nodes for nodes in generation.holders.values()]
         checkpoint = self.local.load(generation)
         self._report_bad()
         if checkpoint is None:
@@ -160,7 +158,7 @@ class Tiers:
             self.complete.remove(generation)
             return None
         name = f"step-{generation.step:012d}-{generation.name}"
-        tier = "local" if all(here) else "replica"
+        tier = "replica" if self.local.travelled else "local"
         self.loaded = _Loaded(generation.step, generation.name, None)
         if session.trainer.is_global_zero:
             session.ledger.record(
@@ -223,6 +221,7 @@ class Tiers:
             else:
                 log.info("Resuming from step %d (%s).", step, path)
         if finished:
+            session.final_path = path
             session.trainer.should_stop = True
 
     # -- probation -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 
 from lightning_resilience import _lightning
 from lightning_resilience.checkpoint import capacity, shard
-from lightning_resilience.checkpoint.generations import Journey, places
+from lightning_resilience.checkpoint.generations import Journey, common_part, places, rank_part
 from lightning_resilience.checkpoint.interval import mean_time_to_failure_s, optimal_interval_s
 from lightning_resilience.checkpoint.local import Figures, LocalSaves, Rounds, Schedule, new_generation
 from lightning_resilience.checkpoint.recovery import LocalTier
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_EXCHANGE_TIMEOUT = timedelta(minutes=5)
+_EXCHANGE_TIMEOUT = timedelta(minutes=2)
 _SETTLE_S = 60.0
 _LAST_WORDS_S = 5.0
 _FIRST_INTERVAL_S = 10.0
@@ -169,6 +169,7 @@ class _Local:
             self.store, self.places, session.rank, self.owner, _kind(trainer), session.gather, self._fetch
         )
         self._common = False
+        self._expected: dict[str, int] = {}
         self._replicas: Replicas | None = None
         self._saves: LocalSaves | None = None
         self._history = (0, 0.0)
@@ -198,7 +199,7 @@ class _Local:
         try:
             arrived = fetch(self.session.rank, transfers, reserve, prefix, _EXCHANGE_TIMEOUT)
         except ReplicaError as error:
-            log.warning("Rank %d: parts of local checkpoints cannot be had from other nodes: %s.", self.place.rank, error)
+            log.warning("Rank %d cannot have parts of local checkpoints from other nodes: %s.", self.place.rank, error)
         here = {transfer.part for transfer, content in arrived.items() if content is not None}
         for part in writers.keys() - here:
             writers.pop(part).abandon()
@@ -236,11 +237,13 @@ class _Local:
             self._replicas,
             [each.name for each in session.tiers.complete if each.step <= step],
             self._completed,
+            session.check_owner,
+            self._expected,
         )
         _lightning.on_batch_done(trainer, session.patches, self._saves.fence)
         session.at_end_of_epoch.append(self._saves.fence)
         session.at_boundary.append(self._at_boundary)
-        session.at_saved.append(lambda is_end: self._stop(_SETTLE_S) if is_end else None)
+        session.at_saved.append(lambda is_end: self._end() if is_end else None)
         session.save_locally = self.save_now
         self._saves.start(step, trainer.optimizers)
         if trainer.is_global_zero:
@@ -340,6 +343,11 @@ class _Local:
             mine += 2 * sum(local(each).nbytes for each in trainer.lightning_module.parameters() if each.requires_grad)
         sizes = self.session.gather(mine)
         here = [place.rank for place in self.places if place.node == self.place.node]
+        part = rank_part(self.session.rank)
+        self._expected = {part: mine}
+        if self._common:
+            count = self.place.local_world_size
+            self._expected = {common_part(self.place.local_rank, count): mine // count}
         problem = None
         if self.place.local_rank == 0:
             try:
@@ -350,8 +358,15 @@ class _Local:
                     0 if self._common or not self._replicates() else self.settings.replication_factor - 1,
                 )
             except ValueError as error:
-                problem = f"{self.place.node}: {error}"
+                problem = f"{self.place.node}: {error}{self._what_others_hold()}"
         return next((each for each in self.session.gather(problem) if each is not None), None)
+
+    def _what_others_hold(self) -> str:
+        """Says what lies beside: states of runs that have never been finished are removed by nobody."""
+        here = self.store.directory.parent
+        others = [folder for folder in here.parent.iterdir() if folder != here]
+        nbytes = sum(path.lstat().st_size for folder in others for path in folder.rglob("*.shard"))
+        return f"; other runs hold {capacity.format_bytes(nbytes)} in {here.parent}" if nbytes else ""
 
     def _nodes(self) -> int:
         return len({place.node for place in self.places})
@@ -372,7 +387,13 @@ class _Local:
                 log.warning("Local checkpoints have no copies on other nodes: %s.", error)
             return None
         mine = next(group for group in groups if self.session.rank in group)
-        return Replicas(self.session.rank, mine, f"{self._prefix()}/replicas", _EXCHANGE_TIMEOUT)
+        try:
+            return Replicas(self.session.rank, mine, f"{self._prefix()}/replicas", _EXCHANGE_TIMEOUT)
+        except ReplicaError as error:
+            if self.settings.replication is True:
+                raise
+            log.warning("Rank %d: no copies of local checkpoints on other nodes: %s.", self.session.rank, error)
+            return None
 
     def _say_what_is_done(self) -> None:
         settings = self.settings
@@ -389,6 +410,13 @@ class _Local:
         log.info("Local checkpoints %s in %s (%s), %s.", when, self.store.directory, where, copies)
 
     # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """The training has ended: nothing is saved any more."""
+        if (saves := self._saves) is not None:
+            self._stop(_SETTLE_S)
+            if saves.trouble is not None:
+                log.error("Rank %d: the last local checkpoint was not saved (%r).", self.place.rank, saves.trouble)
 
     def _stop(self, timeout_s: float) -> None:
         if self._saves is not None:

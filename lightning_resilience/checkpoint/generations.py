@@ -70,6 +70,7 @@ class Holding:
         world_size: How many ranks the generation is of.
         kind: How the ranks shared their state out; see :attr:`Generation.kind`.
         commons: Into how many common parts a node has split its copy.
+        alike: What these hold; parts of which it differs do not go together.
     """
 
     node: str
@@ -80,6 +81,7 @@ class Holding:
     world_size: int
     kind: str
     commons: int
+    alike: str = ""
 
 
 @dataclass
@@ -92,6 +94,7 @@ class Generation:
         world_size: How many ranks it is of.
         kind: How the ranks shared their state out, such as ``replicated`` or ``sharded``; another kind cannot read it.
         commons: Into how many common parts a node has split its copy.
+        alike: What these hold.
         holders: The nodes that have a part, in a fixed order.
         sizes: Bytes of the parts.
     """
@@ -101,6 +104,7 @@ class Generation:
     world_size: int
     kind: str
     commons: int
+    alike: str = ""
     holders: dict[str, list[str]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
 
@@ -133,9 +137,14 @@ def generations(holdings: Iterable[Holding], without: Collection[str] = ()) -> l
             continue
         one = found.setdefault(
             (each.step, each.generation),
-            Generation(each.step, each.generation, each.world_size, each.kind, each.commons),
+            Generation(each.step, each.generation, each.world_size, each.kind, each.commons, each.alike),
         )
-        if (one.world_size, one.kind, one.commons) == (each.world_size, each.kind, each.commons):
+        if (one.world_size, one.kind, one.commons, one.alike) == (
+            each.world_size,
+            each.kind,
+            each.commons,
+            each.alike,
+        ):
             one.holders.setdefault(each.part, []).append(each.node)
             one.sizes[each.part] = each.size
     return [found[key] for key in sorted(found, reverse=True)]

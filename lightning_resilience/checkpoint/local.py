@@ -12,17 +12,19 @@ into the memory of the node store, adds the checksums, publishes, exchanges repl
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 
 from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.generations import Place, common_part, rank_part
@@ -89,6 +91,9 @@ class Rounds:
 
     def announce(self, planned: Round) -> None:
         """Rank 0: tells everybody."""
+        # Every rank has heard how the round before the last ended, or the last could not have been settled.
+        for name in ("", "/published", "/over", "/settled"):
+            self._store.delete_key(f"round/{planned.number - 2}{name}")
         self._store.set(f"round/{planned.number}", json.dumps([planned.step, planned.generation]))
 
     def end(self, number: int) -> None:
@@ -127,6 +132,8 @@ class _Job:
     snapshot: Snapshot
     common: list[int]
     """The tensors that every rank of the node has alike."""
+    numbers: list[int]
+    """Which of all that the ranks have alike these are."""
     step: int
 
 
@@ -200,6 +207,9 @@ class LocalSaves:
         replicas: Keeps copies on other nodes, if there are any.
         complete: Generations that are complete already, newest first.
         published: Told about every generation that this rank knows to be complete, from the thread.
+        check_owner: Raises if a newer attempt has taken the run over; called before anything is removed.
+        expected: About how many bytes which part of this rank will have. Memory that is new is slow to get, and the
+            first save should not wait for it.
     """
 
     def __init__(
@@ -214,6 +224,8 @@ class LocalSaves:
         replicas: Replicas | None = None,
         complete: Sequence[str] = (),
         published: Callable[[int, str], None] = lambda step, generation: None,
+        check_owner: Callable[[], None] = lambda: None,
+        expected: Mapping[str, int] | None = None,
     ) -> None:
         self.figures = Figures()
         self._store = store
@@ -228,6 +240,8 @@ class LocalSaves:
         self._replicas = replicas
         self._complete = list(complete)
         self._published = published
+        self._check_owner = check_owner
+        self._expected = dict(expected or {})
         self._snapshots = Snapshots()
         self._fence: Fence | None = None
         self._changed = threading.Condition()
@@ -243,7 +257,8 @@ class LocalSaves:
         self._last_boundary = time.monotonic()
         self._step_s = 0.0
         self._steps_seen = 0
-        self._trouble: BaseException | None = None
+        self.trouble: BaseException | None = None
+        """What has ended the thread before its time."""
         self._last_failure = ""
         self._thread = threading.Thread(target=self._run, name="local-checkpoint", daemon=True)
 
@@ -255,12 +270,13 @@ class LocalSaves:
         self._fence = Fence(optimizers)
         self._retire()
         self._schedule.begin()
+        self._busy = True
         self._thread.start()
 
     def at_boundary(self, step: int, clean: bool) -> Round | None:
         """Called at every boundary; returns the round for which the state has to be handed over to :meth:`take` now."""
-        if self._trouble is not None:
-            raise self._trouble
+        if self.trouble is not None:
+            raise self.trouble
         if self._rounds is None:
             if not clean or not self._schedule.is_due(step, self._last):
                 return None
@@ -310,7 +326,7 @@ class LocalSaves:
         """
         assert self._fence is not None
         snapshot = self._snapshots.take(state, stable)
-        job = _Job(planned, snapshot, self._common(snapshot, common), step)
+        job = _Job(planned, snapshot, *self._common(snapshot, common), step)
         if (n := self._schedule.every_n_train_steps) is not None and self._rounds is not None:
             self.figures.skipped += max(0, (step - self._last) // n - 1)
         with self._changed:
@@ -347,22 +363,25 @@ class LocalSaves:
         snapshot = self._snapshots.take(state, stable)
         snapshot.release()  # nothing changes meanwhile: this is the training thread
         snapshot.fence()
-        job = _Job(Round(-1, step, generation), snapshot, self._common(snapshot, common), step)
+        job = _Job(Round(-1, step, generation), snapshot, *self._common(snapshot, common), step)
         try:
             return bool(self._save(job))
         except (OSError, TypeError, ValueError) as error:
             self._fail(job, error)
             return False
 
-    def _common(self, snapshot: Snapshot, common: Sequence[torch.Tensor]) -> list[int]:
-        places = {address(tensor) for tensor in common} - {0}
-        return [index for index, tensor in enumerate(snapshot.tensors) if address(tensor) in places] if places else []
+    def _common(self, snapshot: Snapshot, common: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+        numbers: dict[int, int] = {}
+        for number, tensor in enumerate(common):
+            if (place := address(tensor)) != 0:
+                numbers.setdefault(place, number)
+        found = [(i, numbers.get(address(tensor), -1)) for i, tensor in enumerate(snapshot.tensors)] if numbers else []
+        return [i for i, number in found if number >= 0], [number for _, number in found if number >= 0]
 
     def fence(self) -> None:
         """The training is about to change what snapshots take for stable; free of cost if there is none."""
-        if self._fence is not None and (snapshot := self._fence.pending) is not None:
+        if self._fence is not None:
             self._fence.now()
-            self.figures.stall_s += snapshot.waited_s
 
     def stop(self, timeout_s: float) -> None:
         """Ends the thread; a save in progress may take ``timeout_s`` seconds more to be published."""
@@ -385,6 +404,10 @@ class LocalSaves:
     def _run(self) -> None:
         number = 0
         try:
+            self._prepare()
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
             while not self._stopping:
                 planned = None
                 if self._rounds is not None and (planned := self._plan(self._rounds, number)) is None:
@@ -398,7 +421,7 @@ class LocalSaves:
                 self._rounds.end(number)
         except BaseException as error:
             log.debug("The thread of the local saves has ended", exc_info=True)
-            self._trouble = error
+            self.trouble = error
         finally:
             with self._changed:
                 if self._job is not None:
@@ -462,7 +485,9 @@ class LocalSaves:
             self.figures.save_s = time.monotonic() - started
             self._published(job.step, job.planned.generation)
         if complete is not None:
+            self._check_owner()
             self._retire()
+            self._prepare()
         with self._changed:
             self._job, self._busy = None, False
             self._changed.notify_all()
@@ -503,6 +528,7 @@ class LocalSaves:
     def _save(self, job: _Job) -> list[_Piece]:
         """Publishes this rank's parts and returns them; none if the snapshot was no good."""
         snapshot, place = job.snapshot, self._place
+        identity = {**self._identity, "layout": {**self._identity["layout"], "alike": _alike(job)}}
         pieces: list[_Piece] = []
         try:
             for part, indices in self._split(job).items():
@@ -515,7 +541,7 @@ class LocalSaves:
                     piece.memory,
                     piece.specs,
                     shard.Identity(
-                        **self._identity,
+                        **identity,
                         step=job.step,
                         generation=job.planned.generation,
                         part=piece.part,
@@ -524,7 +550,9 @@ class LocalSaves:
                     {"state": snapshot.skeleton, "places": self._places(job)} if own else None,
                     piece.size,
                 )
-            if not snapshot.is_good():
+            good = snapshot.is_good()
+            self.figures.stall_s += snapshot.waited_s
+            if not good:
                 for piece in pieces:
                     piece.writer.abandon()
                 log.debug("A local save is given up: something has changed its tensors before the optimizer's step.")
@@ -537,6 +565,8 @@ class LocalSaves:
             raise
         finally:
             snapshot.release()
+        self._last_failure = ""
+        self._expected = {piece.part: piece.size for piece in pieces}
         self.figures.part_bytes = sum(piece.size + len(piece.trailer) for piece in pieces)
         return pieces
 
@@ -577,6 +607,12 @@ class LocalSaves:
         ]
         return _Piece(part, specs, size, writer, writer.memory, views)
 
+    def _prepare(self) -> None:
+        """Has the memory for the next save ready: what is new is slow to get, and the optimizer's step would wait."""
+        with contextlib.suppress(OSError):  # there is no room now; the save will say so
+            for part, nbytes in self._expected.items():
+                self._store.reserve(part, nbytes).abandon()
+
     def _retire(self) -> None:
         place = self._place
         del self._complete[self._keep :]
@@ -595,8 +631,10 @@ class LocalSaves:
 
     def _fail(self, job: _Job, error: BaseException) -> None:
         self.figures.failed += 1
-        if str(error) != self._last_failure:
-            self._last_failure = str(error)
+        # Said once, whatever the step, until a save succeeds again.
+        failure = f"{type(error).__name__} {error.errno}" if isinstance(error, OSError) else str(error)
+        if failure != self._last_failure:
+            self._last_failure = failure
             log.error(
                 "Rank %d: the local checkpoint of step %d could not be saved (%s). Training goes on; the newest local "
                 "checkpoint is an older one.",
@@ -604,6 +642,13 @@ class LocalSaves:
                 job.step,
                 error,
             )
+
+
+def _alike(job: _Job) -> str:
+    """Says what the common parts hold. Parts of which it differs do not go together."""
+    tensors = [job.snapshot.tensors[index] for index in job.common]
+    about = [(n, tuple(tensor.shape), str(tensor.dtype)) for n, tensor in zip(job.numbers, tensors, strict=True)]
+    return str(xxhash.xxh3_64_hexdigest(repr(about).encode())) if about else ""
 
 
 @dataclass

@@ -68,6 +68,8 @@ class LocalTier:
         self._fetch = fetch
         self.bad: list[tuple[str, str]] = []
         """What this rank has put into quarantine, and why."""
+        self.travelled = False
+        """Whether the last :meth:`load` has needed a part from another node; the same on all ranks."""
 
     def find(self, without: Collection[str] = ()) -> tuple[list[Generation], list[str]]:
         """The generations that can be resumed from, newest first, and why others cannot.
@@ -99,7 +101,10 @@ class LocalTier:
         holdings = []
         for held in self.store.held():
             try:
-                header = shard.read_identity(held.path, {**self.owner, "part": held.part})
+                header = shard.read_identity(
+                    held.path,
+                    {**self.owner, "step": held.step, "generation": held.generation, "part": held.part},
+                )
             except shard.CorruptShard as error:
                 self._quarantine(held.path, error)
                 continue
@@ -107,8 +112,13 @@ class LocalTier:
                 log.warning("%s cannot be read (%s); it is not used.", held.path, error)
                 continue
             found = header.identity
-            kind, commons = found.layout.get("kind"), found.layout.get("commons")
-            if isinstance(kind, str) and isinstance(commons, int) and 0 <= commons <= found.world_size:
+            kind, commons, alike = (found.layout.get(key) for key in ("kind", "commons", "alike"))
+            if (
+                isinstance(kind, str)
+                and isinstance(commons, int)
+                and 0 <= commons <= found.world_size
+                and isinstance(alike, str)
+            ):
                 holdings.append(
                     Holding(
                         self.place.node,
@@ -119,6 +129,7 @@ class LocalTier:
                         found.world_size,
                         kind,
                         commons,
+                        alike,
                     )
                 )
         return holdings
@@ -129,6 +140,7 @@ class LocalTier:
         Args:
             generation: Of :meth:`find`; the same on all ranks. It forgets what turns out to be bad.
         """
+        self.travelled = False
         while not generation.lacking:
             checkpoint, bad = None, self._bring(generation)
             if not bad:
@@ -145,6 +157,7 @@ class LocalTier:
         wanted = journeys(generation, self.places)
         if not wanted:
             return []
+        self.travelled = True
         me, mine = self.place.rank, []
         arrived = self._fetch(wanted, lambda part: self._path(generation, part))
         for each in wanted:
