@@ -25,7 +25,7 @@ import lightning.pytorch as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import AutoResume, FaultTolerance, Preemption, session
+from lightning_resilience import AutoResume, FaultTolerance, LocalCheckpoint, Preemption, session
 from lightning_resilience.detect.progress import Progress
 
 TOGGLE = 10
@@ -66,13 +66,23 @@ class Toggle(L.Callback):
 
 
 def ours_on(trainer: L.Trainer, on: bool) -> None:
-    """The boundary belongs to the callbacks, and the record of progress to ``FaultTolerance``: without, neither is."""
+    """Takes off, or puts back, what belongs to the callbacks beside their hooks: boundaries, records, waits."""
     fit = session._sessions.get(trainer)
     if fit is None:
         return
     fit._running = on
     watched: Progress | None = vars(fit).setdefault("_benchmark_progress", fit.progress)
     fit.progress = watched if on else None
+    # LocalCheckpoint looks after every batch and before every step of an optimizer whether a copy is under way.
+    optimization, optimizer = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.optimizers[0]
+    run = vars(fit).setdefault("_benchmark_run", vars(optimization).get("run"))
+    hooks = vars(fit).setdefault("_benchmark_hooks", dict(optimizer._optimizer_step_pre_hooks))
+    vars(optimization).pop("run", None)
+    optimizer._optimizer_step_pre_hooks.clear()
+    if on:
+        optimizer._optimizer_step_pre_hooks.update(hooks)
+        if run is not None:
+            optimization.run = run
 
 
 def measure(make: Callable[[], list[L.Callback]], steps: int, set_on: Callable[[L.Trainer, bool], None]) -> Toggle:
@@ -145,7 +155,13 @@ def main() -> None:
         "Preemption": lambda: [Preemption()],
         "AutoResume": lambda: [AutoResume()],
         "FaultTolerance": lambda: [FaultTolerance(autoresume=False)],
-        "all together": lambda: [FaultTolerance(), Preemption(), AutoResume()],
+        "LocalCheckpoint, no save due": lambda: [LocalCheckpoint(train_time_interval=3600)],
+        "all together": lambda: [
+            FaultTolerance(),
+            Preemption(),
+            LocalCheckpoint(train_time_interval=3600),
+            AutoResume(),
+        ],
     }
     rows: list[tuple[str, float, float, float]] = []
     for name, make in ours.items():
