@@ -134,6 +134,25 @@ def test_one_that_comes_too_soon_is_left_out_and_said_once(
     assert caplog.text.count("is skipped") == 1
 
 
+def test_the_final_state_comes_after_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, held = tmp_path / "run", Held(monkeypatch)
+    fit(run, {11: threading.Timer(0.5, held.let_go.set).start}, keep=5)
+    saved = [event["step"] for event in read_ledger(RunDirectory(run).ledger) if event["event"] == "saved"]
+    assert saved == [4, 12]
+
+
+def test_a_fit_that_raises_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, held = tmp_path / "run", Held(monkeypatch)
+
+    def fail() -> None:
+        threading.Timer(0.5, held.let_go.set).start()
+        raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(run, {7: fail})
+    assert steps(run) == [4]
+
+
 def test_a_full_disk_is_reported_and_the_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -215,7 +215,7 @@ class _Generation:
                 texts.append(f"rank-{following:05d}{last}")
             following = max(following, rank + 1)
         commons = identity.layout.get("commons")
-        commons = min(commons, identity.world_size) if type(commons) is int else 0
+        commons = commons if type(commons) is int else 0
         if commons > 0:
             present = {
                 int(found[1]) for name in here if (found := _COMMON.fullmatch(name)) and int(found[2]) == commons
