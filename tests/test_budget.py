@@ -67,6 +67,20 @@ def fail_until_given_up(history: History) -> Decision:
     return decision
 
 
+def test_a_local_checkpoint_is_progress_once_it_was_resumed_from() -> None:
+    """It may be lost with its node: that it could be read again shows that it was not."""
+    history = History(Budget(in_job_restarts=1, job_retries=0))
+    local = {"fit": 0, "tier": "local"}
+    for step in (10, 20, 30):
+        history.attempt({"event": "resumed", "step": step, **local}, {"event": "saved", "step": step + 5, **local})
+        assert highest_verified_step(history.events) == step
+        assert history.decide().action != "give_up"
+    for _ in range(2):
+        history.attempt({"event": "resumed", "step": 30, **local}, {"event": "saved", "step": 99, **local})
+    assert highest_verified_step(history.events) == 30
+    assert history.decide().action == "give_up"
+
+
 def test_two_retries_are_three_jobs_of_four_groups_each() -> None:
     history = History(Budget(in_job_restarts=3, job_retries=2))
     decision = fail_until_given_up(history)

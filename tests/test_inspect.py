@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from lightning_resilience.checkpoint import inspection, shard
 from lightning_resilience.checkpoint.inspection import inspect
 from lightning_resilience.checkpoint.plain import pack, tensor_names
 from lightning_resilience.checkpoint.shard import Identity, arrange, seal, view
+from lightning_resilience.checkpoint.store import NodeStore
+from lightning_resilience.launch import cli
 
 
 def write(path, tensors=(), skeleton=None, **identity):
@@ -386,3 +389,20 @@ def test_tensor_names_are_the_paths_of_what_is_left_out():
     for bad in ({tag: "tensor"}, {tag: "dict"}, {tag: "tuple", "items": {tag: "tensor"}}, {tag: "ndarray"}):
         with pytest.raises(ValueError):
             tensor_names(bad)
+
+
+def test_the_exit_code_says_whether_all_is_intact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = NodeStore(tmp_path / "store")
+    writer = store.reserve("rank-00000", 256)
+    specs, size = shard.arrange([torch.ones(3)])
+    shard.view(writer.memory, specs[0]).fill_(1.0)
+    identity = shard.Identity("run", 0, 12, "1a2b3c4d", "rank-00000", 1, {"kind": "whole", "commons": 0})
+    trailer = shard.seal(writer.memory, specs, identity, {"state": {}, "places": []}, size)
+    path = writer.publish(12, "1a2b3c4d", size, trailer)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main(["inspect", str(path)])
+    assert "rank-00000" in capsys.readouterr().out
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(SystemExit, match=r"^1$"):
+        cli.main(["inspect", str(path)])
+    assert "truncated" in capsys.readouterr().out

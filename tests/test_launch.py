@@ -186,6 +186,12 @@ def test_a_child_that_the_script_has_forked_does_not_speak_for_it(launcher: Laun
     assert not launcher.events("fault")
 
 
+def test_local_dir_reaches_the_workers(launcher: Launcher) -> None:
+    launcher.script("open('where', 'w').write(os.environ['LIGHTNING_RESILIENCE_LOCAL_DIR'])")
+    assert launcher.run("--local-dir=scratch", "script.py") == 0, launcher.stderr()
+    assert (launcher.folder / "where").read_text() == str(launcher.folder / "scratch")
+
+
 def test_a_crash_is_restarted_inside_the_job(launcher: Launcher) -> None:
     launcher.script("if restart_count == 0: raise RuntimeError('boom')")
     assert launcher.run() == 0, launcher.stderr()

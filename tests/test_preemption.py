@@ -14,9 +14,9 @@ import pytest
 
 from lightning_resilience import Interrupted, Preemption, signals
 from lightning_resilience.checkpoint import resume
-from lightning_resilience.ledger import read_ledger
+from lightning_resilience.ledger import Ledger, read_ledger
 from lightning_resilience.run_directory import RunDirectory
-from tests.harness import Ranks, result, run
+from tests.harness import Ranks, result, run, samples
 from tests.program import DEFAULTS, Module, loader, make_trainer
 from tests.test_exact_resume import make, undisturbed
 
@@ -178,6 +178,34 @@ def test_leaves_nothing_behind(tmp_path: Path) -> None:
     added = {key for key in os.environ if key not in before[2]}
     assert not {key for key in added if "RESILIENCE" in key}
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["out", "run"]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("last_save_s", [None, 0.01, 1000.0])
+def test_saves_locally_first_when_time_is_short(tmp_path: Path, ranks: int, last_save_s: float | None) -> None:
+    config = make(
+        tmp_path,
+        "disturbed",
+        callbacks=["preemption", "auto_resume", "local_checkpoint"],
+        save_every=1000,
+        local={"every_n_train_steps": 1000, "dir": str(tmp_path / "local")},
+        trainer={"devices": ranks},
+        events=[{"at": "train", "step": 20, "do": "SIGTERM", "once": True}],
+    )
+    run_directory = RunDirectory(config["run_dir"])
+    if last_save_s is not None:
+        Ledger(run_directory.ledger).record("saved", fit=0, step=0, seconds=last_save_s)
+    _, text = run(config, tmp_path / "disturbed")
+    short = last_save_s != 0.01
+    saved = [event.get("tier") for event in read_ledger(run_directory.ledger) if event["event"] == "saved"]
+    assert saved[last_save_s is not None :] == (["local", "global"] if short else ["global"]), text
+    assert ("safe in the local checkpoints" in text) == short
+    codes, text = run(config, tmp_path / "disturbed")
+    assert set(codes) == {0}, text
+    resumed = [event["tier"] for event in read_ledger(run_directory.ledger) if event["event"] == "resumed"]
+    assert resumed == ["local" if short else "global"]
+    reference = undisturbed(tmp_path, save_every=1000, trainer={"devices": ranks})
+    assert (result(config), samples(config)) == reference
 
 
 def test_requeues_a_slurm_job_from_the_boundary(tmp_path: Path) -> None:
