@@ -265,12 +265,15 @@ def lose_node_memory_and_relaunch(training: ResilientTraining) -> None:
 
 def corrupt_newest_local_and_relaunch(training: ResilientTraining) -> None:
     kill_launcher(training)
-    newest = max(local_checkpoints(training).glob("fit-*/step-*"))
+    found = sorted(local_checkpoints(training).glob("fit-*/step-*"))
+    most = max(len(list(generation.iterdir())) for generation in found)
+    newest = [generation for generation in found if len(list(generation.iterdir())) == most][-1]  # of all ranks
+    quarantined = len(training.events("quarantined"))
     part = max(newest.glob("*.shard"), key=lambda path: path.stat().st_size)
     byte = flip_bit(part)
     say_more(f"one bit of the newest local checkpoint flipped: {newest.name}/{part.name}, byte {byte}")
     training.relaunch()
-    training.wait_until(lambda: training.events("quarantined"), "the damaged checkpoint is noticed")
+    training.wait_until(lambda: len(training.events("quarantined")) > quarantined, "the damaged checkpoint is noticed")
     say_more("the damage was noticed: it is in quarantine, the next best one is taken")
 
 

@@ -353,6 +353,7 @@ class FitSession:
         if self._running:
             return
         self._running = True
+        self.tiers.begin()
         self._fetches_ahead = _lightning.fetches_ahead_here(self.trainer)
         ddp = _lightning.ddp_wrapper(self.trainer)
         if self._resumed is not None:
@@ -685,14 +686,27 @@ class FitSession:
 
     def _checkpoint_of_all(self, final: bool) -> tuple[dict[str, Any], list[str]]:
         """The checkpoint of this boundary in types that a safe load reads, and what was left out. A collective."""
-        state = self._state_of_all_ranks(final)
+        ranks = {"ranks": self.gather(self._own_state(final))}
+        return self._checkpoint_with(_lightning.dump_checkpoint, ranks, final)
+
+    def _checkpoint_with(
+        self, dump: Callable[[Trainer], dict[str, Any]], ranks: dict[str, Any], final: bool
+    ) -> tuple[dict[str, Any], list[str]]:
+        before = self._before_evaluation
         self.saving = True
         try:
-            checkpoint = _lightning.dump_checkpoint(self.trainer)
+            checkpoint = dump(self.trainer)
         finally:
             self.saving = False
-        if self._before_evaluation is not None:
-            checkpoint["loops"]["fit_loop"].update(self._before_evaluation["progress"])
+        if before is not None:
+            checkpoint["loops"]["fit_loop"].update(before["progress"])
+        state = {
+            "version": 1,
+            **ranks,
+            "due": "validation" if before is not None else None,
+            "final": final,
+            "arrival_order": self._arrival_order,
+        }
         return _whole_states_to_plain({**checkpoint, STATE_KEY: state})
 
     def _save(self, reason: str, final: bool) -> Path | None:
@@ -753,24 +767,12 @@ class FitSession:
             )
 
     def capture(self) -> tuple[dict[str, Any], list[str]]:
-        """This rank's state at this training boundary, for its own eyes only: no collective, and nothing is copied.
+        """This rank's state at this boundary, for its own eyes only: no collective, and nothing is copied.
 
         Returns:
             A checkpoint whose tensors are the live ones, in types that a safe load reads; and what had to be left out.
         """
-        self.saving = True
-        try:
-            checkpoint = _lightning.dump_own_checkpoint(self.trainer)
-        finally:
-            self.saving = False
-        state = {
-            "version": 1,
-            "mine": self._own_state(False),
-            "due": None,
-            "final": False,
-            "arrival_order": self._arrival_order,
-        }
-        return _whole_states_to_plain({**checkpoint, STATE_KEY: state})
+        return self._checkpoint_with(_lightning.dump_own_checkpoint, {"mine": self._own_state(False)}, final=False)
 
     def _own_state(self, final: bool) -> dict[str, Any]:
         before = self._before_evaluation
@@ -788,15 +790,6 @@ class FitSession:
             "should_stop": self.trainer.should_stop,
             "modes": before["modes"] if before is not None else _lightning.modes(self.trainer, self.module),
             "validated": data_position.persistent_workers_run(_lightning.validation_loaders(self.trainer)),
-        }
-
-    def _state_of_all_ranks(self, final: bool) -> dict[str, Any]:
-        return {
-            "version": 1,
-            "ranks": self.gather(self._own_state(final)),
-            "due": "validation" if self._before_evaluation is not None else None,
-            "final": final,
-            "arrival_order": self._arrival_order,
         }
 
 

@@ -66,6 +66,7 @@ class Tiers:
         """The local generations that can still be resumed from, newest first, as of the resume."""
         self.probation_steps = 10
         self.loaded: _Loaded | None = None
+        self._users_choice: str | None = None
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
@@ -82,11 +83,12 @@ class Tiers:
         if self.local is None and not self.uses_global:
             return None
         trainer, zero = session.trainer, session.trainer.is_global_zero
-        users = trainer.strategy.broadcast(explicit is not None and self._is_users_choice(explicit))
-        generations = self._generations(wanted=not users)
-        if users:
-            if zero and resume.checkpoints(session.fit.checkpoints):
-                log.info("The checkpoints in %s are not used: fit(ckpt_path=%r) wins.", session.fit.path, explicit)
+        generations = self._generations()
+        own = bool(generations) or bool(self.uses_global and resume.checkpoints(session.fit.checkpoints))
+        if trainer.strategy.broadcast(explicit is not None and self._is_users_choice(explicit, own)):
+            if zero and own:
+                log.info("The checkpoints of %s are not used: fit(ckpt_path=%r) wins.", session.fit.path, explicit)
+            self._users_choice, self.complete = explicit, []
             return None
         if zero:
             clean_temporaries(session.fit.checkpoints)
@@ -107,15 +109,37 @@ class Tiers:
             session.ledger.record("fresh", fit=session.index)
         return None
 
-    def _is_users_choice(self, explicit: str) -> bool:
+    def _is_users_choice(self, explicit: str, own: bool) -> bool:
         if (self._session.fit.fingerprint or {}).get("ckpt_path") == explicit:
             return False  # where this fit once began: it goes on from its own newer checkpoint
         # ckpt_path="last" and "hpc" mean "resume": Lightning has made paths of them before it calls us.
         means_resume = Path(explicit).stem.startswith(("last", "hpc_ckpt_"))
-        return not (means_resume and resume.checkpoints(self._session.fit.checkpoints))
+        return not (means_resume and own)
 
-    def _generations(self, wanted: bool) -> list[Generation]:
-        """The local generations that can be used; those of another trajectory of the run are given up."""
+    def begin(self) -> None:
+        """The training begins. If it does so from what the user has chosen, a restart goes on from there.
+
+        What the fit has saved before belongs to another course of the training, and would be taken for its newest.
+        """
+        session, chosen = self._session, self._users_choice
+        if chosen is None or not session.trainer.is_global_zero:
+            return
+        # A checkpoint of the fit's own, and those before it, are on the way to where it is.
+        here = Path(chosen).absolute().parent == session.fit.checkpoints.absolute()
+        for path in resume.checkpoints(session.fit.checkpoints) if self.uses_global else []:
+            if not here or path.name > Path(chosen).name:
+                self._set_aside(path, f"the fit was begun anew from {chosen}, which is not where this has led from")
+        session.fit.fingerprint = {**(session.fit.fingerprint or {}), "ckpt_path": chosen}
+
+    def _set_aside(self, path: Path, reason: str) -> None:
+        log.info("%s is set aside in %s: %s.", path.name, self._session.fit.quarantine, reason)
+        try:
+            durable.quarantine(path, self._session.fit.quarantine, reason)
+        except OSError as failure:
+            log.warning("%s could not be moved to quarantine (%s); it is left where it is.", path, failure)
+
+    def _generations(self) -> list[Generation]:
+        """The local generations that can be used."""
         if self.local is None:
             return []
         session = self._session
@@ -125,8 +149,8 @@ class Tiers:
         self._report_bad()
         if reasons and session.trainer.is_global_zero:
             log.info("Local checkpoints that are not used: %s.", "; ".join(reasons))
-        self.complete = usable if wanted else []
-        return self.complete
+        self.complete = usable
+        return usable
 
     def _in_order(
         self, paths: list[Path], generations: list[Generation], finished: bool
