@@ -31,8 +31,9 @@ class AutoResume(SessionCallback):
     is moved to ``quarantine`` with the reason, and the next older is taken. A fit that is finished is restored, not
     trained again, unless ``max_epochs`` or ``max_steps`` has been raised.
 
-    An explicit ``fit(ckpt_path=...)`` wins. Only if the fit has begun with the same ``ckpt_path`` before, the run goes
-    on from its own newer checkpoint: a restarted script must not fall back to where it once began.
+    An explicit ``fit(ckpt_path=...)`` wins. Only if it is the one from which the fit was begun last, the run goes on
+    from its own newer checkpoint: a restarted script must not fall back to where it once began. What was saved before
+    the fit was begun anew from another path is set aside in ``quarantine``.
 
     While this callback is in use, Lightning's own checkpoints (``ModelCheckpoint``, ``trainer.save_checkpoint``) are
     written atomically, to disk, and with a checksum too. Whenever ``ModelCheckpoint`` saves, the state to resume from

@@ -17,8 +17,6 @@ What gloo does, and what follows from it:
 - A wait that runs out of time closes the connection for good. A wait can't be interrupted from another thread either;
   it ends when the other side closes the connection or its process dies. A death is nearly always noticed at once, but
   sometimes not before the timeout.
-- A connection that is closed is reset, and what is still on its way over it is lost. So both sides say that they have
-  everything before either may leave.
 - Point-to-point operations are not in the records of torch's Flight Recorder: an exchange can't be taken for a hang.
 
 gloo checks nothing that it moves beyond TCP's checksum. Here the sender's digest of every part follows its bytes.
@@ -29,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import stat
 import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -222,14 +219,6 @@ class _Channel:
         said.wait()
         return heard
 
-    def part(self) -> bool:
-        """Waits until the other side has everything too; returns whether it is still there. If not, it had."""
-        try:
-            self.converse(_Message(0))
-        except RuntimeError:
-            return False
-        return True
-
     def close(self) -> None:
         """The other side notices at once, unless an operation of this side is still waited for."""
         self._group = None
@@ -306,7 +295,6 @@ class Replicas:
         if rank not in clique or not self.partners:
             raise ValueError(f"rank {rank} needs a clique of itself and at least one other rank, not {list(clique)}")
         self.rank = rank
-        self._timeout_s = timeout.total_seconds()
         self._number = 0
         self._refusal: str | None = None
         self._busy = threading.Lock()
@@ -398,7 +386,7 @@ class Replicas:
             except BaseException as error:
                 outcomes[peer] = error
 
-        # A thread for each: waiting for one partner in vain must not look like being in vain waited for to another.
+        # A thread for each, so that a partner that keeps this rank waiting does not make it late for the others.
         *others, last = self.partners
         threads = [threading.Thread(target=serve, args=(peer,), daemon=True) for peer in others]
         for thread in threads:
@@ -436,7 +424,6 @@ class Replicas:
         except RuntimeError as error:
             channel.close()
             return _Outcome(problem=_explain(error, channel.timeout), is_lost=True)
-        outcome.is_lost = not channel.part()
         return outcome
 
     def _receiving(
@@ -458,9 +445,8 @@ class Replicas:
         received = {peer: each.memory for peer, each in outcomes.items() if each.memory is not None}
         problems = [f"rank {peer}: {each.problem}" for peer, each in outcomes.items() if each.problem]
         text = f"rank {self.rank} could not exchange its part of {generation} with all partners. {'; '.join(problems)}"
-        if lost := [peer for peer, each in outcomes.items() if each.is_lost]:
-            reason = text if problems else f"rank {lost[0]} has left after the exchange of {generation}"
-            self._refusal = self._refusal or f"exchanges have ended for good. Earlier, {reason}"
+        if any(each.is_lost for each in outcomes.values()):
+            self._refusal = self._refusal or f"exchanges have ended for good. Earlier, {text}"
         if problems:
             raise ReplicaError(text, received)
         return received
@@ -546,9 +532,7 @@ def fetch(
             raise ValueError(f"{transfer} ({transfer.size} bytes) is not a transfer between two ranks")
     own = {each: each.source + each.destination - rank for each in transfers if rank in (each.source, each.destination)}
     channels = _connect(store, prefix, rank, set(own.values()), timeout)
-    last = {own[transfer]: number for number, transfer in enumerate(transfers) if transfer in own}
     fetched: dict[Transfer, torch.Tensor | None] = {}
-    failure = None
     try:
         for number, transfer in enumerate(transfers):
             if transfer not in own:
@@ -560,16 +544,11 @@ def fetch(
                 _give(channel, number, transfer, patience)
             else:
                 fetched[transfer] = _take(channel, number, transfer, reserve, patience)
-            if number == last[own[transfer]]:
-                channel.part()
-                channel.close()
     except RuntimeError as error:
-        failure = f"the transfer of {transfer} has failed: {_explain(error, timeout)}"
+        raise ReplicaError(f"the transfer of {transfer} has failed: {_explain(error, timeout)}") from error
     finally:
         for channel in channels.values():
             channel.close()
-    if failure is not None:  # Not from within: a traceback would keep the connection, and the other rank would wait.
-        raise ReplicaError(failure)
     return fetched
 
 
@@ -597,13 +576,12 @@ def _give(channel: _Channel, number: int, transfer: Transfer, patience: timedelt
 def _open_part(transfer: Transfer) -> BinaryIO:
     if transfer.path is None:
         raise FileNotFoundError("the source has no path for it")
-    # Opening a pipe would block; a mistake it would be, but not a reason to hang.
-    file = os.fdopen(os.open(transfer.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    found = os.fstat(file.fileno())
-    if stat.S_ISREG(found.st_mode) and found.st_size == transfer.size:
+    # A pipe in that place would be a mistake, but not one to hang for.
+    file = open(transfer.path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+    if (size := os.fstat(file.fileno()).st_size) == transfer.size:
         return file
     file.close()
-    raise OSError(f"{transfer.path} has {found.st_size} bytes, not the {transfer.size} of this part")
+    raise OSError(f"{transfer.path} has {size} bytes, not the {transfer.size} of this part")
 
 
 def _read(file: BinaryIO, piece: torch.Tensor) -> str:
