@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -328,10 +328,9 @@ def live_tensors(trainer: Trainer) -> list[torch.Tensor]:
     return [*trainer.lightning_module.parameters(), *optimizer_tensors(optimizers)]
 
 
-def trained_tensors(trainer: Trainer) -> list[torch.Tensor]:
+def trained_tensors(trainer: Trainer, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
     """What all ranks of a DDP job have alike: the parameters that it reduces, and what optimizers keep for them."""
-    trained = [parameter for parameter in trainer.lightning_module.parameters() if parameter.requires_grad]
-    return [*trained, *optimizer_tensors(trainer.optimizers)]
+    return [*parameters, *optimizer_tensors(trainer.optimizers, parameters)] if parameters else []
 
 
 def on_batch_done(trainer: Trainer, patches: Patches, done: Callable[[], None]) -> None:

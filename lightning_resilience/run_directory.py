@@ -20,6 +20,7 @@ RUN_DIR/
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -217,8 +218,11 @@ class RunDirectory:
 
         Raises:
             StaleAttempt: If a newer attempt has claimed this run.
+            OSError: If it cannot be read whose the run is. That says nothing about anybody's claim.
         """
-        if (owner := self.attempt) != token:
+        if (owner := self.attempt) is None:
+            raise OSError(errno.EIO, "it cannot be read which attempt owns this run", os.fspath(self._attempt))
+        if owner != token:
             raise StaleAttempt(
                 f"this process belongs to attempt {token[:8]} of {self.path}, which attempt {str(owner)[:8]} has taken "
                 "over; it stops without writing"

@@ -25,7 +25,7 @@ from lightning_resilience import _lightning, agreement, checkpoint_io, signals
 from lightning_resilience.agreement import Agreement, Event, Needs
 from lightning_resilience.checkpoint import data_position, durable, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves
-from lightning_resilience.checkpoint.plain import from_plain, to_plain
+from lightning_resilience.checkpoint.plain import from_plain, pack, to_plain
 from lightning_resilience.checkpoint.reduction_order import (
     GradientArrivalRecorder,
     inexact_reasons,
@@ -140,6 +140,9 @@ class FitSession:
         self._install()
 
         self._running = False
+        self._own_callbacks: Any = None
+        self._step_before: int | None = None
+        self._steps_are_seen = False
         self._warm = False
         self._finished = False
         self._resumed: dict[str, Any] | None = None
@@ -207,6 +210,10 @@ class FitSession:
     # -- restoring -----------------------------------------------------------------------------------------------------
 
     def _restore(self, explicit: str | None, weights_only: bool | None) -> None:
+        if self._is_search():  # puts back what it has found
+            found = _lightning.load_checkpoint(self.trainer, explicit, weights_only)
+            _lightning.restore_checkpoint(self.trainer, explicit, found)
+            return
         self._check_fingerprint(explicit)
         choice = self.tiers.choose(explicit)
         path, checkpoint = choice if choice is not None else (explicit, None)
@@ -412,19 +419,19 @@ class FitSession:
         self._running = False
 
     def _end_of_epoch(self) -> None:
-        if self._running:
+        if self._is_training:
             for hook in self.at_end_of_epoch:
                 hook()
             self._enter("out_of_section")
 
     def _before_epoch(self) -> None:
         """A finished fit whose limit was raised goes on with a new epoch, as if it had never ended."""
-        if self._running and self._resumed is not None and self._resumed["final"]:
+        if self._is_training and self._resumed is not None and self._resumed["final"]:
             self._complete_resume()
 
     def _complete(self) -> None:
         """Training has ended, every ``on_train_end`` included: closes the agreement, publishes the final state."""
-        if not self._running:
+        if not self._is_training:
             return  # the loop of a search
         for event in self.agreement.close():
             log.info(
@@ -524,10 +531,21 @@ class FitSession:
 
     def _is_search(self) -> bool:
         # A learning-rate search inside the fit runs the same loops with the callbacks taken out of the Trainer.
-        return not any(callback in self.members for callback in _lightning.callbacks(self.trainer))
+        callbacks = vars(self.trainer)["callbacks"]
+        if callbacks is self._own_callbacks:
+            return False
+        if any(callback in self.members for callback in callbacks):
+            self._own_callbacks = callbacks
+            return False
+        return True
+
+    @property
+    def _is_training(self) -> bool:
+        """Whether what the loops do is the training of this fit."""
+        return self._running and not self._is_search()
 
     def _training_boundary(self) -> bool:
-        if not self._running:
+        if not self._is_training:
             self.advanced()  # a search
             return True
         position = agreement.training(_lightning.steps_counted(self.trainer))
@@ -542,7 +560,7 @@ class FitSession:
             self._first_batch_random_state = self._get_random_state()
         if self._recorder is not None and (order := self._recorder.finish()) is not None:
             self._arrival_order, self._recorder = order, None
-        clean = _lightning.accumulation_window_complete(self.trainer)
+        clean = _lightning.accumulation_window_complete(self.trainer) and self._is_behind_a_step()
         events = self.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING)
         for event in events:
             self._act(event)
@@ -551,6 +569,14 @@ class FitSession:
         if self._fetches_ahead:
             self._before_fetch = self._get_random_state()
         return True
+
+    def _is_behind_a_step(self) -> bool:
+        """Whether no gradients of the user's own accumulation wait: in manual optimization only a step says so."""
+        if self.module.automatic_optimization:
+            return True
+        before, self._step_before = self._step_before, self._step
+        self._steps_are_seen |= before not in (None, self._step)  # not those of optimizers without Lightning's wrapper
+        return before != self._step or not self._steps_are_seen
 
     def _complete_resume(self) -> bool:
         """The last touch of a resume, right where the state was saved. Returns whether a validation is due first."""
@@ -566,7 +592,7 @@ class FitSession:
         return bool(resumed["due"] == "validation")
 
     def _evaluation_start(self) -> None:
-        if self._running:
+        if self._is_training:
             self._enter("setup" if self.trainer.sanity_checking else "out_of_section")
             self._before_evaluation = {
                 "random": self._get_random_state(),
@@ -576,11 +602,11 @@ class FitSession:
             }
 
     def _evaluation_boundary(self, loader: int, index: int) -> None:
-        if self._running:
+        if self._is_training:
             self._boundary_in_evaluation(agreement.evaluation(_lightning.steps_counted(self.trainer), loader, index))
 
     def _evaluation_end(self) -> None:
-        if self._running:
+        if self._is_training:
             self._boundary_in_evaluation(agreement.end_of_evaluation(_lightning.steps_counted(self.trainer)))
             self._before_evaluation = None
             if not self.trainer.sanity_checking:
@@ -687,11 +713,11 @@ class FitSession:
     def _checkpoint_of_all(self, final: bool) -> tuple[dict[str, Any], list[str]]:
         """The checkpoint of this boundary in types that a safe load reads, and what was left out. A collective."""
         ranks = {"ranks": self.gather(self._own_state(final))}
-        return self._checkpoint_with(_lightning.dump_checkpoint, ranks, final)
+        return _whole_states_to_plain(self._checkpoint_with(_lightning.dump_checkpoint, ranks, final))
 
     def _checkpoint_with(
         self, dump: Callable[[Trainer], dict[str, Any]], ranks: dict[str, Any], final: bool
-    ) -> tuple[dict[str, Any], list[str]]:
+    ) -> dict[str, Any]:
         before = self._before_evaluation
         self.saving = True
         try:
@@ -707,7 +733,7 @@ class FitSession:
             "final": final,
             "arrival_order": self._arrival_order,
         }
-        return _whole_states_to_plain({**checkpoint, STATE_KEY: state})
+        return {**checkpoint, STATE_KEY: state}
 
     def _save(self, reason: str, final: bool) -> Path | None:
         trainer, started = self.trainer, time.monotonic()
@@ -770,9 +796,12 @@ class FitSession:
         """This rank's state at this boundary, for its own eyes only: no collective, and nothing is copied.
 
         Returns:
-            A checkpoint whose tensors are the live ones, in types that a safe load reads; and what had to be left out.
+            A checkpoint whose tensors and arrays are the live ones; and what had to be left out.
         """
-        return self._checkpoint_with(_lightning.dump_own_checkpoint, {"mine": self._own_state(False)}, final=False)
+        checkpoint = self._checkpoint_with(
+            _lightning.dump_own_checkpoint, {"mine": self._own_state(False)}, final=False
+        )
+        return _without(checkpoint, lambda value: pack(value)[2])
 
     def _own_state(self, final: bool) -> dict[str, Any]:
         before = self._before_evaluation
@@ -797,27 +826,39 @@ _LIGHTNINGS_OWN = ("state_dict", "loops", "optimizer_states", "lr_schedulers", S
 
 
 def _whole_states_to_plain(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Like :func:`to_plain`, but leaves out the whole state of a callback, or whole entry of the user's, or nothing.
+    """Like :func:`to_plain`, but leaves out the whole state of a callback, or whole entry of the user's, or nothing."""
+    kept, left_out = _without(checkpoint, lambda value: to_plain(value)[1])
+    plain, missing = to_plain(kept)
+    return plain, [*left_out, *missing]
+
+
+def _without(checkpoint: dict[str, Any], missing_of: Callable[[Any], list[str]]) -> tuple[dict[str, Any], list[str]]:
+    """Leaves out what cannot be kept: the whole state of a callback, or the whole entry of the user's.
 
     Half a state would fail in the ``load_state_dict`` that gets it, at every resume.
+
+    Args:
+        checkpoint: Lightning's.
+        missing_of: Says what of a value cannot be kept.
+
+    Returns:
+        A checkpoint without those, and the names of what cannot be kept.
     """
-    plain: dict[str, Any] = {}
     left_out: list[str] = []
 
-    def take(into: dict[str, Any], key: str, value: Any, name: str, whole: bool) -> None:
-        converted, missing = to_plain(value)
-        left_out.extend(f"{name}.{each}" for each in missing)
-        if not (whole and missing):
-            into[key] = converted
+    def keep(items: dict[str, Any], prefix: str) -> dict[str, Any]:
+        kept = {}
+        for key, value in items.items():
+            missing = missing_of(value)
+            left_out.extend(f"{prefix}{key}.{each}" for each in missing)
+            if not missing:
+                kept[key] = value
+        return kept
 
-    for key, value in checkpoint.items():
-        if key == "callbacks":
-            plain[key] = {}
-            for callback, state in value.items():
-                take(plain[key], callback, state, f"callbacks.{callback}", whole=True)
-        else:
-            take(plain, key, value, key, whole=key not in _LIGHTNINGS_OWN)
-    return plain, left_out
+    lightnings = {key: value for key, value in checkpoint.items() if key in _LIGHTNINGS_OWN}
+    users = {key: value for key, value in checkpoint.items() if key not in (*_LIGHTNINGS_OWN, "callbacks")}
+    callbacks = keep(checkpoint.get("callbacks", {}), "callbacks.")
+    return {**lightnings, **keep(users, ""), "callbacks": callbacks}, left_out
 
 
 def _resized(checkpoint: dict[str, Any], before: int, now: int) -> int:

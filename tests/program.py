@@ -48,7 +48,7 @@ DEFAULTS: dict[str, Any] = {
     "validation": False,
     "plateau": False,
     "early_stopping": False,
-    "manual": False,
+    "manual": False,  # or True, or "accumulate"
     "save_every": 5,
     "model_checkpoint": None,
     "callbacks": ["preemption", "auto_resume"],  # or the names of classes, which get no arguments
@@ -58,6 +58,7 @@ DEFAULTS: dict[str, Any] = {
     "events": [],  # {"at": "train", "step": 23, "rank": 1, "do": "SIGKILL"}
     "step_s": 0.0,
     "sharded": False,
+    "data_parallel": None,  # of the sharded ranks; the others share out tensors
     "draws_at_start": False,  # hooks draw random numbers before the first batch of an epoch
     "halves_at_end": False,  # the module's on_train_end changes the weights
     "one_cycle": False,  # a schedule that needs the number of steps, hence the data, before the training
@@ -281,9 +282,12 @@ class Module(L.LightningModule):
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         if self.config["manual"]:
             optimizer = self.optimizers()
-            optimizer.zero_grad()
+            window = 3 if self.config["manual"] == "accumulate" else 1
+            if batch_idx % window == 0:
+                optimizer.zero_grad()
             self.manual_backward(loss)
-            optimizer.step()
+            if batch_idx % window == window - 1:
+                optimizer.step()
         return loss
 
     def on_train_start(self) -> None:
@@ -478,7 +482,8 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
     if config["slurm"]:
         options["plugins"] = [SLURMEnvironment(auto_requeue=True)]
     if config["sharded"]:
-        options["strategy"] = L.strategies.ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+        size = config["data_parallel"] or world_size
+        options["strategy"] = L.strategies.ModelParallelStrategy(size, world_size // size)
     return L.Trainer(callbacks=callbacks, **options)
 
 

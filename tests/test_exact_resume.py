@@ -72,6 +72,7 @@ TRAINERS = {
     "plateau on the training loss": {"plateau": True, "save_every": 3},
     "early stopping": {"validation": True, "early_stopping": True, "trainer": {"max_epochs": 8}, "save_every": 3},
     "manual optimization": {"manual": True},
+    "manual optimization that accumulates": {"manual": "accumulate", "interval_s": 0.001, "save_every": 1},
     "max_steps": {"trainer": {"max_steps": 40, "max_epochs": -1}},
     "hooks that draw before the first batch": {"draws_at_start": True},
     "hooks that draw, with workers": {"draws_at_start": True, "workers": 2},

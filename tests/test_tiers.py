@@ -6,8 +6,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_resilience import AutoResume, LocalCheckpoint
+from lightning_resilience.checkpoint.snapshot import optimizer_tensors
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import RunDirectory
 from tests.harness import result, run, samples
@@ -109,3 +114,79 @@ def test_going_back_to_an_older_checkpoint_of_its_own(tmp_path: Path) -> None:
     assert any(path.name.startswith("step-000000000020") for path in fit.quarantine.iterdir())
     assert not any(path.name.startswith("step-000000000015") for path in fit.quarantine.iterdir())
     assert (result(config), samples(config)) == undisturbed(tmp_path, save_every=5)
+
+
+class SearchInTheMiddle(L.callbacks.LearningRateFinder):
+    """Lightning's own example: the search is repeated at the start of some epochs."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        return
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+class Searched(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 1e-3
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), self.lr)
+
+
+def test_a_search_in_the_middle_of_a_fit_is_not_its_end(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    callbacks = [
+        AutoResume(run_dir, every_n_train_steps=3),
+        LocalCheckpoint(tmp_path / "local", every_n_train_steps=1, run_dir=run_dir),
+        SearchInTheMiddle(num_training_steps=5),
+    ]
+    trainer = L.Trainer(
+        max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=callbacks,
+    )  # fmt: skip
+    trainer.fit(Searched(), DataLoader(TensorDataset(torch.randn(16, 4)), 2))
+    events = list(read_ledger(RunDirectory(run_dir).ledger))
+    saved = [event for event in events if event["event"] == "saved" and event["tier"] == "global"]
+    assert [event["step"] for event in saved if event["reason"] == "every_n_train_steps"] == list(range(3, 24, 3))
+    assert [event["step"] for event in saved if event["reason"] == "finished"] == [24]
+    assert [event["step"] for event in events if event["event"] == "finished"] == [24]
+    assert not RunDirectory(run_dir).fit(0).quarantine.exists(), "what the search puts back is nobody's choice"
+
+
+def test_what_cannot_be_taken_fails_that_save_and_not_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Lazy(Searched):
+        def __init__(self) -> None:
+            super().__init__()
+            self.never_used = torch.nn.LazyLinear(3)
+
+    run_dir = tmp_path / "run"
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+        callbacks=[LocalCheckpoint(tmp_path / "local", every_n_train_steps=2, run_dir=run_dir)],
+    )  # fmt: skip
+    trainer.fit(Lazy(), DataLoader(TensorDataset(torch.randn(16, 4)), 2))
+    assert trainer.global_step == 8
+    assert caplog.text.count("could not be saved") == 1
+
+
+def test_what_ddp_does_not_reduce_is_each_ranks_own() -> None:
+    """A parameter that was frozen when DDP was set up, and trained later, differs from rank to rank."""
+    trained, frozen = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    optimizer = torch.optim.Adam([trained, frozen])
+    frozen.requires_grad_()
+    for parameter in (trained, frozen):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    shapes = [tuple(tensor.shape) for tensor in optimizer_tensors([optimizer], [trained])]
+    assert sorted(shapes) == [(), (2,), (2,)]
+    assert len(list(optimizer_tensors([optimizer]))) == 6

@@ -31,8 +31,6 @@ from lightning_resilience.session import FitSession, SessionCallback, session_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-    from torch.distributed.distributed_c10d import Store
-
 log = logging.getLogger(__name__)
 
 _EXCHANGE_TIMEOUT = timedelta(minutes=2)
@@ -168,10 +166,12 @@ class _Local:
         session.tiers.local = LocalTier(
             self.store, self.places, session.rank, self.owner, _kind(trainer), session.gather, self._fetch
         )
-        self._common = False
+        self._common: list[torch.nn.Parameter] = []
         self._expected: dict[str, int] = {}
+        self._kept_here: set[int] = {place.rank for place in self.places if place.node == self.place.node}
         self._replicas: Replicas | None = None
         self._saves: LocalSaves | None = None
+        self._left_out: list[str] = []
         self._history = (0, 0.0)
         self._recovery_s = 0.0
         self._said_interval_s = 0.0
@@ -213,7 +213,9 @@ class _Local:
     def start(self) -> None:
         """Begins to save; the resume is complete."""
         session, trainer = self.session, self.session.trainer
-        self._common = _lightning.replicates_state(trainer)
+        # What is frozen when DDP is set up, it never reduces, and later each rank trains it for itself.
+        if _lightning.replicates_state(trainer):
+            self._common = [each for each in trainer.lightning_module.parameters() if each.requires_grad]
         if (problem := self._why_it_does_not_fit()) is not None:
             if not self.settings.injected:
                 raise ValueError(problem)
@@ -233,12 +235,13 @@ class _Local:
             {**self.owner, "layout": layout},
             Schedule(self.settings.every_n_train_steps, self._interval_s),
             self.settings.keep,
-            Rounds(_clone_store(self._prefix()), trainer.world_size) if several else None,
+            _rounds(self._prefix(), trainer.world_size) if several else None,
             self._replicas,
             [each.name for each in session.tiers.complete if each.step <= step],
             self._completed,
             session.check_owner,
             self._expected,
+            self._kept_here,
         )
         _lightning.on_batch_done(trainer, session.patches, self._saves.fence)
         session.at_end_of_epoch.append(self._saves.fence)
@@ -254,15 +257,18 @@ class _Local:
         step = self.session.trainer.global_step
         if (planned := self._saves.at_boundary(step, clean)) is not None:
             started = time.perf_counter()
-            self._saves.take(planned, step, *self._state(), started)
+            try:
+                left_out = self._saves.take(planned, step, *self._state(), started)
+                if self.session.rank == 0:
+                    self.session.report_left_out([*self._left_out, *left_out])
+            except Exception as error:  # also of the user's own on_save_checkpoint
+                self._saves.miss(step, error)
 
     def _state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]:
         """This rank's checkpoint; what of it only optimizers change; what of it all ranks of the node have alike."""
-        state, left_out = self.session.capture()
-        if self.session.trainer.is_global_zero:
-            self.session.report_left_out(left_out)
+        state, self._left_out = self.session.capture()
         live = _lightning.live_tensors(self.session.trainer)
-        return state, live, _lightning.trained_tensors(self.session.trainer) if self._common else []
+        return state, live, _lightning.trained_tensors(self.session.trainer, self._common)
 
     def save_now(self, reason: str) -> bool:
         """Saves at this boundary, the same on all ranks; returns whether every rank has published its parts."""
@@ -270,7 +276,11 @@ class _Local:
             return False
         trainer = self.session.trainer
         generation = trainer.strategy.broadcast(new_generation())
-        saved = self._saves.save_now(generation, trainer.global_step, *self._state(), _SETTLE_S)
+        try:
+            saved = self._saves.save_now(generation, trainer.global_step, *self._state(), _SETTLE_S)
+        except Exception as error:
+            self._saves.miss(trainer.global_step, error)
+            saved = False
         complete: bool = trainer.strategy.reduce_boolean_decision(saved, all=True)
         if complete and trainer.is_global_zero:
             self._record(trainer.global_step, generation, reason)
@@ -316,7 +326,8 @@ class _Local:
             optimal_interval_s(stall_s, mean_time_s, self._recovery_s), max(_FIRST_INTERVAL_S, 1e3 * stall_s)
         )
         interval_s = max(interval_s, 10 * figures.save_s, 1.0)
-        if not self._said_interval_s or not 0.5 < interval_s / self._said_interval_s < 2:
+        is_news = not self._said_interval_s or not 0.5 < interval_s / self._said_interval_s < 2
+        if is_news and self.session.rank == 0:  # whose interval it is
             self._said_interval_s = interval_s
             log.info(
                 "Local checkpoints: from now on every %.0f s (a save takes %.2f s behind the training and holds it up "
@@ -386,6 +397,8 @@ class _Local:
             if self.session.trainer.is_global_zero:
                 log.warning("Local checkpoints have no copies on other nodes: %s.", error)
             return None
+        here = frozenset(self._kept_here)
+        self._kept_here.update(rank for group in groups if not here.isdisjoint(group) for rank in group)
         mine = next(group for group in groups if self.session.rank in group)
         try:
             return Replicas(self.session.rank, mine, f"{self._prefix()}/replicas", _EXCHANGE_TIMEOUT)
@@ -456,11 +469,14 @@ def _node_memory() -> Path:
 def _kind(trainer: Trainer) -> str:
     """How ranks share out the state: what one kind has saved no other can read."""
     strategy = trainer.strategy
-    return f"sharded by {type(strategy).__name__}" if _lightning.writes_directories(strategy) else "whole"
+    if not _lightning.writes_directories(strategy):
+        return "whole"
+    mesh = getattr(getattr(strategy, "device_mesh", None), "shape", ())
+    return f"sharded by {type(strategy).__name__}" + (f" over {list(mesh)}" if mesh else "")
 
 
-def _clone_store(prefix: str) -> Store:
+def _rounds(prefix: str, world_size: int) -> Rounds:
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     shared: Any = _get_default_store()
-    return PrefixStore(prefix, shared.clone())
+    return Rounds(PrefixStore(prefix, shared.clone()), world_size, PrefixStore(prefix, shared))

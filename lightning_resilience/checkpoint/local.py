@@ -1,10 +1,12 @@
 """Saves to node-local storage behind the training: which boundary, and the thread that does the work. No Trainer.
 
-**A round** is one save of all ranks. Rank 0 announces it some steps ahead, through the store that the ranks share:
-"the first boundary at which ``global_step`` is at least 120". A rank that hears of it too late says that it missed it.
-When every rank has published its parts, or has not, the round is settled, and only then comes the next. So no rank ever
-waits for another in a step, no rank saves what the others leave out, and each knows which generations are complete and
-may remove the older ones. A single process needs no rounds and saves when it is due.
+**A round** is one save of all ranks. Rank 0 announces it some steps ahead, through the store that the ranks share: "the
+first boundary at which ``global_step`` is at least 120". Each rank says whether it has heard of it in time, and only if
+all have is the state taken, by all. So the ranks call the hooks of a save, which may use collectives, together or not
+at all; and a rank waits at that boundary only if it is there before the answer is. When every rank has published its
+parts, or has not, the round is settled, and only then comes the next. So no rank ever waits for another in a step, no
+rank saves what the others leave out, and each knows which generations are complete and may remove the older ones. A
+single process needs no rounds and saves when it is due.
 
 **The thread** of each rank waits for the next round in the store (a blocking call, no polling), copies the snapshot
 into the memory of the node store, adds the checksums, publishes, exchanges replicas and settles.
@@ -18,7 +20,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ import xxhash
 
 from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.generations import Place, common_part, rank_part
+from lightning_resilience.checkpoint.plain import tensor_names
 from lightning_resilience.checkpoint.replicas import ReplicaError, Replicas
 from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots, address
 from lightning_resilience.checkpoint.store import NodeStore, PartWriter
@@ -37,8 +40,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SLICE_S = 1.0
-"""How long a call to the shared store may block, and so how long the end of a fit may wait for the thread."""
+_PATIENCE = timedelta(hours=1)
+"""How long a call to the shared store may block; nothing happens when it ends."""
+
+_OVER = "over"
+"""Said instead of what is waited for when a rank has left."""
+
+_ANSWER_WITHIN_S = 20.0
+"""How long a rank waits at a boundary to hear whether all save there. It is a few milliseconds, or a rank has died."""
+
+_SETTLE_S = 1.0
+"""How long a fit that ends waits for the other ranks to have published their parts too."""
 
 _LEAD_S = 0.02
 """How far ahead rank 0 announces a round: a message takes a millisecond, and the store serves one rank at a time."""
@@ -81,49 +93,84 @@ class Rounds:
     """The messages of the rounds, over the store that the ranks share.
 
     Args:
-        store: A client that nobody else uses.
+        store: A client that nobody else uses: it is at work for as long as the thread waits.
         world_size: How many ranks take part.
+        bell: Another client, with which the training thread ends that. Short waits instead would do without, but torch
+            warns at the end of each.
     """
 
-    def __init__(self, store: Store, world_size: int) -> None:
+    def __init__(self, store: Store, world_size: int, bell: Store) -> None:
         self._store = store
         self._world_size = world_size
+        self._bell = bell
+        self._awaited = ""
+        self.over = False
+        """Whether there will be no more rounds: a rank has left."""
 
     def announce(self, planned: Round) -> None:
         """Rank 0: tells everybody."""
         # Every rank has heard how the round before the last ended, or the last could not have been settled.
-        for name in ("", "/published", "/over", "/settled"):
+        for name in ("", "/late", "/heard", "/agreed", "/published", "/over", "/settled", "/prepared", "/ready"):
             self._store.delete_key(f"round/{planned.number - 2}{name}")
         self._store.set(f"round/{planned.number}", json.dumps([planned.step, planned.generation]))
 
-    def end(self, number: int) -> None:
-        """Rank 0: says that there will be no more rounds, so that nobody waits for the next."""
-        self._store.set(f"round/{number}", "null")
+    def end(self) -> None:
+        """Called by the training thread: this rank leaves, and without it no round can be settled any more."""
+        self.over = True
+        if self._awaited:
+            with contextlib.suppress(RuntimeError):  # the store has gone, and the wait has ended too
+                self._bell.compare_set(self._awaited, "", _OVER)
+
+    def be_ready(self, number: int) -> None:
+        """Says that this rank has done with a round, and will hear of the next at once."""
+        if self._store.add(f"round/{number}/prepared", 1) == self._world_size:
+            self._store.set(f"round/{number}/ready", "1")
+
+    def all_are_ready(self, number: int) -> bool:
+        """Rank 0: waits until every rank has done with a round; returns whether there can be another."""
+        return self._get(f"round/{number}/ready") is not None
 
     def hear(self, number: int) -> Round | None:
-        """The announcement of a round, or ``None`` if there was none within a second, or there will be no more."""
+        """The announcement of a round, as soon as it is there, or ``None`` if there will be no more."""
         heard = self._get(f"round/{number}")
-        planned = None if heard is None else json.loads(heard)
-        return None if planned is None else Round(number, *planned)
+        return None if heard is None else Round(number, *json.loads(heard))
 
-    def finish(self, number: int, published: bool) -> None:
-        """Says whether this rank has published all its parts."""
-        successes = self._store.add(f"round/{number}/published", int(published))
-        if self._store.add(f"round/{number}/over", 1) == self._world_size:
-            successes = self._store.add(f"round/{number}/published", 0)
-            self._store.set(f"round/{number}/settled", str(int(successes == self._world_size)))
+    def agree(self, number: int, in_time: bool) -> bool | None:
+        """Says whether this rank has heard of a round in time.
 
-    def settled(self, number: int) -> bool | None:
-        """Whether every rank has published its parts, or ``None`` if that was not known within a second."""
-        heard = self._get(f"round/{number}/settled")
+        Returns:
+            Whether all have, as soon as they say so; ``None`` if that will not be known.
+        """
+        return self._ask_all(number, "heard", "late", int(not in_time), "agreed", wanted=0)
+
+    def finish(self, number: int, published: bool) -> bool | None:
+        """Says whether this rank has published all its parts.
+
+        Returns:
+            Whether every rank has, as soon as they say so; ``None`` if that will not be known.
+        """
+        return self._ask_all(number, "over", "published", int(published), "settled", wanted=self._world_size)
+
+    def _ask_all(self, number: int, said: str, counted: str, mine: int, answer: str, wanted: int) -> bool | None:
+        name = f"round/{number}"
+        self._store.add(f"{name}/{counted}", mine)
+        if self._store.add(f"{name}/{said}", 1) == self._world_size:  # the last one tells all
+            total = self._store.add(f"{name}/{counted}", 0)
+            self._store.set(f"{name}/{answer}", str(int(total == wanted)))
+        heard = self._get(f"{name}/{answer}")
         return None if heard is None else heard == b"1"
 
     def _get(self, key: str) -> bytes | None:
-        try:
-            self._store.wait([key], timedelta(seconds=_SLICE_S))
-        except torch.distributed.DistStoreError:
-            return None
-        return bytes(self._store.get(key))
+        self._awaited = key  # before it is looked whether to wait for it: end() looks at them the other way round
+        while not self.over:
+            try:
+                self._store.wait([key], _PATIENCE)
+            except torch.distributed.DistStoreError:
+                continue
+            if (heard := bytes(self._store.get(key))) != _OVER.encode():
+                return heard
+            self.over = True
+        return None
 
 
 @dataclass
@@ -210,6 +257,7 @@ class LocalSaves:
         check_owner: Raises if a newer attempt has taken the run over; called before anything is removed.
         expected: About how many bytes which part of this rank will have. Memory that is new is slow to get, and the
             first save should not wait for it.
+        kept_here: The ranks whose own parts this node keeps; default: those on it.
     """
 
     def __init__(
@@ -226,13 +274,14 @@ class LocalSaves:
         published: Callable[[int, str], None] = lambda step, generation: None,
         check_owner: Callable[[], None] = lambda: None,
         expected: Mapping[str, int] | None = None,
+        kept_here: Collection[int] = (),
     ) -> None:
         self.figures = Figures()
         self._store = store
         self._place = places[rank]
-        self._parts_of_all = {rank_part(place.rank) for place in places} | {
-            common_part(index, place.local_world_size) for place in places for index in range(place.local_world_size)
-        }
+        count = self._place.local_world_size
+        kept_here = kept_here or [place.rank for place in places if place.node == self._place.node]
+        self._kept_here = {rank_part(each) for each in kept_here} | {common_part(i, count) for i in range(count)}
         self._identity = identity
         self._schedule = schedule
         self._keep = keep
@@ -248,6 +297,7 @@ class LocalSaves:
         self._stopping = False
         self._planned: Round | None = None
         self._job: _Job | None = None
+        self._agreed: bool | None = None
         self._missed = False
         self._busy = False
         self._writing = False
@@ -293,8 +343,9 @@ class LocalSaves:
             planned = self._planned
             if planned is None or not clean or step < planned.step:
                 return None
+            self._changed.wait_for(lambda: self._agreed is not None or self.trouble is not None, _ANSWER_WITHIN_S)
             self._planned = None
-            return planned
+            return planned if self._agreed else None
 
     def _measure_steps(self, step: int) -> None:
         now = time.monotonic()
@@ -313,7 +364,7 @@ class LocalSaves:
         stable: Sequence[torch.Tensor],
         common: Sequence[torch.Tensor],
         started: float,
-    ) -> None:
+    ) -> list[str]:
         """Hands the state of this boundary over.
 
         Args:
@@ -323,6 +374,9 @@ class LocalSaves:
             stable: What does not change before an optimizer's step.
             common: What all ranks of this node have alike.
             started: When the training was stopped for this, in seconds of ``time.perf_counter()``.
+
+        Returns:
+            The names of what in it cannot be kept.
         """
         assert self._fence is not None
         snapshot = self._snapshots.take(state, stable)
@@ -336,6 +390,15 @@ class LocalSaves:
             self._schedule.begin()
             self._changed.notify_all()
         self.figures.stall_s = time.perf_counter() - started
+        return snapshot.left_out
+
+    def miss(self, step: int, error: Exception) -> None:
+        """This boundary cannot be saved: its state could not be taken."""
+        self._fail(step, error)
+        with self._changed:
+            self._last, self._missed = step, self._rounds is not None
+            self._schedule.begin()
+            self._changed.notify_all()
 
     def save_now(
         self,
@@ -366,8 +429,8 @@ class LocalSaves:
         job = _Job(Round(-1, step, generation), snapshot, *self._common(snapshot, common), step)
         try:
             return bool(self._save(job))
-        except (OSError, TypeError, ValueError) as error:
-            self._fail(job, error)
+        except Exception as error:
+            self._fail(step, error)
             return False
 
     def _common(self, snapshot: Snapshot, common: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
@@ -387,14 +450,16 @@ class LocalSaves:
         """Ends the thread; a save in progress may take ``timeout_s`` seconds more to be published."""
         self.fence()
         with self._changed:
-            # Not until the round is settled: in a run that has failed it never will be.
             self._changed.wait_for(lambda: not self._writing, timeout_s)
+            self._changed.wait_for(lambda: not self._busy, _SETTLE_S)  # in a run that has failed it never will be
             self._stopping = True
             self._changed.notify_all()
+        if self._rounds is not None:
+            self._rounds.end()
         if self._fence is not None:
             self._fence.remove()
         if self._thread.ident is not None:
-            self._thread.join(timeout_s + 2 * _SLICE_S)
+            self._thread.join(timeout_s)
             if self._thread.is_alive():
                 log.warning("Rank %d: the local save in progress is stuck and is left behind.", self._place.rank)
                 return
@@ -408,17 +473,19 @@ class LocalSaves:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-            while not self._stopping:
+            if self._rounds is not None:
+                self._rounds.be_ready(-1)
+            while not self._stopping and not (self._rounds is not None and self._rounds.over):
                 planned = None
                 if self._rounds is not None and (planned := self._plan(self._rounds, number)) is None:
                     continue
-                job = self._await_job()
+                job = self._await_job() if planned is None or self._agreed else None
                 if job is not None or self._missed:
                     self._missed = False
                     self._round(job, planned)
+                if self._rounds is not None and planned is not None:
+                    self._rounds.be_ready(number)
                     number += 1
-            if self._rounds is not None and self._place.rank == 0:
-                self._rounds.end(number)
         except BaseException as error:
             log.debug("The thread of the local saves has ended", exc_info=True)
             self.trouble = error
@@ -432,6 +499,8 @@ class LocalSaves:
     def _plan(self, rounds: Rounds, number: int) -> Round | None:
         """Has the next round announced, or hears of it; ``None`` if it is too early."""
         if self._place.rank == 0:
+            if not rounds.all_are_ready(number - 1):
+                return None
             with self._changed:
                 lead_s = _LEAD_S + _LEAD_PER_RANK_S * self._place.world_size
                 if self._steps_seen < _STEPS_MEASURED:
@@ -446,9 +515,16 @@ class LocalSaves:
         if (planned := rounds.hear(number)) is None:
             return None
         with self._changed:
-            self._missed = self._passed >= planned.step
-            if not self._missed:
+            in_time = self._passed < planned.step
+            if in_time:
                 self._planned = planned
+            self._agreed = None
+        agreed = rounds.agree(number, in_time)
+        with self._changed:
+            self._agreed = bool(agreed)
+            if not agreed:
+                self._planned = None
+            self._changed.notify_all()
         return planned
 
     def _await_job(self) -> _Job | None:
@@ -468,24 +544,21 @@ class LocalSaves:
         if job is not None:
             try:
                 pieces = self._save(job)
-            except (OSError, TypeError, ValueError) as error:
-                self._fail(job, error)
+            except Exception as error:  # whatever it is, the training has more to lose than a save
+                self._fail(job.step, error)
         with self._changed:
             self._writing = False
             self._changed.notify_all()
         complete: bool | None = bool(pieces)
         if self._rounds is not None and planned is not None:
             self._replicate(job.step if job is not None else planned.step, planned.generation, pieces)
-            self._rounds.finish(planned.number, published=bool(pieces))
-            while (complete := self._rounds.settled(planned.number)) is None and not self._stopping:
-                pass
+            complete = self._rounds.finish(planned.number, published=bool(pieces))
         if job is not None and complete:
             self._complete.insert(0, job.planned.generation)
             self.figures.published += 1
             self.figures.save_s = time.monotonic() - started
             self._published(job.step, job.planned.generation)
         if complete is not None:
-            self._check_owner()
             self._retire()
             self._prepare()
         with self._changed:
@@ -528,9 +601,9 @@ class LocalSaves:
     def _save(self, job: _Job) -> list[_Piece]:
         """Publishes this rank's parts and returns them; none if the snapshot was no good."""
         snapshot, place = job.snapshot, self._place
-        identity = {**self._identity, "layout": {**self._identity["layout"], "alike": _alike(job)}}
         pieces: list[_Piece] = []
         try:
+            identity = {**self._identity, "layout": {**self._identity["layout"], "alike": _alike(job)}}
             for part, indices in self._split(job).items():
                 pieces.append(self._reserve(part, indices, snapshot))
             snapshot.copy(pair for piece in pieces for pair in piece.views)
@@ -598,7 +671,10 @@ class LocalSaves:
         return places
 
     def _reserve(self, part: str, indices: list[int], snapshot: Snapshot) -> _Piece:
-        specs, size = shard.arrange([snapshot.tensors[i] for i in indices])
+        try:
+            specs, size = shard.arrange([snapshot.tensors[i] for i in indices])
+        except TypeError:
+            raise self._explained(indices, snapshot) from None
         writer = self._store.reserve(part, size)
         views = [
             (index, shard.view(writer.memory, spec))
@@ -606,6 +682,15 @@ class LocalSaves:
             if not snapshot.tensors[index].is_meta
         ]
         return _Piece(part, specs, size, writer, writer.memory, views)
+
+    def _explained(self, indices: list[int], snapshot: Snapshot) -> TypeError:
+        """Which of some tensors cannot be kept, by its name in the state."""
+        for index in indices:
+            try:
+                shard.arrange([snapshot.tensors[index]])
+            except TypeError as error:
+                return TypeError(f"{tensor_names(snapshot.skeleton).get(index, 'a tensor')} cannot be kept: {error}")
+        return TypeError("a tensor cannot be kept")
 
     def _prepare(self) -> None:
         """Has the memory for the next save ready: what is new is slow to get, and the optimizer's step would wait."""
@@ -621,15 +706,17 @@ class LocalSaves:
             mine.update(rank_part(partner) for partner in self._replicas.partners)
 
         def is_mine(part: str) -> bool:
-            # What nobody writes any more (a fit with other ranks) is the first rank's to remove.
-            return part in mine or (place.local_rank == 0 and part not in self._parts_of_all)
+            # What nobody here writes any more (of a fit with other ranks, or when this was another node of it) is the
+            # first rank's to remove.
+            return part in mine or (place.local_rank == 0 and part not in self._kept_here)
 
         try:
+            self._check_owner()
             self._store.retire(set(self._complete), is_mine)
         except OSError as error:
             log.warning("Old local checkpoints could not be removed: %s", error)
 
-    def _fail(self, job: _Job, error: BaseException) -> None:
+    def _fail(self, step: int, error: BaseException) -> None:
         self.figures.failed += 1
         # Said once, whatever the step, until a save succeeds again.
         failure = f"{type(error).__name__} {error.errno}" if isinstance(error, OSError) else str(error)
@@ -639,7 +726,7 @@ class LocalSaves:
                 "Rank %d: the local checkpoint of step %d could not be saved (%s). Training goes on; the newest local "
                 "checkpoint is an older one.",
                 self._place.rank,
-                job.step,
+                step,
                 error,
             )
 

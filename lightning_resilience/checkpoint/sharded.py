@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 try:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 except ImportError:  # a torch without distributed
     DTensor = None  # type: ignore[assignment, misc]
 
@@ -26,16 +26,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def to_local(value: Any) -> Any:
     """Replaces every DTensor in nested dicts and lists by this rank's part of it, with its layout."""
     if DTensor is not None and isinstance(value, DTensor):
-        return {_LOCAL: local(value.detach()), "layout": _layout(value)}
+        return {_LOCAL: local(value.detach()), "layout": {**_layout(value), "stride": list(value.stride())}}
     if isinstance(value, Mapping):
         return {key: to_local(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return type(value)(to_local(item) for item in value)
     return value
 
 
 def from_local(value: Any, like: torch.Tensor | None) -> Any:
-    """Rebuilds what :func:`to_local` has replaced.
+    """Rebuilds what :func:`to_local` has made of a tensor.
 
     Args:
         value: A tensor, or the part of one.
@@ -44,19 +44,16 @@ def from_local(value: Any, like: torch.Tensor | None) -> Any:
     Raises:
         ValueError: If the layout is another one.
     """
-    if not isinstance(value, dict) or _LOCAL not in value:
+    if not _is_part(value):
         return value
-    if DTensor is None or not isinstance(like, DTensor) or _layout(like) != value["layout"]:
-        now = _layout(like) if DTensor is not None and isinstance(like, DTensor) else "not sharded"
+    now = _layout(like) if DTensor is not None and isinstance(like, DTensor) else "not sharded"
+    if now != {key: item for key, item in value["layout"].items() if key != "stride"}:
         raise ValueError(f"a sharded tensor was saved with the layout {value['layout']} and is {now} now")
-    return DTensor.from_local(
-        value[_LOCAL].to(local(like).device),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    return _rebuild(value, like)
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, dict) and _LOCAL in value
 
 
 def _layout(tensor: Any) -> dict[str, Any]:
@@ -67,18 +64,50 @@ def _layout(tensor: Any) -> dict[str, Any]:
     }
 
 
+def _rebuild(value: dict[str, Any], near: Any) -> Any:
+    """A DTensor in the layout in which it was saved, on the mesh of ``near``."""
+    layout = value["layout"]
+    placements: list[Any] = []
+    if DTensor is not None and isinstance(near, DTensor) and layout["mesh"] == list(near.device_mesh.shape):
+        usual = (Replicate(), Partial(), *(Shard(axis) for axis in range(len(layout["shape"]))))
+        known = {str(placement): placement for placement in (*usual, *near.placements)}
+        placements = [known[name] for name in layout["placements"] if name in known]
+    if len(placements) != len(layout["placements"]):
+        raise ValueError(f"a tensor with the layout {layout} cannot be sharded like this here")
+    return DTensor.from_local(
+        value[_LOCAL].to(local(near).device),
+        near.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(layout["shape"]),
+        stride=tuple(layout["stride"]),
+    )
+
+
 def optimizer_state_from_local(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer for its ``load_state_dict``: states of sharded parameters are sharded as these are."""
+    """The state of an optimizer for its ``load_state_dict``.
+
+    What it keeps for a parameter was sharded as it liked, on the mesh of the parameter: a moment like the parameter
+    itself, a norm in another way.
+
+    Raises:
+        ValueError: If a parameter is not sharded any more, or over other ranks.
+    """
     parameters = dict(enumerate(_parameters(optimizer)))
     return {
         **state,
-        "state": {
-            index: {key: from_local(item, parameters.get(index)) for key, item in each.items()}
-            if isinstance(each, dict)
-            else each
-            for index, each in state["state"].items()
-        },
+        "state": {index: _rebuild_all(each, parameters.get(index)) for index, each in state["state"].items()},
     }
+
+
+def _rebuild_all(value: Any, near: torch.Tensor | None) -> Any:
+    if _is_part(value):
+        return _rebuild(value, near)
+    if isinstance(value, Mapping):
+        return {key: _rebuild_all(item, near) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_rebuild_all(item, near) for item in value)
+    return value
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

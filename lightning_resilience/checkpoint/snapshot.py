@@ -5,29 +5,42 @@ another thread while the next batch runs, and the optimizer's step waits for the
 else (random states, counters, buffers such as those of batch normalisation) is copied at once, at the boundary.
 
 Whether a tensor has stayed as it was is checked, not assumed: torch counts the writes to every tensor. One that was
-written between boundary and fence spoils its snapshot, which is thrown away, and is copied at once from then on. Only a
-write through ``tensor.data`` is not counted by torch; in forward and backward nothing in torch does that.
+written between boundary and fence spoils its snapshot, which is thrown away, and is copied at once from then on.
+
+Writes through ``tensor.data`` are not counted, and hooks of users do write like that: clipped weights, the average of a
+teacher. So what parameters held at the boundary is compared with the copy: all of it now and then (the first time, then
+as often as takes a thousandth of the time, and always once such a write was seen), else a sample. What may slip through
+is a write through ``.data``, before the optimizer's step, that begins in the middle of a fit and changes few elements.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_resilience.checkpoint.plain import pack
 from lightning_resilience.checkpoint.sharded import local
 
+_LOOKED_AT_ALL = 1e-3
+"""The share of the time that may go into looking at all of the parameters."""
+
+_SAMPLE = 64
+"""How many elements of a parameter are looked at otherwise."""
+
 
 def address(tensor: torch.Tensor) -> int:
     """Where the content of ``tensor`` is kept; two tensors with the same address share it. 0: nowhere."""
-    own = local(tensor)
-    return own.untyped_storage().data_ptr() if own.layout == torch.strided else 0
+    try:
+        return local(tensor).untyped_storage().data_ptr()
+    except RuntimeError:  # sparse, or a subclass that keeps its content in other tensors
+        return 0
 
 
 class Snapshots:
@@ -35,7 +48,9 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._kept: dict[int, torch.Tensor] = {}
-        self._restless: set[int] = set()
+        self._restless: set[tuple[Any, ...]] = set()
+        self._hidden_writes = False
+        self._look_at_all = 0.0  # not before this time
 
     def take(self, state: Any, stable: Iterable[torch.Tensor]) -> Snapshot:
         """Begins a snapshot; called by the training thread at a boundary.
@@ -45,29 +60,149 @@ class Snapshots:
             stable: The tensors that do not change before the fence.
         """
         skeleton, tensors, left_out = pack(state)
-        # A DTensor counts the writes, not the part of it that this rank holds: so both are looked at.
-        watched = {
-            place: [(tensor, tensor._version), (own, own._version)]
-            for tensor in stable
-            if not tensor.is_inference()
-            and (place := address(own := local(tensor))) != 0
-            and place not in self._restless
-        }
-        sources = [
-            tensor if tensor.is_meta or address(tensor) in watched else self._copy(index, tensor)
-            for index, tensor in enumerate(tensors)
-        ]
-        return Snapshot(skeleton, sources, watched, left_out, self._restless)
+        watched: dict[int, list[tuple[torch.Tensor, int]]] = {}  # by address: several tensors may share one
+        known: dict[int, int] = {}  # addresses by the id of what is in ``watched``: to ask for one takes a microsecond
+        parameters = set()
+        for tensor in stable:
+            own = local(tensor)
+            if tensor.is_inference() or (place := address(own)) == 0:
+                continue
+            known[id(tensor)] = place
+            seen = watched.setdefault(place, [])
+            seen.append((tensor, tensor._version))
+            if own is not tensor:  # a DTensor counts the writes, not the part of it that this rank holds: look at both
+                seen.append((own, own._version))
+            if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
+                parameters.add(place)
+        kept, self._kept = self._kept, {}
+        sources: list[torch.Tensor] = []
+        late: dict[int, torch.Tensor] = {}
+        places = set()
+        for index, tensor in enumerate(tensors):
+            place = known.get(id(tensor)) or address(tensor)
+            if tensor.is_meta:
+                sources.append(tensor)
+            elif place not in watched or self._is_volatile(index, tensor):
+                sources.append(self._copy(index, tensor, kept.get(index)))
+            else:
+                # Whoever replaces the data of a parameter leaves us what was there.
+                source = tensor if type(tensor) is torch.Tensor else tensor.detach()
+                sources.append(source)
+                places.add(place)
+                if id(tensor) not in known:
+                    watched[place].append((source, source._version))
+                if place in parameters:
+                    late[index] = source
+        watched = {place: watched[place] for place in places}
+        return Snapshot(self, skeleton, sources, watched, left_out, self._look(late))
 
-    def _copy(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _is_volatile(self, index: int, tensor: torch.Tensor) -> bool:
+        if self._restless and _kind(index, tensor) in self._restless:
+            return True
+        if tensor.is_inference() or tensor.is_conj():  # torch counts nothing, or shows no bits
+            return True
+        return not (tensor.is_contiguous() or _fills_its_memory(tensor))
+
+    def _copy(self, index: int, tensor: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
         # On its own device, where this waits for nothing but earlier work on that device's stream.
-        kept = self._kept.get(index)
-        like = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        if kept is not None and (kept.shape, kept.stride(), kept.dtype, kept.device) == like:
-            with torch.no_grad():
-                return kept.copy_(tensor)
-        self._kept[index] = tensor.detach().clone()
-        return self._kept[index]
+        with torch.no_grad():
+            if kept is None or not _is_alike(kept, tensor):
+                try:
+                    kept = tensor.detach().clone()
+                except torch.OutOfMemoryError:
+                    return tensor.detach().to("cpu", copy=True)  # the training waits for it, but lives on
+            else:
+                kept.copy_(tensor)
+        self._kept[index] = kept
+        return kept
+
+    def _look(self, late: Mapping[int, torch.Tensor]) -> _Look:
+        started = time.monotonic()
+        at_all = self._hidden_writes or started >= self._look_at_all
+        look = _Look(late, at_all)
+        if at_all:
+            self._look_at_all = time.monotonic() + (time.monotonic() - started) / _LOOKED_AT_ALL
+        return look
+
+    def spoiled(self, changed: Mapping[int, torch.Tensor], hidden: bool) -> None:
+        """Remembers what has changed between a boundary and its fence.
+
+        Args:
+            changed: By index in :attr:`Snapshot.tensors`.
+            hidden: Whether torch has not counted it.
+        """
+        self._restless.update(_kind(index, tensor) for index, tensor in changed.items())
+        self._hidden_writes |= hidden
+
+
+def _kind(index: int, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Knows a tensor of the next snapshot again, also where its memory is another."""
+    return index, tensor.shape, tensor.dtype
+
+
+def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return (
+        first.layout == second.layout == torch.strided
+        and (type(first), first.dtype, first.device) == (type(second), second.dtype, second.device)
+        and (first.shape, first.stride()) == (second.shape, second.stride())
+    )
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie side by side, in any order. What overlaps in a strange way may pass, and is noticed."""
+    last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() == last + 1
+
+
+class _Look:
+    """What some tensors, each without gaps, have in them at this moment.
+
+    Args:
+        tensors: By any key.
+        at_all: Whether to look at every bit, or at a sample.
+    """
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor], at_all: bool) -> None:
+        self._at_all = at_all
+        self._seen: dict[int, torch.Tensor] = {}
+        with torch.no_grad():
+            if at_all:
+                self._seen = {key: _sum(tensor) for key, tensor in tensors.items()}
+                return
+            alike: dict[Any, dict[int, torch.Tensor]] = {}
+            for key, tensor in tensors.items():
+                alike.setdefault((tensor.dtype, tensor.device), {})[key] = _sample(tensor)
+            for group in alike.values():
+                pieces = torch.split(torch.cat(list(group.values())), [piece.numel() for piece in group.values()])
+                self._seen.update(zip(group, pieces, strict=True))
+
+    def bring(self, device: torch.device) -> None:
+        """Moves what was seen on ``device`` to the host, on its current stream."""
+        self._seen.update({key: seen.cpu() for key, seen in self._seen.items() if seen.device == device})
+
+    def differs(self, tensors: Mapping[int, torch.Tensor]) -> list[int]:
+        """The keys of what looks otherwise now, in ``tensors``."""
+        now = _Look({key: tensor for key, tensor in tensors.items() if key in self._seen}, self._at_all)._seen
+        return [key for key, seen in now.items() if not torch.equal(_bits(seen), _bits(self._seen[key]))]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)  # numbers that are none differ from themselves
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    step = max(1, (tensor.numel() - 1) // (_SAMPLE - 1))
+    return tensor.as_strided((min(_SAMPLE, tensor.numel()),), (step,))
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    for word in (torch.int64, torch.int32, torch.int16, torch.uint8):  # long words make it fast
+        if flat.nbytes % word.itemsize == 0:
+            break
+    if flat.data_ptr() % word.itemsize:
+        flat = flat.clone()
+    return flat.view(word).sum().reshape(1)
 
 
 class Snapshot:
@@ -83,19 +218,22 @@ class Snapshot:
 
     def __init__(
         self,
+        snapshots: Snapshots,
         skeleton: Any,
         tensors: list[torch.Tensor],
         watched: Mapping[int, list[tuple[torch.Tensor, int]]],
         left_out: list[str],
-        restless: set[int],
+        look: _Look,
     ) -> None:
         self.skeleton = skeleton
         self.tensors = tensors
         self.left_out = left_out
         self.waited_s = 0.0
         """How long the training has waited at the fence."""
+        self._snapshots = snapshots
         self._watched = watched
-        self._restless = restless
+        self._look = look
+        self._destinations: dict[int, torch.Tensor] = {}
         self._copied = threading.Event()
         self._fenced = threading.Event()
         self._good = True
@@ -121,7 +259,10 @@ class Snapshot:
                 source = self.tensors[index]
                 with self._on(streams.get(source.device)):
                     destination.copy_(source)
-        for stream in streams.values():
+                self._destinations[index] = destination
+        for device, stream in streams.items():
+            with self._on(stream):
+                self._look.bring(device)
             stream.synchronize()
 
     @staticmethod
@@ -142,13 +283,17 @@ class Snapshot:
         started = time.perf_counter()
         self._copied.wait()
         self.waited_s = time.perf_counter() - started
-        touched = [
+        touched = {
             place for place, seen in self._watched.items() if any(tensor._version != before for tensor, before in seen)
-        ]
+        }
         if touched:
-            self._restless.update(touched)
-            self._good = False
+            changed = [index for index, tensor in enumerate(self.tensors) if address(tensor) in touched]
+            self._spoil(changed, hidden=False)
         self._fenced.set()
+
+    def _spoil(self, changed: Iterable[int], hidden: bool) -> None:
+        self._good = False
+        self._snapshots.spoiled({index: self.tensors[index] for index in changed}, hidden)
 
     @property
     def fenced(self) -> bool:
@@ -157,22 +302,24 @@ class Snapshot:
 
     def is_good(self, timeout_s: float | None = None) -> bool:
         """Waits for the fence; returns whether nothing was changed before it, and so the copy is the state."""
-        return self._fenced.wait(timeout_s) and self._good
+        if not self._fenced.wait(timeout_s):
+            return False
+        if self._good and (changed := self._look.differs(self._destinations)):
+            self._spoil(changed, hidden=True)
+        return self._good
 
 
 class Fence:
-    """Has :meth:`Snapshot.fence` called before any of some optimizers changes anything.
+    """Has :meth:`Snapshot.fence` called before any optimizer of this process changes anything.
 
-    Automatic optimization runs forward and backward in a closure inside of the optimizer's step, so the fence comes
-    after the closure's first call where there is one.
-
-    Args:
-        optimizers: All that change what snapshots take for stable.
+    Any, since a fit may exchange its optimizers, and some are wrapped in others. Before other hooks of the optimizer,
+    which may change something too. Automatic optimization runs forward and backward in a closure inside of the
+    optimizer's step, so the fence comes after the closure's first call where there is one.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, *_: Any) -> None:
         self.pending: Snapshot | None = None
-        self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self.pending is None:
@@ -199,15 +346,19 @@ class Fence:
             self.pending = None
 
     def remove(self) -> None:
-        """Takes the hooks off the optimizers."""
-        for hook in self._hooks:
-            hook.remove()
+        """Takes the hook off the optimizers."""
+        self._hook.remove()
 
 
-def optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
-    """All tensors that optimizers keep between their steps."""
+def optimizer_tensors(
+    optimizers: Iterable[Optimizer], parameters: Iterable[torch.Tensor] | None = None
+) -> Iterator[torch.Tensor]:
+    """All tensors that optimizers keep between their steps; or only what they keep for some parameters."""
+    chosen = None if parameters is None else {id(parameter) for parameter in parameters}
     for optimizer in optimizers:
-        yield from _tensors_in(list(optimizer.state.values()))
+        for key, state in optimizer.state.items():
+            if chosen is None or id(key) in chosen:
+                yield from _tensors_in(state)
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
