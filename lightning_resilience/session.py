@@ -93,8 +93,11 @@ class FitSession:
         """Called from the agreement's thread as soon as an event is known, before its boundary."""
         self.at_end_of_epoch: list[Callable[[], None]] = []
         """Called after the last batch of every epoch, before any hook of its end."""
-        self.save_locally: Callable[[str], bool] | None = None
-        """Saves the state at this boundary, on all ranks, to the nodes' local storage; returns whether all have."""
+        self.save_locally: Callable[[str, float], bool] | None = None
+        """Saves the state at this boundary, on all ranks, to the nodes' local storage.
+
+        Given the reason and how many seconds it may take; returns whether all have saved.
+        """
         self.final_path: Path | None = None
         """Where the final state of a fit that has finished is."""
         self.save_final = False

@@ -27,6 +27,7 @@ from torchmetrics import MeanMetric
 
 from lightning_resilience.callbacks import fault_tolerance
 from lightning_resilience.checkpoint import durable, resume
+from lightning_resilience.checkpoint.store import PartWriter
 from lightning_resilience.detect import health, progress, timeouts
 from lightning_resilience.detect.witness import node_directory
 from lightning_resilience.run_directory import RunDirectory
@@ -71,6 +72,7 @@ DEFAULTS: dict[str, Any] = {
     "interval_s": None,
     "unreadable": None,  # [rank, file name]
     "disk_full_at": None,  # a step
+    "stuck_local_from": None,  # a step: from there on the storage of local checkpoints does not answer
     "taken_over_at": None,  # a step: another attempt claims the run
     "numpy": True,  # something in the checkpoint that a safe load cannot read
     "fault_tolerance": {},  # arguments of the callback "fault_tolerance"
@@ -415,6 +417,16 @@ def sabotage(config: dict[str, Any]) -> None:
             return save(obj, path, *args, **kwargs)
 
         durable.save = no_save
+
+    if config["stuck_local_from"] is not None:
+        publish = PartWriter.publish
+
+        def no_publish(self: PartWriter, step: int, *args: Any) -> Path:
+            if step >= config["stuck_local_from"]:
+                time.sleep(1000)
+            return publish(self, step, *args)
+
+        PartWriter.publish = no_publish
 
     rank = int(os.environ.get("RANK", "0"))
     if config["floor_s"] is not None:

@@ -208,6 +208,26 @@ def test_saves_locally_first_when_time_is_short(tmp_path: Path, ranks: int, last
     assert (result(config), samples(config)) == reference
 
 
+def test_local_storage_that_does_not_answer_does_not_cost_the_global_save(tmp_path: Path) -> None:
+    config = make(
+        tmp_path,
+        "disturbed",
+        callbacks=["preemption", "auto_resume", "local_checkpoint"],
+        save_every=1000,
+        grace_period_s=16.0,
+        local={"every_n_train_steps": 3, "dir": str(tmp_path / "local")},
+        stuck_local_from=9,
+        events=[{"at": "train", "step": 20, "do": "SIGTERM", "once": True}],
+    )
+    codes, text = run(config, tmp_path / "disturbed")
+    assert codes == [75], text
+    codes, text = run({**config, "stuck_local_from": None}, tmp_path / "disturbed")
+    assert codes == [0], text
+    resumed = [event for event in read_ledger(RunDirectory(config["run_dir"]).ledger) if event["event"] == "resumed"]
+    assert [(event["tier"], event["step"]) for event in resumed] == [("global", 21)]
+    assert (result(config), samples(config)) == undisturbed(tmp_path, save_every=1000)
+
+
 def test_requeues_a_slurm_job_from_the_boundary(tmp_path: Path) -> None:
     """SIGUSR1 under ``SLURMEnvironment(auto_requeue=True)``, which Lightning serves from inside the handler."""
     scontrol = tmp_path / "bin" / "scontrol"

@@ -254,9 +254,8 @@ class _Local:
 
     def _at_boundary(self, clean: bool) -> None:
         assert self._saves is not None
-        step = self.session.trainer.global_step
+        step, started = self.session.trainer.global_step, time.perf_counter()
         if (planned := self._saves.at_boundary(step, clean)) is not None:
-            started = time.perf_counter()
             try:
                 left_out = self._saves.take(planned, step, *self._state(), started)
                 if self.session.rank == 0:
@@ -270,14 +269,14 @@ class _Local:
         live = _lightning.live_tensors(self.session.trainer)
         return state, live, _lightning.trained_tensors(self.session.trainer, self._common)
 
-    def save_now(self, reason: str) -> bool:
-        """Saves at this boundary, the same on all ranks; returns whether every rank has published its parts."""
+    def save_now(self, reason: str, within_s: float) -> bool:
+        """Saves at this boundary, the same on all ranks; returns whether every rank has published its parts in time."""
         if self._saves is None:
             return False
         trainer = self.session.trainer
         generation = trainer.strategy.broadcast(new_generation())
         try:
-            saved = self._saves.save_now(generation, trainer.global_step, *self._state(), _SETTLE_S)
+            saved = self._saves.save_now(generation, trainer.global_step, *self._state(), within_s)
         except Exception as error:
             self._saves.miss(trainer.global_step, error)
             saved = False
@@ -427,7 +426,8 @@ class _Local:
     def _end(self) -> None:
         """The training has ended: nothing is saved any more."""
         if (saves := self._saves) is not None:
-            self._stop(_SETTLE_S)
+            # Nobody needs it any more when the final state is safe.
+            self._stop(_SETTLE_S if self.session.final_path is None else _LAST_WORDS_S)
             if saves.trouble is not None:
                 log.error("Rank %d: the last local checkpoint was not saved (%r).", self.place.rank, saves.trouble)
 

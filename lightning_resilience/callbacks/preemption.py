@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PREEMPT = "preempt"
+_LOCAL_SHARE = 0.25  # of the time that is left; the rest is for the global save
 _SAFETY_FACTOR = 1.5  # storage is slowest when many jobs are stopped at once
 
 
@@ -151,7 +152,9 @@ def _stop(session: FitSession, event: Event) -> None:
         log.info("Preemption detected, saving checkpoint and exiting")  # NeMo's words
     if session.save_locally is not None:
         short = trainer.strategy.broadcast(trainer.is_global_zero and _is_short_of_time(session))
-        if short and session.save_locally("preemption") and trainer.is_global_zero:
+        listener = signals.installed()
+        within_s = _LOCAL_SHARE * (listener.seconds_left if listener is not None else signals.DEFAULT_GRACE_PERIOD_S)
+        if short and session.save_locally("preemption", within_s) and trainer.is_global_zero:
             log.info("The state of step %d is safe in the local checkpoints of all nodes.", trainer.global_step)
     path = session.save("preemption")
     step = trainer.global_step

@@ -345,6 +345,7 @@ class LocalSaves:
                 return None
             self._changed.wait_for(lambda: self._agreed is not None or self.trouble is not None, _ANSWER_WITHIN_S)
             self._planned = None
+            self._missed = self._agreed is None  # then the round goes on without this rank
             return planned if self._agreed else None
 
     def _measure_steps(self, step: int) -> None:
@@ -409,7 +410,7 @@ class LocalSaves:
         common: Sequence[torch.Tensor],
         timeout_s: float,
     ) -> bool:
-        """Saves at once, between two rounds; returns whether this rank has published its parts.
+        """Saves at once, between two rounds; returns whether this rank has published its parts in time.
 
         Args:
             generation: A name for it, the same on all ranks.
@@ -417,8 +418,10 @@ class LocalSaves:
             state: This rank's checkpoint.
             stable: What does not change before an optimizer's step.
             common: What all ranks of this node have alike.
-            timeout_s: How long a save in progress may take to end.
+            timeout_s: How long this may take; storage that does not answer must not keep the training from what comes
+                next.
         """
+        deadline = time.monotonic() + timeout_s
         self.fence()
         with self._changed:
             if not self._changed.wait_for(lambda: not self._busy, timeout_s):
@@ -427,11 +430,18 @@ class LocalSaves:
         snapshot.release()  # nothing changes meanwhile: this is the training thread
         snapshot.fence()
         job = _Job(Round(-1, step, generation), snapshot, *self._common(snapshot, common), step)
-        try:
-            return bool(self._save(job))
-        except Exception as error:
-            self._fail(step, error)
-            return False
+        published: list[bool] = []
+
+        def save() -> None:
+            try:
+                published.append(bool(self._save(job)))
+            except Exception as error:
+                self._fail(step, error)
+
+        thread = threading.Thread(target=save, name="local-checkpoint-now", daemon=True)
+        thread.start()
+        thread.join(max(0.0, deadline - time.monotonic()))
+        return published == [True]
 
     def _common(self, snapshot: Snapshot, common: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
         numbers: dict[int, int] = {}
@@ -523,7 +533,7 @@ class LocalSaves:
         with self._changed:
             self._agreed = bool(agreed)
             if not agreed:
-                self._planned = None
+                self._planned, self._missed = None, False
             self._changed.notify_all()
         return planned
 

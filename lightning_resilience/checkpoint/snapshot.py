@@ -15,6 +15,7 @@ is a write through ``.data``, before the optimizer's step, that begins in the mi
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,6 +34,11 @@ _LOOKED_AT_ALL = 1e-3
 
 _SAMPLE = 64
 """How many elements of a parameter are looked at otherwise."""
+
+log = logging.getLogger(__name__)
+
+LONGEST_WAIT_S = 60.0
+"""How long the training waits for a snapshot to be copied."""
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -281,8 +287,13 @@ class Snapshot:
         if self._fenced.is_set():
             return
         started = time.perf_counter()
-        self._copied.wait()
+        in_time = self._copied.wait(LONGEST_WAIT_S)
         self.waited_s = time.perf_counter() - started
+        if not in_time:  # storage that does not answer must not stop the training: what is copied from here on is bad
+            self._good = False
+            self._fenced.set()
+            log.error("A snapshot is given up: its memory was not there after %.0f s.", LONGEST_WAIT_S)
+            return
         touched = {
             place for place, seen in self._watched.items() if any(tensor._version != before for tensor, before in seen)
         }
