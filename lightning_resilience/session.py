@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 
 _CLEAN_TRAINING = Needs.TRAINING | Needs.CLEAN  # made once: an operation on flags costs a microsecond
 
-STATE_KEY = "lightning_resilience"
-
 _LAST_SAVE_S = 120.0  # for what is being written when a fit ends
+
+STATE_KEY = "lightning_resilience"
 """The key in a Lightning checkpoint of everything that an exact resume needs beside Lightning's own state."""
 
 _sessions: weakref.WeakKeyDictionary[Any, FitSession] = weakref.WeakKeyDictionary()
@@ -665,7 +665,7 @@ class FitSession:
                 published()
             return
         if self._background is None:
-            self._background = BackgroundSaves(self.trainer.optimizers)
+            self._background = BackgroundSaves()
             _lightning.on_batch_done(self.trainer, self.patches, self._background.fence)
             self.at_end_of_epoch.append(self._background.fence)
             self.at_boundary.append(self._check_background)

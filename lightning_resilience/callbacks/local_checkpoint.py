@@ -37,6 +37,7 @@ _EXCHANGE_TIMEOUT = timedelta(minutes=2)
 _SETTLE_S = 60.0
 _LAST_WORDS_S = 5.0
 _FIRST_INTERVAL_S = 10.0
+_USUAL_RECOVERY_S = 60.0
 _RECORD_EVERY_S = 60.0  # the ledger is on shared storage, and read as a whole
 
 
@@ -123,7 +124,14 @@ class LocalCheckpoint(SessionCallback):
 
     def joined(self, session: FitSession) -> None:
         """Finds the place for the local states, and offers those that are there for the resume."""
-        self._local = _Local(self, session)
+        try:
+            self._local = _Local(self, session)
+        except _Unusable as problem:  # on every rank
+            if not self.injected:
+                raise ValueError(str(problem)) from None
+            if session.rank == 0:
+                log.warning("LocalCheckpoint is off: %s.", problem)
+            return
         session.at_leave.append(self._leave)
 
     def _leave(self) -> None:
@@ -137,13 +145,17 @@ class LocalCheckpoint(SessionCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Completes the resume and starts saving."""
         super().on_train_start(trainer, pl_module)
-        if session_of(trainer, self):
+        if session_of(trainer, self) and hasattr(self, "_local"):
             self._local.start()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What is finished needs no local states any more."""
-        if session_of(trainer, self):
+        if session_of(trainer, self) and hasattr(self, "_local"):
             self._local.clear()
+
+
+class _Unusable(Exception):
+    """A node cannot keep local checkpoints; the same on all ranks."""
 
 
 class _Local:
@@ -155,11 +167,19 @@ class _Local:
         trainer = session.trainer
         self.places = places(session.gather((os.uname().nodename, trainer.node_rank)))
         self.place = self.places[session.rank]
-        self.store = NodeStore(
-            _directory(settings.dir, self.place.node, session.run_id, session.index),
-            before_publish=session.check_owner,
-            verify=self._verify,
-        )
+        problem = None
+        try:
+            self.store = NodeStore(
+                _directory(settings.dir, self.place.node, session.run_id, session.index),
+                before_publish=session.check_owner,
+                verify=self._verify,
+            )
+        except OSError as error:
+            problem = f"{self.place.node} cannot keep local checkpoints ({error}); set dir= or --local-dir"
+        if problems := [each for each in session.gather(problem) if each is not None]:
+            if problem is None:
+                self.store.close()
+            raise _Unusable(problems[0])
         self.owner = {"run": session.run_id, "fit": session.index}
         self._fetches = 0
         session.tiers.probation_steps = settings.probation_steps
@@ -226,7 +246,9 @@ class _Local:
         several = trainer.world_size > 1
         layout = {"kind": _kind(trainer), "commons": self.place.local_world_size if self._common else 0}
         self._history = self._failures_so_far()
-        self._recovery_s = time.time() - psutil.Process().create_time()
+        # From a failure on, a process needs as long as this one has until it trains.
+        started_s = time.time() - psutil.Process().create_time()
+        self._recovery_s = min(max(started_s, 0.0), 3600.0) if session.index == 0 else _USUAL_RECOVERY_S
         self._replicas = self._make_replicas()
         self._saves = LocalSaves(
             self.store,
@@ -248,7 +270,7 @@ class _Local:
         session.at_boundary.append(self._at_boundary)
         session.at_saved.append(lambda is_end: self._end() if is_end else None)
         session.save_locally = self.save_now
-        self._saves.start(step, trainer.optimizers)
+        self._saves.start(step)
         if trainer.is_global_zero:
             self._say_what_is_done()
 
@@ -258,10 +280,11 @@ class _Local:
         if (planned := self._saves.at_boundary(step, clean)) is not None:
             try:
                 left_out = self._saves.take(planned, step, *self._state(), started)
-                if self.session.rank == 0:
-                    self.session.report_left_out([*self._left_out, *left_out])
             except Exception as error:  # also of the user's own on_save_checkpoint
                 self._saves.miss(step, error)
+                return
+            if self.session.rank == 0:
+                self.session.report_left_out([*self._left_out, *left_out])
 
     def _state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]:
         """This rank's checkpoint; what of it only optimizers change; what of it all ranks of the node have alike."""
@@ -278,7 +301,7 @@ class _Local:
         try:
             saved = self._saves.save_now(generation, trainer.global_step, *self._state(), within_s)
         except Exception as error:
-            self._saves.miss(trainer.global_step, error)
+            self._saves.fail(trainer.global_step, error)
             saved = False
         complete: bool = trainer.strategy.reduce_boolean_decision(saved, all=True)
         if complete and trainer.is_global_zero:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,14 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundSaves:
-    """Takes snapshots of a state and hands the copies to whoever writes them, in another thread.
+    """Takes snapshots of a state and hands the copies to whoever writes them, in another thread."""
 
-    Args:
-        optimizers: All that change what is said to be stable.
-    """
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._fence = Fence(optimizers)
+    def __init__(self) -> None:
+        self._fence = Fence()
         self._snapshots = Snapshots()
         self._buffers: dict[int, torch.Tensor] = {}  # reused: memory that is new takes three times as long to fill
         self._thread: threading.Thread | None = None

@@ -47,8 +47,8 @@ def mean_time_to_failure_s(world_size: int, failures: int, observed_s: float) ->
 
     Args:
         world_size: Ranks of the run.
-        failures: How many the run has had with this world size.
-        observed_s: For how many seconds it has been running with this world size, all attempts together.
+        failures: How many the run has had.
+        observed_s: Over how many seconds, all attempts together.
 
     Raises:
         ValueError: If the world size is not positive, or one of the others is negative or not finite.

@@ -104,13 +104,15 @@ class Rounds:
         self._world_size = world_size
         self._bell = bell
         self._awaited = ""
+        self._alike: dict[int, str] = {}
         self.over = False
         """Whether there will be no more rounds: a rank has left."""
 
     def announce(self, planned: Round) -> None:
         """Rank 0: tells everybody."""
         # Every rank has heard how the round before the last ended, or the last could not have been settled.
-        for name in ("", "/late", "/heard", "/agreed", "/published", "/over", "/settled", "/prepared", "/ready"):
+        published = f"/published{self._alike.pop(planned.number - 2, '')}"
+        for name in ("", "/late", "/heard", "/agreed", published, "/over", "/settled", "/prepared", "/ready"):
             self._store.delete_key(f"round/{planned.number - 2}{name}")
         self._store.set(f"round/{planned.number}", json.dumps([planned.step, planned.generation]))
 
@@ -143,13 +145,19 @@ class Rounds:
         """
         return self._ask_all(number, "heard", "late", int(not in_time), "agreed", wanted=0)
 
-    def finish(self, number: int, published: bool) -> bool | None:
+    def finish(self, number: int, published: bool, alike: str = "") -> bool | None:
         """Says whether this rank has published all its parts.
+
+        Args:
+            number: Of the round.
+            published: Whether it has.
+            alike: What it takes for what all ranks have alike; where they differ, their parts do not go together.
 
         Returns:
             Whether every rank has, as soon as they say so; ``None`` if that will not be known.
         """
-        return self._ask_all(number, "over", "published", int(published), "settled", wanted=self._world_size)
+        self._alike[number] = alike
+        return self._ask_all(number, "over", f"published{alike}", int(published), "settled", wanted=self._world_size)
 
     def _ask_all(self, number: int, said: str, counted: str, mine: int, answer: str, wanted: int) -> bool | None:
         name = f"round/{number}"
@@ -314,10 +322,10 @@ class LocalSaves:
 
     # -- the training thread -------------------------------------------------------------------------------------------
 
-    def start(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def start(self, step: int) -> None:
         """Begins to save; ``step`` is saved already, or is the first."""
         self._last = self._passed = step
-        self._fence = Fence(optimizers)
+        self._fence = Fence()
         self._retire()
         self._schedule.begin()
         self._busy = True
@@ -384,22 +392,23 @@ class LocalSaves:
         job = _Job(planned, snapshot, *self._common(snapshot, common), step)
         if (n := self._schedule.every_n_train_steps) is not None and self._rounds is not None:
             self.figures.skipped += max(0, (step - self._last) // n - 1)
-        with self._changed:
+        self._schedule.begin()
+        with self._changed:  # nothing fails from here on: what is handed over is handed over
             self._fence.pending = snapshot
             self._job, self._last = job, step
             self._busy = self._writing = True
-            self._schedule.begin()
             self._changed.notify_all()
         self.figures.stall_s = time.perf_counter() - started
         return snapshot.left_out
 
     def miss(self, step: int, error: Exception) -> None:
         """This boundary cannot be saved: its state could not be taken."""
-        self._fail(step, error)
+        self.fail(step, error)
         with self._changed:
             self._last, self._missed = step, self._rounds is not None
-            self._schedule.begin()
+            self._busy = self._busy or self._missed
             self._changed.notify_all()
+        self._schedule.begin()
 
     def save_now(
         self,
@@ -436,7 +445,7 @@ class LocalSaves:
             try:
                 published.append(bool(self._save(job)))
             except Exception as error:
-                self._fail(step, error)
+                self.fail(step, error)
 
         thread = threading.Thread(target=save, name="local-checkpoint-now", daemon=True)
         thread.start()
@@ -555,14 +564,15 @@ class LocalSaves:
             try:
                 pieces = self._save(job)
             except Exception as error:  # whatever it is, the training has more to lose than a save
-                self._fail(job.step, error)
+                self.fail(job.step, error)
         with self._changed:
             self._writing = False
             self._changed.notify_all()
         complete: bool | None = bool(pieces)
         if self._rounds is not None and planned is not None:
             self._replicate(job.step if job is not None else planned.step, planned.generation, pieces)
-            complete = self._rounds.finish(planned.number, published=bool(pieces))
+            alike = _alike(job) if job is not None and pieces else ""
+            complete = self._rounds.finish(planned.number, bool(pieces), alike)
         if job is not None and complete:
             self._complete.insert(0, job.planned.generation)
             self.figures.published += 1
@@ -726,7 +736,8 @@ class LocalSaves:
         except OSError as error:
             log.warning("Old local checkpoints could not be removed: %s", error)
 
-    def _fail(self, step: int, error: BaseException) -> None:
+    def fail(self, step: int, error: BaseException) -> None:
+        """Counts a save that could not be made, and says so."""
         self.figures.failed += 1
         # Said once, whatever the step, until a save succeeds again.
         failure = f"{type(error).__name__} {error.errno}" if isinstance(error, OSError) else str(error)

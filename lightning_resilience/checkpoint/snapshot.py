@@ -328,7 +328,7 @@ class Fence:
     optimizer's step, so the fence comes after the closure's first call where there is one.
     """
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self) -> None:
         self.pending: Snapshot | None = None
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 

@@ -1,0 +1,270 @@
+"""What can be resumed from, what travels for it, and who writes what: pure functions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from lightning_resilience.checkpoint.generations import (
+    Generation,
+    Holding,
+    Place,
+    common_part,
+    generations,
+    journeys,
+    places,
+    rank_part,
+)
+from lightning_resilience.checkpoint.local import Schedule, share_out
+
+# Places
+
+
+def test_the_places_of_ranks_on_nodes_of_their_own() -> None:
+    assert places([("a", 0), ("a", 0), ("b", 1), ("b", 1)]) == [
+        Place(0, 4, 0, 2, "a"),
+        Place(1, 4, 1, 2, "a"),
+        Place(2, 4, 0, 2, "b"),
+        Place(3, 4, 1, 2, "b"),
+    ]
+
+
+def test_several_nodes_on_a_host_have_names_of_their_own() -> None:
+    found = places([("a", 3), ("a", 3), ("b", 0), ("a", 7)])
+    assert [place.node for place in found] == ["a-0", "a-0", "b", "a-1"]
+    assert [(place.local_rank, place.local_world_size) for place in found] == [(0, 2), (1, 2), (0, 1), (0, 1)]
+
+
+def test_ranks_need_not_be_in_the_order_of_nodes() -> None:
+    found = places([("b", 1), ("a", 0), ("b", 1), ("a", 0)])
+    assert [(place.rank, place.node, place.local_rank) for place in found] == [
+        (0, "b", 0),
+        (1, "a", 0),
+        (2, "b", 1),
+        (3, "a", 1),
+    ]
+
+
+def test_no_two_nodes_have_the_same_name_and_no_two_ranks_the_same_place() -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        nodes = [(chance.choice("ab"), chance.randrange(3)) for _ in range(chance.randrange(1, 9))]
+        found = places(nodes)
+        names = dict(zip(nodes, (place.node for place in found), strict=True))
+        assert len(set(names.values())) == len(names)
+        assert all(names[node] == place.node for node, place in zip(nodes, found, strict=True))
+        assert len({(place.node, place.local_rank) for place in found}) == len(nodes)
+        for place in found:
+            assert 0 <= place.local_rank < place.local_world_size
+            assert place.local_world_size == sum(other.node == place.node for other in found)
+
+
+def test_the_names_of_parts() -> None:
+    assert rank_part(3) == "rank-00003"
+    assert common_part(0, 8) == "common-00-of-08"
+
+
+# Generations
+
+
+def whole(step: int, name: str, where: dict[str, list[str]], world_size: int = 4, commons: int = 2) -> list[Holding]:
+    """Holdings by node."""
+    return [
+        Holding(node, step, name, part, len(part) + step, world_size, "whole", commons)
+        for node, parts in where.items()
+        for part in parts
+    ]
+
+
+COMMONS = ["common-00-of-02", "common-01-of-02"]
+TWO_NODES = {"a": ["rank-00000", "rank-00001", *COMMONS], "b": ["rank-00002", "rank-00003", *COMMONS]}
+FOUR_RANKS = places([("a", 0), ("a", 0), ("b", 1), ("b", 1)])
+
+
+def test_newest_first_with_what_they_lack() -> None:
+    less = {"a": TWO_NODES["a"], "b": ["rank-00003"]}
+    found = generations([*whole(10, "0a", TWO_NODES), *whole(30, "1e", less), *whole(20, "14", TWO_NODES)])
+    assert [(one.step, one.name) for one in found] == [(30, "1e"), (20, "14"), (10, "0a")]
+    assert [one.lacking for one in found] == [["rank-00002"], [], []]
+    assert found[1].holders["common-00-of-02"] == ["a", "b"]
+    assert found[1].sizes["rank-00003"] == 30
+
+
+def test_two_generations_of_a_step_are_not_mixed() -> None:
+    found = generations(
+        [*whole(10, "0a", {"a": TWO_NODES["a"]}), *whole(10, "0b", {"b": TWO_NODES["b"]})],
+    )
+    assert [one.name for one in found] == ["0b", "0a"]
+    assert all(one.lacking for one in found)
+
+
+def test_a_common_part_of_any_node_will_do() -> None:
+    where = {"a": ["rank-00000", "rank-00001", COMMONS[0]], "b": ["rank-00002", "rank-00003", COMMONS[1]]}
+    (found,) = generations(whole(10, "0a", where))
+    assert found.lacking == []
+
+
+def test_what_is_condemned_is_left_out() -> None:
+    found = generations([*whole(10, "0a", TWO_NODES), *whole(20, "14", TWO_NODES)], without={"14"})
+    assert [one.name for one in found] == ["0a"]
+
+
+def test_parts_that_contradict_each_other_are_not_put_together() -> None:
+    holdings = whole(10, "0a", TWO_NODES)
+    for other in ({"world_size": 2}, {"kind": "sharded"}, {"commons": 4}):
+        (found,) = generations([*holdings[:-1], replace(holdings[-1], **other)])
+        assert found.holders["common-01-of-02"] == ["a"]
+
+
+def test_a_lost_part() -> None:
+    (found,) = generations(whole(10, "0a", TWO_NODES))
+    found.lose("a", COMMONS[0])
+    found.lose("a", COMMONS[0])
+    found.lose("nobody", "nothing")
+    assert found.lacking == []
+    found.lose("b", COMMONS[0])
+    assert found.lacking == [COMMONS[0]]
+
+
+def test_what_ranks_need() -> None:
+    (found,) = generations(whole(10, "0a", TWO_NODES))
+    assert found.needed_by(3) == ["rank-00003", *COMMONS]
+    assert replace(found, commons=0).needed_by(0) == ["rank-00000"]
+
+
+# Journeys
+
+
+def holdings_anywhere(chance: random.Random) -> tuple[list[Place], list[Holding]]:
+    """A job of any size, and its parts on any nodes, also some that it does not have."""
+    nodes, ranks = chance.randrange(1, 5), chance.randrange(1, 4)
+    job = places([(f"n{node}", node) for node in range(nodes) for _ in range(ranks)])
+    commons = chance.choice([0, ranks, 3])
+    parts = [rank_part(rank) for rank in range(len(job))] + [common_part(i, commons) for i in range(commons)]
+    names = [*{place.node for place in job}, "gone"]
+    holdings = [
+        Holding(node, 7, "07", part, chance.randrange(1, 1000), len(job), "whole", commons)
+        for part in parts
+        for node in chance.sample(sorted(names), chance.randrange(0, len(names) + 1))
+    ]
+    return job, holdings
+
+
+def complete(chance: random.Random) -> Iterator[tuple[list[Place], list[Holding], Generation]]:
+    while True:
+        job, holdings = holdings_anywhere(chance)
+        there = [each for each in holdings if each.node != "gone"]
+        for found in generations(there):
+            if not found.lacking:
+                yield job, there, found
+
+
+def test_after_the_journeys_every_node_has_what_its_ranks_need() -> None:
+    examples = complete(random.Random(1))
+    travelled = 0
+    for _ in range(300):
+        job, _, found = next(examples)
+        node_of = {place.rank: place.node for place in job}
+        wanted = journeys(found, job)
+        for each in wanted:
+            assert node_of[each.source] in found.holders[each.part], "it is read where it is"
+            assert node_of[each.destination] not in found.holders[each.part], "it goes where it is not"
+            assert each.size == found.sizes[each.part]
+        arrived = {(node_of[each.destination], each.part) for each in wanted}
+        assert len(arrived) == len(wanted), "nothing goes twice"
+        for place in job:
+            for part in found.needed_by(place.rank):
+                assert place.node in found.holders[part] or (place.node, part) in arrived
+        needed = {(place.node, part) for place in job for part in found.needed_by(place.rank)}
+        assert arrived <= needed, "nothing goes where nobody needs it"
+        travelled += len(wanted)
+    assert travelled > 300
+
+
+def test_every_rank_plans_the_same_journeys() -> None:
+    chance = random.Random(2)
+    examples = complete(chance)
+    for _ in range(100):
+        job, holdings, found = next(examples)
+        wanted = journeys(found, job)
+        chance.shuffle(holdings)
+        (again,) = generations(holdings)
+        assert again == found
+        assert journeys(again, job) == wanted
+
+
+def test_nothing_travels_where_everything_is_there() -> None:
+    (found,) = generations(whole(10, "0a", TWO_NODES))
+    assert journeys(found, FOUR_RANKS) == []
+
+
+def test_a_lost_node_is_served_by_all_ranks_of_the_other() -> None:
+    replicas = {"b": [*(rank_part(rank) for rank in range(4)), *COMMONS]}
+    (found,) = generations(whole(10, "0a", replicas))
+    wanted = journeys(found, FOUR_RANKS)
+    assert {each.part for each in wanted} == {"rank-00000", "rank-00001", *COMMONS}
+    assert {each.destination for each in wanted} == {0, 1}
+    assert {each.source for each in wanted} == {2, 3}, "not by one rank alone"
+
+
+def test_ranks_that_have_changed_their_nodes() -> None:
+    (found,) = generations(whole(10, "0a", TWO_NODES))
+    swapped = places([("b", 0), ("b", 0), ("a", 1), ("a", 1)])
+    assert sorted((each.part, each.source, each.destination) for each in journeys(found, swapped)) == [
+        ("rank-00000", 2, 0),
+        ("rank-00001", 3, 1),
+        ("rank-00002", 0, 2),
+        ("rank-00003", 1, 3),
+    ]
+
+
+# Shares
+
+
+def test_everything_is_shared_out_once_and_evenly() -> None:
+    chance = random.Random(3)
+    for _ in range(200):
+        sizes = [chance.choice([0, 4, chance.randrange(1000)]) for _ in range(chance.randrange(30))]
+        count = chance.randrange(1, 9)
+        shares = share_out(sizes, count)
+        assert len(shares) == count
+        assert sorted(index for share in shares for index in share) == list(range(len(sizes)))
+        assert all(share == sorted(share) for share in shares)
+        loads = [sum(sizes[index] for index in share) for share in shares]
+        assert max(loads) - min(loads) <= max([*sizes, 0])
+
+
+def test_equal_sizes_are_shared_out_alike_everywhere() -> None:
+    assert share_out([4, 4, 4, 4, 4], 2) == [[0, 2, 4], [1, 3]]
+    assert share_out([], 2) == [[], []]
+    assert share_out([1, 9, 1, 9], 1) == [[0, 1, 2, 3]]
+
+
+# When
+
+
+def test_by_steps() -> None:
+    schedule = Schedule(5, lambda: pytest.fail("nobody asks"))
+    schedule.begin()
+    assert [step for step in range(12) if schedule.is_due(step, last=5)] == [0, 10]
+    assert [schedule.step_ahead(earliest) for earliest in (1, 5, 6)] == [5, 5, 10]
+    assert schedule.seconds_left() == 60.0
+
+
+def test_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, interval = 100.0, 10.0
+    monkeypatch.setattr("lightning_resilience.checkpoint.local.time.monotonic", lambda: now)
+    schedule = Schedule(None, lambda: interval)
+    assert not schedule.is_due(3, last=0)
+    schedule.begin()
+    assert (schedule.is_due(3, last=0), schedule.step_ahead(7), schedule.seconds_left()) == (False, None, 10.0)
+    now, interval = 110.0, 4.0
+    assert (schedule.is_due(3, last=0), schedule.step_ahead(7), schedule.seconds_left()) == (True, 7, 0.01)
+    schedule.begin()
+    now = 113.0
+    assert not schedule.is_due(3, last=0), "the interval is asked for again each time"
+    now = 114.0
+    assert schedule.is_due(3, last=0)
