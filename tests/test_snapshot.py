@@ -692,6 +692,15 @@ def test_what_was_written_spoils_one_snapshot_and_no_more(elements: int, hidden:
     assert taken.snapshot.tensors[1].data_ptr() == other.data_ptr()
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_each_of_what_shares_memory_is_watched(place: int) -> None:
+    memory = torch.randn(10)
+    # Each with a count of its own. None is a parameter, so what they hold is not looked at.
+    stable = [memory.data[:5], memory.data[5:]]
+    tensors = [*stable, memory.data[2:7]]
+    assert not taken_with(lambda: counted(tensors[place]), tensors, stable).is_good()
+
+
 def test_one_hidden_write_to_one_element_is_noticed_and_the_next_ones_too() -> None:
     weights = [nn.Parameter(torch.randn(10_001)), nn.Parameter(torch.randn(10_001))]
     snapshots = Snapshots()

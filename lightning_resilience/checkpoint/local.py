@@ -351,7 +351,12 @@ class LocalSaves:
             planned = self._planned
             if planned is None or not clean or step < planned.step:
                 return None
-            self._changed.wait_for(lambda: self._agreed is not None or self.trouble is not None, _ANSWER_WITHIN_S)
+            self._changed.wait_for(
+                lambda: self._planned is not planned or self._agreed is not None or self.trouble is not None,
+                _ANSWER_WITHIN_S,
+            )
+            if self._planned is not planned:  # not all have heard of it; and by now the next round may be planned
+                return None
             self._planned = None
             self._missed = self._agreed is None  # then the round goes on without this rank
             return planned if self._agreed else None
@@ -481,7 +486,6 @@ class LocalSaves:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 log.warning("Rank %d: the local save in progress is stuck and is left behind.", self._place.rank)
-                return
 
     # -- the other thread ----------------------------------------------------------------------------------------------
 
