@@ -30,6 +30,7 @@ STARTS_RANKS = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist looks at the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem in STARTS_RANKS:

@@ -28,7 +28,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+LONG = ("accumulation", "manual optimization")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=pytest.mark.campaign if name in LONG else ())
+        for name, options in CASES.items()
+    ],
+)
 def test_killed_and_resumed_exactly(tmp_path: Path, options: dict[str, Any]) -> None:
     events = [{"at": "train", "step": 27}]
     done = killed_and_resumed(tmp_path, events, async_save=True, step_s=0.01, save_every=2, **options)
@@ -36,6 +45,7 @@ def test_killed_and_resumed_exactly(tmp_path: Path, options: dict[str, Any]) -> 
     assert "Resuming from step" in done[2]
 
 
+@pytest.mark.campaign
 def test_preempted_while_one_is_being_written(tmp_path: Path) -> None:
     """What the preemption saves is newer, and complete."""
     options = {"trainer": {"devices": 2}, "step_s": 0.01, "save_every": 1}

@@ -45,21 +45,27 @@ def killed_and_resumed(tmp: Path, events: list[dict[str, Any]], **options: Any) 
 
 
 LOADERS = [
-    {"data": "sequential"},
-    {"data": "sequential", "workers": 2},
     {"data": "shuffle"},
     {"data": "shuffle", "workers": 2},
     {"data": "generator"},
-    {"data": "iterable"},
     {"data": "iterable", "workers": 2},
-    {"data": "stateful", "augment": False},
     {"data": "stateful", "augment": False, "workers": 2},
-    {"data": "stateful_iterable", "workers": 2},
     {"data": "shuffle", "workers": 2, "persistent": True, "augment": False},
+]
+MORE_LOADERS = [
+    {"data": "sequential"},
+    {"data": "sequential", "workers": 2},
+    {"data": "iterable"},
+    {"data": "stateful", "augment": False},
+    {"data": "stateful_iterable", "workers": 2},
 ]
 
 
-@pytest.mark.parametrize("options", LOADERS, ids=lambda o: "-".join(str(v) for v in o.values()))
+@pytest.mark.parametrize(
+    "options",
+    [*LOADERS, *(pytest.param(options, marks=pytest.mark.campaign) for options in MORE_LOADERS)],
+    ids=lambda o: "-".join(str(v) for v in o.values()),
+)
 def test_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
     assert killed_and_resumed(tmp_path, [{"at": "train", "step": 27}], **options)[:2] == undisturbed(
         tmp_path, **options
@@ -84,7 +90,7 @@ TRAINERS = {
 
 
 @pytest.mark.parametrize("options", TRAINERS.values(), ids=TRAINERS.keys())
-@pytest.mark.parametrize("step", [17, 31])
+@pytest.mark.parametrize("step", [pytest.param(17, marks=pytest.mark.campaign), 31])
 def test_what_the_trainer_does_beside(tmp_path: Path, options: dict[str, Any], step: int) -> None:
     events = [{"at": "train", "step": step}]
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)

@@ -1537,13 +1537,19 @@ def test_a_rank_that_waits_for_the_answer_no_longer(
             until(lambda: slow._missed)
         return found
 
-    monkeypatch.setattr(slow._rounds, "agree", agree_late)
-    for rank in job.ranks:
-        until(lambda rank=rank: rank.saves._planned is not None)
-    job.train(4)
-    monkeypatch.setattr(local_saves, "_ANSWER_WITHIN_S", 0.05)
-    job.train(4)
-    monkeypatch.undo()
+    def four_steps() -> None:
+        for _ in range(4):
+            for rank in job.ranks:
+                rank.step()
+        for rank in job.ranks:
+            rank.await_save()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slow._rounds, "agree", agree_late)
+        four_steps()
+        until(lambda: bool(heard))  # the others know; this rank does not, and reaches step 16 before it does
+        patch.setattr(local_saves, "_ANSWER_WITHIN_S", 0.05)
+        four_steps()
     job.train(12)
     assert heard == [all_are_in_time]
     assert [rank.saved for rank in job.ranks] == [[4, 8, 12, 20, 24, 28]] * 4, "the next saves are of all again"

@@ -701,6 +701,26 @@ def test_each_of_what_shares_memory_is_watched(place: int) -> None:
     assert not taken_with(lambda: counted(tensors[place]), tensors, stable).is_good()
 
 
+def test_data_that_is_replaced_is_not_what_is_copied() -> None:
+    weight = nn.Parameter(torch.randn(4))
+
+    def replace() -> None:
+        weight.data = weight.data * 2
+
+    taken = taken_with(replace, [weight], [weight])
+    assert taken.is_good()
+    assert taken.is_right()
+
+
+def test_memory_shared_with_what_was_made_for_inference() -> None:
+    with torch.inference_mode():
+        inferred = torch.ones(4)  # counts no writes
+    shared = torch.empty(0).set_(inferred.untyped_storage(), 0, (4,))
+    taken = taken_with(lambda: None, [shared, inferred], [shared])
+    assert taken.is_good()
+    assert taken.is_right()
+
+
 def test_one_hidden_write_to_one_element_is_noticed_and_the_next_ones_too() -> None:
     weights = [nn.Parameter(torch.randn(10_001)), nn.Parameter(torch.randn(10_001))]
     snapshots = Snapshots()
