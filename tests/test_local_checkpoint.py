@@ -1581,6 +1581,31 @@ def test_the_end_waits_for_no_round_that_is_still_to_come(tmp_path: Path) -> Non
     assert published(job) == [[]] * 4
 
 
+def test_the_end_comes_at_any_moment(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right before rank 0's thread would wait for the time of the next save, for one."""
+    rounds, here = job.ranks[0].saves._rounds, threading.Event()
+    assert rounds is not None
+    ready = rounds.all_are_ready
+
+    def ready_at_the_end(number: int) -> bool:
+        found = ready(number)
+        here.set()
+        until(lambda: job.ranks[0].saves._stopping)
+        return found
+
+    monkeypatch.setattr(rounds, "all_are_ready", ready_at_the_end)
+    job.train(1)
+
+    def at_that_moment() -> bool:
+        with job.ranks[0].saves._changed:
+            job.ranks[0].saves._changed.notify_all()
+        return here.is_set()
+
+    until(at_that_moment)
+    job.stop()
+    assert not any(rank.saves._thread.is_alive() for rank in job.ranks)
+
+
 def test_waiting_says_nothing_and_costs_nothing(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
     for rank in job.ranks:
         rank.saves._schedule.every_n_train_steps, rank.saves._schedule._next = None, float("inf")

@@ -224,7 +224,9 @@ def test_local_storage_that_does_not_answer_does_not_cost_the_global_save(tmp_pa
     codes, text = run({**config, "stuck_local_from": None}, tmp_path / "disturbed")
     assert codes == [0], text
     resumed = [event for event in read_ledger(RunDirectory(config["run_dir"]).ledger) if event["event"] == "resumed"]
-    assert [(event["tier"], event["step"]) for event in resumed] == [("global", 21)]
+    (event,) = resumed
+    assert event["tier"] == "global"
+    assert event["step"] > 20  # On a loaded machine the signal may be heard a step later.
     assert (result(config), samples(config)) == undisturbed(tmp_path, save_every=1000)
 
 

@@ -371,6 +371,7 @@ def test_no_file_and_no_mapping_is_left_open(place: Path) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
+    gc.collect()  # What other tests have left must not go away in between.
     before = descriptors()
     store = NodeStore(place)
     counts = set()

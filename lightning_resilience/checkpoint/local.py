@@ -532,7 +532,8 @@ class LocalSaves:
                     lead = 1 + int(lead_s / max(self._step_s, 1e-4))
                     step = self._schedule.step_ahead(self._passed + lead)
                 if step is None:
-                    self._changed.wait(self._schedule.seconds_left())
+                    if not self._stopping:  # else nobody would wake this thread any more
+                        self._changed.wait(self._schedule.seconds_left())
                     return None
             rounds.announce(Round(number, step, new_generation()))
         if (planned := rounds.hear(number)) is None:
