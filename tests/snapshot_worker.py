@@ -29,8 +29,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_resilience import LocalCheckpoint, session
 from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.generations import rank_part
-from lightning_resilience.checkpoint.local import LocalSaves, Rounds
+from lightning_resilience.checkpoint.local import LocalSaves
 from lightning_resilience.checkpoint.plain import pack, unpack
+from lightning_resilience.checkpoint.rounds import Rounds
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import Snapshot
 from lightning_resilience.checkpoint.store import PartWriter

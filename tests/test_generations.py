@@ -18,7 +18,8 @@ from lightning_resilience.checkpoint.generations import (
     places,
     rank_part,
 )
-from lightning_resilience.checkpoint.local import Schedule, share_out
+from lightning_resilience.checkpoint.interval import Schedule
+from lightning_resilience.checkpoint.parts import share_out
 
 # Places
 

@@ -33,8 +33,10 @@ from lightning_resilience.checkpoint import capacity, durable, resume, shard
 from lightning_resilience.checkpoint import local as local_saves
 from lightning_resilience.checkpoint import store as node_store
 from lightning_resilience.checkpoint.generations import Journey, Place, places
-from lightning_resilience.checkpoint.local import LocalSaves, Rounds, Schedule
+from lightning_resilience.checkpoint.interval import Schedule
+from lightning_resilience.checkpoint.local import LocalSaves
 from lightning_resilience.checkpoint.recovery import LocalTier
+from lightning_resilience.checkpoint.rounds import Rounds
 from lightning_resilience.checkpoint.snapshot import Snapshot, optimizer_tensors
 from lightning_resilience.checkpoint.store import NodeStore, PartWriter
 from lightning_resilience.ledger import read_ledger

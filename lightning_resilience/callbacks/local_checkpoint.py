@@ -17,10 +17,11 @@ import torch
 from lightning_resilience import _lightning
 from lightning_resilience.checkpoint import capacity, shard
 from lightning_resilience.checkpoint.generations import Journey, common_part, places, rank_part
-from lightning_resilience.checkpoint.interval import mean_time_to_failure_s, optimal_interval_s
-from lightning_resilience.checkpoint.local import Figures, LocalSaves, Rounds, Schedule, new_generation
+from lightning_resilience.checkpoint.interval import Schedule, mean_time_to_failure_s, optimal_interval_s
+from lightning_resilience.checkpoint.local import Figures, LocalSaves
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.replicas import ReplicaError, Replicas, Transfer, cliques, fetch
+from lightning_resilience.checkpoint.rounds import Rounds, new_generation
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.store import NodeStore, PartWriter
 from lightning_resilience.detect.witness import own_directories

@@ -1,6 +1,6 @@
 """Which local generations can be resumed from, and what has to travel between nodes for it: pure functions.
 
-A generation is the state of all ranks at one boundary, in parts (see ``local.py``). A rank needs its own part and,
+A generation is the state of all ranks at one boundary, in parts (see ``parts.py``). A rank needs its own part and,
 where ranks have the same state, the common parts of any node. A part may lie on the rank's node, on another one that
 keeps a replica of it, or on a node that did not take part in the save.
 """

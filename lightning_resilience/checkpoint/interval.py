@@ -1,8 +1,11 @@
-"""How often to save: the interval that loses the least time, from what a save costs and how often runs fail."""
+"""When to save: the interval that loses the least time, from what a save costs and how often runs fail."""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 _PRIOR_RANKS = 1024
 _PRIOR_MEAN_TIME_S = 7.9 * 3600  # of jobs with 1,024 GPUs on Meta's research clusters (arXiv 2410.21680)
@@ -61,3 +64,38 @@ def mean_time_to_failure_s(world_size: int, failures: int, observed_s: float) ->
         raise ValueError(f"observed_s must be a number of seconds, zero or more, and not {observed_s}")
     expected_s = _PRIOR_MEAN_TIME_S * _PRIOR_RANKS / world_size
     return (expected_s + observed_s) / (1 + failures)
+
+
+@dataclass
+class Schedule:
+    """When a save is due: one of the two.
+
+    Args:
+        every_n_train_steps: Whenever ``global_step`` is a multiple of this.
+        interval_s: When so many seconds have passed since the last one; asked again each time.
+    """
+
+    every_n_train_steps: int | None
+    interval_s: Callable[[], float]
+    _next: float = field(default=float("inf"), init=False)
+
+    def begin(self) -> None:
+        """Counts from now."""
+        if self.every_n_train_steps is None:
+            self._next = time.monotonic() + self.interval_s()
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether to save now."""
+        n = self.every_n_train_steps
+        return time.monotonic() >= self._next if n is None else step % n == 0 and step != last
+
+    def step_ahead(self, earliest: int) -> int | None:
+        """The step of the next save, not before ``earliest``, or ``None`` if the time has not come."""
+        n = self.every_n_train_steps
+        if n is not None:
+            return -(-earliest // n) * n
+        return earliest if time.monotonic() >= self._next else None
+
+    def seconds_left(self) -> float:
+        """Until the time has come; also a good time to look again."""
+        return min(max(self._next - time.monotonic(), 0.01), 60.0)

@@ -1,0 +1,192 @@
+"""One save of one rank: a snapshot, shared out into parts, each of them copied, sealed and published. No Trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from lightning_resilience.checkpoint import shard
+from lightning_resilience.checkpoint.generations import Place, common_part, rank_part
+from lightning_resilience.checkpoint.plain import tensor_names
+from lightning_resilience.checkpoint.snapshot import Snapshot, address
+from lightning_resilience.checkpoint.store import NodeStore, PartWriter
+
+log = logging.getLogger(__name__)
+
+
+def share_out(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Shares out items among ``count`` takers, about the same sum of sizes each; the same on every rank."""
+    shares: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        taker = loads.index(min(loads))
+        shares[taker].append(index)
+        loads[taker] += sizes[index]
+    return [sorted(share) for share in shares]
+
+
+class RankState:
+    """The state of one rank at one boundary, and how it is shared out into parts.
+
+    Args:
+        snapshot: The state.
+        step: ``trainer.global_step``.
+        generation: The name of what all ranks save at this boundary.
+        place: Where the rank is.
+        common: The tensors that all ranks of its node have alike; each of these ranks keeps a share of them.
+    """
+
+    def __init__(
+        self, snapshot: Snapshot, step: int, generation: str, place: Place, common: Sequence[torch.Tensor]
+    ) -> None:
+        self.snapshot = snapshot
+        self.step = step
+        self.generation = generation
+        self._place = place
+        numbers: dict[int, int] = {}
+        for number, tensor in enumerate(common):
+            if (where := address(tensor)) != 0:
+                numbers.setdefault(where, number)
+        found = [(i, numbers.get(address(tensor), -1)) for i, tensor in enumerate(snapshot.tensors)] if numbers else []
+        self._common = [i for i, number in found if number >= 0]
+        self._numbers = [number for _, number in found if number >= 0]
+
+    def alike(self) -> str:
+        """Says what the common parts hold. Parts of which it differs do not go together."""
+        tensors = [self.snapshot.tensors[index] for index in self._common]
+        about = [(n, tuple(tensor.shape), str(tensor.dtype)) for n, tensor in zip(self._numbers, tensors, strict=True)]
+        return str(xxhash.xxh3_64_hexdigest(repr(about).encode())) if about else ""
+
+    def parts(self) -> dict[str, list[int]]:
+        """The parts that this rank writes, and the tensors that go into each."""
+        place, common = self._place, set(self._common)
+        parts = {rank_part(place.rank): [i for i in range(len(self.snapshot.tensors)) if i not in common]}
+        if common:
+            parts[common_part(place.local_rank, place.local_world_size)] = self._shares()[place.local_rank]
+        return parts
+
+    def places(self) -> list[list[int]]:
+        """For every tensor: -1 and its number in the rank's own part, or the number of a common part and that in it."""
+        places = [[-1, -1] for _ in self.snapshot.tensors]
+        for number, share in enumerate(self._shares()):
+            for position, index in enumerate(share):
+                places[index] = [number, position]
+        own = 0
+        for each in places:
+            if each[0] < 0:
+                each[1] = own
+                own += 1
+        return places
+
+    def _shares(self) -> list[list[int]]:
+        sizes = [self.snapshot.tensors[i].nbytes for i in self._common]
+        return [[self._common[k] for k in share] for share in share_out(sizes, self._place.local_world_size)]
+
+    def _reserve(self, store: NodeStore) -> list[Part]:
+        reserved: list[Part] = []
+        try:
+            for name, indices in self.parts().items():
+                specs, size = self._arrange(indices)
+                reserved.append(Part(name, indices, specs, size, store.reserve(name, size)))
+        except BaseException:
+            _abandon(reserved)
+            raise
+        return reserved
+
+    def _arrange(self, indices: Sequence[int]) -> tuple[list[shard.TensorSpec], int]:
+        tensors = self.snapshot.tensors
+        try:
+            return shard.arrange([tensors[i] for i in indices])
+        except TypeError:
+            for index in indices:  # which of them is it?
+                try:
+                    shard.arrange([tensors[index]])
+                except TypeError as error:
+                    name = tensor_names(self.snapshot.skeleton).get(index, "a tensor")
+                    raise TypeError(f"{name} cannot be kept: {error}") from None
+            raise
+
+    def publish(self, store: NodeStore, identity: Mapping[str, Any]) -> list[Part]:
+        """Copies this rank's parts into memory of the store and publishes them; waits for the fence in between.
+
+        Args:
+            store: Of this node.
+            identity: Fields that all parts of this fit have: run, fit, layout.
+
+        Returns:
+            The parts; none if the snapshot has turned out to be no good.
+
+        Raises:
+            OSError: If there is no room, or the files cannot be written.
+            TypeError: If a tensor cannot be kept.
+        """
+        snapshot, place = self.snapshot, self._place
+        parts: list[Part] = []
+        try:
+            parts = self._reserve(store)
+            snapshot.copy(
+                (index, shard.view(part.memory, spec))
+                for part in parts
+                for index, spec in zip(part.indices, part.specs, strict=True)
+                if not snapshot.tensors[index].is_meta
+            )
+            snapshot.release()
+            layout = {**identity["layout"], "alike": self.alike()}
+            for part in parts:
+                own = part.name == rank_part(place.rank)
+                about = shard.Identity(
+                    **{**identity, "layout": layout},
+                    step=self.step,
+                    generation=self.generation,
+                    part=part.name,
+                    world_size=place.world_size,
+                )
+                content = {"state": snapshot.skeleton, "places": self.places()} if own else None
+                part.trailer = shard.seal(part.memory, part.specs, about, content, part.size)
+            if snapshot.is_good():
+                for part in parts:
+                    part.writer.publish(self.step, self.generation, part.size, part.trailer)
+                return parts
+            log.debug("A local save is given up: something has changed its tensors before the optimizer's step.")
+        except BaseException:
+            _abandon(parts)
+            raise
+        finally:
+            snapshot.release()
+        _abandon(parts)
+        return []
+
+
+@dataclass
+class Part:
+    """A part on its way into the store.
+
+    Args:
+        name: Of the part.
+        indices: Which tensors of the snapshot it holds.
+        specs: Where in it they are.
+        size: Bytes of their contents.
+        writer: Of the store.
+        trailer: What comes after the contents: checksums and all that describes them.
+    """
+
+    name: str
+    indices: list[int]
+    specs: list[shard.TensorSpec]
+    size: int
+    writer: PartWriter
+    trailer: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.memory = self.writer.memory
+        """Stays as it is until the next save."""
+
+
+def _abandon(parts: Sequence[Part]) -> None:
+    for part in parts:
+        part.writer.abandon()
