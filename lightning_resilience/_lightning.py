@@ -213,6 +213,68 @@ def on_fit_loop(
     patches.set(fit_loop, "on_run_end", wrapped_run_end)
 
 
+def on_fit_run(trainer: Trainer, patches: Patches, run: Callable[[Callable[[], None]], None]) -> None:
+    """Has ``run`` called in the place of the fit's outermost loop, given that loop, which it may run more than once."""
+    fit_loop = trainer.fit_loop
+    loop = fit_loop.run
+    patches.set(fit_loop, "run", lambda: run(loop))
+
+
+def begin_anew(trainer: Trainer, module: LightningModule) -> None:
+    """Leaves of a fit that was interrupted between two batches only what a new process would have before it restores.
+
+    The loaders are made anew when the loop is run again, and their workers with them.
+    """
+    fit_loop = trainer.fit_loop
+    epoch_loop, val_loop = fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop
+    for loop in (fit_loop, val_loop):
+        if loop._data_fetcher is not None:
+            loop._data_fetcher.teardown()
+            loop._data_fetcher = None
+        if loop._combined_loader is not None:
+            loop._combined_loader.reset()
+            loop._combined_loader = None
+    fit_loop._last_train_dl_reload_epoch = val_loop._last_val_dl_reload_epoch = float("-inf")
+    epoch_loop._skip_next_val = False
+    epoch_loop._results.clear()
+    connector = trainer._logger_connector
+    for metrics in (connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics):
+        metrics.clear()
+    connector._first_loop_iter = connector._current_fx = None
+    for each in module.modules():
+        if isinstance(each, Metric):
+            each.reset()
+    module.zero_grad(set_to_none=True)
+    trainer.should_stop = False
+
+
+def restore_training_state(trainer: Trainer) -> None:
+    """Restores loops, optimizers and schedulers from the loaded checkpoint, as Lightning does before it trains."""
+    connector = trainer._checkpoint_connector
+    connector.restore_training_state()
+    connector.resume_end()
+
+
+def drop_batch(trainer: Trainer) -> None:
+    """Fetches the next training batch and counts it as done, but does not train on it.
+
+    To be followed by all that is due after a batch. The step counts of the fit do not change.
+    """
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    next(fetcher)
+    progress = loop.batch_progress
+    progress.is_last_batch = fetcher.done
+    progress.increment_ready()
+    progress.increment_started()
+    progress.increment_processed()
+    progress.increment_completed()
+    if loop._num_ready_batches_reached():
+        loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+    if not loop._should_accumulate():
+        loop._batches_that_stepped -= 1  # what follows counts every batch as one that has stepped
+
+
 def restore_checkpoint(trainer: Trainer, path: str | None, checkpoint: dict[str, Any]) -> None:
     """Restores module, data module and callbacks from ``checkpoint``; Lightning restores the rest later on its own."""
     connector = trainer._checkpoint_connector

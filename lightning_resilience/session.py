@@ -54,6 +54,18 @@ _active: FitSession | None = None
 _fits_begun: dict[Path, int] = {}
 
 
+_Choice = tuple[Path, "dict[str, Any] | None"]
+"""A checkpoint's path and content; no content where the strategy loads its own shards."""
+
+
+class _GoBack(Exception):
+    """Leaves the loops of a fit, which are run again from an older state."""
+
+    def __init__(self, choice: _Choice | None) -> None:
+        super().__init__(choice)
+        self.choice = choice
+
+
 class FitSession:
     """One ``trainer.fit`` of a run.
 
@@ -84,6 +96,14 @@ class FitSession:
         """Called once at the end of the fit, however it ends; whichever callback's hook comes first."""
         self.at_left: list[Callable[[], None]] = []
         """Called after that, when nothing of the fit is left."""
+        self.before_going_back: list[Callable[[], None]] = []
+        """Called on all ranks before the fit goes back to an older state: what is being saved is waited for."""
+        self.at_gone_back: list[Callable[[], None]] = []
+        """Called on all ranks when it has; ``trainer.global_step`` is smaller now."""
+        self.gone_back = False
+        """Whether the fit has gone back: hooks of its start are called again, for what is not new."""
+        self.is_dropped: Callable[[], bool] = lambda: False
+        """Whether the training passes the next batch over."""
         self.progress: Progress | None = None
         """Where this rank says what it is doing, if anybody watches."""
         self.tiers = Tiers(self)
@@ -140,9 +160,14 @@ class FitSession:
             "attempt": self.token,
         }
         self.patches = _lightning.Patches()
+        self._loading = _lightning.Patches()
         self._install()
 
         self._running = False
+        self._explicit: str | None = None
+        self._goes_back: Callable[[], None] | None = None
+        self._accumulates = trainer.accumulate_grad_batches
+        self._counted_before = 0
         self._own_callbacks: Any = None
         self._step_before: int | None = None
         self._steps_are_seen = False
@@ -170,6 +195,7 @@ class FitSession:
         _lightning.on_restore(trainer, patches, self._restore)
         _lightning.on_restore_training_state(trainer, patches, self._before_training_state)
         _lightning.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
+        _lightning.on_fit_run(trainer, patches, self._run)
         _lightning.on_fit_loop(trainer, patches, self._before_epoch, self._end_of_epoch, self._complete)
         _lightning.on_training_boundary(trainer, patches, self._training_boundary)
         _lightning.on_evaluation(
@@ -218,8 +244,11 @@ class FitSession:
             _lightning.restore_checkpoint(self.trainer, explicit, found)
             return
         self._check_fingerprint(explicit)
-        choice = self.tiers.choose(explicit)
-        path, checkpoint = choice if choice is not None else (explicit, None)
+        self._explicit = explicit
+        self._restore_from(self.tiers.choose(explicit), weights_only)
+
+    def _restore_from(self, choice: _Choice | None, weights_only: bool | None = None) -> None:
+        path, checkpoint = choice if choice is not None else (self._explicit, None)
         if checkpoint is None:
             checkpoint = _lightning.load_checkpoint(self.trainer, None if path is None else str(path), weights_only)
         if STATE_KEY in checkpoint:
@@ -281,7 +310,7 @@ class FitSession:
         state: dict[str, Any] = checkpoint[STATE_KEY]
         epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
         if "mine" in state:  # saved by this rank for this rank
-            _lightning.load_own_checkpoint(self.trainer, self.patches)
+            _lightning.load_own_checkpoint(self.trainer, self._loading)
             return {**{key: state[key] for key in ("mine", "due", "final", "arrival_order")}, "epoch": epoch}
         world_size = len(state["ranks"])
         if world_size != self.trainer.world_size:
@@ -365,10 +394,13 @@ class FitSession:
         self._running = True
         self.tiers.begin()
         self._fetches_ahead = _lightning.fetches_ahead_here(self.trainer)
+        if self._resumed is not None:
+            self._find_place_in_data(self._resumed["mine"])
+        if self.gone_back:
+            return  # what follows lasts for as long as the process
         ddp = _lightning.ddp_wrapper(self.trainer)
         if self._resumed is not None:
             self._arrival_order = self._resumed["arrival_order"]
-            self._find_place_in_data(self._resumed["mine"])
         if ddp is not None and self.rank == 0:
             for reason in inexact_reasons(ddp):
                 log.warning("A resume will not be exact: %s", reason)
@@ -520,6 +552,7 @@ class FitSession:
         self.agreement.stop()
         with self.during("checkpointing"):
             checkpoint_io.undo(self.trainer)  # waits for saves in the background
+        self._loading.undo()
         self.patches.undo()
         if self._recorder is not None:
             self._recorder.stop()
@@ -551,7 +584,7 @@ class FitSession:
         if not self._is_training:
             self.advanced()  # a search
             return True
-        position = agreement.training(_lightning.steps_counted(self.trainer))
+        position = agreement.training(self.steps_counted)
         # The first batch is slow in its own way: compilers, caches, workers that start.
         self._stand_at("step" if self._warm else "setup", position)
         if self._resumed is not None and self._complete_resume():
@@ -567,10 +600,15 @@ class FitSession:
         events = self.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING)
         for event in events:
             self._act(event)
+        if self._goes_back is not None:
+            self._go_back()
         for hook in self.at_boundary:
             hook(clean)
         if self._fetches_ahead:
             self._before_fetch = self._get_random_state()
+        if self.is_dropped():
+            _lightning.drop_batch(self.trainer)
+            return False
         return True
 
     def _is_behind_a_step(self) -> bool:
@@ -580,6 +618,59 @@ class FitSession:
         before, self._step_before = self._step_before, self._step
         self._steps_are_seen |= before not in (None, self._step)  # not those of optimizers without Lightning's wrapper
         return before != self._step or not self._steps_are_seen
+
+    @property
+    def steps_counted(self) -> int:
+        """Grows with every training batch begun and with every epoch begun, also when the fit goes back."""
+        return self._counted_before + _lightning.steps_counted(self.trainer)
+
+    # -- going back ----------------------------------------------------------------------------------------------------
+
+    def go_back(self, otherwise: Callable[[], None]) -> None:
+        """Has the fit go on from its newest state that can be verified, as a new process would, but in this one.
+
+        To be called in the handler of an event, on all ranks: what else is agreed on for this boundary comes first.
+
+        Args:
+            otherwise: Called on all ranks if there is no such state.
+        """
+        self._goes_back = otherwise
+
+    def _go_back(self) -> None:
+        assert self._goes_back is not None
+        otherwise, self._goes_back = self._goes_back, None
+        for hook in self.before_going_back:
+            hook()
+        if self._background is not None:
+            self._background.wait()
+        choice = self.tiers.newest()
+        if choice is None and self._explicit is None:
+            otherwise()
+        else:
+            raise _GoBack(choice)
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        while True:
+            try:
+                return loop()
+            except _GoBack as back:
+                self._begin_again(back.choice)
+
+    def _begin_again(self, choice: _Choice | None) -> None:
+        counted = self.steps_counted
+        self._running = False
+        self._enter("setup")
+        self._loading.undo()
+        _lightning.begin_anew(self.trainer, self.module)
+        self.trainer.accumulate_grad_batches = self._accumulates  # a schedule looks at the beginning whether it is free
+        self._first_batch_random_state = self._epoch_random_state = self._before_fetch = None
+        self._before_evaluation = self._step_before = None
+        self._restore_from(choice)
+        _lightning.restore_training_state(self.trainer)
+        self._counted_before += counted + 1 - self.steps_counted
+        self.gone_back, self._warm = True, False
+        for hook in self.at_gone_back:
+            hook()
 
     def _complete_resume(self) -> bool:
         """The last touch of a resume, right where the state was saved. Returns whether a validation is due first."""
@@ -606,11 +697,11 @@ class FitSession:
 
     def _evaluation_boundary(self, loader: int, index: int) -> None:
         if self._is_training:
-            self._boundary_in_evaluation(agreement.evaluation(_lightning.steps_counted(self.trainer), loader, index))
+            self._boundary_in_evaluation(agreement.evaluation(self.steps_counted, loader, index))
 
     def _evaluation_end(self) -> None:
         if self._is_training:
-            self._boundary_in_evaluation(agreement.end_of_evaluation(_lightning.steps_counted(self.trainer)))
+            self._boundary_in_evaluation(agreement.end_of_evaluation(self.steps_counted))
             self._before_evaluation = None
             if not self.trainer.sanity_checking:
                 self._enter("out_of_section")
@@ -901,10 +992,15 @@ class SessionCallback(_lightning.ResilienceCallback):
         if session := session_of(trainer, self):
             session.end_sanity_check()
 
+    def started(self, session: FitSession) -> None:
+        """Called when the training of a fit begins, once; from here on there are boundaries."""
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Completes the resume; from here on there are boundaries."""
+        """Completes the resume."""
         if session := session_of(trainer, self):
             session.start()
+            if not session.gone_back:
+                self.started(session)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leaves nothing behind."""

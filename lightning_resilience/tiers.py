@@ -93,7 +93,51 @@ class Tiers:
         if zero:
             clean_temporaries(session.fit.checkpoints)
         finished = session.finished_before()
-        paths = trainer.strategy.broadcast(resume.checkpoints(session.fit.checkpoints) if self.uses_global else [])
+        if (choice := self._first_usable(self._paths(), generations, finished)) is not None:
+            return choice
+        if zero:
+            if finished or session.previous_outcome is not None:
+                log.warning("No checkpoint in %s can be used; this fit starts from the beginning.", session.fit.path)
+            else:
+                log.info("Nothing to resume from in %s: a fresh start.", session.fit.path)
+            session.ledger.record("fresh", fit=session.index)
+        return None
+
+    def newest(self) -> tuple[Path, dict[str, Any] | None] | None:
+        """The newest checkpoint of this fit that all ranks can verify, in the middle of it; called on all ranks.
+
+        What is newer and cannot be used is set aside: from here on the training takes another course.
+
+        Returns:
+            As :meth:`choose`; ``None`` if there is none.
+        """
+        if self.local is None and not self.uses_global:
+            return None
+        paths, generations = self._paths(), self._generations()
+        choice = self._first_usable(paths, generations, finished=False)
+        if choice is not None:
+            assert self.loaded is not None
+            step, reason = self.loaded.step, "the fit has gone back to an older one"
+            self.complete = [each for each in self.complete if each.step <= step]
+            if self.local is not None:
+                self.local.discard({each.name for each in generations if each.step > step}, reason)
+            if self._session.trainer.is_global_zero:
+                for path in paths:
+                    if resume.step_of(path) > step and path.exists():
+                        self._set_aside(path, reason)
+            self._session.trainer.strategy.barrier("resilience newest")
+        return choice
+
+    def _paths(self) -> list[Path]:
+        session = self._session
+        paths: list[Path] = session.trainer.strategy.broadcast(
+            resume.checkpoints(session.fit.checkpoints) if self.uses_global else []
+        )
+        return paths
+
+    def _first_usable(
+        self, paths: list[Path], generations: list[Generation], finished: bool
+    ) -> tuple[Path, dict[str, Any] | None] | None:
         for candidate in self._in_order(paths, generations, finished):
             if isinstance(candidate, Generation):
                 choice = self._load_local(candidate)
@@ -101,12 +145,6 @@ class Tiers:
                 choice = self._load_global(candidate, finished)
             if choice is not None:
                 return choice
-        if zero:
-            if finished or session.previous_outcome is not None:
-                log.warning("No checkpoint in %s can be used; this fit starts from the beginning.", session.fit.path)
-            else:
-                log.info("Nothing to resume from in %s: a fresh start.", session.fit.path)
-            session.ledger.record("fresh", fit=session.index)
         return None
 
     def _is_users_choice(self, explicit: str, own: bool) -> bool:

@@ -25,6 +25,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torchmetrics import MeanMetric
 
+from lightning_resilience import session
+from lightning_resilience.agreement import Needs
 from lightning_resilience.callbacks import fault_tolerance
 from lightning_resilience.checkpoint import durable, resume
 from lightning_resilience.checkpoint.store import PartWriter
@@ -125,6 +127,8 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
             run = RunDirectory(config["run_dir"])
             (run.path / "diagnostics").mkdir()
             os.mkfifo(run.path / "diagnostics" / f".{run.attempt}-0.json")
+        elif what == "go_back":
+            go_back()
         elif what == "kill_watchdog":
             record = node_directory(str(RunDirectory(config["run_dir"]).attempt), 0) / "watchdog.json"
             os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
@@ -135,6 +139,18 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
         else:
             os.kill(os.getpid(), getattr(signal, what))
     return False
+
+
+def go_back() -> None:
+    """Has the fit go back to its newest state, in this process."""
+    active = session._active
+
+    def nothing() -> None:
+        raise RuntimeError("nothing to go back to")
+
+    active.handlers["back"] = lambda event: active.go_back(nothing)
+    if active.rank == 0:
+        active.agreement.request("back", {}, Needs.CLEAN | Needs.TRAINING)
 
 
 def trace(config: dict[str, Any], rank: int, *line: Any) -> None:

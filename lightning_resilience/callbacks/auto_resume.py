@@ -90,11 +90,9 @@ class AutoResume(SessionCallback):
         """Without what belongs to the fit in progress."""
         return {key: value for key, value in vars(self).items() if key != "_saving"}
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Completes the resume and starts saving."""
-        super().on_train_start(trainer, pl_module)
-        if session_of(trainer, self):
-            self._saving.start()
+    def started(self, session: FitSession) -> None:
+        """Starts saving."""
+        self._saving.start()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Somebody else saves: what the run resumes from follows at the next boundary."""
@@ -125,9 +123,15 @@ class _Saving:
         trainer = self.session.trainer
         if self.settings.async_save and _lightning.writes_directories(trainer.strategy) and trainer.is_global_zero:
             log.warning("%s saves in collectives: async_save has no effect.", type(trainer.strategy).__name__)
-        self._saved_step = trainer.global_step
-        self._next = time.monotonic() + self._interval_s
+        self.begin()
         self.session.at_boundary.append(self.at_boundary)
+        self.session.at_gone_back.append(self.begin)
+
+    def begin(self) -> None:
+        """What was due, was due in what the fit has left behind."""
+        self.due = self._asked = False
+        self._saved_step = self.session.trainer.global_step
+        self._next = time.monotonic() + self._interval_s
 
     def at_boundary(self, clean: bool) -> None:
         if time.monotonic() >= self._next and not self._asked:

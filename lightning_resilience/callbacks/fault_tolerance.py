@@ -137,11 +137,9 @@ class FaultTolerance(SessionCallback):
         if session_of(trainer, self):
             self._watching.has_loaded = True
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def started(self, session: FitSession) -> None:
         """Starts what happens between steps."""
-        super().on_train_start(trainer, pl_module)
-        if session_of(trainer, self):
-            self._watching.start()
+        self._watching.start()
 
     def on_test_batch_start(self, *args: Any) -> None:
         """An evaluation inside of a fit: it advances."""
@@ -277,7 +275,7 @@ class _Watching:
     def start(self) -> None:
         """Training begins."""
         session = self.session
-        self._steps_before = _lightning.steps_counted(session.trainer)
+        self._steps_before = session.steps_counted
         if self._faults is not None:
             self._faults.arm(session.trainer.global_step)
             session.at_boundary.append(lambda clean: self._strike())
@@ -344,7 +342,7 @@ class _Watching:
                 longest[section] = max(seconds, longest.get(section, 0.0))
         selected = timeouts.selectable(
             has_loaded=any(has_loaded for _, has_loaded in everywhere),
-            train_iterations=_lightning.steps_counted(trainer) - self._steps_before,
+            train_iterations=self.session.steps_counted - self._steps_before,
             has_validated="validation" in longest,
             has_saved="checkpointing" in longest,
             saves_in_background=_lightning.is_async_checkpoint_io(trainer.strategy.checkpoint_io),

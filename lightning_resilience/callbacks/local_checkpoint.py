@@ -143,10 +143,9 @@ class LocalCheckpoint(SessionCallback):
         """Without what belongs to the fit in progress."""
         return {key: value for key, value in vars(self).items() if key != "_local"}
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Completes the resume and starts saving."""
-        super().on_train_start(trainer, pl_module)
-        if session_of(trainer, self) and hasattr(self, "_local"):
+    def started(self, session: FitSession) -> None:
+        """Starts saving."""
+        if hasattr(self, "_local"):
             self._local.start()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -271,9 +270,16 @@ class _Local:
         session.at_boundary.append(self._at_boundary)
         session.at_saved.append(lambda is_end: self._end() if is_end else None)
         session.save_locally = self.save_now
+        session.before_going_back.append(lambda: self._saves and self._saves.settle(_SETTLE_S))
+        session.at_gone_back.append(self._go_on_from_here)
         self._saves.start(step)
         if trainer.is_global_zero:
             self._say_what_is_done()
+
+    def _go_on_from_here(self) -> None:
+        if self._saves is not None:
+            step = self.session.trainer.global_step
+            self._saves.go_on_from(step, [each.name for each in self.session.tiers.complete if each.step <= step])
 
     def _at_boundary(self, clean: bool) -> None:
         assert self._saves is not None

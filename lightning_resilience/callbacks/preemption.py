@@ -115,10 +115,9 @@ class Preemption(SessionCallback):
         """Stops ``trainer.predict``."""
         self._stop_outside_of_fit()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def started(self, session: FitSession) -> None:
         """Warns if the grace period is too short for a save."""
-        super().on_train_start(trainer, pl_module)
-        if (session := session_of(trainer, self)) and trainer.is_global_zero:
+        if session.trainer.is_global_zero:
             _check_grace_period(session, signals.grace_period(self.grace_period_s))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

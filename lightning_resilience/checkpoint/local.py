@@ -144,6 +144,25 @@ class LocalSaves:
         self._busy = True
         self._thread.start()
 
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until the save in progress has ended, at a boundary; returns whether it has."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._busy, timeout_s)
+
+    def go_on_from(self, step: int, complete: Sequence[str]) -> None:
+        """The training has gone back to an older state.
+
+        Args:
+            step: ``trainer.global_step`` of that state.
+            complete: The generations that are complete and not newer, newest first.
+        """
+        with self._changed:
+            self._complete = list(complete)
+            self._last = self._passed = step
+            self._skipped_at = -1
+            self._last_boundary = time.monotonic()
+        self._schedule.begin()
+
     def at_boundary(self, step: int, clean: bool) -> Round | None:
         """Called at every boundary; returns the round for which the state has to be handed over to :meth:`take` now."""
         if self.trouble is not None:
@@ -250,9 +269,8 @@ class LocalSaves:
         """
         deadline = time.monotonic() + timeout_s
         self.fence()
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._busy, timeout_s):
-                return False
+        if not self.settle(timeout_s):
+            return False
         snapshot = self._snapshots.take(state, stable)
         snapshot.release()  # nothing changes meanwhile: this is the training thread
         snapshot.fence()
