@@ -15,8 +15,18 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).with_name("program.py")
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["lightning.pytorch", "torch.distributed", "numpy", "tests.program"])
+CONTEXT = multiprocessing.get_context("forkserver")
+"""For every test that starts processes. There is one server for all, and who sets other imports takes these from it."""
+CONTEXT.set_forkserver_preload(
+    [
+        "lightning.pytorch",
+        "pytest",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "lightning_resilience",
+        "tests.program",
+    ]
+)
 
 
 def free_port() -> int:
@@ -56,7 +66,7 @@ class Ranks:
             place = {"RANK": rank, "LOCAL_RANK": rank % devices, "GROUP_RANK": rank // devices}
             own = {name: str(number) for name, number in place.items()} if world_size > 1 else {}
             env = {"OMP_NUM_THREADS": "1", **(elastic if world_size > 1 else {}), **own, **(environment or {})}
-            process = _CONTEXT.Process(target=_rank, args=(config, env, str(self.output)))
+            process = CONTEXT.Process(target=_rank, args=(config, env, str(self.output)))
             process.start()
             self.processes.append(process)
 

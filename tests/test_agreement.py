@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from lightning_resilience.agreement import (
     training,
 )
 from tests import agreement_worker
+from tests.harness import CONTEXT
 
 WORLD_SIZE = 4
 SOON = {"answer_timeout": timedelta(seconds=0.5), "arrival_timeout": timedelta(seconds=0.5)}
@@ -39,10 +39,8 @@ def no_thread_left() -> Iterator[None]:
 
 def run_ranks(directory: Path, scenario: str) -> dict[int, dict[str, Any]]:
     """Runs 4 gloo ranks and returns what those that lived to tell wrote."""
-    context = multiprocessing.get_context("forkserver")  # imports torch once for all of them
-    context.set_forkserver_preload(["torch.distributed", "lightning_resilience.agreement"])
     ranks = [
-        context.Process(target=agreement_worker.run, args=(rank, WORLD_SIZE, directory, scenario))
+        CONTEXT.Process(target=agreement_worker.run, args=(rank, WORLD_SIZE, directory, scenario))
         for rank in range(WORLD_SIZE)
     ]
     for process in ranks:

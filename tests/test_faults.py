@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import multiprocessing
 import os
 import pickle
 import signal
@@ -26,6 +25,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_resilience.faults import FaultInjector, SimulatedException, SimulatedFault
 from lightning_resilience.ledger import Ledger, read_ledger
+from tests.harness import CONTEXT
 
 AT = 5
 STEPS = 20
@@ -145,11 +145,9 @@ class Job:
         self.ticks: Any = []
 
     def start(self, fault: SimulatedFault, do: Callable[[FaultInjector, Rank], None] = train, ranks: int = 2) -> None:
-        context = multiprocessing.get_context("forkserver")  # imports torch once for all of them
-        context.set_forkserver_preload(["torch.distributed", "lightning_resilience.faults"])
         self.steps, self.ticks = RawArray("q", ranks), RawArray("q", ranks)
         self.processes = [
-            context.Process(target=Rank(self.directory, number, ranks, self.steps, self.ticks), args=(fault, do))
+            CONTEXT.Process(target=Rank(self.directory, number, ranks, self.steps, self.ticks), args=(fault, do))
             for number in range(ranks)
         ]
         for process in self.processes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -26,6 +25,7 @@ from lightning_resilience.detect.evidence import Frame, ProcessEvidence, RankEvi
 from lightning_resilience.detect.flight_recorder import Collective, collectives
 from lightning_resilience.detect.hangs import Finding, Verdict, diagnose
 from lightning_resilience.detect.stacks import parse_stacks, place
+from tests.harness import CONTEXT
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
 STDLIB = "/usr/lib/python3.11"
@@ -802,13 +802,11 @@ def join(rank: int, directory: Path, scenario: Scenario) -> None:
 
 @pytest.fixture
 def ranks_in(tmp_path: Path) -> Iterator[Callable[[Scenario], list[RankEvidence]]]:
-    context = multiprocessing.get_context("forkserver")  # imports torch once for all of them
-    context.set_forkserver_preload(["torch.distributed", "lightning_resilience.agreement"])
     processes: list[BaseProcess] = []
 
     def start(scenario: Scenario) -> list[RankEvidence]:
         for rank in range(4):
-            processes.append(context.Process(target=join, args=(rank, tmp_path, scenario)))
+            processes.append(CONTEXT.Process(target=join, args=(rank, tmp_path, scenario)))
             processes[-1].start()
         wait_until_nothing_moves(tmp_path)
         return [examine(rank, process.pid or 0, tmp_path) for rank, process in enumerate(processes)]

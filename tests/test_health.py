@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from lightning_resilience.detect.health import (
     check_gpu_health,
     check_node,
 )
+from tests.harness import CONTEXT
 
 SOON = 0.2
 UUID = "8a6f7f3e-0001-0002-0003-abcdefabcdef"
@@ -59,9 +59,7 @@ def hang() -> Iterator[Any]:
 
 
 def run_processes(target: Any, arguments: list[tuple[Any, ...]]) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "tests.test_health"])
-    processes = [context.Process(target=target, args=each) for each in arguments]
+    processes = [CONTEXT.Process(target=target, args=each) for each in arguments]
     for process in processes:
         process.start()
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -17,10 +16,8 @@ import pytest
 import torch
 
 from lightning_resilience.checkpoint.replicas import Replicas, Transfer, cliques, fetch
+from tests.harness import CONTEXT
 from tests.replicas_worker import SIZES, WORLD_SIZE, run
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.replicas_worker"])
 
 Job = Callable[..., list[Any]]
 
@@ -30,7 +27,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     """Runs a scenario on all ranks; returns their results, ``None`` for a rank that died."""
 
     def start(scenario: str, dead: tuple[int, ...] = ()) -> list[Any]:
-        processes = [_CONTEXT.Process(target=run, args=(rank, WORLD_SIZE, tmp_path, scenario)) for rank in range(4)]
+        processes = [CONTEXT.Process(target=run, args=(rank, WORLD_SIZE, tmp_path, scenario)) for rank in range(4)]
         for process in processes:
             process.start()
         deadline = time.monotonic() + 60

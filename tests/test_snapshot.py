@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import LocalCheckpoint, session
 from lightning_resilience.checkpoint import shard, sharded
-from lightning_resilience.checkpoint.local import LocalSaves
+from lightning_resilience.checkpoint.parts import RankState
 from lightning_resilience.checkpoint.plain import pack, unpack
 from lightning_resilience.checkpoint.snapshot import Fence, Snapshots, optimizer_tensors
 from lightning_resilience.checkpoint.store import NodeStore
 from tests import snapshot_worker
-from tests.harness import _CONTEXT, free_port
+from tests.harness import CONTEXT, free_port
 from tests.snapshot_worker import PATIENCE_S, OnPurpose, Witness, same
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -524,7 +524,7 @@ def test_a_batch_that_never_comes(witness: Witness, tmp_path: Path) -> None:
     ("owner", "name", "error"),
     [
         (NodeStore, "reserve", OSError(errno.ENOSPC, "No space left on device")),
-        (LocalSaves, "_reserve", RuntimeError("anything")),
+        (RankState, "_reserve", RuntimeError("anything")),
     ],
     ids=["no space", "anything"],
 )
@@ -552,12 +552,12 @@ def test_a_writer_that_fails_before_it_copies(
     assert caplog.text.count("could not be saved") == 1
 
 
-@pytest.mark.parametrize("place", ["_reserve", "_split"])
+@pytest.mark.parametrize("place", ["_reserve", "parts"])
 def test_a_writer_that_dies(place: str, witness: Witness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(*args: Any) -> Any:
         raise SystemExit("on purpose")
 
-    monkeypatch.setattr(LocalSaves, place, die)
+    monkeypatch.setattr(RankState, place, die)
     with pytest.raises(SystemExit, match="on purpose"):
         fit(witness, tmp_path, Module())
     assert not witness.published
@@ -961,7 +961,7 @@ def test_a_layout_that_has_changed_is_refused(mesh: Any) -> None:
 def run_ranks(folder: Path, cases: list[str]) -> dict[str, list[dict[str, Any]]]:
     port = free_port()
     ranks = [
-        _CONTEXT.Process(target=snapshot_worker.main, args=(rank, port, str(folder), cases))
+        CONTEXT.Process(target=snapshot_worker.main, args=(rank, port, str(folder), cases))
         for rank in range(snapshot_worker.WORLD_SIZE)
     ]
     for process in ranks:

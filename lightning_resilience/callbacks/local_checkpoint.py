@@ -270,11 +270,15 @@ class _Local:
         session.at_boundary.append(self._at_boundary)
         session.at_saved.append(lambda is_end: self._end() if is_end else None)
         session.save_locally = self.save_now
-        session.before_going_back.append(lambda: self._saves and self._saves.settle(_SETTLE_S))
+        session.before_going_back.append(self._settle)
         session.at_gone_back.append(self._go_on_from_here)
         self._saves.start(step)
         if trainer.is_global_zero:
             self._say_what_is_done()
+
+    def _settle(self) -> None:
+        if self._saves is not None:
+            self._saves.settle(_SETTLE_S)
 
     def _go_on_from_here(self) -> None:
         if self._saves is not None:

@@ -320,12 +320,39 @@ class Snapshot:
         return self._good
 
 
+def before_update(call: Callable[[], None], args: Any, kwargs: Any) -> Any:
+    """Has ``call`` called right before an optimizer changes anything: for the pre-hook of its step, which returns this.
+
+    Automatic optimization runs forward and backward in a closure inside of the optimizer's step, so that is after the
+    closure has run, where there is one.
+
+    Args:
+        call: What to call.
+        args: The arguments of the step, as the hook gets them.
+        kwargs: The other arguments.
+    """
+
+    def followed(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run_closure() -> Any:
+            result = closure()
+            call()
+            return result
+
+        return run_closure
+
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], followed(args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": followed(kwargs["closure"])}
+    call()
+    return None
+
+
 class Fence:
     """Has :meth:`Snapshot.fence` called before any optimizer of this process changes anything.
 
     Any, since a fit may exchange its optimizers, and some are wrapped in others. Before other hooks of the optimizer,
-    which may change something too. Automatic optimization runs forward and backward in a closure inside of the
-    optimizer's step, so the fence comes after the closure's first call where there is one.
+    which may change something too.
     """
 
     def __init__(self) -> None:
@@ -333,22 +360,7 @@ class Fence:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if self.pending is None:
-            return None
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._fenced(args[1]), *args[2:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._fenced(kwargs["closure"])}
-        self.now()
-        return None
-
-    def _fenced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def run_closure() -> Any:
-            result = closure()
-            self.now()
-            return result
-
-        return run_closure
+        return None if self.pending is None else before_update(self.now, args, kwargs)
 
     def now(self) -> None:
         """The fence itself; also for whatever else is about to change the state."""
