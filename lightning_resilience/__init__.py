@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_resilience import recipes
-    from lightning_resilience.callbacks import AutoResume, FaultTolerance, Preemption
+    from lightning_resilience.callbacks import AutoResume, FaultTolerance, LocalCheckpoint, NaNGuard, Preemption
+    from lightning_resilience.callbacks.nan_guard import TrainingDiverged
     from lightning_resilience.checkpoint.resume import resolve_resume_path
     from lightning_resilience.launch.job_info import log_job_info
     from lightning_resilience.launch.slurm import get_slurm_info
@@ -26,7 +27,9 @@ _WHERE = {
     "FaultTolerance": "callbacks",
     "Interrupted": "signals",
     "LocalCheckpoint": "callbacks",
+    "NaNGuard": "callbacks",
     "Preemption": "callbacks",
+    "TrainingDiverged": "callbacks.nan_guard",
     "get_slurm_info": "launch.slurm",
     "log_job_info": "launch.job_info",
     "report_progress": "session",
@@ -38,7 +41,9 @@ __all__ = [
     "FaultTolerance",
     "Interrupted",
     "LocalCheckpoint",
+    "NaNGuard",
     "Preemption",
+    "TrainingDiverged",
     "get_slurm_info",
     "log_job_info",
     "recipes",

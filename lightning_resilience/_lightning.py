@@ -390,6 +390,26 @@ def live_tensors(trainer: Trainer) -> list[torch.Tensor]:
     return [*trainer.lightning_module.parameters(), *optimizer_tensors(optimizers)]
 
 
+def named_state(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the training makes: parameters, buffers, and what optimizers keep, by the names of the module."""
+    module = trainer.lightning_module
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+    for number, tensor in enumerate(optimizer_tensors(trainer.optimizers)):
+        yield f"tensor {number} of the optimizers", tensor
+
+
+def on_save(trainer: Trainer, patches: Patches, may_save: Callable[[str], bool]) -> None:
+    """Has ``may_save(path)`` asked, on all ranks, whenever somebody has the Trainer save a checkpoint."""
+    save = trainer.save_checkpoint
+
+    def wrapper(filepath: Any, *args: Any, **kwargs: Any) -> None:
+        if may_save(str(filepath)):
+            save(filepath, *args, **kwargs)
+
+    patches.set(trainer, "save_checkpoint", wrapper)
+
+
 def trained_tensors(trainer: Trainer, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
     """What all ranks of a DDP job have alike: the parameters that it reduces, and what optimizers keep for them."""
     return [*parameters, *optimizer_tensors(trainer.optimizers, parameters)] if parameters else []
@@ -429,6 +449,31 @@ def steps_counted(trainer: Trainer) -> int:
     """A count, the same on all ranks, that grows with every training batch begun and with every epoch begun."""
     fit_loop = trainer.fit_loop
     return fit_loop.epoch_loop.batch_progress.total.ready + fit_loop.epoch_progress.total.ready
+
+
+def batches_begun(trainer: Trainer) -> int:
+    """How many training batches of this epoch have been begun; between two batches the number of the next one."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def logged_step(trainer: Trainer) -> int:
+    """The step at which Lightning logs what belongs to now."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def has_grad_scaler(trainer: Trainer) -> bool:
+    """Whether a gradient scaler looks for infinite gradients (16-bit floats), and skips steps in its normal work."""
+    return getattr(trainer.precision_plugin, "scaler", None) is not None
+
+
+def hold_weight_averaging(trainer: Trainer) -> None:
+    """Has Lightning's ``WeightAveraging`` take the step that was just counted for one that it has seen.
+
+    It averages after every step that is counted, also where the weights are what they were.
+    """
+    for callback in callbacks(trainer):
+        if any(cls.__name__ == "WeightAveraging" for cls in type(callback).__mro__):
+            callback._latest_update_step = trainer.global_step
 
 
 def accumulation_window_complete(trainer: Trainer) -> bool:

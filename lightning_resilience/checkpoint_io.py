@@ -57,6 +57,8 @@ class DurableCheckpointIO(CheckpointIO):
         self.before_publish = before_publish
         self.metadata = metadata or {}
         self.newest: Path | None = None
+        self.keeps_all = False
+        """Whether nothing is removed: a save was refused, in whose place an older one is to stay."""
         self._told = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -73,6 +75,7 @@ class DurableCheckpointIO(CheckpointIO):
         make_directory(local.parent)
         durable.save(checkpoint, local, _stamped(checkpoint, self.metadata), self.before_publish)
         self.newest = local
+        self.keeps_all = False
 
     def load_checkpoint(
         self,
@@ -95,6 +98,8 @@ class DurableCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Removes a checkpoint. A link to it beside it, ``last.ckpt``, is first moved on to the newest one."""
+        if self.keeps_all:
+            return
         local = _local_path(path)
         if local is None:
             self.inner.remove_checkpoint(path)
@@ -156,6 +161,7 @@ class _SealedSave:
             durable.seal_directory(path, metadata, self.before_publish)
             if isinstance(io := self._strategy.checkpoint_io, DurableCheckpointIO):
                 io.newest = path.absolute()
+                io.keeps_all = False
         durable.discard_aside(path)
 
 
@@ -177,13 +183,25 @@ def _on_rank_zero(strategy: Any, action: Callable[[], None]) -> None:
 
 def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
     """``ModelCheckpoint._link_checkpoint`` without the moment in which there is no ``last.ckpt``."""
-    if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
-        if _lightning.is_async_checkpoint_io(trainer.strategy.checkpoint_io):
-            # The checkpoint is not written yet.
+    asynchronous = _lightning.is_async_checkpoint_io(trainer.strategy.checkpoint_io)
+    is_there = asynchronous or os.path.lexists(filepath)  # not if it was refused
+    if trainer.is_global_zero and is_there and os.path.abspath(filepath) != os.path.abspath(linkpath):
+        if asynchronous:  # then it is not written yet
             _lightning.after_async_saves(trainer.strategy.checkpoint_io, partial(durable.link, filepath, linkpath))
         else:
             durable.link(filepath, linkpath)
     trainer.strategy.barrier()
+
+
+def keep_all(trainer: Trainer) -> None:
+    """Nothing that Lightning removes is removed until it has saved again: what it has just saved was refused.
+
+    ``ModelCheckpoint`` takes it for saved, and removes the one before.
+    """
+    io: Any = trainer.strategy.checkpoint_io
+    io = io.checkpoint_io if _lightning.is_async_checkpoint_io(io) else io
+    if isinstance(io, DurableCheckpointIO):
+        io.keeps_all = True
 
 
 def make_durable(

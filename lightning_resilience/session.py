@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,8 +84,10 @@ class FitSession:
         self.rank: int = trainer.global_rank
         self.handlers: dict[str, Callable[[Event], None]] = {}
         """What a callback does, on every rank at the same boundary, when an event of its kind is acted on."""
+        self.after_batch: list[Callable[[bool], None]] = []
+        """Called at every training boundary with whether no window of accumulated batches is open."""
         self.at_boundary: list[Callable[[bool], None]] = []
-        """Called at every training boundary with whether the state may be saved there; must cost next to nothing."""
+        """Called after that with whether the state may be saved there. Both must cost next to nothing."""
         self.before_training_data: list[Callable[[list[Any]], None]] = []
         """Given the training data loaders, before their workers start."""
         self.at_saved: list[Callable[[bool], None]] = []
@@ -102,6 +104,10 @@ class FitSession:
         """Called on all ranks when it has; ``trainer.global_step`` is smaller now."""
         self.gone_back = False
         """Whether the fit has gone back: hooks of its start are called again, for what is not new."""
+        self.check_state: Callable[[Iterable[tuple[str, torch.Tensor]]], None] | None = None
+        """Given names and tensors of a state that is to be saved; raises ``ValueError`` if it must not be."""
+        self.holds_saves = False
+        """Whether nothing is saved, the same on all ranks: the last steps were bad, and what was good is kept."""
         self.is_dropped: Callable[[], bool] = lambda: False
         """Whether the training passes the next batch over."""
         self.progress: Progress | None = None
@@ -165,7 +171,7 @@ class FitSession:
 
         self._running = False
         self._explicit: str | None = None
-        self._goes_back: Callable[[], None] | None = None
+        self._goes_back: tuple[int, Callable[[], None]] | None = None
         self._accumulates = trainer.accumulate_grad_batches
         self._counted_before = 0
         self._own_callbacks: Any = None
@@ -602,12 +608,16 @@ class FitSession:
             self._act(event)
         if self._goes_back is not None:
             self._go_back()
-        for hook in self.at_boundary:
+        for hook in self.after_batch:
             hook(clean)
+        for hook in self.at_boundary:
+            hook(clean and not self.holds_saves)
         if self._fetches_ahead:
             self._before_fetch = self._get_random_state()
         if self.is_dropped():
+            before = self._get_random_state()
             _lightning.drop_batch(self.trainer)
+            self._set_random_state(before)  # as if it had never been there, as far as this process is concerned
             return False
         return True
 
@@ -626,24 +636,25 @@ class FitSession:
 
     # -- going back ----------------------------------------------------------------------------------------------------
 
-    def go_back(self, otherwise: Callable[[], None]) -> None:
+    def go_back(self, until: int, otherwise: Callable[[], None]) -> None:
         """Has the fit go on from its newest state that can be verified, as a new process would, but in this one.
 
         To be called in the handler of an event, on all ranks: what else is agreed on for this boundary comes first.
 
         Args:
+            until: Not from one of a larger ``trainer.global_step`` than this.
             otherwise: Called on all ranks if there is no such state.
         """
-        self._goes_back = otherwise
+        self._goes_back = until, otherwise
 
     def _go_back(self) -> None:
         assert self._goes_back is not None
-        otherwise, self._goes_back = self._goes_back, None
+        (until, otherwise), self._goes_back = self._goes_back, None
         for hook in self.before_going_back:
             hook()
         if self._background is not None:
             self._background.wait()
-        choice = self.tiers.newest()
+        choice = self.tiers.newest(until)
         if choice is None and self._explicit is None:
             otherwise()
         else:
@@ -734,7 +745,7 @@ class FitSession:
         with self.during("checkpointing"):
             if self._background is not None:
                 self._background.wait()
-            path = self._save(reason, final)
+            path = self._save(reason, final) if self.may_save(self.fit.checkpoints) else None
             if path is not None and not final:
                 for hook in self.at_saved:
                     hook(False)
@@ -763,6 +774,8 @@ class FitSession:
         background = self._background
         started = time.monotonic()
         with self.during("checkpointing"):
+            if not self.may_save(self.fit.checkpoints):
+                return
             checkpoint, left_out = self._checkpoint_of_all(final=False)
             if self.rank == 0:
                 if background.busy:
@@ -789,6 +802,25 @@ class FitSession:
                     background.take(checkpoint, _lightning.live_tensors(self.trainer), write)
             for hook in self.at_saved:
                 hook(False)
+
+    def may_save(self, path: str | os.PathLike[str]) -> bool:
+        """Whether the state of all ranks may be saved; says so if not. A collective, if anything is checked at all.
+
+        Args:
+            path: Where it would be saved.
+        """
+        if self.check_state is None:
+            return True
+        problem = None
+        try:
+            self.check_state(_lightning.named_state(self.trainer))
+        except ValueError as error:
+            problem = f"rank {self.rank}: {error}"
+        problems = [each for each in self.gather(problem) if each is not None]
+        if problems and self.rank == 0:
+            log.error("The state of step %d is not saved in %s: %s.", self._step, path, problems[0])
+            self.ledger.record("save_refused", fit=self.index, step=self._step, reason=problems[0])
+        return not problems
 
     def _check_background(self, clean: bool) -> None:
         assert self._background is not None

@@ -103,10 +103,13 @@ class Tiers:
             session.ledger.record("fresh", fit=session.index)
         return None
 
-    def newest(self) -> tuple[Path, dict[str, Any] | None] | None:
+    def newest(self, until: int) -> tuple[Path, dict[str, Any] | None] | None:
         """The newest checkpoint of this fit that all ranks can verify, in the middle of it; called on all ranks.
 
-        What is newer and cannot be used is set aside: from here on the training takes another course.
+        What is newer is set aside: from here on the training takes another course.
+
+        Args:
+            until: Not one of a larger ``trainer.global_step`` than this.
 
         Returns:
             As :meth:`choose`; ``None`` if there is none.
@@ -114,7 +117,11 @@ class Tiers:
         if self.local is None and not self.uses_global:
             return None
         paths, generations = self._paths(), self._generations()
-        choice = self._first_usable(paths, generations, finished=False)
+        choice = self._first_usable(
+            [path for path in paths if resume.step_of(path) <= until],
+            [each for each in generations if each.step <= until],
+            finished=False,
+        )
         if choice is not None:
             assert self.loaded is not None
             step, reason = self.loaded.step, "the fit has gone back to an older one"
@@ -291,8 +298,10 @@ class Tiers:
     @property
     def on_probation(self) -> bool:
         """Whether what goes wrong now may be the fault of the checkpoint that was loaded."""
-        loaded = self.loaded
-        return loaded is not None and self._session.trainer.global_step - loaded.step <= self.probation_steps
+        return self._is_suspect(self._session.trainer.global_step)
+
+    def _is_suspect(self, step: int) -> bool:
+        return self.loaded is not None and step - self.loaded.step <= self.probation_steps
 
     def condemn(self, reason: str) -> None:
         """Condemns the checkpoint that this fit has resumed from: it is never chosen again, by no attempt.
@@ -310,25 +319,51 @@ class Tiers:
         session, loaded = self._session, self.loaded
         if loaded is None or not self.on_probation:
             raise CondemnedCheckpoint(f"{reason}, at step {session.trainer.global_step}")
-        session.run.check_owner(session.token)
-        name = loaded.generation or f"{loaded.path} ({session.token[:8]})"
-        session.fit.condemn(name, reason)
-        session.ledger.record("condemned", fit=session.index, step=loaded.step, path=str(loaded), reason=reason)
-        if loaded.path is not None:
-            self._quarantine(loaded.path, durable.CorruptCheckpoint(f"{loaded.path} is condemned: {reason}"))
+        self._condemn(loaded, reason)
         raise CondemnedCheckpoint(
             f"{reason}, {session.trainer.global_step - loaded.step} steps after resuming from {loaded}, which is "
             "condemned and will not be used again"
         )
 
+    def condemn_together(self, reason: str, step: int) -> str | None:
+        """Condemns what the fit has resumed from if that is on probation; called on all ranks, which go back then.
+
+        Args:
+            reason: What was found, for a person.
+            step: ``trainer.global_step`` when it was found.
+
+        Returns:
+            Why the run should end instead; ``None`` if it need not.
+        """
+        session = self._session
+        if self.loaded is None or not self._is_suspect(step):
+            return None
+        if session.trainer.is_global_zero:
+            log.warning("%s is condemned, and will not be used again: %s.", self.loaded, reason)
+            self._condemn(self.loaded, reason)
+        too_many: str | None = session.trainer.strategy.broadcast(self._too_many(reason))
+        return too_many
+
+    def _condemn(self, loaded: _Loaded, reason: str) -> None:
+        session = self._session
+        session.check_owner()
+        name = loaded.generation or f"{loaded.path} ({session.token[:8]})"
+        session.fit.condemn(name, reason)
+        session.ledger.record("condemned", fit=session.index, step=loaded.step, path=str(loaded), reason=reason)
+        if loaded.path is not None:
+            self._quarantine(loaded.path, durable.CorruptCheckpoint(f"{loaded.path} is condemned: {reason}"))
+
     def verdict(self, exception: BaseException) -> str | None:
         """Whether the run ends by this exception: the reason, once too many checkpoints have been condemned."""
+        return self._too_many(str(exception)) if isinstance(exception, CondemnedCheckpoint) else None
+
+    def _too_many(self, last: str) -> str | None:
         condemned = self._session.fit.condemned
-        if not isinstance(exception, CondemnedCheckpoint) or len(condemned) < MAX_CONDEMNED:
+        if len(condemned) < MAX_CONDEMNED:
             return None
         return (
             f"{len(condemned)} checkpoints of this fit have been condemned, so the cause is not in the checkpoints "
-            f"(last: {exception}). Look at the data and the learning rate around this step; the checkpoints are in "
+            f"(last: {last}). Look at the data and the learning rate around this step; the checkpoints are in "
             f"{self._session.fit.quarantine} and in the quarantine of the nodes"
         )
 

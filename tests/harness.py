@@ -106,6 +106,13 @@ def result(config: dict[str, Any]) -> Any:
     return json.loads(Path(config["out"]).read_text())
 
 
+def weights(config: dict[str, Any]) -> list[str]:
+    """What the weights of every rank were in the end."""
+    trainer = config.get("trainer", {})
+    ranks = range(trainer.get("devices", 1) * trainer.get("num_nodes", 1))
+    return [Path(f"{config['out']}.{rank}").read_text() for rank in ranks]
+
+
 def samples(config: dict[str, Any]) -> list[dict[tuple[int, int], list[int]]]:
     """For every rank, the samples that were trained on in the end, by fit and step: the last time each step ran."""
     trainer = config.get("trainer", {})

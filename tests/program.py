@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_resilience import session
@@ -80,6 +80,9 @@ DEFAULTS: dict[str, Any] = {
     "fault_tolerance": {},  # arguments of the callback "fault_tolerance"
     "async_save": False,
     "local": {},  # arguments of the callback "local_checkpoint"
+    "nan_guard": {},  # arguments of the callback "nan_guard"
+    "spoils": [],  # {"step": 23, "rank": 1, "what": "loss"}, or "gradient"
+    "without": None,  # [[epoch, batch]]: what the loader leaves out
     "second_group": False,  # an all-reduce of its own in every step
     "floor_s": None,  # calculated timeouts may be as short as this
     "ping_within_s": None,  # how long a health check between steps may take
@@ -148,7 +151,7 @@ def go_back() -> None:
     def nothing() -> None:
         raise RuntimeError("nothing to go back to")
 
-    active.handlers["back"] = lambda event: active.go_back(nothing)
+    active.handlers["back"] = lambda event: active.go_back(active.trainer.global_step, nothing)
     if active.rank == 0:
         active.agreement.request("back", {}, Needs.CLEAN | Needs.TRAINING)
 
@@ -229,6 +232,8 @@ def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
         data = Subset(
             Data(2 * size, config["augment"]), range(config["fit"] * size // 2, config["fit"] * size // 2 + size)
         )
+    if config["without"] is not None:
+        return DataLoader(data, batch_sampler=Without(RandomSampler(data), BATCH, config["without"]), **keep)
     if kind == "tensors":
         return DataLoader(TensorDataset(torch.randn(size, 8)), BATCH, shuffle=True, **keep)
     if kind == "sequential":
@@ -293,7 +298,7 @@ class Module(L.LightningModule):
             RunDirectory(self.config["run_dir"]).claim()
         if self.config["step_s"]:
             time.sleep(self.config["step_s"])
-        loss = self.net(batch["x"]).pow(2).mean()
+        loss = spoilt(self.config, step, rank, self.net, self.net(batch["x"]).pow(2).mean())
         self.average.copy_(0.9 * self.average + 0.1 * loss.detach())
         self.metric.update(loss.detach())
         self.log("train_metric", self.metric, on_step=False, on_epoch=True)
@@ -358,6 +363,35 @@ class Module(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": monitor}
 
 
+def spoilt(config: dict[str, Any], step: int, rank: int, net: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    """The loss of a batch, with what the config has planted."""
+    for each in config["spoils"]:
+        if each["step"] <= step < each.get("until", each["step"] + 1) and each.get("rank", rank) == rank:
+            if each["what"] == "loss":
+                return loss * float("nan")
+            weight = net[0].weight  # the root of zero, whose gradient is not finite
+            return loss + (weight.flatten()[:1] * 0).sqrt().sum()
+    return loss
+
+
+class Without:
+    """Batches of a sampler, but for some of some epochs."""
+
+    def __init__(self, sampler: Any, batch_size: int, without: list[list[int]]) -> None:
+        self.sampler, self.batch_size, self.without, self.epoch = sampler, batch_size, without, -1
+        self.drop_last = False
+
+    def __iter__(self):
+        self.epoch += 1
+        batches = torch.utils.data.BatchSampler(self.sampler, self.batch_size, False)
+        for number, batch in enumerate(batches):
+            if [self.epoch, number] not in self.without:
+                yield batch
+
+    def __len__(self) -> int:
+        return len(self.sampler) // self.batch_size
+
+
 class User(L.Callback):
     """A callback of the user's own."""
 
@@ -375,8 +409,8 @@ def config_monitor(config: dict[str, Any]) -> str:
     return "val_loss" if config["validation"] else "train_loss_epoch"
 
 
-def digest(module: torch.nn.Module) -> str:
-    tensors = [*module.parameters(), *(b for b in module.buffers())]
+def digest(module: torch.nn.Module, buffers: bool = True) -> str:
+    tensors = [*module.parameters(), *(b for b in module.buffers() if buffers)]
     full = [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for t in tensors]
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in full)).hexdigest()[:16]
 
@@ -410,6 +444,8 @@ def main(config: dict[str, Any]) -> None:
                 "random": torch.rand(()).item(),
             }
         )
+    if config["out"]:
+        Path(f"{config['out']}.{trainer.global_rank}").write_text(digest(module, buffers=False))
     if trainer.is_global_zero and config["out"]:
         Path(config["out"]).write_text(json.dumps(results))
 
@@ -480,6 +516,7 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
             **config["fault_tolerance"],
         ),
         "local_checkpoint": lambda: lightning_resilience.LocalCheckpoint(run_dir=config["run_dir"], **config["local"]),
+        "nan_guard": lambda: lightning_resilience.NaNGuard(run_dir=config["run_dir"], **config["nan_guard"]),
         "user": lambda: User(config),
     }
     callbacks: list[Any] = [

@@ -3,6 +3,7 @@
 from lightning_resilience.callbacks.auto_resume import AutoResume
 from lightning_resilience.callbacks.fault_tolerance import FaultTolerance
 from lightning_resilience.callbacks.local_checkpoint import LocalCheckpoint
+from lightning_resilience.callbacks.nan_guard import NaNGuard
 from lightning_resilience.callbacks.preemption import Preemption
 
-__all__ = ["AutoResume", "FaultTolerance", "LocalCheckpoint", "Preemption"]
+__all__ = ["AutoResume", "FaultTolerance", "LocalCheckpoint", "NaNGuard", "Preemption"]

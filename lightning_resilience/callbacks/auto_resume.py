@@ -114,6 +114,7 @@ class _Saving:
         self.due = False
         self._saved_step = 0
         self._asked = False
+        self._held = ""
         interval = settings.train_time_interval
         # One clock decides for all ranks.
         self._interval_s = interval.total_seconds() if interval is not None and session.rank == 0 else float("inf")
@@ -130,6 +131,7 @@ class _Saving:
     def begin(self) -> None:
         """What was due, was due in what the fit has left behind."""
         self.due = self._asked = False
+        self._held = ""
         self._saved_step = self.session.trainer.global_step
         self._next = time.monotonic() + self._interval_s
 
@@ -139,7 +141,9 @@ class _Saving:
             self.session.agreement.request(_SAVE, {"reason": "interval"}, Needs.CLEAN | Needs.TRAINING)
         if not clean:
             return
-        if self.due:
+        if self._held:
+            self.save(self._held)
+        elif self.due:
             self.save("follows ModelCheckpoint")
         elif (n := self.settings.every_n_train_steps) is not None:
             step = self.session.trainer.global_step
@@ -147,11 +151,15 @@ class _Saving:
                 self.save("every_n_train_steps")
 
     def save_for(self, event: Event) -> None:
-        self.save(str(event.payload["reason"]))
+        if self.session.holds_saves:
+            self._held = str(event.payload["reason"])
+        else:
+            self.save(str(event.payload["reason"]))
 
     def save(self, reason: str) -> None:
         session = self.session
         self.due = self._asked = False
+        self._held = ""
         self._saved_step = session.trainer.global_step
         self._next = time.monotonic() + self._interval_s
         if self.settings.async_save:

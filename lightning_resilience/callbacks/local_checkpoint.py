@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,6 +39,7 @@ _SETTLE_S = 60.0
 _LAST_WORDS_S = 5.0
 _FIRST_INTERVAL_S = 10.0
 _USUAL_RECOVERY_S = 60.0
+_OF_MODEL = ("state_dict.", "optimizer_states.")
 _RECORD_EVERY_S = 60.0  # the ledger is on shared storage, and read as a whole
 
 
@@ -264,6 +265,7 @@ class _Local:
             session.check_owner,
             self._expected,
             self._kept_here,
+            self._check,
         )
         _lightning.on_batch_done(trainer, session.patches, self._saves.fence)
         session.at_end_of_epoch.append(self._saves.fence)
@@ -275,6 +277,11 @@ class _Local:
         self._saves.start(step)
         if trainer.is_global_zero:
             self._say_what_is_done()
+
+    def _check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if (check := self.session.check_state) is not None:
+            # By the names that they have in the module; what else is in a state may be infinite and right.
+            check((name.removeprefix("state_dict."), tensor) for name, tensor in named if name.startswith(_OF_MODEL))
 
     def _settle(self) -> None:
         if self._saves is not None:

@@ -20,7 +20,7 @@ import torch
 
 from lightning_resilience.checkpoint.generations import Place, common_part, rank_part
 from lightning_resilience.checkpoint.interval import Schedule
-from lightning_resilience.checkpoint.parts import Part, RankState
+from lightning_resilience.checkpoint.parts import Check, Part, RankState
 from lightning_resilience.checkpoint.replicas import ReplicaError, Replicas
 from lightning_resilience.checkpoint.rounds import Round, Rounds, new_generation
 from lightning_resilience.checkpoint.snapshot import Fence, Snapshots
@@ -79,6 +79,7 @@ class LocalSaves:
         expected: About how many bytes which part of this rank will have. Memory that is new is slow to get, and the
             first save should not wait for it.
         kept_here: The ranks whose own parts this node keeps; default: those on it.
+        check: Looks at every state before it is published; see :meth:`.RankState.publish`.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class LocalSaves:
         check_owner: Callable[[], None] = lambda: None,
         expected: Mapping[str, int] | None = None,
         kept_here: Collection[int] = (),
+        check: Check | None = None,
     ) -> None:
         self.figures = Figures()
         self._store = store
@@ -111,6 +113,7 @@ class LocalSaves:
         self._complete = list(complete)
         self._published = published
         self._check_owner = check_owner
+        self._check = check
         self._expected = dict(expected or {})
         self._snapshots = Snapshots()
         self._fence: Fence | None = None
@@ -448,7 +451,7 @@ class LocalSaves:
 
     def _save(self, taken: RankState) -> list[Part]:
         """Publishes this rank's parts and returns them; none if the snapshot was no good."""
-        parts = taken.publish(self._store, self._identity)
+        parts = taken.publish(self._store, self._identity, self._check)
         self.figures.stall_s += taken.snapshot.waited_s
         if parts:
             self._last_failure = ""

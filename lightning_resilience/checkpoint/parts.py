@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from lightning_resilience.checkpoint.snapshot import Snapshot, address
 from lightning_resilience.checkpoint.store import NodeStore, PartWriter
 
 log = logging.getLogger(__name__)
+
+Check = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 
 
 def share_out(sizes: Sequence[int], count: int) -> list[list[int]]:
@@ -111,12 +113,13 @@ class RankState:
                     raise TypeError(f"{name} cannot be kept: {error}") from None
             raise
 
-    def publish(self, store: NodeStore, identity: Mapping[str, Any]) -> list[Part]:
+    def publish(self, store: NodeStore, identity: Mapping[str, Any], check: Check | None = None) -> list[Part]:
         """Copies this rank's parts into memory of the store and publishes them; waits for the fence in between.
 
         Args:
             store: Of this node.
             identity: Fields that all parts of this fit have: run, fit, layout.
+            check: Given the names and contents of the copied tensors; raises if they must not be kept.
 
         Returns:
             The parts; none if the snapshot has turned out to be no good.
@@ -124,18 +127,23 @@ class RankState:
         Raises:
             OSError: If there is no room, or the files cannot be written.
             TypeError: If a tensor cannot be kept.
+            Exception: Whatever ``check`` raises.
         """
         snapshot, place = self.snapshot, self._place
         parts: list[Part] = []
         try:
             parts = self._reserve(store)
-            snapshot.copy(
+            copies = [
                 (index, shard.view(part.memory, spec))
                 for part in parts
                 for index, spec in zip(part.indices, part.specs, strict=True)
                 if not snapshot.tensors[index].is_meta
-            )
+            ]
+            snapshot.copy(copies)
             snapshot.release()
+            if check is not None:
+                names = tensor_names(snapshot.skeleton)
+                check((names.get(index, ""), copy) for index, copy in copies)
             layout = {**identity["layout"], "alike": self.alike()}
             for part in parts:
                 own = part.name == rank_part(place.rank)

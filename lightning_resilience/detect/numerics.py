@@ -19,7 +19,6 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_resilience.checkpoint.sharded import local
-from lightning_resilience.checkpoint.snapshot import optimizer_tensors
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -45,7 +44,9 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
             if stored.numel() and _has_nonfinite(stored.dtype):
                 values = _real(stored)
                 groups.setdefault((values.device, values.dtype), []).append(values)
-        verdicts = [_is_group_finite(group, device).to(home, non_blocking=True) for (device, _), group in groups.items()]
+        verdicts = [
+            _is_group_finite(group, device).to(home, non_blocking=True) for (device, _), group in groups.items()
+        ]
         if not verdicts:
             return torch.ones((), dtype=torch.bool, device=home)
         return torch.stack(verdicts).all()
@@ -98,7 +99,7 @@ def nonfinite_names(named: Iterable[tuple[str, torch.Tensor]], limit: int = 5) -
     Returns:
         Such as ``layer.weight (3 of 1024 elements: nan)``; where there are more than ``limit``, ``and 7 more`` at last.
     """
-    names = []
+    names: list[str] = []
     more = 0
     with torch.no_grad():
         for name, tensor in named:
@@ -193,13 +194,13 @@ class SpikeReference:
 class Undo:
     """Gives tensors back the content that they had.
 
-    What is in them is copied, all of it and every time. Torch counts the writes to a tensor, but not all of them: batch
-    normalisation changes its running statistics uncounted, as do fused kernels of other libraries. The copies are made
-    on the device of each tensor, into memory that is used again. So this is for small tensors (the buffers of a module)
-    or where the price of a copy per step is accepted.
+    All of the content is copied every time. Torch counts the writes to a tensor, but not all of them: batch
+    normalisation changes its running mean and variance uncounted, and so do fused kernels of other libraries. Copies
+    lie on the device of their tensor, in memory that is used again. So this is for small tensors, such as the buffers
+    of a module, or where a copy for every step is worth its price.
 
-    A tensor is known by its place among the others, so one that was replaced by a new one is put back too. If there are
-    more or fewer tensors than there were, each is known by its identity.
+    A tensor is known by its place among the others, so one that was replaced by a new one is put back as well. If
+    there are more or fewer tensors than there were, each is known by its identity.
 
     Args:
         tensors: The tensors of this moment, always in the same order; asked whenever something is kept or put back.
@@ -209,75 +210,301 @@ class Undo:
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._tensors = tensors
         self._known: list[torch.Tensor] = []
-        self._kept: list[torch.Tensor | None] = []
+        self._kept: list[torch.Tensor] = []
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     def keep(self) -> None:
         """Remembers what the tensors hold now, in place of what was remembered before."""
-        now = list(self._tensors())
+        now = self._now()
         with torch.no_grad():
-            if len(now) != len(self._known) or any(a is not b for a, b in zip(now, self._known, strict=True)):
+            if not self._is_prepared(now):
                 self._prepare(now)
             for kept, current in self._groups:
                 torch._foreach_copy_(kept, current)
             for place, tensor in enumerate(now):
-                if (own := local(tensor)).layout is not torch.strided:
-                    self._kept[place] = own.detach().clone()  # as long as what it stores
-
-    def _prepare(self, now: list[torch.Tensor]) -> None:
-        """Makes room for the copies, in groups that one kernel copies at once."""
-        former = dict(enumerate(self._kept))
-        self._known, self._kept = now, []
-        groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for place, tensor in enumerate(now):
-            own = _own_memory(tensor)
-            if own.layout is not torch.strided or own.is_meta:
-                self._kept.append(None)
-                continue
-            kept = former.get(place)
-            if kept is None or not _is_alike(kept, own):
-                kept = torch.empty_like(own)
-            self._kept.append(kept)
-            copies, sources = groups.setdefault((own.device, own.dtype), ([], []))
-            copies.append(kept)
-            sources.append(own)
-        self._groups = list(groups.values())
+                if tensor.layout is not torch.strided:
+                    self._kept[place] = tensor.detach().clone()  # its size depends on its content
 
     def restore(self, where: torch.Tensor | bool = True) -> None:
         """Puts back what was kept, bit for bit. Not between a forward pass and its backward pass.
 
-        What has another shape, type or device now is left as it is, and so is what has no content in this process.
-
         Args:
-            where: Whether to. A boolean tensor without dimensions is not looked at by the host: its device chooses
-                between the old and the new content of each tensor. Only for tensors that cannot be chosen there (on
-                the CPU while ``where`` is not, or sparse) does the host wait for it. For a verdict on the CPU,
-                ``bool(where)`` is the cheaper argument: nothing is done then if it is false.
+            where: Whether to. A boolean tensor of one element is not looked at by the host: the device chooses between
+                the old and the new content of each tensor. Only for a tensor on the CPU if ``where`` is not there, and
+                for a sparse one, the host waits for ``where``. If that is on the CPU anyway, ``bool(where)`` is the
+                cheaper argument, since nothing is done if it is false.
 
         Raises:
             ValueError: If ``where`` is a tensor, but not one boolean.
         """
-        if isinstance(where, torch.Tensor):
-            if where.dtype is not torch.bool or where.numel() != 1:
-                raise ValueError(f"where must be one boolean, and not {tuple(where.shape)} of {where.dtype}")
-            where = where.detach().reshape(())
+        where = _verdict(where)
+        if where is False:
+            return
         with torch.no_grad():
-            for tensor, kept in self._pairs():
-                if kept is None or not _is_alike(kept, own := _own_memory(tensor)):
+            pairs = list(self._pairs())
+        with torch.inference_mode():  # a buffer that was replaced in a validation can be written to only here
+            for tensor, kept in pairs:
+                if kept is None:
                     continue
-                chosen = where
-                if isinstance(where, torch.Tensor):
-                    if own.layout is torch.strided and (own.device.type != "cpu" or where.device.type == "cpu"):
-                        mask = where.to(own.device, non_blocking=True)
-                        torch.where(mask, kept, own, out=own)
-                        continue
-                    chosen = bool(where)
-                if chosen:
-                    own.copy_(kept)
+                if isinstance(where, torch.Tensor) and _can_choose(tensor, where):
+                    choice = where.to(tensor.device, non_blocking=True)
+                    torch.where(choice, kept, tensor, out=tensor)
+                elif where:
+                    tensor.copy_(kept)
 
     def appeared(self) -> list[torch.Tensor]:
-        """The tensors that are there now and were not when the others were kept."""
-        return [tensor for tensor, kept in self._pairs(missing=True) if kept is None]
+        """What is there now and has no content to go back to: it was not kept, or had another shape, type or device.
 
-    def _pairs(self, missing: bool = False) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        raise NotImplementedError
+        Of a sharded tensor the part of this rank.
+        """
+        with torch.no_grad():
+            return [tensor for tensor, kept in self._pairs() if kept is None]
+
+    def _now(self) -> list[torch.Tensor]:
+        return [own for tensor in self._tensors() if not (own := local(tensor)).is_meta]
+
+    def _is_prepared(self, now: list[torch.Tensor]) -> bool:
+        # Not only the same tensors: ``Module.to`` gives a tensor another type, device or memory.
+        return len(now) == len(self._known) and all(
+            tensor is known and _is_alike(tensor, kept)
+            for tensor, known, kept in zip(now, self._known, self._kept, strict=True)
+        )
+
+    def _prepare(self, now: list[torch.Tensor]) -> None:
+        """Makes room for the copies, in groups for which one kernel is enough."""
+        former = dict(enumerate(self._kept))
+        self._known, self._kept = now, []
+        groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for place, tensor in enumerate(map(_without_repeats, now)):
+            kept = former.get(place)
+            if kept is None or not _is_alike(kept, tensor):
+                kept = torch.empty_like(tensor)
+            self._kept.append(kept)
+            if tensor.layout is torch.strided:
+                copies, sources = groups.setdefault((tensor.device, tensor.dtype), ([], []))
+                copies.append(kept)
+                sources.append(tensor)
+        self._groups = list(groups.values())
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The tensors of this moment, each with what was kept of it."""
+        now = self._now()
+        by_identity = {id(tensor): kept for tensor, kept in zip(self._known, self._kept, strict=True)}
+        by_place = self._kept if len(now) == len(self._kept) else [by_identity.get(id(tensor)) for tensor in now]
+        for tensor, kept in zip(map(_without_repeats, now), by_place, strict=True):
+            yield tensor, kept if kept is not None and _is_alike(kept, tensor) else None
+
+
+def _verdict(where: torch.Tensor | bool) -> torch.Tensor | bool:
+    if not isinstance(where, torch.Tensor):
+        return bool(where)
+    if where.dtype is not torch.bool or where.numel() != 1:
+        raise ValueError(f"where must be one boolean and not {where.dtype} of shape {tuple(where.shape)}")
+    return where.reshape(())
+
+
+def _can_choose(tensor: torch.Tensor, where: torch.Tensor) -> bool:
+    """Whether the device of ``tensor`` can choose its content; otherwise the host has to know."""
+    return tensor.layout is torch.strided and (tensor.device.type != "cpu" or where.device.type == "cpu")
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that was expanded, as it was before: no element of it can be written otherwise."""
+    if tensor.layout is torch.strided and not tensor.is_contiguous():
+        for axis, (length, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if step == 0 and length > 1:
+                tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
+def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return (
+        first.layout is second.layout
+        and first.dtype is second.dtype
+        and first.device == second.device
+        and first.shape == second.shape
+    )
+
+
+class StepUndo:
+    """Takes a step of optimizers back: afterwards it has never happened.
+
+    Put back are the parameters, the tensors of the optimizers' state (:class:`Undo`), and what lies around them: which
+    parameters have a state at all, what is a number in it, the values of the parameter groups. So an optimizer that
+    made its state in the step that is taken back has none again, and begins as if it never had: zeros in its place
+    would not do for all (momentum with dampening, ``NAdam``). An object of another kind in a state is left as it is.
+
+    It costs a copy of parameters and state before every step, in memory and in time. Optimizers with ``fused=True``
+    have a way to skip a step on the device by themselves (``found_inf``).
+
+    Args:
+        optimizers: The optimizers of this moment, always in the same order.
+    """
+
+    def __init__(self, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
+        self._optimizers = optimizers
+        self._frames: list[tuple[Optimizer, dict[str, Any]]] = []
+        self._undo = Undo(self._tensors)
+
+    def keep(self) -> None:
+        """To be called right before the step."""
+        self._frames = [(optimizer, _frame(optimizer)) for optimizer in self._optimizers()]
+        self._undo.keep()
+
+    def restore(self, where: torch.Tensor | bool = True) -> None:
+        """Takes the step back; to be called right after it, before a scheduler or a scaler changes anything.
+
+        Args:
+            where: Whether to, as :meth:`Undo.restore` takes it. The host waits for a tensor if the step has changed
+                what only the host can put back: it made its state, as in the first step, or replaced tensors by
+                others, or counts in plain numbers. Also if the optimizer keeps tensors on the CPU while ``where`` is
+                not there, as ``Adam`` does with its counters unless it is ``capturable`` or ``fused``.
+
+        Raises:
+            ValueError: If ``where`` is a tensor, but not one boolean.
+        """
+        where = _verdict(where)
+        if where is False:
+            return
+        if any(not _is_same(_frame(optimizer), frame) for optimizer, frame in self._frames):
+            if not where:
+                return
+            where = True
+            for optimizer, frame in self._frames:
+                _put_back(optimizer, frame)  # first, since it says which tensors there are
+        self._undo.restore(where)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                yield from group["params"]
+            yield from _tensors_in(_frame(optimizer))
+
+
+def _frame(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer consists of: its own containers copied, the tensors in them not."""
+    return {
+        "state": _containers(optimizer.state),
+        "groups": [
+            {key: _containers(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def _put_back(optimizer: Optimizer, frame: dict[str, Any]) -> None:
+    frame = _containers(frame)  # the optimizer will change what it gets
+    optimizer.state.clear()
+    optimizer.state.update(frame["state"])
+    for group, values in zip(optimizer.param_groups, frame["groups"], strict=True):
+        parameters = group["params"]
+        group.clear()
+        group.update(params=parameters, **values)
+
+
+def _containers(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _containers(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_containers(item) for item in value)
+    return value
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether two frames hold equal numbers and the very same objects, in the same places."""
+    if first is second:
+        return True
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, dict):
+        return len(first) == len(second) and all(
+            key in second and _is_same(item, second[key]) for key, item in first.items()
+        )
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(_is_same, first, second))
+    return isinstance(first, (bool, int, float, complex, str)) and first == second
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+class LateReads:
+    """Reads numbers from a device when they are there, so that nobody waits for them.
+
+    A number of an accelerator travels into host memory behind the work that the device has to do before, and shows up
+    some steps later. What is on the CPU, or on a device without streams (``mps``), is read at once.
+
+    Args:
+        limit: How many numbers may be on their way. One more, and the oldest is waited for: a host that is so far
+            ahead would soon wait anyway.
+
+    Raises:
+        ValueError: If the limit is below 1.
+    """
+
+    def __init__(self, limit: int = 64) -> None:
+        if limit < 1:
+            raise ValueError(f"limit must be 1 or more and not {limit}")
+        self._limit = limit
+        self._there: list[tuple[Any, float]] = []
+        self._travelling: deque[tuple[Any, torch.Tensor, Any]] = deque()
+
+    def put(self, tag: Any, tensor: torch.Tensor) -> None:
+        """Has a number read: the one that ``tensor`` holds at this point of the device's work.
+
+        Args:
+            tag: Given back with the number.
+            tensor: One real number, of any type; later writes to it do not matter.
+
+        Raises:
+            ValueError: If it has more than one element, or none.
+        """
+        if tensor.numel() != 1:
+            raise ValueError(f"one number was expected, and not a tensor of shape {tuple(tensor.shape)}")
+        number, arrival = _send(local(tensor.detach()))
+        self._travelling.append((tag, number, arrival))
+        while len(self._travelling) > self._limit:
+            self._arrive(wait=True)
+
+    def ready(self) -> list[tuple[Any, float]]:
+        """The numbers that have arrived since the last call, in the order in which they were put; without waiting."""
+        while self._travelling and self._arrive(wait=False):
+            pass
+        there, self._there = self._there, []
+        return there
+
+    def drain(self) -> list[tuple[Any, float]]:
+        """Waits for all that are on their way, and returns what :meth:`ready` would."""
+        while self._travelling:
+            self._arrive(wait=True)
+        return self.ready()
+
+    def _arrive(self, wait: bool) -> bool:
+        tag, number, arrival = self._travelling[0]
+        if arrival is not None:
+            if wait:
+                arrival.synchronize()
+            elif not arrival.query():
+                return False
+        self._travelling.popleft()
+        self._there.append((tag, float(number)))
+        return True
+
+
+def _send(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Copies one number into host memory; also returns the event of its arrival, if it is not there already."""
+    device = tensor.device
+    streams: Any = torch.get_device_module(device)
+    if device.type == "cpu" or not hasattr(streams, "current_stream"):
+        return tensor.to("cpu", copy=True), None
+    number = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    number.copy_(tensor, non_blocking=True)
+    return number, streams.current_stream(device).record_event()

@@ -1,0 +1,427 @@
+"""``NaNGuard``: a step that would spoil the model does not happen, the run goes back if it must, and always ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+
+from lightning_resilience import _lightning, checkpoint_io
+from lightning_resilience._files import read_json, write_json
+from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.detect.numerics import SpikeReference, all_finite, nonfinite_names
+from lightning_resilience.detect.step_guard import StepGuard, Verdict
+from lightning_resilience.session import FitSession, SessionCallback, session_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+log = logging.getLogger(__name__)
+
+Action = Literal["skip", "rollback", "stop", "warn"]
+
+_ROLL_BACK = "rollback"
+_STOP = "stop after a bad step"
+_HOLD = "hold saves"
+_REFILL_STEPS = 100
+"""After so many steps beyond the last trouble, the next is another one, with rollbacks of its own."""
+
+
+class TrainingDiverged(RuntimeError):
+    """The training cannot go on: its numbers are not finite, or spike, and all that was allowed against it was done."""
+
+
+class NaNGuard(SessionCallback):
+    """Keeps losses and gradients that are not finite, and loss spikes, from spoiling the model.
+
+    The verdict is that of all ranks, and comes before the optimizer changes anything. A step that is skipped is no
+    step: parameters, moments, weight decay and the running statistics of batch normalisation stay bitwise what they
+    were. ``trainer.global_step`` and learning-rate schedules go on, as where a gradient scaler skips a step.
+
+    What does not end by skipping is answered by going back to the newest verified checkpoint
+    (:class:`~lightning_resilience.LocalCheckpoint`, :class:`~lightning_resilience.AutoResume`), in the same processes,
+    bitwise as a restart would; the batches of the bad steps are passed over from then on, also after a restart. A
+    checkpoint from which the training goes wrong within its first steps is condemned, and an older one is taken.
+
+    Where reading a number costs the host nothing (CPU) all of this happens at once. On an accelerator the host waits
+    for nothing: the device skips the step, and the host counts it some steps later. An optimizer with ``fused=True``
+    skips by itself; for others a copy of the parameters and of the optimizer's state is kept from step to step.
+
+    Args:
+        action: What follows a bad step. ``"skip"``: it is skipped; after ``max_consecutive`` in a row the run goes
+            back. ``"rollback"``: the run goes back at once. ``"stop"``: it is skipped, the state is saved and the run
+            ends. ``"warn"``: it is reported, and happens.
+        max_consecutive: How many steps in a row may be skipped (KempnerForge's name and default).
+        max_rollbacks: How many times the run may go back because of one trouble, restarts included. Then it ends, with
+            the reason, and is not tried again.
+        check_grads: Whether gradients are looked at. Losses always are.
+        spiky_loss_factor: A loss of this many times the reference is a spike, and a bad step too. Megatron uses 10.
+            Default: no limit.
+        spike_window: The reference is the mean of so many accepted losses before. Default: the largest of the first
+            100 losses, as in Megatron. Each rank has its own.
+        run_dir: The run directory on storage that all nodes share. Default: the launcher's, else ``resilience`` in the
+            Trainer's ``default_root_dir``.
+
+    Raises:
+        ValueError: If an argument makes no sense, or the optimizer or the strategy does not allow what is asked.
+    """
+
+    def __init__(
+        self,
+        action: Action = "skip",
+        max_consecutive: int = 10,
+        max_rollbacks: int = 2,
+        check_grads: bool = True,
+        spiky_loss_factor: float | None = None,
+        spike_window: int | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if action not in get_args(Action):
+            raise ValueError(f"action must be one of {', '.join(get_args(Action))} and not {action!r}.")
+        if max_consecutive < 1:
+            raise ValueError(f"max_consecutive must be at least 1, not {max_consecutive}.")
+        if max_rollbacks < 0:
+            raise ValueError(f"max_rollbacks must not be negative, not {max_rollbacks}.")
+        if spike_window is not None and spiky_loss_factor is None:
+            raise ValueError("spike_window says what spiky_loss_factor is a multiple of: give that too.")
+        self.action: Action = action
+        self.max_consecutive = max_consecutive
+        self.max_rollbacks = max_rollbacks
+        self.check_grads = check_grads
+        self.spiky_loss_factor = spiky_loss_factor
+        self.spike_window = spike_window
+        self.run_dir = run_dir
+        self.skipped_steps = 0
+        """Bad steps of this fit so far."""
+        self._spikes = SpikeReference(spiky_loss_factor, spike_window) if spiky_loss_factor is not None else None
+
+    def joined(self, session: FitSession) -> None:
+        """Says what is done about a bad step."""
+        if (problem := _why_not(self, session.trainer)) is not None:
+            if not self.injected:
+                raise ValueError(problem)
+            if session.rank == 0:
+                log.warning("NaNGuard is off: %s", problem)
+            return
+        self._guarding = _Guarding(self, session)
+        session.at_leave.append(self._leave)
+
+    def _leave(self) -> None:
+        self._guarding.leave()
+        del self._guarding
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to the fit in progress."""
+        return {key: value for key, value in vars(self).items() if key != "_guarding"}
+
+    def started(self, session: FitSession) -> None:
+        """Starts to watch."""
+        if hasattr(self, "_guarding"):
+            self._guarding.start()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Looks at the loss."""
+        if session_of(trainer, self) and hasattr(self, "_guarding"):
+            self._guarding.look_at(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was counted and learned so far."""
+        return {
+            "skipped_steps": self.skipped_steps,
+            "spikes": None if self._spikes is None else self._spikes.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.skipped_steps = int(state_dict["skipped_steps"])
+        if self._spikes is not None and state_dict["spikes"] is not None:
+            self._spikes.load_state_dict(state_dict["spikes"])
+
+
+def _why_not(settings: NaNGuard, trainer: Trainer) -> str | None:
+    if _lightning.has_grad_scaler(trainer) and settings.spiky_loss_factor is not None:
+        return "in precision 16-mixed losses are scaled, and spikes cannot be seen; use bf16-mixed."
+    if trainer.strategy.handles_gradient_accumulation:
+        return f"{type(trainer.strategy).__name__} steps its optimizers in a way of its own, which cannot be guarded."
+    return None
+
+
+@dataclass
+class _Window:
+    """The batches of one optimizer step: ``begin`` to ``end - 1`` of an epoch, as they are fetched, on every rank."""
+
+    epoch: int
+    begin: int
+    end: int
+    step: int
+
+
+class _Guarding:
+    """What ``NaNGuard`` does in one fit."""
+
+    def __init__(self, settings: NaNGuard, session: FitSession) -> None:
+        self.settings = settings
+        self.session = session
+        self._file = session.fit.path / "nan_guard.json"
+        self._prevents = settings.action != "warn"
+        self._guard: StepGuard | None = None
+        self._window = _Window(0, 0, 0, 0)
+        self._consecutive = 0
+        self._troubled: list[_Window] = []
+        self._waiting = False
+        """Whether the fit will go back: what was good before must not be lost until then."""
+        self._asked = -1
+        self._answered = -1
+        self._rollbacks = 0
+        self._born: set[str] = set()
+        """What was not finite from the beginning, and is meant so: masks of attention, say."""
+        self._dropped: dict[int, list[tuple[int, int]]] = {}
+        session.handlers[_ROLL_BACK] = self._roll_back
+        session.handlers[_STOP] = self._stop
+        session.handlers[_HOLD] = lambda event: self._hold(bool(event.payload["hold"]))
+        session.at_failure.append(self._verdict)
+
+    def start(self) -> None:
+        """The training begins."""
+        session, trainer, settings = self.session, self.session.trainer, self.settings
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS) and self._prevents:
+                raise ValueError(
+                    "LBFGS changes the parameters while it evaluates them, and a step of it cannot be skipped: "
+                    "NaNGuard(action='warn') only reports."
+                )
+        sharded = _lightning.writes_directories(trainer.strategy)
+        several = trainer.world_size > 1 and (sharded or not settings.check_grads)
+        self._guard = StepGuard(
+            lambda: trainer.optimizers,
+            trainer.lightning_module.named_parameters,
+            trainer.lightning_module.buffers,
+            prevents=self._prevents,
+            late=not _reads_cost_nothing(trainer.strategy.root_device),
+            agree=_smallest if several else None,
+            checks_grads=settings.check_grads,
+            spikes=settings._spikes,
+            judges=not _lightning.has_grad_scaler(trainer),
+        )
+        _lightning.on_batch_done(trainer, session.patches, self._batch_done)
+        session.after_batch.append(self._after_batch)
+        session.at_gone_back.append(self._gone_back)
+        session.is_dropped = self._is_dropped
+        self._born = {name for name, tensor in _lightning.named_state(trainer) if not bool(all_finite([tensor]))}
+        session.check_state = self._check_state
+        _lightning.on_save(trainer, session.patches, self._may_save)
+        self._read()
+
+    def leave(self) -> None:
+        """The fit has ended, one way or another."""
+        if self._guard is not None:
+            self._guard.remove()
+
+    # -- every step ----------------------------------------------------------------------------------------------------
+
+    def look_at(self, loss: torch.Tensor) -> None:
+        """Before a backward pass."""
+        if self._guard is not None:
+            trainer = self.session.trainer
+            automatic = trainer.lightning_module.automatic_optimization
+            self._guard.look_at(loss, trainer.accumulate_grad_batches if automatic else 1)
+
+    def _batch_done(self) -> None:
+        assert self._guard is not None
+        trainer = self.session.trainer
+        self._window.end = _lightning.batches_begun(trainer)
+        automatic = trainer.lightning_module.automatic_optimization
+        if automatic and _lightning.accumulation_window_complete(trainer) and self._guard.end() and self._prevents:
+            _lightning.hold_weight_averaging(trainer)
+
+    def _after_batch(self, clean: bool) -> None:
+        if not clean:
+            return
+        assert self._guard is not None
+        trainer = self.session.trainer
+        self._guard.end()
+        for verdict in self._guard.verdicts():
+            self._judge(verdict)
+        begun = _lightning.batches_begun(trainer)
+        self._window = _Window(trainer.current_epoch, begun, begun, trainer.global_step)
+        self._guard.begin(self._window)
+
+    def _is_dropped(self) -> bool:
+        if not self._dropped:
+            return False
+        trainer = self.session.trainer
+        batch = _lightning.batches_begun(trainer)
+        return any(begin <= batch < end for begin, end in self._dropped.get(trainer.current_epoch, ()))
+
+    # -- bad steps -----------------------------------------------------------------------------------------------------
+
+    def _judge(self, verdict: Verdict) -> None:
+        settings, session, window = self.settings, self.session, verdict.tag
+        if verdict.problem is None:
+            if self._consecutive and not self._waiting:
+                self._have_held(False, verdict)
+                self._consecutive = 0
+                self._troubled.clear()
+            return
+        if not self._consecutive:
+            self._have_held(True, verdict)
+        self._consecutive += 1
+        self._troubled.append(window)
+        settings.skipped_steps += 1
+        action = "is skipped" if self._prevents else "happens all the same"
+        if session.rank == 0 or verdict.is_here:
+            log.warning("Rank %d: %s; the step after step %d %s.", session.rank, verdict.problem, window.step, action)
+            session.ledger.record(
+                "bad_step",
+                fit=session.index,
+                step=window.step,
+                epoch=window.epoch,
+                batches=[window.begin, window.end],
+                rank=session.rank,
+                reason=verdict.problem,
+                skipped=self._prevents,
+            )
+        self._report()
+        if settings.action == "stop":
+            self._ask(_STOP, verdict)
+        elif settings.action == "rollback" or (
+            settings.action == "skip" and self._consecutive >= settings.max_consecutive
+        ):
+            self._waiting = True
+            self._ask(_ROLL_BACK, verdict)
+
+    def _have_held(self, hold: bool, verdict: Verdict) -> None:
+        """While steps are bad nothing is saved: soon there would be no state left from before the first of them."""
+        if not self._prevents:
+            return
+        if verdict.is_common:
+            self._hold(hold)
+        elif self.session.rank == 0:
+            self.session.agreement.request(_HOLD, {"hold": hold}, Needs.CLEAN | Needs.TRAINING)
+
+    def _hold(self, hold: bool) -> None:
+        self.session.holds_saves = hold
+
+    def _report(self) -> None:
+        trainer = self.session.trainer
+        if trainer.is_global_zero:
+            metrics = {
+                "nan_guard/skipped_steps": float(self.settings.skipped_steps),
+                "nan_guard/rollbacks": float(self._rollbacks),
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=_lightning.logged_step(trainer))
+
+    def _ask(self, kind: str, verdict: Verdict) -> None:
+        # All ranks have the same verdict. Should one of them alone have a bad one after all, its word counts too.
+        if self._asked > self._answered or not (self.session.rank == 0 or verdict.is_here):
+            return
+        self._asked = self.session.steps_counted
+        payload = {"reason": verdict.problem, "step": verdict.tag.step, "asked_at": self._asked}
+        self.session.agreement.request(kind, payload, Needs.CLEAN | Needs.TRAINING)
+
+    def _is_news(self, event: Event) -> bool:
+        """Whether an event is not answered yet: several ranks may have asked."""
+        if int(event.payload["asked_at"]) <= self._answered:
+            return False
+        self._answered = self.session.steps_counted
+        return True
+
+    def _stop(self, event: Event) -> None:
+        if self._is_news(event):
+            self.session.save("bad step")
+            self._end(f"{event.payload['reason']}, after step {event.payload['step']}")
+
+    def _roll_back(self, event: Event) -> None:
+        if not self._is_news(event):
+            return
+        session, settings = self.session, self.settings
+        reason, step = str(event.payload["reason"]), int(event.payload["step"])
+        windows = {tuple(asdict(each).values()) for own in session.gather(self._troubled) for each in own}
+        times = self._count(step, sorted(windows)) if session.rank == 0 else 0
+        times = int(session.trainer.strategy.broadcast(times))
+        self._read()
+        why = f"{reason}, after step {step}"
+        if times > settings.max_rollbacks:
+            self._end(f"{why}; the run has gone back {settings.max_rollbacks} times because of it")
+        began = min((window[3] for window in windows), default=step)
+        if (too_many := session.tiers.condemn_together(why, began)) is not None:
+            self._end(too_many)
+        session.go_back(began, otherwise=lambda: self._end(f"{why}; there is no checkpoint to go back to"))
+        if session.rank == 0:
+            log.warning(
+                "Going back to the newest good checkpoint (%d of %d times): %s. %d batches of each rank will be passed "
+                "over.",
+                times,
+                settings.max_rollbacks,
+                why,
+                sum(end - begin for _, begin, end, _ in windows),
+            )
+            session.ledger.record("rollback", fit=session.index, step=step, reason=reason, times=times)
+
+    def _count(self, step: int, windows: Iterable[tuple[int, int, int, int]]) -> int:
+        """Writes down what is passed over from now on; returns how many times the run has gone back for it."""
+        state = self._state()
+        again = step <= state["trouble"] + _REFILL_STEPS
+        state["rollbacks"] = state["rollbacks"] + 1 if again and state["rollbacks"] else 1
+        state["trouble"] = max(step, state["trouble"]) if again else step
+        state["passed_over"] = [*state["passed_over"], *(list(each) for each in windows)]
+        self.session.check_owner()
+        write_json(self._file, state)
+        return int(state["rollbacks"])
+
+    def _state(self) -> dict[str, Any]:
+        state = read_json(self._file) or {}
+        world_size = self.session.trainer.world_size
+        if state.get("world_size") != world_size:  # then other batches have these numbers
+            return {"world_size": world_size, "rollbacks": 0, "trouble": -_REFILL_STEPS - 1, "passed_over": []}
+        return state
+
+    def _read(self) -> None:
+        state = self.session.trainer.strategy.broadcast(self._state())
+        self._rollbacks = state["rollbacks"]
+        self._dropped = {}
+        for epoch, begin, end, _ in state["passed_over"]:
+            self._dropped.setdefault(epoch, []).append((begin, end))
+
+    def _check_state(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        tensors = [(name, tensor) for name, tensor in named if name not in self._born]
+        if not bool(all_finite(tensor for _, tensor in tensors)):
+            raise ValueError(f"it is not finite: {', '.join(nonfinite_names(tensors))}")
+
+    def _may_save(self, path: str) -> bool:
+        trainer = self.session.trainer
+        if self.session.may_save(path):
+            return True
+        checkpoint_io.keep_all(trainer)
+        return False
+
+    def _gone_back(self) -> None:
+        assert self._guard is not None
+        self._guard.forget()
+        self._consecutive = 0
+        self._waiting = False
+        self._troubled.clear()
+        self._hold(False)
+        self._report()
+
+    def _end(self, reason: str) -> None:
+        raise TrainingDiverged(reason)
+
+    def _verdict(self, exception: BaseException) -> str | None:
+        """To try again would end the same way."""
+        return str(exception) if isinstance(exception, TrainingDiverged) else None
+
+
+def _reads_cost_nothing(device: torch.device) -> bool:
+    """Whether a number on ``device`` can be read without waiting for work that the host is ahead of."""
+    return device.type == "cpu"
+
+
+def _smallest(number: torch.Tensor) -> None:
+    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MIN)

@@ -1,0 +1,294 @@
+"""Whether a step of the training may change the model, decided alike on all ranks; and what to do if not. No Trainer.
+
+**One verdict without a collective of its own.** A loss that is not finite, or a spike, on one rank is made known to the
+others by its gradients: they are multiplied by NaN, and the reduction of gradients that happens anyway (DDP's
+all-reduce, FSDP's reduce-scatter) brings that to every rank. So all that a rank of a DDP job looks at are its reduced
+gradients, which are the same on all. Where ranks hold different parts of the gradients, one boolean is reduced besides.
+
+**When.** Right before an optimizer changes anything: after the gradients have been reduced, unscaled and clipped. On
+the CPU a number is read at no cost, so the verdict is there at once. An accelerator is asked nothing that the host
+would have to wait for: the device skips the step by itself, and the host learns of it some steps later.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_resilience.checkpoint.snapshot import before_update
+from lightning_resilience.detect.numerics import (
+    LateReads,
+    SpikeReference,
+    StepUndo,
+    Undo,
+    all_finite,
+    nonfinite_names,
+)
+
+log = logging.getLogger(__name__)
+
+Tag = Any
+"""What the caller calls a window; given back with its verdict."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What has become of a window: of the batches whose gradients went into one step.
+
+    Attributes:
+        tag: As it was given to :meth:`StepGuard.begin`.
+        problem: What was wrong, for a person; ``None`` if nothing was.
+        is_here: Whether it is known to have begun on this rank.
+        is_common: Whether all ranks have this verdict, and get it at the same boundary.
+    """
+
+    tag: Tag
+    problem: str | None = None
+    is_here: bool = False
+    is_common: bool = False
+
+
+class StepGuard:
+    """Watches the steps of some optimizers.
+
+    Args:
+        optimizers: Those of this moment.
+        named_parameters: The model's, to name those whose gradients are not finite.
+        buffers: What the forward pass changes: the running statistics of batch normalisation, say.
+        prevents: Whether a bad step is kept from changing anything: parameters, optimizer state, buffers.
+        late: Whether the verdicts of a window come later, since the host must not wait for the device.
+        agree: Reduces one number over all ranks in place, to the smallest. For ranks that see different gradients.
+        checks_grads: Whether gradients are looked at, or only losses.
+        spikes: What a loss must stay below, if anything.
+        judges: Whether this is the place to look at gradients; not where a gradient scaler does so and skips steps
+            in its normal work.
+    """
+
+    def __init__(
+        self,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        named_parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        buffers: Callable[[], Iterable[torch.Tensor]],
+        prevents: bool,
+        late: bool,
+        agree: Callable[[torch.Tensor], None] | None = None,
+        checks_grads: bool = True,
+        spikes: SpikeReference | None = None,
+        judges: bool = True,
+    ) -> None:
+        self._optimizers = optimizers
+        self._named_parameters = named_parameters
+        self._prevents = prevents
+        self._late = late
+        self._agree = agree
+        self._checks_grads = checks_grads
+        self._spikes = spikes
+        self._judges = judges
+        self._buffers = Undo(buffers) if prevents else None
+        self._tag: Tag = None
+        self._open = False
+        self._problem: str | None = None
+        self._is_here = False
+        self._is_common = False
+        self._losses: list[float] = []
+        self._fine: list[torch.Tensor] = []
+        self._undos: dict[int, StepUndo] = {}
+        self._skipping: dict[int, tuple[torch.Tensor, StepUndo | None]] = {}
+        self._reads = LateReads()
+        self._learns = LateReads()
+        self._verdicts: list[Verdict] = []
+        self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
+        if late and prevents:
+            self._hooks.append(register_optimizer_step_post_hook(self._after_step))
+
+    def remove(self) -> None:
+        """Watches no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # -- windows -------------------------------------------------------------------------------------------------------
+
+    def begin(self, tag: Tag) -> None:
+        """A window begins; the one before it, if there was one, is complete."""
+        self.end()
+        self._tag, self._open = tag, True
+        self._problem, self._is_here, self._is_common = None, False, False
+        self._losses.clear()
+        self._fine.clear()
+        if self._buffers is not None:
+            self._buffers.keep()
+
+    def end(self) -> bool:
+        """The window is complete; returns whether it is known already that it was a bad one."""
+        if not self._open:
+            return False
+        self._open = False
+        if self._late:
+            if self._fine:
+                self._reads.put(self._tag, torch.stack(self._fine).all())
+        else:
+            if self._problem is not None and self._prevents and self._buffers is not None:
+                self._buffers.restore()
+            is_common = self._judges and (self._problem is None or self._is_common)
+            self._verdicts.append(Verdict(self._tag, self._problem, self._is_here, is_common))
+            if self._spikes is not None and self._problem is None:
+                for loss in self._losses:
+                    self._spikes.observe(loss)
+        return self._problem is not None
+
+    def forget(self) -> None:
+        """What is under way will not be judged: the training has gone back to an older state."""
+        self._open = False
+        self._reads.drain()
+        self._verdicts.clear()
+
+    def verdicts(self, wait: bool = False) -> list[Verdict]:
+        """What has become known since the last call, in order.
+
+        Args:
+            wait: Whether to wait for what is still on its way.
+        """
+        if self._late:
+            arrived = self._reads.drain() if wait else self._reads.ready()
+            return [Verdict(tag, None if good else "the loss or a gradient was not finite") for tag, good in arrived]
+        verdicts, self._verdicts = self._verdicts, []
+        return verdicts
+
+    # -- losses --------------------------------------------------------------------------------------------------------
+
+    def look_at(self, loss: torch.Tensor, scale: float = 1.0) -> None:
+        """Looks at a loss before its backward pass.
+
+        Args:
+            loss: What the backward pass begins with.
+            scale: What the loss was divided by: by the number of batches that are accumulated, say.
+        """
+        if self._late:
+            self._look_later(loss, scale)
+            return
+        value = float(loss.detach()) * scale
+        if math.isfinite(value) and not (self._spikes is not None and self._spikes.is_spike(value)):
+            self._losses.append(value)
+            return
+        if math.isfinite(value):
+            assert self._spikes is not None
+            self._blame(f"the loss is {value:.6g}, more than {self._spikes.threshold:.6g}", True)
+        else:
+            self._blame(f"the loss is {value}", is_here=True)
+        if self._prevents and loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * math.nan)  # type: ignore[no-untyped-call]
+
+    def _blame(self, problem: str, is_here: bool) -> None:
+        if self._problem is None:
+            self._problem, self._is_here = problem, is_here
+
+    def _look_later(self, loss: torch.Tensor, scale: float) -> None:
+        value = loss.detach() * scale
+        fine = torch.isfinite(value)
+        if self._spikes is not None:
+            fine = fine & (value.abs() < self._spikes.threshold)
+            # What was not accepted is no number, and nothing is learned from it.
+            self._learns.put(None, torch.where(fine, value, math.nan))
+            for _, number in self._learns.ready():
+                self._spikes.observe(number)
+        self._fine.append(fine)
+        if self._prevents and loss.requires_grad:
+            factor = torch.where(fine, 1.0, math.nan).to(loss.dtype)
+            loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if not self._open or not self._judges or not any(optimizer is each for each in self._optimizers()):
+            return None
+        return before_update(lambda: self._judge(optimizer), args, kwargs)
+
+    def _judge(self, optimizer: Optimizer) -> None:
+        fine = self._is_fine(optimizer)
+        if self._late:
+            self._fine.append(fine)
+            if self._prevents:
+                self._skip_on_device(optimizer, fine)
+            return
+        if bool(fine):
+            return
+        self._is_common = True
+        if self._problem is None:
+            names = nonfinite_names(
+                (name, each.grad) for name, each in self._named_parameters() if each.grad is not None
+            )
+            if names:  # in DDP the same on all ranks, whoever it was
+                self._blame(f"gradients are not finite: {', '.join(names)}", is_here=self._agree is not None)
+            else:
+                self._blame(_ELSEWHERE, is_here=False)
+        if self._prevents:
+            # Zeros would not do: moments, momentum and weight decay go on with zeros too.
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+            if self._buffers is not None:
+                self._buffers.restore()
+
+    def _is_fine(self, optimizer: Optimizer) -> torch.Tensor:
+        """Whether the step may happen; the same on all ranks."""
+        if self._checks_grads:
+            gradients = [
+                parameter.grad
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.grad is not None
+            ]
+            fine = all_finite(gradients)
+        elif self._late:
+            fine = torch.stack(self._fine).all() if self._fine else torch.tensor(True)
+        else:
+            fine = torch.tensor(self._problem is None)
+        if self._agree is not None:
+            number = fine.float()
+            self._agree(number)
+            fine = number > 0
+        return fine
+
+    def _skip_on_device(self, optimizer: Optimizer, fine: torch.Tensor) -> None:
+        bad = ~fine
+        undo = None
+        if _can_skip(optimizer):
+            skipping: Any = optimizer
+            skipping.grad_scale, skipping.found_inf = None, bad.float()
+        else:
+            undo = self._undos.setdefault(id(optimizer), StepUndo(lambda: [optimizer]))
+            undo.keep()
+        self._skipping[id(optimizer)] = (bad, undo)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (skipping := self._skipping.pop(id(optimizer), None)) is None:
+            return
+        bad, undo = skipping
+        if undo is not None:
+            undo.restore(bad)
+        else:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        if self._buffers is not None:
+            self._buffers.restore(bad)
+
+
+_ELSEWHERE = "the loss or the gradients of another rank are not as they should be"
+
+
+def _can_skip(optimizer: Optimizer) -> bool:
+    """Whether the optimizer leaves a step out on its device if it is told so: what gradient scalers use.
+
+    Not its first one: it makes its state all the same, and a momentum that starts from nothing is not one of zeros.
+    """
+    return (
+        bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        and all(group.get("fused") for group in optimizer.param_groups)
+        and bool(optimizer.state)
+    )

@@ -1,0 +1,433 @@
+"""Bad numbers planted in real fits: what becomes of the step, of the model, and of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_resilience import AutoResume, LocalCheckpoint, NaNGuard, TrainingDiverged, session
+from lightning_resilience.callbacks import nan_guard
+from lightning_resilience.ledger import read_ledger
+from lightning_resilience.run_directory import RunDirectory
+from tests.harness import result, run, weights
+from tests.test_exact_resume import make
+
+BATCHES = 8
+
+Spoil = Callable[["Model", torch.Tensor], torch.Tensor]
+
+
+def nan_loss(model: Model, loss: torch.Tensor) -> torch.Tensor:
+    return loss * math.nan
+
+
+def inf_loss(model: Model, loss: torch.Tensor) -> torch.Tensor:
+    return loss * math.inf
+
+
+def constant_nan(model: Model, loss: torch.Tensor) -> torch.Tensor:
+    """The gradients of this one are finite."""
+    return loss + math.nan
+
+
+def nan_input(model: Model, loss: torch.Tensor) -> torch.Tensor:
+    """Batch normalisation takes it into its running statistics."""
+    return model.net(torch.full((4, 4), math.nan)).mean()
+
+
+def nan_gradient(model: Model, loss: torch.Tensor) -> torch.Tensor:
+    """The loss is finite: the root of zero, as in many a distance."""
+    return loss + 0 * (model.net[0].weight[0, 0] * 0).sqrt()
+
+
+def inf_gradient(model: Model, loss: torch.Tensor) -> torch.Tensor:
+    """The loss is finite: the root of zero again."""
+    return loss + (model.net[0].weight[0, 0] - model.net[0].weight[0, 0].detach()).abs().sqrt().sum()
+
+
+SPOILS: dict[str, Spoil] = {
+    "NaN loss": nan_loss,
+    "infinite loss": inf_loss,
+    "NaN loss with finite gradients": constant_nan,
+    "NaN in the batch": nan_input,
+    "NaN in one gradient": nan_gradient,
+    "an infinite gradient": inf_gradient,
+}
+
+
+class Model(L.LightningModule):
+    """Says what it was made of around every batch."""
+
+    def __init__(
+        self,
+        spoils: dict[int, Spoil] | None = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+        manual: str = "",
+    ) -> None:
+        super().__init__()
+        self.spoils = spoils or {}
+        self.make_optimizer = optimizer
+        self.manual = manual
+        self.automatic_optimization = not manual
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+        self.states: dict[int, list[torch.Tensor]] = {}
+        self.losses: list[float] = []
+
+    def batch(self) -> int:
+        return self.trainer.fit_loop.epoch_loop.total_batch_idx
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.states[self.batch()] = self.state()
+        loss = (self.net(batch[0]) - 1).pow(2).mean()
+        if (spoil := self.spoils.get(self.batch())) is not None:
+            loss = spoil(self, loss)
+        self.losses.append(float(loss))
+        if self.manual:
+            optimizers = self.optimizers() if self.manual == "two" else [self.optimizers()]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+        return loss
+
+    def state(self) -> list[torch.Tensor]:
+        """Everything that a step changes."""
+        optimizers = self.trainer.optimizers
+        kept = [value for each in optimizers for state in each.state.values() for value in state.values()]
+        tensors = [*self.parameters(), *self.buffers(), *(each for each in kept if isinstance(each, torch.Tensor))]
+        return [each.detach().clone() for each in tensors]
+
+    def configure_optimizers(self) -> Any:
+        if self.manual == "two":
+            return [self.make_optimizer(self.net[0].parameters()), self.make_optimizer(self.net[3].parameters())]
+        return self.make_optimizer(self.parameters())
+
+
+@pytest.fixture(autouse=True)
+def first_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_fits_begun", {})
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "late"])
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """As on an accelerator, where the host may not wait for a verdict; or as on the CPU."""
+    if request.param:
+        monkeypatch.setattr(nan_guard, "_reads_cost_nothing", lambda device: False)
+    return bool(request.param)
+
+
+def fit(model: Model, tmp_path: Path, *callbacks: Any, **options: Any) -> L.Trainer:
+    torch.manual_seed(3)
+    data = TensorDataset(torch.randn(4 * BATCHES, 4))
+    options = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, **options}
+    trainer = L.Trainer(
+        callbacks=list(callbacks),
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(model, DataLoader(data, 4))
+    return trainer
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def events(tmp_path: Path, name: str) -> list[dict[str, Any]]:
+    return [each for each in read_ledger(RunDirectory(tmp_path / "resilience").ledger) if each["event"] == name]
+
+
+# -- a skipped step is none --------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.1),
+    "NAdam": torch.optim.NAdam,
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.parametrize("at", [0, 5])
+def test_a_skipped_step_changes_nothing(
+    spoil: Spoil, optimizer: Callable[[Any], torch.optim.Optimizer], at: int, late: bool, tmp_path: Path
+) -> None:
+    model, guard = Model({at: spoil}, optimizer), NaNGuard()
+    trainer = fit(model, tmp_path, guard)
+    assert same(model.states[at], model.states[at + 1])
+    assert not same(model.states[at + 1], model.states[at + 2])
+    assert guard.skipped_steps == 1
+    assert trainer.global_step == 2 * BATCHES
+    assert all(torch.isfinite(each).all() for each in model.state())
+    (event,) = events(tmp_path, "bad_step")
+    assert (event["step"], event["epoch"], event["batches"], event["skipped"]) == (at, 0, [at, at + 1], True)
+
+
+HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bf16": ({}, {"precision": "bf16-mixed"}),
+    "clipped": ({}, {"gradient_clip_val": 0.1}),
+    "manual": ({"manual": "one"}, {}),
+    "two optimizers": ({"manual": "two"}, {}),
+}
+
+
+@pytest.mark.parametrize("spoil", [nan_loss, constant_nan, nan_gradient])
+@pytest.mark.parametrize(("of_model", "of_trainer"), HOW.values(), ids=HOW.keys())
+def test_however_it_is_trained(
+    spoil: Spoil, of_model: dict[str, Any], of_trainer: dict[str, Any], late: bool, tmp_path: Path
+) -> None:
+    model, guard = Model({5: spoil}, **of_model), NaNGuard()
+    fit(model, tmp_path, guard, **of_trainer)
+    before, after = model.states[5], model.states[6]
+    if of_model.get("manual") == "two" and spoil is nan_gradient:  # the other's gradients are fine
+        assert same(before[:2], after[:2])
+        assert not same(before, after)
+    else:
+        assert same(before, after)
+    assert guard.skipped_steps == 1
+    assert all(torch.isfinite(each).all() for each in model.state())
+
+
+@pytest.mark.parametrize("at", [3, 4, 5])
+def test_the_whole_window_of_accumulated_batches_is_skipped(at: int, late: bool, tmp_path: Path) -> None:
+    model, guard = Model({at: nan_input}), NaNGuard()
+    trainer = fit(model, tmp_path, guard, accumulate_grad_batches=3)
+    assert same(model.states[3], model.states[6])
+    assert not same(model.states[6], model.states[7])
+    assert trainer.global_step == 6
+    assert guard.skipped_steps == 1
+    assert events(tmp_path, "bad_step")[0]["batches"] == [3, 6]
+
+
+@pytest.mark.parametrize("scheme", ["ema"])
+def test_averaged_weights_take_no_part_in_a_skipped_step(scheme: str, tmp_path: Path) -> None:
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    class Average(EMAWeightAveraging):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            super().on_train_batch_end(trainer, pl_module, *args)
+            seen[pl_module.batch()] = [each.detach().clone() for each in self._average_model.parameters()]
+
+    fit(Model({5: nan_loss}), tmp_path, Average(decay=0.5), NaNGuard())
+    assert same(seen[4], seen[5])
+    assert not same(seen[5], seen[6])
+
+
+# -- going back --------------------------------------------------------------------------------------------------------
+
+GUARDED: dict[str, Any] = {"callbacks": ["preemption", "auto_resume", "nan_guard"], "nan_guard": {"action": "rollback"}}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("save_every", [5, 1])
+def test_as_if_the_bad_batches_had_never_been_there(what: str, save_every: int, workers: int, tmp_path: Path) -> None:
+    options = {**GUARDED, "save_every": save_every, "workers": workers, "augment": workers == 0, "without": []}
+    spoils = [{"step": step, "what": what} for step in (13, 29)]
+    config = make(tmp_path, "guarded", **options, spoils=spoils)
+    codes, text = run(config, tmp_path / "guarded")
+    assert codes == [0], text
+    assert text.count("Going back to the newest good checkpoint") == 2, text
+    reference = make(tmp_path, "reference", **{**options, "without": [[0, 13], [1, 13]]})
+    codes, text = run(reference, tmp_path / "reference")
+    assert codes == [0], text
+    assert "Going back" not in text
+    assert result(config) == result(reference)
+
+
+# -- what is saved -----------------------------------------------------------------------------------------------------
+
+
+class Broken(L.Callback):
+    """Spoils a weight itself, which no look at gradients can see."""
+
+    def __init__(self, at: int, times: int = 1) -> None:
+        self.at, self.times = at, times
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if pl_module.batch() == self.at and self.times > 0:
+            self.times -= 1
+            pl_module.net[0].weight.data[1, 2] = math.inf
+
+
+def unfit(path: Path) -> bool:
+    checkpoint = torch.load(path, weights_only=False)
+    tensors = [*checkpoint["state_dict"].values()]
+    tensors += [each for state in checkpoint["optimizer_states"][0]["state"].values() for each in state.values()]
+    return not all(torch.isfinite(each).all() for each in tensors)
+
+
+@pytest.mark.parametrize("top_k", [1, -1])
+@pytest.mark.parametrize("action", ["skip", "warn"])
+def test_no_file_holds_what_is_not_finite(action: Any, top_k: int, tmp_path: Path) -> None:
+    own = ModelCheckpoint(tmp_path / "own", every_n_train_steps=2, save_top_k=top_k, save_last=True)
+    callbacks = [Broken(7), AutoResume(every_n_train_steps=3), LocalCheckpoint(tmp_path / "local", 1), own]
+    model = Model()
+    with contextlib.suppress(TrainingDiverged):
+        fit(model, tmp_path, NaNGuard(action, max_consecutive=4), *callbacks, enable_checkpointing=True)
+    files = [*(tmp_path / "own").glob("*.ckpt"), *(tmp_path / "resilience").glob("fit-*/checkpoints/*.ckpt")]
+    assert len(files) >= 4
+    assert not any(unfit(path) for path in files)
+    assert (tmp_path / "own" / "last.ckpt").exists()
+
+
+def test_what_is_infinite_from_the_beginning_is_meant_so(tmp_path: Path) -> None:
+    model = Model()
+    model.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+    fit(model, tmp_path, NaNGuard(), AutoResume(every_n_train_steps=3), LocalCheckpoint(tmp_path / "local", 2))
+    assert events(tmp_path, "save_refused") == []
+    assert {each["tier"] for each in events(tmp_path, "saved")} == {"local", "global"}
+
+
+# -- what follows ------------------------------------------------------------------------------------------------------
+
+
+def outcome(tmp_path: Path) -> tuple[str, str]:
+    found = RunDirectory(tmp_path / "resilience").fit(0).outcome
+    assert found is not None
+    return found.status, found.reason
+
+
+def test_warnings_change_nothing(tmp_path: Path) -> None:
+    guard = NaNGuard("warn")
+    model = Model({5: nan_loss})
+    fit(model, tmp_path, guard)
+    assert torch.isnan(model.net[0].weight).all()
+    assert guard.skipped_steps > 1
+
+
+def test_stopping_saves_what_was_good(tmp_path: Path) -> None:
+    model = Model({5: nan_loss})
+    with pytest.raises(TrainingDiverged, match="the loss is nan, after step 5"):
+        fit(model, tmp_path, NaNGuard("stop"), AutoResume())
+    assert outcome(tmp_path) == ("halted", "the loss is nan, after step 5")
+    assert [each["reason"] for each in events(tmp_path, "saved")] == ["bad step"]
+
+
+def test_weights_that_are_bad_are_gone_back_from(tmp_path: Path) -> None:
+    """Whatever batch comes next, the loss is not finite: only older weights help."""
+    model = Model()
+    fit(model, tmp_path, NaNGuard(max_consecutive=3), Broken(7), AutoResume(every_n_train_steps=3), max_epochs=4)
+    (event,) = events(tmp_path, "rollback")
+    assert event["step"] >= 10
+    assert [each["step"] for each in events(tmp_path, "resumed")] == [6]
+    assert all(torch.isfinite(each).all() for each in model.state())
+
+
+def test_what_never_gets_better_ends_with_the_reason(tmp_path: Path) -> None:
+    guard, model = NaNGuard(max_consecutive=2, max_rollbacks=2), Model(dict.fromkeys(range(6, 500), nan_loss))
+    with pytest.raises(TrainingDiverged, match="has gone back 2 times because of it"):
+        fit(model, tmp_path, guard, AutoResume(every_n_train_steps=2), max_epochs=20)
+    assert outcome(tmp_path)[0] == "halted"
+    assert [each["times"] for each in events(tmp_path, "rollback")] == [1, 2]
+
+
+def test_without_any_checkpoint_there_is_nowhere_to_go(tmp_path: Path) -> None:
+    with pytest.raises(TrainingDiverged, match="no checkpoint to go back to"):
+        fit(Model(dict.fromkeys(range(3, 500), nan_loss)), tmp_path, NaNGuard(max_consecutive=2), max_epochs=20)
+    assert outcome(tmp_path)[0] == "halted"
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_spikes_are_skipped(window: int | None, late: bool, tmp_path: Path) -> None:
+    def spike(model: Model, loss: torch.Tensor) -> torch.Tensor:
+        return loss * 1e6
+
+    model = Model({9: spike})
+    guard = NaNGuard(spiky_loss_factor=10.0, spike_window=window)
+    if window is None:
+        guard._spikes._samples = 6
+    fit(model, tmp_path, guard)
+    assert same(model.states[9], model.states[10])
+    assert guard.skipped_steps == 1
+    assert torch.isfinite(torch.tensor(model.losses)).all()
+
+
+# -- what makes no sense -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"action": "ignore"}, "action must be one of skip, rollback, stop, warn"),
+        ({"max_consecutive": 0}, "max_consecutive must be at least 1"),
+        ({"max_rollbacks": -1}, "max_rollbacks must not be negative"),
+        ({"spike_window": 4}, "give that too"),
+        ({"spiky_loss_factor": 1.0}, "factor must be a number above 1"),
+        ({"spiky_loss_factor": 2.0, "spike_window": 1}, "window must be 2 or more"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NaNGuard(**arguments)
+
+
+def test_a_step_of_lbfgs_cannot_be_skipped(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="LBFGS"):
+        fit(Model(optimizer=torch.optim.LBFGS), tmp_path, NaNGuard())
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+RANKS: dict[str, dict[str, Any]] = {
+    "ddp": {"trainer": {"devices": 2}},
+    "sharded": {"trainer": {"devices": 2}, "sharded": True},
+}
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("options", RANKS.values(), ids=RANKS.keys())
+def test_what_one_rank_sees_all_skip(options: dict[str, Any], what: str, tmp_path: Path) -> None:
+    config = make(
+        tmp_path,
+        "run",
+        callbacks=["auto_resume", "nan_guard"],
+        spoils=[{"step": step, "what": what, "rank": 1} for step in (0, 13)],
+        save_every=1000,
+        **options,
+    )
+    codes, text = run(config, tmp_path / "run")
+    assert set(codes) == {0}, text
+    found = [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "bad_step"]
+    assert {each["step"] for each in found} == {0, 13}
+    assert len(set(weights(config))) == 1
+
+
+@pytest.mark.parametrize("tier", ["global", "local"])
+@pytest.mark.parametrize("options", RANKS.values(), ids=RANKS.keys())
+def test_ranks_go_back_together(options: dict[str, Any], tier: str, tmp_path: Path) -> None:
+    """With the bad batches passed over on all ranks, the run is that of a resume."""
+    local = {"every_n_train_steps": 4, "dir": str(tmp_path / "local")}
+    config = make(
+        tmp_path,
+        "run",
+        callbacks=["auto_resume", "nan_guard", *(["local_checkpoint"] if tier == "local" else [])],
+        local=local,
+        nan_guard={"action": "rollback"},
+        spoils=[{"step": 21, "what": "gradient", "rank": 1}],
+        save_every=1000 if tier == "local" else 5,
+        step_s=0.03 if tier == "local" else 0.0,
+        **options,
+    )
+    codes, text = run(config, tmp_path / "run")
+    assert set(codes) == {0}, text
+    assert text.count("Going back to the newest good checkpoint") == 1
+    resumed = [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "resumed"]
+    assert [(each["tier"], each["step"]) for each in resumed] == [(tier, 20)]
+    assert result(config)[0]["step"] == 47
+    assert len(set(weights(config))) == 1
