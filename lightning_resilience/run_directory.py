@@ -13,6 +13,7 @@ RUN_DIR/
     fingerprint.json  what the fit trains: module class and parameter shapes
     outcome.json      how this fit ended last
     condemned.json    checkpoints that have turned out to be bad after they were loaded
+    nan_guard.json    how often the fit has gone back, and the batches that it passes over
     checkpoints/      step-000000000012.ckpt ...
     quarantine/       what failed its verification, with the reason beside it
 ```

@@ -216,7 +216,7 @@ def failing_witnesses(tmp: Path) -> None:
 
 def test_a_rank_that_cannot_be_watched_leaves_nothing_behind(tmp_path: Path) -> None:
     """The worker server is shut down right after its start: torch's own would wait for ever, and hold the lock."""
-    process = harness._CONTEXT.Process(target=failing_witnesses, args=(tmp_path,))
+    process = harness.CONTEXT.Process(target=failing_witnesses, args=(tmp_path,))
     process.start()
     process.join(30)
     process.kill()
@@ -513,7 +513,7 @@ def evaluating(tmp: Path, reports: bool) -> None:
 
 @pytest.mark.parametrize("reports", [True, False])
 def test_a_nested_evaluation_lives_by_what_it_reports(tmp_path: Path, reports: bool) -> None:
-    process = harness._CONTEXT.Process(target=evaluating, args=(tmp_path, reports))
+    process = harness.CONTEXT.Process(target=evaluating, args=(tmp_path, reports))
     process.start()
     process.join(100)
     config = {"run_dir": str(tmp_path / "run")}

@@ -29,7 +29,8 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "checkpoint connector": (
         lambda t: t._checkpoint_connector,
         {"_ckpt_path", "_loaded_checkpoint", "_restore_modules_and_callbacks"}
-        | {"dump_checkpoint", "restore_callbacks", "restore_datamodule", "restore_model", "resume_start"},
+        | {"dump_checkpoint", "restore_callbacks", "restore_datamodule", "restore_model", "resume_start"}
+        | {"restore_training_state", "resume_end"},
     ),
     "signal connector": (lambda t: t._signal_connector, {"_original_handlers", "register_signal_handlers"}),
     "accelerator connector": (lambda t: t._accelerator_connector, {"cluster_environment"}),
@@ -47,17 +48,19 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
             "epoch_loop",
             "epoch_progress",
             "is_resuming",
+            "run",
         },
     ),
     "epoch loop": (
         lambda t: t.fit_loop.epoch_loop,
         {"_broadcast_sigterm_tensor", "_restarting", "_results", "_should_accumulate"}
+        | {"_batches_that_stepped", "_num_ready_batches_reached", "_skip_next_val", "update_lr_schedulers"}
         | {"advance", "automatic_optimization", "batch_progress", "manual_optimization", "on_run_start", "reset"}
         | {"val_loop"},
     ),
     "validation loop": (
         lambda t: t.fit_loop.epoch_loop.val_loop,
-        {"_combined_loader", "_evaluation_step", "_last_val_dl_reload_epoch", "_restarting"}
+        {"_combined_loader", "_data_fetcher", "_evaluation_step", "_last_val_dl_reload_epoch", "_restarting"}
         | {"on_run_end", "reset", "run", "state_dict"},
     ),
     "epoch progress": (lambda t: t.fit_loop.epoch_progress.current, {"processed"}),
@@ -68,7 +71,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "data fetcher": (
         lambda t: importlib.import_module(f"{package_of(t)}.loops.fetchers")._PrefetchDataFetcher(),
-        {"fetched", "length"},
+        {"done", "fetched", "length", "teardown"},
     ),
     "logged value": (
         lambda t: next(iter(t.fit_loop.epoch_loop._results.values())),
@@ -100,6 +103,10 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         lambda t: importlib.import_module(f"{package_of(t)}.callbacks").LearningRateFinder(),
         {"_early_exit"},
     ),
+    "WeightAveraging": (
+        lambda t: importlib.import_module(f"{package_of(t)}.callbacks").WeightAveraging(),
+        {"_latest_update_step"},
+    ),
     "DDPStrategy": (
         lambda t: importlib.import_module(f"{package_of(t)}.strategies").DDPStrategy(),
         {"_model_averager"},
@@ -125,6 +132,10 @@ CLASSES = [  # recognised by these names
 NOT_LIGHTNING = {
     "_cdata",  # torch: tells two storages apart that have no address
     "_version",  # torch: how often a tensor was written
+    "_values",  # torch: the numbers that a sparse tensor stores
+    "_foreach_norm",  # torch: many tensors at once, as clip_grad_norm_ does it
+    "_foreach_copy_",
+    "_step_supports_amp_scaling",  # torch: by which a GradScaler knows an optimizer that skips steps on its device
     "_exit",  # os: ends the process at once
     "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone
     "_comm_hooks",  # torch: see reduction_order.py

@@ -332,19 +332,26 @@ def before_update(call: Callable[[], None], args: Any, kwargs: Any) -> Any:
         kwargs: The other arguments.
     """
 
-    def followed(closure: Callable[[], Any]) -> Callable[[], Any]:
-        def run_closure() -> Any:
-            result = closure()
-            call()
-            return result
+    def run(closure: Callable[[], Any]) -> Any:
+        result = closure()
+        call()
+        return result
 
-        return run_closure
+    if (changed := around_closure(run, args, kwargs)) is None:
+        call()
+    return changed
 
-    if len(args) > 1 and callable(args[1]):
-        return (args[0], followed(args[1]), *args[2:]), kwargs
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": followed(kwargs["closure"])}
-    call()
+
+def around_closure(run: Callable[[Callable[[], Any]], Any], args: Any, kwargs: Any) -> Any:
+    """Has ``run(closure)`` called in the place of a step's closure; for the pre-hook of the step, which returns this.
+
+    Returns:
+        ``None`` if the step has no closure.
+    """
+    if len(args) > 1 and callable(closure := args[1]):
+        return (args[0], lambda: run(closure), *args[2:]), kwargs
+    if callable(closure := kwargs.get("closure")):
+        return args, {**kwargs, "closure": lambda: run(closure)}
     return None
 
 

@@ -22,7 +22,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_resilience.checkpoint.snapshot import before_update
+from lightning_resilience.checkpoint.sharded import local
+from lightning_resilience.checkpoint.snapshot import around_closure, before_update
 from lightning_resilience.detect.numerics import (
     LateReads,
     SpikeReference,
@@ -39,6 +40,21 @@ Tag = Any
 
 
 @dataclass(frozen=True)
+class Reruns:
+    """How a batch is run a second time.
+
+    Attributes:
+        get_random: Gives the state of all random generators of this process.
+        set_random: Puts it back.
+        always: Whether every batch is run twice, or only one whose step is bad.
+    """
+
+    get_random: Callable[[], Any]
+    set_random: Callable[[Any], None]
+    always: bool = False
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What has become of a window: of the batches whose gradients went into one step.
 
@@ -47,12 +63,16 @@ class Verdict:
         problem: What was wrong, for a person; ``None`` if nothing was.
         is_here: Whether it is known to have begun on this rank.
         is_common: Whether all ranks have this verdict, and get it at the same boundary.
+        first: What was wrong in the first run, if the second one was good: a fault that has passed.
+        reproducible: Whether a second run of the same batch had the same result; ``None`` if there was none.
     """
 
     tag: Tag
     problem: str | None = None
     is_here: bool = False
     is_common: bool = False
+    first: str | None = None
+    reproducible: bool | None = None
 
 
 class StepGuard:
@@ -69,6 +89,8 @@ class StepGuard:
         spikes: What a loss must stay below, if anything.
         judges: Whether this is the place to look at gradients; not where a gradient scaler does so and skips steps
             in its normal work.
+        reruns: How a batch whose step is bad is run again, before anything is decided. For steps with a closure that
+            runs the whole batch, and where verdicts do not come later.
     """
 
     def __init__(
@@ -82,6 +104,7 @@ class StepGuard:
         checks_grads: bool = True,
         spikes: SpikeReference | None = None,
         judges: bool = True,
+        reruns: Reruns | None = None,
     ) -> None:
         self._optimizers = optimizers
         self._named_parameters = named_parameters
@@ -91,12 +114,16 @@ class StepGuard:
         self._checks_grads = checks_grads
         self._spikes = spikes
         self._judges = judges
+        self._reruns = reruns
         self._buffers = Undo(buffers) if prevents else None
         self._tag: Tag = None
         self._open = False
         self._problem: str | None = None
         self._is_here = False
         self._is_common = False
+        self._first: str | None = None
+        self._reproducible: bool | None = None
+        self._seen: list[float] = []
         self._losses: list[float] = []
         self._fine: list[torch.Tensor] = []
         self._undos: dict[int, StepUndo] = {}
@@ -119,11 +146,16 @@ class StepGuard:
         """A window begins; the one before it, if there was one, is complete."""
         self.end()
         self._tag, self._open = tag, True
-        self._problem, self._is_here, self._is_common = None, False, False
-        self._losses.clear()
-        self._fine.clear()
+        self._first = self._reproducible = None
+        self._clear()
         if self._buffers is not None:
             self._buffers.keep()
+
+    def _clear(self) -> None:
+        self._problem, self._is_here, self._is_common = None, False, False
+        self._losses.clear()
+        self._seen.clear()
+        self._fine.clear()
 
     def end(self) -> bool:
         """The window is complete; returns whether it is known already that it was a bad one."""
@@ -137,7 +169,9 @@ class StepGuard:
             if self._problem is not None and self._prevents and self._buffers is not None:
                 self._buffers.restore()
             is_common = self._judges and (self._problem is None or self._is_common)
-            self._verdicts.append(Verdict(self._tag, self._problem, self._is_here, is_common))
+            self._verdicts.append(
+                Verdict(self._tag, self._problem, self._is_here, is_common, self._first, self._reproducible)
+            )
             if self._spikes is not None and self._problem is None:
                 for loss in self._losses:
                     self._spikes.observe(loss)
@@ -174,6 +208,7 @@ class StepGuard:
             self._look_later(loss, scale)
             return
         value = float(loss.detach()) * scale
+        self._seen.append(value)
         if math.isfinite(value) and not (self._spikes is not None and self._spikes.is_spike(value)):
             self._losses.append(value)
             return
@@ -208,17 +243,50 @@ class StepGuard:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self._open or not self._judges or not any(optimizer is each for each in self._optimizers()):
             return None
+        if self._late:
+            return before_update(lambda: self._judge_later(optimizer), args, kwargs)
+        if self._reruns is not None:
+            return around_closure(lambda closure: self._run(optimizer, closure), args, kwargs)
         return before_update(lambda: self._judge(optimizer), args, kwargs)
 
-    def _judge(self, optimizer: Optimizer) -> None:
+    def _judge_later(self, optimizer: Optimizer) -> None:
         fine = self._is_fine(optimizer)
-        if self._late:
-            self._fine.append(fine)
-            if self._prevents:
-                self._skip_on_device(optimizer, fine)
-            return
-        if bool(fine):
-            return
+        self._fine.append(fine)
+        if self._prevents:
+            self._skip_on_device(optimizer, fine)
+
+    def _judge(self, optimizer: Optimizer) -> None:
+        if not self._look(optimizer) and self._prevents:
+            self._skip(optimizer)
+
+    def _run(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Runs a batch, and again if that is called for."""
+        assert self._reruns is not None
+        before = self._reruns.get_random()
+        result = closure()
+        fine = self._look(optimizer)
+        if fine and not self._reruns.always:
+            return result
+        first, seen = self._problem, ([*self._seen], _norms(optimizer))
+        self._take_away_gradients(optimizer)
+        if self._buffers is not None:
+            self._buffers.restore()
+        self._reruns.set_random(before)
+        self._clear()
+        result = closure()
+        again = self._look(optimizer)
+        # A bad result is the same bad result: NaN has no value to compare.
+        self._reproducible = seen == (self._seen, _norms(optimizer)) if fine and again else fine == again
+        if again:
+            self._first = first
+        elif self._prevents:
+            self._skip(optimizer)
+        return result
+
+    def _look(self, optimizer: Optimizer) -> bool:
+        """Whether the step may happen; says what is wrong if not."""
+        if bool(self._is_fine(optimizer)):
+            return True
         self._is_common = True
         if self._problem is None:
             names = nonfinite_names(
@@ -228,24 +296,24 @@ class StepGuard:
                 self._blame(f"gradients are not finite: {', '.join(names)}", is_here=self._agree is not None)
             else:
                 self._blame(_ELSEWHERE, is_here=False)
-        if self._prevents:
-            # Zeros would not do: moments, momentum and weight decay go on with zeros too.
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-            if self._buffers is not None:
-                self._buffers.restore()
+        return False
+
+    def _skip(self, optimizer: Optimizer) -> None:
+        self._take_away_gradients(optimizer)
+        if self._buffers is not None:
+            self._buffers.restore()
+
+    @staticmethod
+    def _take_away_gradients(optimizer: Optimizer) -> None:
+        # Zeros would not do: moments, momentum and weight decay go on with zeros too.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def _is_fine(self, optimizer: Optimizer) -> torch.Tensor:
         """Whether the step may happen; the same on all ranks."""
         if self._checks_grads:
-            gradients = [
-                parameter.grad
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                if parameter.grad is not None
-            ]
-            fine = all_finite(gradients)
+            fine = all_finite(_gradients(optimizer))
         elif self._late:
             fine = torch.stack(self._fine).all() if self._fine else torch.tensor(True)
         else:
@@ -277,6 +345,20 @@ class StepGuard:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
         if self._buffers is not None:
             self._buffers.restore(bad)
+
+
+def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [
+        parameter.grad
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+
+
+def _norms(optimizer: Optimizer) -> list[float]:
+    """What tells two backward passes apart."""
+    return [float(torch.linalg.vector_norm(local(gradient))) for gradient in _gradients(optimizer)]
 
 
 _ELSEWHERE = "the loss or the gradients of another rank are not as they should be"
