@@ -364,12 +364,12 @@ class FitSession:
                 _lightning.load_loader_states(self.trainer, mine["loader_states"])
             elif self._resumed is not None and self._resumed["epoch"] > 0:
                 data_position.start_persistent_workers(loaders)
-            self._set_random_state(mine["epoch"] or mine["now"])
+            self.set_random_state(mine["epoch"] or mine["now"])
         self._before_iterator()
 
     def _before_iterator(self) -> None:
         if not self._is_search():
-            self._epoch_random_state = self._get_random_state()
+            self._epoch_random_state = self.get_random_state()
 
     def _guard_workers(self, loaders: list[Any]) -> None:
         listener = signals.installed()
@@ -385,10 +385,12 @@ class FitSession:
             [*_lightning.train_loaders(self.trainer), *_lightning.validation_loaders(self.trainer)]
         )
 
-    def _get_random_state(self) -> data_position.RandomState:
+    def get_random_state(self) -> data_position.RandomState:
+        """The state of all random generators of this process that the training draws from."""
         return data_position.get_random_state(self.trainer.strategy.root_device, self._generators())
 
-    def _set_random_state(self, state: data_position.RandomState) -> None:
+    def set_random_state(self, state: data_position.RandomState) -> None:
+        """Puts it back."""
         data_position.set_random_state(state, self.trainer.strategy.root_device, self._generators())
 
     # -- start and end of training -------------------------------------------------------------------------------------
@@ -427,7 +429,7 @@ class FitSession:
         if self._resumed is not None and self._resumed["final"]:
             return  # a new epoch begins, in which nothing has been fetched
         if mine is not None and mine["first_batch"] is not None:
-            self._set_random_state(mine["first_batch"])
+            self.set_random_state(mine["first_batch"])
             self._first_batch_random_state = mine["first_batch"]
         if mine is None or mine["loader_states"] is None:
             batches = _lightning.epoch_loop_batches(self.trainer) if mine is None else mine["fetched"]
@@ -445,7 +447,7 @@ class FitSession:
             self._before_fetch = mine["in_flight"] if mine is not None else None
             if batches and self._before_fetch is not None:
                 data_position.replay(fetch, batches - 1, self.rank)
-                self._set_random_state(self._before_fetch)
+                self.set_random_state(self._before_fetch)
                 fetch()
             else:
                 data_position.replay(fetch, batches, self.rank)
@@ -478,6 +480,8 @@ class FitSession:
             log.info(
                 "%s was asked for by rank %d when the fit had ended; nothing is left to do.", event.kind, event.rank
             )
+        for hook in self.after_batch:
+            hook(True)
         self._running = False
         self._enter("out_of_section")
         if self.save_final:
@@ -530,7 +534,8 @@ class FitSession:
             self.ledger.record("fault", kind=kind, fit=self.index, step=self.trainer.global_step, reason=reason)
             verdicts = [verdict for hook in self.at_failure if (verdict := hook(exception)) is not None]
             if verdicts:
-                self.end("halted", verdicts[0])  # before the peers learn of the failure: they must not retry it
+                # Before the peers learn of the failure: they must not retry it.
+                self.end("halted", verdicts[0], {"exit_code": getattr(exception, "exit_code", 1)})
             self.agreement.abort(reason)
             if not verdicts and not self._finished and not self._is_halted():
                 self.end("failed", reason)
@@ -553,7 +558,7 @@ class FitSession:
                 self._background.close(_LAST_SAVE_S)
         if self._resumed is not None and self._resumed["final"] and (mine := self._resumed["mine"]) is not None:
             # A finished fit was restored, not trained: what the script does next finds what it left.
-            self._set_random_state(mine["now"])
+            self.set_random_state(mine["now"])
             _lightning.set_latest_metrics(self.trainer, mine["metrics"])
         self.agreement.stop()
         with self.during("checkpointing"):
@@ -599,7 +604,7 @@ class FitSession:
         if _lightning.epoch_loop_batches(self.trainer) == 0:
             # A sampler without workers draws its seed only at the first batch; hooks may have drawn since its iterator
             # was made.
-            self._first_batch_random_state = self._get_random_state()
+            self._first_batch_random_state = self.get_random_state()
         if self._recorder is not None and (order := self._recorder.finish()) is not None:
             self._arrival_order, self._recorder = order, None
         clean = _lightning.accumulation_window_complete(self.trainer) and self._is_behind_a_step()
@@ -613,11 +618,11 @@ class FitSession:
         for hook in self.at_boundary:
             hook(clean and not self.holds_saves)
         if self._fetches_ahead:
-            self._before_fetch = self._get_random_state()
+            self._before_fetch = self.get_random_state()
         if self.is_dropped():
-            before = self._get_random_state()
+            before = self.get_random_state()
             _lightning.drop_batch(self.trainer)
-            self._set_random_state(before)  # as if it had never been there, as far as this process is concerned
+            self.set_random_state(before)  # as if it had never been there, as far as this process is concerned
             return False
         return True
 
@@ -693,14 +698,14 @@ class FitSession:
                 self.trainer.should_stop = mine["should_stop"]
                 _lightning.set_metric_states(self.trainer, self.module, mine["metrics"])
                 _lightning.set_modes(self.trainer, self.module, mine["modes"])
-            self._set_random_state(mine["now"])
+            self.set_random_state(mine["now"])
         return bool(resumed["due"] == "validation")
 
     def _evaluation_start(self) -> None:
         if self._is_training:
             self._enter("setup" if self.trainer.sanity_checking else "out_of_section")
             self._before_evaluation = {
-                "random": self._get_random_state(),
+                "random": self.get_random_state(),
                 "progress": _lightning.evaluation_progress(self.trainer),
                 "metrics": _lightning.metric_states(self.trainer, self.module),
                 "modes": _lightning.modes(self.trainer, self.module),
@@ -933,7 +938,7 @@ class FitSession:
         before = self._before_evaluation
         return {
             "epoch": None if final else self._epoch_random_state,
-            "now": before["random"] if before is not None else self._get_random_state(),
+            "now": before["random"] if before is not None else self.get_random_state(),
             "fetched": 0 if final else _lightning.batches_fetched(self.trainer),
             "first_batch": None if final else self._first_batch_random_state,
             "in_flight": None if final else self._before_fetch,

@@ -27,7 +27,7 @@ from torchmetrics import MeanMetric
 
 from lightning_resilience import session
 from lightning_resilience.agreement import Needs
-from lightning_resilience.callbacks import fault_tolerance
+from lightning_resilience.callbacks import fault_tolerance, nan_guard
 from lightning_resilience.checkpoint import durable, resume
 from lightning_resilience.checkpoint.store import PartWriter
 from lightning_resilience.detect import health, progress, timeouts
@@ -81,6 +81,7 @@ DEFAULTS: dict[str, Any] = {
     "async_save": False,
     "local": {},  # arguments of the callback "local_checkpoint"
     "nan_guard": {},  # arguments of the callback "nan_guard"
+    "device": None,  # what this process trains on, as it says
     "spoils": [],  # {"step": 23, "rank": 1, "what": "loss"}, or "gradient"
     "without": None,  # [[epoch, batch]]: what the loader leaves out
     "second_group": False,  # an all-reduce of its own in every step
@@ -367,6 +368,11 @@ def spoilt(config: dict[str, Any], step: int, rank: int, net: torch.nn.Module, l
     """The loss of a batch, with what the config has planted."""
     for each in config["spoils"]:
         if each["step"] <= step < each.get("until", each["step"] + 1) and each.get("rank", rank) == rank:
+            if each.get("device", config["device"]) != config["device"]:
+                continue
+            each["times"] = each.get("times", 1_000_000) - 1
+            if each["times"] < 0:
+                continue
             if each["what"] == "loss":
                 return loss * float("nan")
             weight = net[0].weight  # the root of zero, whose gradient is not finite
@@ -481,6 +487,8 @@ def sabotage(config: dict[str, Any]) -> None:
         PartWriter.publish = no_publish
 
     rank = int(os.environ.get("RANK", "0"))
+    if config["device"] is not None:
+        nan_guard._device = lambda device: config["device"]
     if config["floor_s"] is not None:
         timeouts.MIN_CALCULATED_S = config["floor_s"]
     if config["ping_within_s"] is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -14,7 +14,8 @@ from lightning_resilience import _lightning, checkpoint_io
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.detect.numerics import SpikeReference, all_finite, nonfinite_names
-from lightning_resilience.detect.step_guard import StepGuard, Verdict
+from lightning_resilience.detect.reruns import Suspect, faulty, weigh
+from lightning_resilience.detect.step_guard import Reruns, StepGuard, Verdict
 from lightning_resilience.session import FitSession, SessionCallback, session_of
 
 if TYPE_CHECKING:
@@ -23,16 +24,31 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Action = Literal["skip", "rollback", "stop", "warn"]
+Rerun = Literal["disabled", "validate_results", "report_determinism_stats"]
 
 _ROLL_BACK = "rollback"
 _STOP = "stop after a bad step"
 _HOLD = "hold saves"
+_RERUN = "rerun"
 _REFILL_STEPS = 100
 """After so many steps beyond the last trouble, the next is another one, with rollbacks of its own."""
 
 
 class TrainingDiverged(RuntimeError):
-    """The training cannot go on: its numbers are not finite, or spike, and all that was allowed against it was done."""
+    """The training cannot go on: its numbers are not finite, or spike, and all that was allowed against it was done.
+
+    Attributes:
+        exit_code: What ``launch`` ends with; 17 after a rerun (Megatron's: a result that has been validated).
+    """
+
+    exit_code = 1
+
+
+class RerunElsewhere(SystemExit):
+    """A bad step came again on the same devices: the run ends here, to be resumed on others.
+
+    With Megatron's exit code 16. ``launch`` restarts the workers; so do others that restart what ends with this code.
+    """
 
 
 class NaNGuard(SessionCallback):
@@ -63,6 +79,12 @@ class NaNGuard(SessionCallback):
             Default: no limit.
         spike_window: The reference is the mean of so many accepted losses before. Default: the largest of the first
             100 losses, as in Megatron. Each rank has its own.
+        rerun: ``"validate_results"``: a batch whose step is bad is run again before anything follows, with the same
+            random numbers, and if that is bad too, after a restart on other devices, so that a fault of the hardware is
+            told from one of the data (Megatron's rerun machine). ``"report_determinism_stats"``: every batch is run
+            twice, and steps in which the results differ are counted. Both make the host wait in every step, and need
+            automatic optimization without accumulation.
+        max_reruns: How many restarts a batch is worth if there are no other devices.
         run_dir: The run directory on storage that all nodes share. Default: the launcher's, else ``resilience`` in the
             Trainer's ``default_root_dir``.
 
@@ -78,6 +100,8 @@ class NaNGuard(SessionCallback):
         check_grads: bool = True,
         spiky_loss_factor: float | None = None,
         spike_window: int | None = None,
+        rerun: Rerun = "disabled",
+        max_reruns: int = 2,
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
@@ -89,15 +113,29 @@ class NaNGuard(SessionCallback):
             raise ValueError(f"max_rollbacks must not be negative, not {max_rollbacks}.")
         if spike_window is not None and spiky_loss_factor is None:
             raise ValueError("spike_window says what spiky_loss_factor is a multiple of: give that too.")
+        if rerun not in get_args(Rerun):
+            raise ValueError(f"rerun must be one of {', '.join(get_args(Rerun))} and not {rerun!r}.")
+        if rerun == "validate_results" and action == "warn":
+            raise ValueError(
+                "rerun='validate_results' decides what follows a bad step, and action='warn' lets it happen."
+            )
+        if max_reruns < 1:
+            raise ValueError(f"max_reruns must be at least 1, not {max_reruns}.")
         self.action: Action = action
         self.max_consecutive = max_consecutive
         self.max_rollbacks = max_rollbacks
         self.check_grads = check_grads
         self.spiky_loss_factor = spiky_loss_factor
         self.spike_window = spike_window
+        self.rerun: Rerun = rerun
+        self.max_reruns = max_reruns
         self.run_dir = run_dir
         self.skipped_steps = 0
         """Bad steps of this fit so far."""
+        self.steps_run_again = 0
+        """Steps whose batch was run twice."""
+        self.differing_steps = 0
+        """Those of them whose second run had another result than the first."""
         self._spikes = SpikeReference(spiky_loss_factor, spike_window) if spiky_loss_factor is not None else None
 
     def joined(self, session: FitSession) -> None:
@@ -133,12 +171,16 @@ class NaNGuard(SessionCallback):
         """What was counted and learned so far."""
         return {
             "skipped_steps": self.skipped_steps,
+            "steps_run_again": self.steps_run_again,
+            "differing_steps": self.differing_steps,
             "spikes": None if self._spikes is None else self._spikes.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from there."""
         self.skipped_steps = int(state_dict["skipped_steps"])
+        self.steps_run_again = int(state_dict["steps_run_again"])
+        self.differing_steps = int(state_dict["differing_steps"])
         if self._spikes is not None and state_dict["spikes"] is not None:
             self._spikes.load_state_dict(state_dict["spikes"])
 
@@ -146,6 +188,13 @@ class NaNGuard(SessionCallback):
 def _why_not(settings: NaNGuard, trainer: Trainer) -> str | None:
     if _lightning.has_grad_scaler(trainer) and settings.spiky_loss_factor is not None:
         return "in precision 16-mixed losses are scaled, and spikes cannot be seen; use bf16-mixed."
+    if settings.rerun != "disabled":
+        if trainer.accumulate_grad_batches != 1 or not trainer.lightning_module.automatic_optimization:
+            return "rerun needs automatic optimization without accumulation; use rerun='disabled'."
+        if _lightning.has_grad_scaler(trainer):
+            return (
+                "with a gradient scaler (16-mixed) infinite gradients are normal; use rerun='disabled', or bf16-mixed."
+            )
     if trainer.strategy.handles_gradient_accumulation:
         return f"{type(trainer.strategy).__name__} steps its optimizers in a way of its own, which cannot be guarded."
     return None
@@ -181,8 +230,13 @@ class _Guarding:
         self._born: set[str] = set()
         """What was not finite from the beginning, and is meant so: masks of attention, say."""
         self._dropped: dict[int, list[tuple[int, int]]] = {}
+        self._devices: list[str] = []
+        """Of all ranks."""
+        self._suspect: Suspect | None = None
+        """The batch whose step was bad twice on the same devices, and is to be tried on others."""
         session.handlers[_ROLL_BACK] = self._roll_back
         session.handlers[_STOP] = self._stop
+        session.handlers[_RERUN] = self._decide
         session.handlers[_HOLD] = lambda event: self._hold(bool(event.payload["hold"]))
         session.at_failure.append(self._verdict)
 
@@ -202,20 +256,37 @@ class _Guarding:
             trainer.lightning_module.named_parameters,
             trainer.lightning_module.buffers,
             prevents=self._prevents,
-            late=not _reads_cost_nothing(trainer.strategy.root_device),
+            late=settings.rerun == "disabled" and not _reads_cost_nothing(trainer.strategy.root_device),
             agree=_smallest if several else None,
             checks_grads=settings.check_grads,
             spikes=settings._spikes,
             judges=not _lightning.has_grad_scaler(trainer),
+            reruns=self._reruns(),
         )
+        if settings.rerun == "validate_results":
+            self._devices = session.gather(_device(trainer.strategy.root_device))
         _lightning.on_batch_done(trainer, session.patches, self._batch_done)
         session.after_batch.append(self._after_batch)
         session.at_gone_back.append(self._gone_back)
+        session.at_saved.append(self.finish)
         session.is_dropped = self._is_dropped
         self._born = {name for name, tensor in _lightning.named_state(trainer) if not bool(all_finite([tensor]))}
         session.check_state = self._check_state
         _lightning.on_save(trainer, session.patches, self._may_save)
         self._read()
+
+    def _reruns(self) -> Reruns | None:
+        if self.settings.rerun == "disabled":
+            return None
+        always = self.settings.rerun == "report_determinism_stats"
+        return Reruns(self.session.get_random_state, self.session.set_random_state, always)
+
+    def finish(self, is_end: bool) -> None:
+        """Says how deterministic the training was, when it has ended."""
+        settings = self.settings
+        if is_end and self.session.rank == 0 and settings.rerun == "report_determinism_stats":
+            again, differing = settings.steps_run_again, settings.differing_steps
+            log.info("%d of %d steps had another result when their batch was run again.", differing, again)
 
     def leave(self) -> None:
         """The fit has ended, one way or another."""
@@ -262,6 +333,7 @@ class _Guarding:
 
     def _judge(self, verdict: Verdict) -> None:
         settings, session, window = self.settings, self.session, verdict.tag
+        self._note_rerun(verdict)
         if verdict.problem is None:
             if self._consecutive and not self._waiting:
                 self._have_held(False, verdict)
@@ -287,13 +359,20 @@ class _Guarding:
                 skipped=self._prevents,
             )
         self._report()
-        if settings.action == "stop":
-            self._ask(_STOP, verdict)
-        elif settings.action == "rollback" or (
-            settings.action == "skip" and self._consecutive >= settings.max_consecutive
-        ):
+        if settings.rerun == "validate_results":
             self._waiting = True
-            self._ask(_ROLL_BACK, verdict)
+            self._ask(_RERUN, verdict)
+        elif (follows := self._follows()) is not None:
+            self._waiting = True
+            self._ask(follows, verdict)
+
+    def _follows(self) -> str | None:
+        """What the policy has all ranks do now."""
+        settings = self.settings
+        if settings.action == "stop":
+            return _STOP
+        too_many = settings.action == "skip" and self._consecutive >= settings.max_consecutive
+        return _ROLL_BACK if settings.action == "rollback" or too_many else None
 
     def _have_held(self, hold: bool, verdict: Verdict) -> None:
         """While steps are bad nothing is saved: soon there would be no state left from before the first of them."""
@@ -313,6 +392,7 @@ class _Guarding:
             metrics = {
                 "nan_guard/skipped_steps": float(self.settings.skipped_steps),
                 "nan_guard/rollbacks": float(self._rollbacks),
+                "nan_guard/differing_steps": float(self.settings.differing_steps),
             }
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=_lightning.logged_step(trainer))
@@ -334,14 +414,18 @@ class _Guarding:
 
     def _stop(self, event: Event) -> None:
         if self._is_news(event):
-            self.session.save("bad step")
-            self._end(f"{event.payload['reason']}, after step {event.payload['step']}")
+            self._save_and_end(f"{event.payload['reason']}, after step {event.payload['step']}")
+
+    def _save_and_end(self, reason: str) -> None:
+        self.session.save("bad step")
+        self._end(reason)
 
     def _roll_back(self, event: Event) -> None:
-        if not self._is_news(event):
-            return
+        if self._is_news(event):
+            self._go_back(str(event.payload["reason"]), int(event.payload["step"]))
+
+    def _go_back(self, reason: str, step: int) -> None:
         session, settings = self.session, self.settings
-        reason, step = str(event.payload["reason"]), int(event.payload["step"])
         windows = {tuple(asdict(each).values()) for own in session.gather(self._troubled) for each in own}
         times = self._count(step, sorted(windows)) if session.rank == 0 else 0
         times = int(session.trainer.strategy.broadcast(times))
@@ -371,8 +455,7 @@ class _Guarding:
         state["rollbacks"] = state["rollbacks"] + 1 if again and state["rollbacks"] else 1
         state["trouble"] = max(step, state["trouble"]) if again else step
         state["passed_over"] = [*state["passed_over"], *(list(each) for each in windows)]
-        self.session.check_owner()
-        write_json(self._file, state)
+        self._write(state)
         return int(state["rollbacks"])
 
     def _state(self) -> dict[str, Any]:
@@ -385,6 +468,7 @@ class _Guarding:
     def _read(self) -> None:
         state = self.session.trainer.strategy.broadcast(self._state())
         self._rollbacks = state["rollbacks"]
+        self._suspect = Suspect.from_json(state.get("suspect"))
         self._dropped = {}
         for epoch, begin, end, _ in state["passed_over"]:
             self._dropped.setdefault(epoch, []).append((begin, end))
@@ -410,12 +494,106 @@ class _Guarding:
         self._hold(False)
         self._report()
 
-    def _end(self, reason: str) -> None:
-        raise TrainingDiverged(reason)
+    def _end(self, reason: str, exit_code: int = 1) -> None:
+        diverged = TrainingDiverged(reason)
+        diverged.exit_code = exit_code
+        raise diverged
+
+    # -- reruns --------------------------------------------------------------------------------------------------------
+
+    def _note_rerun(self, verdict: Verdict) -> None:
+        """What a second run, here or elsewhere, has shown."""
+        session, window = self.session, verdict.tag
+        if verdict.first is not None:  # and then it was good
+            self._write_verdict("transient fault", window, f"{verdict.first}; not so when the batch was run again")
+        if verdict.reproducible is not None:
+            self.settings.steps_run_again += 1
+        if verdict.reproducible is False:
+            self.settings.differing_steps += 1
+            self._report()
+        suspect, batch = self._suspect, (window.epoch, window.begin)
+        if suspect is None or suspect.batch != batch or verdict.problem is not None:
+            return
+        self._suspect = None
+        if devices := faulty(suspect, self._devices):
+            self._write_verdict("faulty device", window, f"{suspect.reason}, twice; not so on others", devices)
+        else:
+            self._write_verdict("transient fault", window, f"{suspect.reason}; not so after a restart")
+        if session.rank == 0:
+            self._write({**self._state(), "suspect": None})
+
+    def _write_verdict(self, verdict: str, window: _Window, reason: str, devices: Sequence[str] = ()) -> None:
+        session = self.session
+        if session.rank == 0:
+            log.warning(
+                "After reruns of the step after step %d: %s%s (%s).",
+                window.step,
+                verdict,
+                f", {', '.join(devices)}" if devices else "",
+                reason,
+            )
+            session.ledger.record(
+                "rerun", fit=session.index, step=window.step, verdict=verdict, reason=reason, devices=list(devices)
+            )
+
+    def _decide(self, event: Event) -> None:
+        """A step was bad twice on the same devices."""
+        if not self._is_news(event):
+            return
+        session = self.session
+        window = min((each for own in session.gather(self._troubled) for each in own), key=lambda each: each.step)
+        reason, step = str(event.payload["reason"]), int(event.payload["step"])
+        decision = session.trainer.strategy.broadcast(self._weigh(window, reason) if session.rank == 0 else "")
+        why = f"{reason}, after step {step}, twice on the same devices"
+        if decision == "elsewhere":
+            log.warning("%s: to be tried on others (exit code 16).", why)
+            raise RerunElsewhere(16)
+        if decision == "older":
+            loaded = session.tiers.loaded
+            if loaded is None or session.tiers.condemn_together(why, loaded.step) is not None:
+                self._end(f"{why}, and there are no others", 17)
+            session.go_back(window.step, lambda: self._end(f"{why}, and from no older checkpoint is it better", 17))
+        elif decision == "end":
+            self._end(f"{why}, from an older checkpoint too, and there are no others", 17)
+        else:
+            self._write_verdict("correct result", window, f"{reason}, on other devices too")
+            follows = self._follows()
+            if follows == _STOP:
+                session.save("bad step")
+                self._end(f"{reason}, after step {step}, on other devices too", 17)
+            elif follows == _ROLL_BACK:
+                self._go_back(reason, step)
+            else:
+                self._waiting = False
+
+    def _weigh(self, window: _Window, reason: str) -> str:
+        """Decides, and writes down what must be known after a restart."""
+        state, batch = self._state(), (window.epoch, window.begin)
+        validated = [tuple(each) for each in state.get("validated", [])]
+        if batch in validated:
+            return "correct"
+        suspect = Suspect.from_json(state.get("suspect"))
+        decision, suspect = weigh(suspect, batch, self._devices, reason, self.settings.max_reruns)
+        if decision == "correct":
+            validated.append(batch)
+        self._write({**state, "suspect": suspect and suspect.to_json(), "validated": validated})
+        return decision
+
+    def _write(self, state: dict[str, Any]) -> None:
+        self.session.check_owner()
+        write_json(self._file, state)
 
     def _verdict(self, exception: BaseException) -> str | None:
         """To try again would end the same way."""
         return str(exception) if isinstance(exception, TrainingDiverged) else None
+
+
+def _device(device: torch.device) -> str:
+    """The node and the device on it, by names that another has not."""
+    name = str(device)
+    if device.type == "cuda":
+        name = f"GPU {torch.cuda.get_device_properties(device).uuid}"
+    return f"{os.uname().nodename} ({name})"
 
 
 def _reads_cost_nothing(device: torch.device) -> bool:
