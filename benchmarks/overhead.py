@@ -23,9 +23,10 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import AutoResume, FaultTolerance, LocalCheckpoint, Preemption, session
+from lightning_resilience import AutoResume, FaultTolerance, LocalCheckpoint, NaNGuard, Preemption, session
 from lightning_resilience.detect.progress import Progress
 
 TOGGLE = 10
@@ -73,14 +74,15 @@ def ours_on(trainer: L.Trainer, on: bool) -> None:
     fit._running = on
     watched: Progress | None = vars(fit).setdefault("_benchmark_progress", fit.progress)
     fit.progress = watched if on else None
-    # LocalCheckpoint looks after every batch and before every step of an optimizer whether a copy is under way.
-    optimization, optimizer = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.optimizers[0]
+    # LocalCheckpoint looks after every batch and before every step of an optimizer whether a copy is under way; NaNGuard
+    # looks at the gradients there.
+    optimization, before_step = trainer.fit_loop.epoch_loop.automatic_optimization, _global_optimizer_pre_hooks
     run = vars(fit).setdefault("_benchmark_run", vars(optimization).get("run"))
-    hooks = vars(fit).setdefault("_benchmark_hooks", dict(optimizer._optimizer_step_pre_hooks))
+    hooks = vars(fit).setdefault("_benchmark_hooks", dict(before_step))
     vars(optimization).pop("run", None)
-    optimizer._optimizer_step_pre_hooks.clear()
+    before_step.clear()
     if on:
-        optimizer._optimizer_step_pre_hooks.update(hooks)
+        before_step.update(hooks)
         if run is not None:
             optimization.run = run
 
@@ -156,10 +158,12 @@ def main() -> None:
         "AutoResume": lambda: [AutoResume()],
         "FaultTolerance": lambda: [FaultTolerance(autoresume=False)],
         "LocalCheckpoint, no save due": lambda: [LocalCheckpoint(train_time_interval=3600)],
+        "NaNGuard": lambda: [NaNGuard()],
         "all together": lambda: [
             FaultTolerance(),
             Preemption(),
             LocalCheckpoint(train_time_interval=3600),
+            NaNGuard(),
             AutoResume(),
         ],
     }

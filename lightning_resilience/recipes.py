@@ -18,7 +18,8 @@ RECIPE_VARIABLE = "LIGHTNING_RESILIENCE_RECIPE"
 def nemo(run_dir: str | os.PathLike[str] | None = None) -> list[ResilienceCallback]:
     """NeMo's defaults: resume automatically, save every 15 minutes, stop in order on SIGTERM, find and survive hangs.
 
-    Beyond NeMo's: a verified copy of the state on every node every few seconds, where there is room for it.
+    Beyond NeMo's: a verified copy of the state on every node every few seconds, where there is room for it, and steps
+    that would spoil the model do not happen.
 
     Args:
         run_dir: The run directory on storage that all nodes share; see
@@ -28,9 +29,9 @@ def nemo(run_dir: str | os.PathLike[str] | None = None) -> list[ResilienceCallba
 
         trainer = Trainer(callbacks=recipes.nemo("runs/gpt"))
     """
-    from lightning_resilience.callbacks import AutoResume, FaultTolerance, LocalCheckpoint, Preemption
+    from lightning_resilience.callbacks import AutoResume, FaultTolerance, LocalCheckpoint, NaNGuard, Preemption
 
-    callbacks = [FaultTolerance, Preemption, LocalCheckpoint, AutoResume]
+    callbacks = [FaultTolerance, Preemption, LocalCheckpoint, NaNGuard, AutoResume]
     return [callback(run_dir=run_dir) for callback in callbacks]
 
 

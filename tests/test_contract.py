@@ -470,7 +470,16 @@ def test_two_ranks(cls: type[Any], place: Path) -> None:
         assert codes == [0, 0], text
         assert "Traceback" not in text
         found.append((result(config), samples(config)))
-        assert {path.name for path in folder.iterdir()} <= {"run", "resilience", "out", "log.0", "log.1", "output"}
+        assert {path.name for path in folder.iterdir()} <= {
+            "run",
+            "resilience",
+            "out",
+            "log.0",
+            "out.0",
+            "out.1",
+            "log.1",
+            "output",
+        }
     assert found[0] == found[1]
 
 

@@ -179,7 +179,7 @@ def test_a_list_of_callbacks_used_again_and_again(launched: RunDirectory) -> Non
         outcome = launched.fit(number).outcome
         assert outcome is not None
         assert (outcome.status, outcome.step) == ("finished", 24)
-    assert len(callbacks) == 13  # four more for each Trainer
+    assert len(callbacks) == 16  # five more for each Trainer
 
 
 # -- unmodified scripts -----------------------------------------------------------------------------------------------

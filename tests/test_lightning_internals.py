@@ -135,6 +135,9 @@ NOT_LIGHTNING = {
     "_values",  # torch: the numbers that a sparse tensor stores
     "_foreach_norm",  # torch: many tensors at once, as clip_grad_norm_ does it
     "_foreach_copy_",
+    "_utils",  # torch: what DDP's communication hooks use too
+    "_flatten_dense_tensors",
+    "_buffers",  # torch: of a module, by their names
     "_step_supports_amp_scaling",  # torch: by which a GradScaler knows an optimizer that skips steps on its device
     "_exit",  # os: ends the process at once
     "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone

@@ -17,7 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics.aggregation import RunningMean
 
 from lightning_resilience.detect import numerics
-from lightning_resilience.detect.numerics import LateReads, SpikeReference, StepUndo, Undo, all_finite, nonfinite_names
+from lightning_resilience.detect.numerics import (
+    ChangingBuffers,
+    LateReads,
+    SpikeReference,
+    StepUndo,
+    Undo,
+    all_finite,
+    are_finite,
+    nonfinite_names,
+)
 
 NAN, INF = math.nan, math.inf
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -861,3 +870,52 @@ def test_what_late_reads_refuse() -> None:
     for tensor in (torch.zeros(2), torch.zeros(0)):
         with pytest.raises(ValueError, match="one number"):
             LateReads().put("x", tensor)
+
+
+# -- where the host may wait -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [1, 7, 1 << 14, (1 << 14) + 1, 1 << 17])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("beside", [0, 1, 5])
+def test_the_quick_look_sees_the_same(numel: int, value: float, place: int, beside: int) -> None:
+    tensors = [torch.full((numel,), 1.0), *(torch.full((3,), 3e38) for _ in range(beside))]
+    assert are_finite(tensors), "sums that overflow say nothing"
+    tensors[0][place] = value
+    assert are_finite(tensors) == bool(all_finite(tensors)) == math.isfinite(value)
+    assert are_finite(tensors[::-1]) == math.isfinite(value)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(3, dtype=torch.float64), torch.ones(2, 2).to_sparse(), torch.ones(3).half()]
+)
+def test_the_quick_look_at_what_is_not_plain(tensor: torch.Tensor) -> None:
+    assert are_finite([torch.ones(3), tensor])
+    assert not are_finite([torch.ones(3), tensor * math.nan])
+    assert not are_finite([torch.tensor([math.nan]), tensor])
+    assert are_finite([])
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.register_buffer("mask", torch.zeros(1 << 17))
+        self.register_buffer("book", torch.zeros(1 << 17))
+        self.register_buffer("nothing", None)
+
+
+def test_large_buffers_are_kept_only_if_they_change() -> None:
+    module = Layers()
+    changing = ChangingBuffers(module)
+    for window in range(6):
+        changing.look()
+        expected = {"running_mean", "running_var", "num_batches_tracked", "book"} | ({"mask"} if window < 3 else set())
+        names = {name.split(".")[-1] for name, each in module.named_buffers() if any(each is own for own in changing())}
+        assert names == expected, window
+        module.book.add_(1)
+        module.norm(torch.randn(2, 4))
+    module.mask = torch.ones(1 << 17)
+    changing.look()
+    assert any(each is module.mask for each in changing())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from lightning_resilience import _lightning, checkpoint_io
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience.agreement import Event, Needs
-from lightning_resilience.detect.numerics import SpikeReference, all_finite, nonfinite_names
+from lightning_resilience.detect.numerics import ChangingBuffers, SpikeReference, all_finite, nonfinite_names
 from lightning_resilience.detect.reruns import Suspect, faulty, weigh
 from lightning_resilience.detect.step_guard import Reruns, StepGuard, Verdict
 from lightning_resilience.session import FitSession, SessionCallback, session_of
@@ -30,6 +30,8 @@ _ROLL_BACK = "rollback"
 _STOP = "stop after a bad step"
 _HOLD = "hold saves"
 _RERUN = "rerun"
+_STATE = "NaNGuard"
+_COUNTS = ("skipped_steps", "steps_run_again", "differing_steps")
 _REFILL_STEPS = 100
 """After so many steps beyond the last trouble, the next is another one, with rollbacks of its own."""
 
@@ -159,30 +161,42 @@ class NaNGuard(SessionCallback):
 
     def started(self, session: FitSession) -> None:
         """Starts to watch."""
-        if hasattr(self, "_guarding"):
-            self._guarding.start()
+        if not hasattr(self, "_guarding"):
+            return
+        if self.action != "warn" and any(isinstance(each, torch.optim.LBFGS) for each in session.trainer.optimizers):
+            problem = (
+                "LBFGS changes the parameters while it evaluates them, and a step of it cannot be skipped: "
+                "NaNGuard(action='warn') only reports."
+            )
+            if not self.injected:
+                raise ValueError(problem)
+            if session.rank == 0:
+                log.warning("NaNGuard is off: %s", problem)
+            return
+        self._guarding.start()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Looks at the loss."""
-        if session_of(trainer, self) and hasattr(self, "_guarding"):
-            self._guarding.look_at(loss)
+        guarding: _Guarding | None = vars(self).get("_guarding")
+        if guarding is not None and guarding.session.trainer is trainer:
+            guarding.look_at(loss)
 
-    def state_dict(self) -> dict[str, Any]:
+    # Not as the state of a callback: a Trainer may hold several of this class, of which one acts, and Lightning refuses
+    # two that have a state.
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """What was counted and learned so far."""
-        return {
-            "skipped_steps": self.skipped_steps,
-            "steps_run_again": self.steps_run_again,
-            "differing_steps": self.differing_steps,
-            "spikes": None if self._spikes is None else self._spikes.state_dict(),
-        }
+        if session_of(trainer, self):
+            spikes = None if self._spikes is None else self._spikes.state_dict()
+            checkpoint[_STATE] = {**{name: getattr(self, name) for name in _COUNTS}, "spikes": spikes}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Goes on from there."""
-        self.skipped_steps = int(state_dict["skipped_steps"])
-        self.steps_run_again = int(state_dict["steps_run_again"])
-        self.differing_steps = int(state_dict["differing_steps"])
-        if self._spikes is not None and state_dict["spikes"] is not None:
-            self._spikes.load_state_dict(state_dict["spikes"])
+        if session_of(trainer, self) and (state := checkpoint.get(_STATE)) is not None:
+            for name in _COUNTS:
+                setattr(self, name, int(state[name]))
+            if self._spikes is not None and state["spikes"] is not None:
+                self._spikes.load_state_dict(state["spikes"])
 
 
 def _why_not(settings: NaNGuard, trainer: Trainer) -> str | None:
@@ -200,7 +214,7 @@ def _why_not(settings: NaNGuard, trainer: Trainer) -> str | None:
     return None
 
 
-@dataclass
+@dataclass(order=True, unsafe_hash=True)
 class _Window:
     """The batches of one optimizer step: ``begin`` to ``end - 1`` of an epoch, as they are fetched, on every rank."""
 
@@ -227,6 +241,8 @@ class _Guarding:
         self._asked = -1
         self._answered = -1
         self._rollbacks = 0
+        self._went_back_from: _Window | None = None
+        """The last of the batches because of which this process has gone back."""
         self._born: set[str] = set()
         """What was not finite from the beginning, and is meant so: masks of attention, say."""
         self._dropped: dict[int, list[tuple[int, int]]] = {}
@@ -243,18 +259,12 @@ class _Guarding:
     def start(self) -> None:
         """The training begins."""
         session, trainer, settings = self.session, self.session.trainer, self.settings
-        for optimizer in trainer.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS) and self._prevents:
-                raise ValueError(
-                    "LBFGS changes the parameters while it evaluates them, and a step of it cannot be skipped: "
-                    "NaNGuard(action='warn') only reports."
-                )
         sharded = _lightning.writes_directories(trainer.strategy)
         several = trainer.world_size > 1 and (sharded or not settings.check_grads)
         self._guard = StepGuard(
             lambda: trainer.optimizers,
             trainer.lightning_module.named_parameters,
-            trainer.lightning_module.buffers,
+            ChangingBuffers(trainer.lightning_module),
             prevents=self._prevents,
             late=settings.rerun == "disabled" and not _reads_cost_nothing(trainer.strategy.root_device),
             agree=_smallest if several else None,
@@ -270,10 +280,21 @@ class _Guarding:
         session.at_gone_back.append(self._gone_back)
         session.at_saved.append(self.finish)
         session.is_dropped = self._is_dropped
-        self._born = {name for name, tensor in _lightning.named_state(trainer) if not bool(all_finite([tensor]))}
+        self._born = self._unfit_from_birth()
         session.check_state = self._check_state
         _lightning.on_save(trainer, session.patches, self._may_save)
         self._read()
+
+    def _unfit_from_birth(self) -> set[str]:
+        """What is not finite when the fit begins for the first time: a checkpoint may bring along what should be."""
+        session = self.session
+        now = {name for name, tensor in _lightning.named_state(session.trainer) if not bool(all_finite([tensor]))}
+        names = sorted(set().union(*session.gather(now)))
+        if session.rank == 0:
+            state = self._state()
+            names = state.setdefault("unfit_from_birth", names)
+            self._write(state)
+        return set(session.trainer.strategy.broadcast(names))
 
     def _reruns(self) -> Reruns | None:
         if self.settings.rerun == "disabled":
@@ -426,17 +447,19 @@ class _Guarding:
 
     def _go_back(self, reason: str, step: int) -> None:
         session, settings = self.session, self.settings
-        windows = {tuple(asdict(each).values()) for own in session.gather(self._troubled) for each in own}
-        times = self._count(step, sorted(windows)) if session.rank == 0 else 0
+        windows = self._troubled_anywhere()
+        times = self._count(step, windows) if session.rank == 0 else 0
         times = int(session.trainer.strategy.broadcast(times))
         self._read()
         why = f"{reason}, after step {step}"
         if times > settings.max_rollbacks:
             self._end(f"{why}; the run has gone back {settings.max_rollbacks} times because of it")
-        began = min((window[3] for window in windows), default=step)
-        if (too_many := session.tiers.condemn_together(why, began)) is not None:
+        # Not a state from which the training has come past the last trouble and into the next.
+        is_suspect = self._went_back_from is None or windows[0] <= self._went_back_from
+        self._went_back_from = windows[-1]
+        if is_suspect and (too_many := session.tiers.condemn_together(why, windows[0].step)) is not None:
             self._end(too_many)
-        session.go_back(began, otherwise=lambda: self._end(f"{why}; there is no checkpoint to go back to"))
+        session.go_back(windows[0].step, otherwise=lambda: self._end(f"{why}; there is no checkpoint to go back to"))
         if session.rank == 0:
             log.warning(
                 "Going back to the newest good checkpoint (%d of %d times): %s. %d batches of each rank will be passed "
@@ -444,17 +467,21 @@ class _Guarding:
                 times,
                 settings.max_rollbacks,
                 why,
-                sum(end - begin for _, begin, end, _ in windows),
+                sum(each.end - each.begin for each in windows),
             )
             session.ledger.record("rollback", fit=session.index, step=step, reason=reason, times=times)
 
-    def _count(self, step: int, windows: Iterable[tuple[int, int, int, int]]) -> int:
+    def _troubled_anywhere(self) -> list[_Window]:
+        """The windows whose steps were bad, in order, of all ranks."""
+        return sorted({each for own in self.session.gather(self._troubled) for each in own})
+
+    def _count(self, step: int, windows: Sequence[_Window]) -> int:
         """Writes down what is passed over from now on; returns how many times the run has gone back for it."""
         state = self._state()
         again = step <= state["trouble"] + _REFILL_STEPS
         state["rollbacks"] = state["rollbacks"] + 1 if again and state["rollbacks"] else 1
         state["trouble"] = max(step, state["trouble"]) if again else step
-        state["passed_over"] = [*state["passed_over"], *(list(each) for each in windows)]
+        state["passed_over"] = [*state["passed_over"], *(astuple(each) for each in windows)]
         self._write(state)
         return int(state["rollbacks"])
 
@@ -541,7 +568,7 @@ class _Guarding:
         if not self._is_news(event):
             return
         session = self.session
-        window = min((each for own in session.gather(self._troubled) for each in own), key=lambda each: each.step)
+        window = self._troubled_anywhere()[0]
         reason, step = str(event.payload["reason"]), int(event.payload["step"])
         decision = session.trainer.strategy.broadcast(self._weigh(window, reason) if session.rank == 0 else "")
         why = f"{reason}, after step {step}, twice on the same devices"

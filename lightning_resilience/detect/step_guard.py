@@ -25,11 +25,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import around_closure, before_update
 from lightning_resilience.detect.numerics import (
+    ChangingBuffers,
     LateReads,
     SpikeReference,
     StepUndo,
     Undo,
     all_finite,
+    are_finite,
     nonfinite_names,
 )
 
@@ -81,7 +83,7 @@ class StepGuard:
     Args:
         optimizers: Those of this moment.
         named_parameters: The model's, to name those whose gradients are not finite.
-        buffers: What the forward pass changes: the running statistics of batch normalisation, say.
+        buffers: What the forward pass may change: the running statistics of batch normalisation, say.
         prevents: Whether a bad step is kept from changing anything: parameters, optimizer state, buffers.
         late: Whether the verdicts of a window come later, since the host must not wait for the device.
         agree: Reduces one number over all ranks in place, to the smallest. For ranks that see different gradients.
@@ -97,7 +99,7 @@ class StepGuard:
         self,
         optimizers: Callable[[], Sequence[Optimizer]],
         named_parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]],
-        buffers: Callable[[], Iterable[torch.Tensor]],
+        buffers: ChangingBuffers,
         prevents: bool,
         late: bool,
         agree: Callable[[torch.Tensor], None] | None = None,
@@ -115,6 +117,7 @@ class StepGuard:
         self._spikes = spikes
         self._judges = judges
         self._reruns = reruns
+        self._changing = buffers
         self._buffers = Undo(buffers) if prevents else None
         self._tag: Tag = None
         self._open = False
@@ -149,6 +152,7 @@ class StepGuard:
         self._first = self._reproducible = None
         self._clear()
         if self._buffers is not None:
+            self._changing.look()
             self._buffers.keep()
 
     def _clear(self) -> None:
@@ -285,7 +289,11 @@ class StepGuard:
 
     def _look(self, optimizer: Optimizer) -> bool:
         """Whether the step may happen; says what is wrong if not."""
-        if bool(self._is_fine(optimizer)):
+        if self._agree is None and self._checks_grads:
+            fine = are_finite(_gradients(optimizer))
+        else:
+            fine = bool(self._is_fine(optimizer))
+        if fine:
             return True
         self._is_common = True
         if self._problem is None:
