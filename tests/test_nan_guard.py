@@ -12,6 +12,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -200,6 +201,28 @@ def test_however_it_is_trained(
     else:
         assert same(before, after)
     assert guard.skipped_steps == 1
+    assert all(torch.isfinite(each).all() for each in model.state())
+
+
+def overflow(model: Model, loss: torch.Tensor) -> torch.Tensor:
+    """Infinite gradients of a finite loss: what a gradient scaler lowers its scale for."""
+    return loss + (model.net[0].bias - model.net[0].bias.detach()).sum() * 1e36
+
+
+def scaled() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))
+
+
+@pytest.mark.parametrize(("spoil", "bad"), [(nan_loss, 1), (constant_nan, 1), (nan_input, 1), (overflow, 0)])
+def test_with_a_gradient_scaler(spoil: Spoil, bad: int, tmp_path: Path) -> None:
+    """Infinite gradients are its business, and normal; a loss that is not finite is not."""
+    model, guard = Model({5: spoil}), NaNGuard(max_consecutive=1)
+    with contextlib.suppress(TrainingDiverged):
+        fit(model, tmp_path, guard, AutoResume(every_n_train_steps=2), plugins=[scaled()])
+    parameters = len(list(model.parameters()))  # the scaler leaves batch normalisation as it is
+    assert same(model.states[5][: None if bad else parameters], model.states[6][: None if bad else parameters])
+    assert len(events(tmp_path, "bad_step")) == bad
+    assert len(events(tmp_path, "rollback")) == bad
     assert all(torch.isfinite(each).all() for each in model.state())
 
 
