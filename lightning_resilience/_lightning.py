@@ -686,6 +686,48 @@ def skip_batches(trainer: Trainer, batches: int) -> bool:
     return True
 
 
+class SampleIds:
+    """Which samples the latest training batches are made of, where a sampler says so.
+
+    The iterator of a data loader asks its sampler for the indices of each batch, ahead of the workers; here they are
+    written down as they pass. Batches that workers have been asked for before the first look are not known.
+    """
+
+    _KEPT = 256
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._iterator: Any = None
+        self._ids: dict[int, Any] = {}
+
+    def look(self) -> None:
+        """Watches the iterator of this epoch, from now on."""
+        combined: Any = self._trainer.fit_loop._combined_loader
+        if combined is None or combined._iterator is None or len(combined.flattened) != 1:
+            return
+        inner: Any = next(iter(combined._iterator.iterators), None)
+        if inner is self._iterator or not hasattr(inner, "_next_index"):
+            return
+        self._iterator, self._ids, next_index = inner, {}, inner._next_index
+
+        def noted() -> Any:
+            indices = next_index()
+            number = inner._send_idx if hasattr(inner, "_send_idx") else inner._num_yielded
+            self._ids[number] = indices
+            self._ids.pop(number - self._KEPT, None)
+            return indices
+
+        inner._next_index = noted
+
+    def of(self, batches: Iterable[int]) -> list[int] | None:
+        """The indices of some batches of this epoch, as the loader counts them; ``None`` if they are not known."""
+        found: list[Any] = [self._ids.get(batch) for batch in batches]
+        if not all(isinstance(each, (list, tuple)) for each in found):
+            return None
+        ids = [index for each in found for index in each]
+        return ids if all(isinstance(index, int) for index in ids) else None
+
+
 def count_replayed(trainer: Trainer) -> None:
     """Evens out that Lightning adds the batches before a resume to the fetcher's count: a replay has counted them."""
     fetcher = trainer.fit_loop._data_fetcher

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torchmetrics
 from torch.utils.data import DataLoader
 
@@ -89,6 +90,12 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "torch's data-loader iterator": (
         lambda t: combined_iterator(package_of(t)).iterators[0],
         {"_next_index", "_num_yielded"},
+    ),
+    "torch's data-loader iterator with workers": (
+        lambda t: importlib.import_module("torch.utils.data.dataloader")._MultiProcessingDataLoaderIter(
+            torch.utils.data.DataLoader([1], num_workers=1)
+        ),
+        {"_next_index", "_num_yielded", "_send_idx"},
     ),
     "sync of a logged value": (
         lambda t: next(iter(t.fit_loop.epoch_loop._results.values())).meta.sync,

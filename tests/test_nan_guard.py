@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume, LocalCheckpoint, NaNGuard, TrainingDiverged, session
 from lightning_resilience.callbacks import nan_guard
@@ -128,7 +128,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
     return bool(request.param)
 
 
-def fit(model: Model, tmp_path: Path, *callbacks: Any, **options: Any) -> L.Trainer:
+def fit(model: Model, tmp_path: Path, *callbacks: Any, loader: Any = None, **options: Any) -> L.Trainer:
     torch.manual_seed(3)
     data = TensorDataset(torch.randn(4 * BATCHES, 4))
     options = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, **options}
@@ -140,7 +140,7 @@ def fit(model: Model, tmp_path: Path, *callbacks: Any, **options: Any) -> L.Trai
         enable_model_summary=False,
         **options,
     )
-    trainer.fit(model, DataLoader(data, 4))
+    trainer.fit(model, loader if loader is not None else DataLoader(data, 4))
     return trainer
 
 
@@ -177,6 +177,22 @@ def test_a_skipped_step_changes_nothing(
     assert all(torch.isfinite(each).all() for each in model.state())
     (event,) = events(tmp_path, "bad_step")
     assert (event["step"], event["epoch"], event["batches"], event["skipped"]) == (at, 0, [at, at + 1], True)
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_the_samples_are_named(workers: int, persistent: bool, tmp_path: Path) -> None:
+    """Those that workers were asked for before anybody looked are not known."""
+    torch.manual_seed(3)
+    loader = DataLoader(
+        [torch.randn(4) for _ in range(4 * 16)],
+        batch_sampler=BatchSampler(list(range(4 * 16)), 4, False),
+        num_workers=workers,
+        persistent_workers=persistent,
+        collate_fn=lambda batch: [torch.stack(batch)],
+    )
+    fit(Model(dict.fromkeys((0, 9, 25), nan_loss)), tmp_path, NaNGuard(), loader=loader)
+    found = [each["samples"] for each in events(tmp_path, "bad_step")]
+    assert found == [None if workers else [0, 1, 2, 3], [36, 37, 38, 39], [36, 37, 38, 39]]
 
 
 HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -234,6 +234,7 @@ class _Guarding:
         self._prevents = settings.action != "warn"
         self._guard: StepGuard | None = None
         self._window = _Window(0, 0, 0, 0)
+        self._samples = _lightning.SampleIds(session.trainer)
         self._consecutive = 0
         self._troubled: list[_Window] = []
         self._waiting = False
@@ -339,6 +340,7 @@ class _Guarding:
         self._guard.end()
         for verdict in self._guard.verdicts():
             self._judge(verdict)
+        self._samples.look()
         begun = _lightning.batches_begun(trainer)
         self._window = _Window(trainer.current_epoch, begun, begun, trainer.global_step)
         self._guard.begin(self._window)
@@ -378,8 +380,10 @@ class _Guarding:
                 rank=session.rank,
                 reason=verdict.problem,
                 skipped=self._prevents,
+                samples=self._samples.of(range(window.begin, window.end)),
+                grad_norm=None if verdict.grad_norm is None else f"{verdict.grad_norm:.6g}",  # JSON has no NaN
             )
-        self._report()
+        self._report({} if verdict.grad_norm is None else {"nan_guard/grad_norm": verdict.grad_norm})
         if settings.rerun == "validate_results":
             self._waiting = True
             self._ask(_RERUN, verdict)
@@ -407,13 +411,14 @@ class _Guarding:
     def _hold(self, hold: bool) -> None:
         self.session.holds_saves = hold
 
-    def _report(self) -> None:
+    def _report(self, more: Mapping[str, float] | None = None) -> None:
         trainer = self.session.trainer
         if trainer.is_global_zero:
             metrics = {
                 "nan_guard/skipped_steps": float(self.settings.skipped_steps),
                 "nan_guard/rollbacks": float(self._rollbacks),
                 "nan_guard/differing_steps": float(self.settings.differing_steps),
+                **(more or {}),
             }
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=_lightning.logged_step(trainer))

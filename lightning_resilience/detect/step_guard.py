@@ -65,6 +65,7 @@ class Verdict:
         problem: What was wrong, for a person; ``None`` if nothing was.
         is_here: Whether it is known to have begun on this rank.
         is_common: Whether all ranks have this verdict, and get it at the same boundary.
+        grad_norm: Of the gradients of a bad step: their norm, which need not be a number.
         first: What was wrong in the first run, if the second one was good: a fault that has passed.
         reproducible: Whether a second run of the same batch had the same result; ``None`` if there was none.
     """
@@ -73,6 +74,7 @@ class Verdict:
     problem: str | None = None
     is_here: bool = False
     is_common: bool = False
+    grad_norm: float | None = None
     first: str | None = None
     reproducible: bool | None = None
 
@@ -124,6 +126,7 @@ class StepGuard:
         self._problem: str | None = None
         self._is_here = False
         self._is_common = False
+        self._grad_norm: float | None = None
         self._first: str | None = None
         self._reproducible: bool | None = None
         self._seen: list[float] = []
@@ -156,7 +159,7 @@ class StepGuard:
             self._buffers.keep()
 
     def _clear(self) -> None:
-        self._problem, self._is_here, self._is_common = None, False, False
+        self._problem, self._is_here, self._is_common, self._grad_norm = None, False, False, None
         self._losses.clear()
         self._seen.clear()
         self._fine.clear()
@@ -174,7 +177,15 @@ class StepGuard:
                 self._buffers.restore()
             is_common = self._judges and (self._problem is None or self._is_common)
             self._verdicts.append(
-                Verdict(self._tag, self._problem, self._is_here, is_common, self._first, self._reproducible)
+                Verdict(
+                    self._tag,
+                    self._problem,
+                    self._is_here,
+                    is_common,
+                    self._grad_norm,
+                    self._first,
+                    self._reproducible,
+                )
             )
             if self._spikes is not None and self._problem is None:
                 for loss in self._losses:
@@ -296,6 +307,7 @@ class StepGuard:
         if fine:
             return True
         self._is_common = True
+        self._grad_norm = math.hypot(*_norms(optimizer))
         if self._problem is None:
             names = nonfinite_names(
                 (name, each.grad) for name, each in self._named_parameters() if each.grad is not None
