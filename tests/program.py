@@ -79,6 +79,7 @@ DEFAULTS: dict[str, Any] = {
     "numpy": True,  # something in the checkpoint that a safe load cannot read
     "fault_tolerance": {},  # arguments of the callback "fault_tolerance"
     "async_save": False,
+    "keep": 2,
     "local": {},  # arguments of the callback "local_checkpoint"
     "nan_guard": {},  # arguments of the callback "nan_guard"
     "device": None,  # what this process trains on, as it says
@@ -97,10 +98,14 @@ DEFAULTS: dict[str, Any] = {
 def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
     """Does what the config says shall happen at this place; returns whether that is to leave something out."""
     trace(config, rank, f"{at} {step}")
+    if at == "train":
+        config["furthest"] = max(step, config.get("furthest", 0))
     for number, event in enumerate(config["events"]):
         if event["at"] != at or event.get("step", 0) != step or event.get("rank", rank) != rank:
             continue
         if event.get("fit", config.get("fit")) != config.get("fit"):
+            continue
+        if event.get("after", 0) > config.setdefault("furthest", 0):
             continue
         if event.get("once"):
             marker = Path(config["run_dir"]).with_suffix(f".event{number}-{rank}")
@@ -132,7 +137,7 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
             (run.path / "diagnostics").mkdir()
             os.mkfifo(run.path / "diagnostics" / f".{run.attempt}-0.json")
         elif what == "go_back":
-            go_back()
+            go_back(event.get("until"))
         elif what == "kill_watchdog":
             record = node_directory(str(RunDirectory(config["run_dir"]).attempt), 0) / "watchdog.json"
             os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
@@ -145,14 +150,16 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
     return False
 
 
-def go_back() -> None:
-    """Has the fit go back to its newest state, in this process."""
+def go_back(until: int | None) -> None:
+    """Has the fit go back to its newest state, or an older one, in this process."""
     active = session._active
 
     def nothing() -> None:
         raise RuntimeError("nothing to go back to")
 
-    active.handlers["back"] = lambda event: active.go_back(active.trainer.global_step, nothing)
+    active.handlers["back"] = lambda event: active.go_back(
+        active.trainer.global_step if until is None else until, nothing
+    )
     if active.rank == 0:
         active.agreement.request("back", {}, Needs.CLEAN | Needs.TRAINING)
 
@@ -516,6 +523,7 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
             config["run_dir"],
             every_n_train_steps=config["save_every"],
             async_save=config["async_save"],
+            keep=config["keep"],
             **({"train_time_interval": timedelta(seconds=config["interval_s"])} if config["interval_s"] else {}),
         ),
         "fault_tolerance": lambda: lightning_resilience.FaultTolerance(
