@@ -466,6 +466,24 @@ def has_grad_scaler(trainer: Trainer) -> bool:
     return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
+def on_clipping_by_norm(trainer: Trainer, patches: Patches, seen: Callable[[torch.Tensor], None]) -> None:
+    """Has ``seen`` called with the norm of all gradients where Lightning clips them by it; of all ranks, if sharded.
+
+    ``clip_grad_norm_`` returns it, and Lightning drops it. Sharded gradients have it reduced over the ranks once, here,
+    instead of within.
+    """
+    plugin = trainer.precision_plugin
+
+    def clip(optimizer: Any, clip_val: Any) -> None:
+        parameters = list(plugin.main_params(optimizer))
+        norm: Any = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), norm)
+        seen(norm)
+
+    patches.set(plugin, "clip_grad_by_norm", clip)
+
+
 def hold_weight_averaging(trainer: Trainer) -> None:
     """Has Lightning's ``WeightAveraging`` take the step that was just counted for one that it has seen.
 

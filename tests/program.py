@@ -82,6 +82,7 @@ DEFAULTS: dict[str, Any] = {
     "keep": 2,
     "local": {},  # arguments of the callback "local_checkpoint"
     "nan_guard": {},  # arguments of the callback "nan_guard"
+    "no_collective": False,  # of the NaN guard's own
     "device": None,  # what this process trains on, as it says
     "spoils": [],  # {"step": 23, "rank": 1, "what": "loss"}, or "gradient"
     "without": None,  # [[epoch, batch]]: what the loader leaves out
@@ -494,6 +495,8 @@ def sabotage(config: dict[str, Any]) -> None:
         PartWriter.publish = no_publish
 
     rank = int(os.environ.get("RANK", "0"))
+    if config["no_collective"]:
+        nan_guard._smallest = None
     if config["device"] is not None:
         nan_guard._device = lambda device: config["device"]
     if config["floor_s"] is not None:

@@ -426,6 +426,11 @@ def test_a_step_of_lbfgs_cannot_be_skipped(tmp_path: Path) -> None:
 RANKS: dict[str, dict[str, Any]] = {
     "ddp": {"trainer": {"devices": 2}},
     "sharded": {"trainer": {"devices": 2}, "sharded": True},
+    "sharded and clipped": {
+        "trainer": {"devices": 2, "gradient_clip_val": 0.5},
+        "sharded": True,
+        "no_collective": True,
+    },
 }
 
 

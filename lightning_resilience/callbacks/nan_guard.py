@@ -274,6 +274,8 @@ class _Guarding:
             judges=not _lightning.has_grad_scaler(trainer),
             reruns=self._reruns(),
         )
+        if several and settings.check_grads:
+            _lightning.on_clipping_by_norm(trainer, session.patches, self._guard.take_norm)
         if settings.rerun == "validate_results":
             self._devices = session.gather(_device(trainer.strategy.root_device))
         _lightning.on_batch_done(trainer, session.patches, self._batch_done)

@@ -127,6 +127,7 @@ class StepGuard:
         self._is_here = False
         self._is_common = False
         self._grad_norm: float | None = None
+        self._norm: torch.Tensor | None = None
         self._first: str | None = None
         self._reproducible: bool | None = None
         self._seen: list[float] = []
@@ -253,6 +254,10 @@ class StepGuard:
             factor = torch.where(fine, 1.0, math.nan).to(loss.dtype)
             loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
 
+    def take_norm(self, norm: torch.Tensor) -> None:
+        """The norm of the gradients of all ranks is known anyway: it says the same on all, and nothing is reduced."""
+        self._norm = norm.detach()
+
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -332,6 +337,9 @@ class StepGuard:
 
     def _is_fine(self, optimizer: Optimizer) -> torch.Tensor:
         """Whether the step may happen; the same on all ranks."""
+        norm, self._norm = self._norm, None
+        if self._checks_grads and norm is not None:
+            return torch.isfinite(norm)
         if self._checks_grads:
             fine = all_finite(_gradients(optimizer))
         elif self._late:
