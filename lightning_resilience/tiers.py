@@ -67,6 +67,7 @@ class Tiers:
         self.probation_steps = 10
         self.loaded: _Loaded | None = None
         self._users_choice: str | None = None
+        self._event = "resumed"
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
@@ -116,6 +117,7 @@ class Tiers:
         """
         if self.local is None and not self.uses_global:
             return None
+        self._event = "went_back"  # in the same processes: no interruption
         paths, generations = self._paths(), self._generations()
         choice = self._first_usable(
             [path for path in paths if resume.step_of(path) <= until],
@@ -231,7 +233,7 @@ class Tiers:
         self.loaded = _Loaded(generation.step, generation.name, None)
         if session.trainer.is_global_zero:
             session.ledger.record(
-                "resumed", fit=session.index, step=generation.step, path=name, tier=tier, generation=generation.name
+                self._event, fit=session.index, step=generation.step, path=name, tier=tier, generation=generation.name
             )
             log.info("Resuming from step %d (local checkpoint %s).", generation.step, name)
         return Path(name), checkpoint
@@ -279,7 +281,7 @@ class Tiers:
         step = resume.step_of(path)
         self.loaded = _Loaded(step, None, path)
         if session.trainer.is_global_zero:
-            session.ledger.record("resumed", fit=session.index, step=step, path=str(path), tier="global")
+            session.ledger.record(self._event, fit=session.index, step=step, path=str(path), tier="global")
             if finished:
                 log.info(
                     "This fit finished at step %d before; its final state is restored and it is not trained again. "

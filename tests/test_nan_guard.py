@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from lightning_resilience import AutoResume, LocalCheckpoint, NaNGuard, TrainingDiverged, session
 from lightning_resilience.callbacks import nan_guard
 from lightning_resilience.ledger import read_ledger
+from lightning_resilience.report import report
 from lightning_resilience.run_directory import RunDirectory
 from tests.harness import result, run, weights
 from tests.test_exact_resume import make
@@ -364,7 +365,7 @@ def test_weights_that_are_bad_are_gone_back_from(tmp_path: Path) -> None:
     fit(model, tmp_path, NaNGuard(max_consecutive=3), Broken(7), AutoResume(every_n_train_steps=3), max_epochs=4)
     (event,) = events(tmp_path, "rollback")
     assert event["step"] >= 10
-    assert [each["step"] for each in events(tmp_path, "resumed")] == [6]
+    assert [each["step"] for each in events(tmp_path, "went_back")] == [6]
     assert all(torch.isfinite(each).all() for each in model.state())
 
 
@@ -471,7 +472,8 @@ def test_ranks_go_back_together(options: dict[str, Any], tier: str, tmp_path: Pa
     codes, text = run(config, tmp_path / "run")
     assert set(codes) == {0}, text
     assert text.count("Going back to the newest good checkpoint") == 1
-    resumed = [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "resumed"]
-    assert [(each["tier"], each["step"]) for each in resumed] == [(tier, 20)]
+    backs = [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "went_back"]
+    assert [(each["tier"], each["step"]) for each in backs] == [(tier, 20)]
+    assert "No interruption." in report(config["run_dir"])
     assert result(config)[0]["step"] == 47
     assert len(set(weights(config))) == 1

@@ -133,7 +133,8 @@ def test_without_another_device_it_ends_with_the_reason(tmp_path: Path) -> None:
     assert (outcome.status, outcome.details["exit_code"]) == ("halted", 17)
     assert "from an older checkpoint too" in outcome.reason
     events = list(read_ledger(RunDirectory(config["run_dir"]).ledger))
-    assert [event["step"] for event in events if event["event"] == "resumed"] == [12, 12, 9]
+    assert [event["step"] for event in events if event["event"] == "resumed"] == [12, 12]
+    assert [event["step"] for event in events if event["event"] == "went_back"] == [9]
     assert sum(event["event"] == "condemned" for event in events) == 1
 
 
