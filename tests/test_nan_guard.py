@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
@@ -396,6 +398,15 @@ def test_spikes_are_skipped(window: int | None, late: bool, tmp_path: Path) -> N
     assert same(model.states[9], model.states[10])
     assert guard.skipped_steps == 1
     assert torch.isfinite(torch.tensor(model.losses)).all()
+
+
+def test_every_logger_is_told(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path / "logs")
+    fit(Model({5: nan_gradient, 9: nan_gradient}), tmp_path, NaNGuard(), logger=logger, log_every_n_steps=1)
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("nan_guard/skipped_steps")]
+    told = [(row["step"], row["nan_guard/skipped_steps"], row["nan_guard/grad_norm"]) for row in rows]
+    assert told == [("6", "1.0", "nan"), ("10", "2.0", "nan")]
 
 
 # -- what makes no sense -----------------------------------------------------------------------------------------------
