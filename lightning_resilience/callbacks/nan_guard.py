@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from lightning_resilience import _lightning, checkpoint_io
-from lightning_resilience._files import read_json, write_json
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.detect.numerics import ChangingBuffers, SpikeReference, all_finite, nonfinite_names
 from lightning_resilience.detect.reruns import Suspect, faulty, weigh
 from lightning_resilience.detect.step_guard import Reruns, StepGuard, Verdict
+from lightning_resilience.detect.troubles import Troubles, Window
 from lightning_resilience.session import FitSession, SessionCallback, session_of
 
 if TYPE_CHECKING:
@@ -32,8 +31,6 @@ _HOLD = "hold saves"
 _RERUN = "rerun"
 _STATE = "NaNGuard"
 _COUNTS = ("skipped_steps", "steps_run_again", "differing_steps")
-_REFILL_STEPS = 100
-"""After so many steps beyond the last trouble, the next is another one, with rollbacks of its own."""
 
 
 class TrainingDiverged(RuntimeError):
@@ -214,16 +211,6 @@ def _why_not(settings: NaNGuard, trainer: Trainer) -> str | None:
     return None
 
 
-@dataclass(order=True, unsafe_hash=True)
-class _Window:
-    """The batches of one optimizer step: ``begin`` to ``end - 1`` of an epoch, as they are fetched, on every rank."""
-
-    epoch: int
-    begin: int
-    end: int
-    step: int
-
-
 class _Guarding:
     """What ``NaNGuard`` does in one fit."""
 
@@ -233,16 +220,16 @@ class _Guarding:
         self._file = session.fit.path / "nan_guard.json"
         self._prevents = settings.action != "warn"
         self._guard: StepGuard | None = None
-        self._window = _Window(0, 0, 0, 0)
+        self._window = Window(0, 0, 0, 0)
         self._samples = _lightning.SampleIds(session.trainer)
         self._consecutive = 0
-        self._troubled: list[_Window] = []
+        self._troubled: list[Window] = []
         self._waiting = False
         """Whether the fit will go back: what was good before must not be lost until then."""
         self._asked = -1
         self._answered = -1
         self._rollbacks = 0
-        self._went_back_from: _Window | None = None
+        self._went_back_from: Window | None = None
         """The last of the batches because of which this process has gone back."""
         self._born: set[str] = set()
         """What was not finite from the beginning, and is meant so: masks of attention, say."""
@@ -294,9 +281,11 @@ class _Guarding:
         now = {name for name, tensor in _lightning.named_state(session.trainer) if not bool(all_finite([tensor]))}
         names = sorted(set().union(*session.gather(now)))
         if session.rank == 0:
-            state = self._state()
-            names = state.setdefault("unfit_from_birth", names)
-            self._write(state)
+            troubles = self._read_troubles()
+            if troubles.unfit_from_birth is None:
+                troubles.unfit_from_birth = names
+                self._write(troubles)
+            names = troubles.unfit_from_birth
         return set(session.trainer.strategy.broadcast(names))
 
     def _reruns(self) -> Reruns | None:
@@ -344,7 +333,7 @@ class _Guarding:
             self._judge(verdict)
         self._samples.look()
         begun = _lightning.batches_begun(trainer)
-        self._window = _Window(trainer.current_epoch, begun, begun, trainer.global_step)
+        self._window = Window(trainer.current_epoch, begun, begun, trainer.global_step)
         self._guard.begin(self._window)
 
     def _is_dropped(self) -> bool:
@@ -478,34 +467,35 @@ class _Guarding:
             )
             session.ledger.record("rollback", fit=session.index, step=step, reason=reason, times=times)
 
-    def _troubled_anywhere(self) -> list[_Window]:
+    def _troubled_anywhere(self) -> list[Window]:
         """The windows whose steps were bad, in order, of all ranks."""
         return sorted({each for own in self.session.gather(self._troubled) for each in own})
 
-    def _count(self, step: int, windows: Sequence[_Window]) -> int:
+    def _count(self, step: int, windows: Sequence[Window]) -> int:
         """Writes down what is passed over from now on; returns how many times the run has gone back for it."""
-        state = self._state()
-        again = step <= state["trouble"] + _REFILL_STEPS
-        state["rollbacks"] = state["rollbacks"] + 1 if again and state["rollbacks"] else 1
-        state["trouble"] = max(step, state["trouble"]) if again else step
-        state["passed_over"] = [*state["passed_over"], *(astuple(each) for each in windows)]
-        self._write(state)
-        return int(state["rollbacks"])
+        troubles = self._read_troubles()
+        troubles.count(step, windows)
+        self._write(troubles)
+        return troubles.rollbacks
 
-    def _state(self) -> dict[str, Any]:
-        state = read_json(self._file) or {}
-        world_size = self.session.trainer.world_size
-        if state.get("world_size") != world_size:  # then other batches have these numbers
-            return {"world_size": world_size, "rollbacks": 0, "trouble": -_REFILL_STEPS - 1, "passed_over": []}
-        return state
+    def _read_troubles(self) -> Troubles:
+        return Troubles.read(self._file, self.session.trainer.world_size)
+
+    def _write(self, troubles: Troubles) -> None:
+        try:
+            self.session.check_owner()
+            troubles.write(self._file)
+        except OSError as error:
+            log.error("What a restart must know of bad steps could not be written (%s).", error)
 
     def _read(self) -> None:
-        state = self.session.trainer.strategy.broadcast(self._state())
-        self._rollbacks = state["rollbacks"]
-        self._suspect = Suspect.from_json(state.get("suspect"))
+        """On all ranks, what rank 0 reads."""
+        own: Any = self._read_troubles() if self.session.rank == 0 else None
+        troubles: Troubles = self.session.trainer.strategy.broadcast(own)
+        self._rollbacks, self._suspect = troubles.rollbacks, troubles.suspect
         self._dropped = {}
-        for epoch, begin, end, _ in state["passed_over"]:
-            self._dropped.setdefault(epoch, []).append((begin, end))
+        for window in troubles.passed_over:
+            self._dropped.setdefault(window.epoch, []).append((window.begin, window.end))
 
     def _check_state(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         tensors = [(name, tensor) for name, tensor in named if name not in self._born]
@@ -554,9 +544,11 @@ class _Guarding:
         else:
             self._write_verdict("transient fault", window, f"{suspect.reason}; not so after a restart")
         if session.rank == 0:
-            self._write({**self._state(), "suspect": None})
+            troubles = self._read_troubles()
+            troubles.suspect = None
+            self._write(troubles)
 
-    def _write_verdict(self, verdict: str, window: _Window, reason: str, devices: Sequence[str] = ()) -> None:
+    def _write_verdict(self, verdict: str, window: Window, reason: str, devices: Sequence[str] = ()) -> None:
         session = self.session
         if session.rank == 0:
             log.warning(
@@ -600,22 +592,16 @@ class _Guarding:
             else:
                 self._waiting = False
 
-    def _weigh(self, window: _Window, reason: str) -> str:
+    def _weigh(self, window: Window, reason: str) -> str:
         """Decides, and writes down what must be known after a restart."""
-        state, batch = self._state(), (window.epoch, window.begin)
-        validated = [tuple(each) for each in state.get("validated", [])]
-        if batch in validated:
+        troubles, batch = self._read_troubles(), (window.epoch, window.begin)
+        if any((each.epoch, each.begin) == batch for each in troubles.validated):
             return "correct"
-        suspect = Suspect.from_json(state.get("suspect"))
-        decision, suspect = weigh(suspect, batch, self._devices, reason, self.settings.max_reruns)
+        decision, troubles.suspect = weigh(troubles.suspect, batch, self._devices, reason, self.settings.max_reruns)
         if decision == "correct":
-            validated.append(batch)
-        self._write({**state, "suspect": suspect and suspect.to_json(), "validated": validated})
+            troubles.validated.append(window)
+        self._write(troubles)
         return decision
-
-    def _write(self, state: dict[str, Any]) -> None:
-        self.session.check_owner()
-        write_json(self._file, state)
 
     def _verdict(self, exception: BaseException) -> str | None:
         """To try again would end the same way."""

@@ -1,0 +1,105 @@
+"""What a fit must still know of its bad steps after a restart: one small file in its folder. No Trainer, no torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from lightning_resilience._files import read_json, write_json
+from lightning_resilience.detect.reruns import Suspect
+
+log = logging.getLogger(__name__)
+
+REFILL_STEPS = 100
+"""After so many steps beyond the last trouble, the next is another one, with rollbacks of its own."""
+
+
+@dataclass(order=True, unsafe_hash=True)
+class Window:
+    """The batches of one optimizer step, the same ones on every rank.
+
+    Attributes:
+        epoch: In which they are.
+        begin: The number of the first, in the order in which they are fetched.
+        end: One more than the number of the last.
+        step: ``trainer.global_step`` before the step.
+    """
+
+    epoch: int
+    begin: int
+    end: int
+    step: int
+
+
+@dataclass
+class Troubles:
+    """The file's content.
+
+    Attributes:
+        world_size: Of the run; with another one, other batches have these numbers, and they say nothing.
+        rollbacks: How many times the run has gone back because of its last trouble.
+        trouble: The furthest step of that.
+        passed_over: Windows that are not trained on.
+        validated: Windows whose steps are bad on other devices too.
+        suspect: What is to be tried on other devices.
+        unfit_from_birth: What was not finite when the fit began, and is meant so.
+    """
+
+    world_size: int
+    rollbacks: int = 0
+    trouble: int = -1
+    passed_over: list[Window] = field(default_factory=list)
+    validated: list[Window] = field(default_factory=list)
+    suspect: Suspect | None = None
+    unfit_from_birth: list[str] | None = None
+
+    @staticmethod
+    def read(path: str | os.PathLike[str], world_size: int) -> Troubles:
+        """What is known; nothing if there is no file, or none that can be understood (which is said)."""
+        if not os.path.lexists(path):
+            return Troubles(world_size)
+        try:
+            content: dict[str, Any] = read_json(path) or {}
+            found = Troubles(
+                int(content["world_size"]),
+                int(content["rollbacks"]),
+                int(content["trouble"]),
+                [_window(each) for each in content["passed_over"]],
+                [_window(each) for each in content["validated"]],
+                Suspect.from_json(content["suspect"]),
+                None if content["unfit_from_birth"] is None else [str(each) for each in content["unfit_from_birth"]],
+            )
+        except (KeyError, TypeError, ValueError):
+            log.warning("%s cannot be understood: what it said about bad steps is forgotten.", path)
+            return Troubles(world_size)
+        if found.world_size != world_size:
+            return Troubles(world_size, unfit_from_birth=found.unfit_from_birth)
+        return found
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Publishes this.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        write_json(path, {**asdict(self), "suspect": self.suspect and self.suspect.to_json()})
+
+    def count(self, step: int, windows: Iterable[Window]) -> None:
+        """The run goes back because of some windows, which are not trained on any more.
+
+        Args:
+            step: The furthest step of this trouble.
+            windows: Whose steps were bad.
+        """
+        is_new = not self.rollbacks or step > self.trouble + REFILL_STEPS
+        self.rollbacks = 1 if is_new else self.rollbacks + 1
+        self.trouble = max(step, self.trouble)
+        self.passed_over += windows
+
+
+def _window(content: Any) -> Window:
+    values = [int(content[each.name]) for each in fields(Window)]
+    return Window(*values)

@@ -1,0 +1,72 @@
+"""What a fit must know of its bad steps after a restart, and files that say something else."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from lightning_resilience.detect.reruns import Suspect
+from lightning_resilience.detect.troubles import REFILL_STEPS, Troubles, Window
+
+FULL = Troubles(
+    2,
+    rollbacks=1,
+    trouble=40,
+    passed_over=[Window(0, 3, 4, 3), Window(1, 8, 12, 20)],
+    validated=[Window(2, 0, 1, 30)],
+    suspect=Suspect((2, 0), ("a", "b"), "the loss is nan", 2, True),
+    unfit_from_birth=["mask"],
+)
+
+
+@pytest.mark.parametrize("troubles", [FULL, Troubles(2)], ids=["much", "nothing"])
+def test_nothing_is_forgotten(troubles: Troubles, tmp_path: Path) -> None:
+    troubles.write(tmp_path / "file")
+    assert Troubles.read(tmp_path / "file", 2) == troubles
+
+
+def test_with_other_ranks_the_batches_are_others(tmp_path: Path) -> None:
+    FULL.write(tmp_path / "file")
+    assert Troubles.read(tmp_path / "file", 4) == Troubles(4, unfit_from_birth=["mask"])
+
+
+def test_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert Troubles.read(tmp_path / "file", 2) == Troubles(2)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"world_size": 2}',
+        *(
+            json.dumps({**json.loads(json.dumps({"world_size": 2, "rollbacks": 0, "trouble": -1})), **wrong})
+            for wrong in (
+                {"passed_over": 3, "validated": [], "suspect": None, "unfit_from_birth": None},
+                {"passed_over": [[0, 1, 2, 3]], "validated": [], "suspect": None, "unfit_from_birth": None},
+                {"passed_over": [], "validated": [], "suspect": {"batch": 3}, "unfit_from_birth": None},
+                {"passed_over": [], "validated": [], "suspect": None, "unfit_from_birth": 5},
+            )
+        ),
+    ],
+)
+def test_what_cannot_be_understood_is_said(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text(content)
+    with caplog.at_level(logging.WARNING):
+        assert Troubles.read(tmp_path / "file", 2) == Troubles(2)
+    assert "cannot be understood" in caplog.text
+
+
+def test_a_trouble_has_its_own_count() -> None:
+    troubles = Troubles(1)
+    for step, rollbacks in [(0, 1), (5, 2), (3, 3), (5 + REFILL_STEPS, 4), (6 + 2 * REFILL_STEPS, 1)]:
+        troubles.count(step, [Window(0, step, step + 1, step)])
+        assert (step, troubles.rollbacks) == (step, rollbacks)
+    assert len(troubles.passed_over) == 5
