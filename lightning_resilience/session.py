@@ -659,7 +659,7 @@ class FitSession:
             hook()
         if self._background is not None:
             self._background.wait()
-        choice = self.tiers.newest(until)
+        choice = self.tiers.newest(until, self._explicit is not None)
         if choice is None and self._explicit is None:
             otherwise()
         else:
@@ -772,7 +772,7 @@ class FitSession:
                 published()
             return
         if self._background is None:
-            self._background = BackgroundSaves()
+            self._background = BackgroundSaves(self.advanced)
             _lightning.on_batch_done(self.trainer, self.patches, self._background.fence)
             self.at_end_of_epoch.append(self._background.fence)
             self.at_boundary.append(self._check_background)

@@ -104,13 +104,14 @@ class Tiers:
             session.ledger.record("fresh", fit=session.index)
         return None
 
-    def newest(self, until: int) -> tuple[Path, dict[str, Any] | None] | None:
+    def newest(self, until: int, or_begin: bool) -> tuple[Path, dict[str, Any] | None] | None:
         """The newest checkpoint of this fit that all ranks can verify, in the middle of it; called on all ranks.
 
         What is newer is set aside: from here on the training takes another course.
 
         Args:
             until: Not one of a larger ``trainer.global_step`` than this.
+            or_begin: Whether the fit goes back to its beginning if there is none.
 
         Returns:
             As :meth:`choose`; ``None`` if there is none.
@@ -124,9 +125,9 @@ class Tiers:
             [each for each in generations if each.step <= until],
             finished=False,
         )
-        if choice is not None:
-            assert self.loaded is not None
-            step, reason = self.loaded.step, "the fit has gone back to an older one"
+        if choice is not None or or_begin:
+            step = self.loaded.step if choice is not None and self.loaded is not None else -1
+            reason = "the fit has gone back to an older one"
             self.complete = [each for each in self.complete if each.step <= step]
             if self.local is not None:
                 self.local.discard({each.name for each in generations if each.step > step}, reason)
@@ -190,7 +191,8 @@ class Tiers:
         if self.local is None:
             return []
         session = self._session
-        condemned = self._session.fit.condemned
+        # As rank 0 reads it: on shared storage others may still see what was there before.
+        condemned: dict[str, str] = session.trainer.strategy.broadcast(session.fit.condemned)
         self.local.discard(set(condemned), "condemned in its probation")
         usable, reasons = self.local.find(without=condemned)
         self._report_bad()
@@ -300,9 +302,10 @@ class Tiers:
     @property
     def on_probation(self) -> bool:
         """Whether what goes wrong now may be the fault of the checkpoint that was loaded."""
-        return self._is_suspect(self._session.trainer.global_step)
+        return self.is_suspect(self._session.trainer.global_step)
 
-    def _is_suspect(self, step: int) -> bool:
+    def is_suspect(self, step: int) -> bool:
+        """Whether what has gone wrong after ``step`` may be the fault of the checkpoint that was loaded."""
         return self.loaded is not None and step - self.loaded.step <= self.probation_steps
 
     def condemn(self, reason: str) -> None:
@@ -338,7 +341,7 @@ class Tiers:
             Why the run should end instead; ``None`` if it need not.
         """
         session = self._session
-        if self.loaded is None or not self._is_suspect(step):
+        if self.loaded is None or not self.is_suspect(step):
             return None
         if session.trainer.is_global_zero:
             log.warning("%s is condemned, and will not be used again: %s.", self.loaded, reason)

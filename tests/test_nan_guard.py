@@ -79,6 +79,7 @@ class Model(L.LightningModule):
         manual: str = "",
     ) -> None:
         super().__init__()
+        torch.manual_seed(1)
         self.spoils = spoils or {}
         self.make_optimizer = optimizer
         self.manual = manual
@@ -171,6 +172,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_a_skipped_step_changes_nothing(
     spoil: Spoil, optimizer: Callable[[Any], torch.optim.Optimizer], at: int, late: bool, tmp_path: Path
 ) -> None:
+    if late and at > 0 and optimizer is not OPTIMIZERS["fused AdamW"]:
+        pytest.skip("has happened by then")
     model, guard = Model({at: spoil}, optimizer), NaNGuard()
     trainer = fit(model, tmp_path, guard)
     assert same(model.states[at], model.states[at + 1])
@@ -211,7 +214,8 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_however_it_is_trained(
     spoil: Spoil, of_model: dict[str, Any], of_trainer: dict[str, Any], late: bool, tmp_path: Path
 ) -> None:
-    model, guard = Model({5: spoil}, **of_model), NaNGuard()
+    fused = OPTIMIZERS["fused AdamW"] if late else torch.optim.AdamW
+    model, guard = Model({5: spoil}, fused, **of_model), NaNGuard()
     fit(model, tmp_path, guard, **of_trainer)
     before, after = model.states[5], model.states[6]
     if of_model.get("manual") == "two" and spoil is nan_gradient:  # the other's gradients are fine
@@ -247,7 +251,7 @@ def test_with_a_gradient_scaler(spoil: Spoil, bad: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [3, 4, 5])
 def test_the_whole_window_of_accumulated_batches_is_skipped(at: int, late: bool, tmp_path: Path) -> None:
-    model, guard = Model({at: nan_input}), NaNGuard()
+    model, guard = Model({at: nan_input}, OPTIMIZERS["fused AdamW"]), NaNGuard()
     trainer = fit(model, tmp_path, guard, accumulate_grad_batches=3)
     assert same(model.states[3], model.states[6])
     assert not same(model.states[6], model.states[7])
@@ -290,6 +294,25 @@ def test_as_if_the_bad_batches_had_never_been_there(what: str, save_every: int, 
     assert codes == [0], text
     assert "Going back" not in text
     assert result(config) == result(reference)
+
+
+@pytest.mark.parametrize("action", ["skip", "rollback"])
+@pytest.mark.parametrize("spoil", [nan_loss, nan_gradient, nan_input])
+def test_a_verdict_that_comes_too_late_is_gone_back_from(
+    spoil: Spoil, action: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an optimizer that cannot skip a step on its device."""
+    monkeypatch.setattr(nan_guard, "_reads_cost_nothing", lambda device: False)
+    model = Model({9: spoil})
+    fit(model, tmp_path / "late", NaNGuard(action), AutoResume(every_n_train_steps=2), max_epochs=4)
+    (event,) = events(tmp_path / "late", "bad_step")
+    assert (event["batches"], event["skipped"]) == ([1, 2], False)
+    assert len(events(tmp_path / "late", "rollback")) == 1
+    monkeypatch.undo()
+    monkeypatch.setattr(session, "_fits_begun", {})
+    at_once = Model({9: spoil})
+    fit(at_once, tmp_path / "at once", NaNGuard("rollback"), AutoResume(every_n_train_steps=2), max_epochs=4)
+    assert same(model.state(), at_once.state())
 
 
 # -- what is saved -----------------------------------------------------------------------------------------------------
@@ -382,7 +405,7 @@ def test_what_never_gets_better_ends_with_the_reason(tmp_path: Path) -> None:
 def test_without_any_checkpoint_there_is_nowhere_to_go(tmp_path: Path) -> None:
     with pytest.raises(TrainingDiverged, match="no checkpoint to go back to"):
         fit(Model(dict.fromkeys(range(3, 500), nan_loss)), tmp_path, NaNGuard(max_consecutive=2), max_epochs=20)
-    assert outcome(tmp_path)[0] == "halted"
+    assert outcome(tmp_path)[0] == "failed"  # it may be tried again: from its beginning it passes over what was bad
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -390,7 +413,7 @@ def test_spikes_are_skipped(window: int | None, late: bool, tmp_path: Path) -> N
     def spike(model: Model, loss: torch.Tensor) -> torch.Tensor:
         return loss * 1e6
 
-    model = Model({9: spike})
+    model = Model({9: spike}, OPTIMIZERS["fused AdamW"])
     guard = NaNGuard(spiky_loss_factor=10.0, spike_window=window)
     if window is None:
         guard._spikes._samples = 6

@@ -266,6 +266,7 @@ class _Local:
             self._expected,
             self._kept_here,
             self._check,
+            session.advanced,
         )
         _lightning.on_batch_done(trainer, session.patches, self._saves.fence)
         session.at_end_of_epoch.append(self._saves.fence)
@@ -284,8 +285,8 @@ class _Local:
             check((name.removeprefix("state_dict."), tensor) for name, tensor in named if name.startswith(_OF_MODEL))
 
     def _settle(self) -> None:
-        if self._saves is not None:
-            self._saves.settle(_SETTLE_S)
+        if self._saves is not None and not self._saves.settle(_SETTLE_S):
+            log.warning("Rank %d: a local save in progress is stuck; what it may publish is older.", self.place.rank)
 
     def _go_on_from_here(self) -> None:
         if self._saves is not None:

@@ -29,6 +29,7 @@ _ROLL_BACK = "rollback"
 _STOP = "stop after a bad step"
 _HOLD = "hold saves"
 _RERUN = "rerun"
+_NOWHERE = "there is no checkpoint to go back to, but from its beginning the run would pass these batches over"
 _STATE = "NaNGuard"
 _COUNTS = ("skipped_steps", "steps_run_again", "differing_steps")
 
@@ -38,9 +39,12 @@ class TrainingDiverged(RuntimeError):
 
     Attributes:
         exit_code: What ``launch`` ends with; 17 after a rerun (Megatron's: a result that has been validated).
+        is_final: Whether to try again would end the same way. Not where there was no checkpoint to go back to: from its
+            beginning, the run passes the bad batches over.
     """
 
     exit_code = 1
+    is_final = True
 
 
 class RerunElsewhere(SystemExit):
@@ -63,8 +67,8 @@ class NaNGuard(SessionCallback):
     checkpoint from which the training goes wrong within its first steps is condemned, and an older one is taken.
 
     Where reading a number costs the host nothing (CPU) all of this happens at once. On an accelerator the host waits
-    for nothing: the device skips the step, and the host counts it some steps later. An optimizer with ``fused=True``
-    skips by itself; for others a copy of the parameters and of the optimizer's state is kept from step to step.
+    for nothing: an optimizer with ``fused=True`` skips the step on the device, and the host counts it some steps later.
+    With any other a bad step has happened by then, and the run goes back, whatever ``action`` says but ``"stop"``.
 
     Args:
         action: What follows a bad step. ``"skip"``: it is skipped; after ``max_consecutive`` in a row the run goes
@@ -224,6 +228,8 @@ class _Guarding:
         self._samples = _lightning.SampleIds(session.trainer)
         self._consecutive = 0
         self._troubled: list[Window] = []
+        self._is_lost = False
+        """Whether a bad step has happened."""
         self._waiting = False
         """Whether the fit will go back: what was good before must not be lost until then."""
         self._asked = -1
@@ -354,12 +360,16 @@ class _Guarding:
                 self._consecutive = 0
                 self._troubled.clear()
             return
+        if self._is_lost:
+            return  # the weights are bad since then, and no batch is to blame
+        self._is_lost = verdict.has_happened
         if not self._consecutive:
             self._have_held(True, verdict)
         self._consecutive += 1
         self._troubled.append(window)
         settings.skipped_steps += 1
-        action = "is skipped" if self._prevents else "happens all the same"
+        prevented = self._prevents and not verdict.has_happened
+        action = "is skipped" if prevented else "has happened"
         if session.rank == 0 or verdict.is_here:
             log.warning("Rank %d: %s; the step after step %d %s.", session.rank, verdict.problem, window.step, action)
             session.ledger.record(
@@ -370,7 +380,7 @@ class _Guarding:
                 batches=[window.begin, window.end],
                 rank=session.rank,
                 reason=verdict.problem,
-                skipped=self._prevents,
+                skipped=prevented,
                 samples=self._samples.of(range(window.begin, window.end)),
                 grad_norm=None if verdict.grad_norm is None else f"{verdict.grad_norm:.6g}",  # JSON has no NaN
             )
@@ -378,17 +388,19 @@ class _Guarding:
         if settings.rerun == "validate_results":
             self._waiting = True
             self._ask(_RERUN, verdict)
-        elif (follows := self._follows()) is not None:
+        elif (follows := self._follows(verdict.has_happened)) is not None:
             self._waiting = True
             self._ask(follows, verdict)
 
-    def _follows(self) -> str | None:
+    def _follows(self, has_happened: bool = False) -> str | None:
         """What the policy has all ranks do now."""
         settings = self.settings
         if settings.action == "stop":
             return _STOP
-        too_many = settings.action == "skip" and self._consecutive >= settings.max_consecutive
-        return _ROLL_BACK if settings.action == "rollback" or too_many else None
+        if settings.action == "warn":
+            return None
+        too_many = self._consecutive >= settings.max_consecutive
+        return _ROLL_BACK if settings.action == "rollback" or has_happened or too_many else None
 
     def _have_held(self, hold: bool, verdict: Verdict) -> None:
         """While steps are bad nothing is saved: soon there would be no state left from before the first of them."""
@@ -444,18 +456,20 @@ class _Guarding:
     def _go_back(self, reason: str, step: int) -> None:
         session, settings = self.session, self.settings
         windows = self._troubled_anywhere()
-        times = self._count(step, windows) if session.rank == 0 else 0
+        # Not a state from which the training has come past the last trouble and into the next.
+        is_new_to_it = self._went_back_from is None or windows[0] <= self._went_back_from
+        is_suspect = is_new_to_it and session.tiers.is_suspect(windows[0].step)
+        self._went_back_from = windows[-1]
+        # Where the checkpoint is to blame, the batches are not.
+        times = self._count(step, [] if is_suspect else windows) if session.rank == 0 else 0
         times = int(session.trainer.strategy.broadcast(times))
         self._read()
         why = f"{reason}, after step {step}"
         if times > settings.max_rollbacks:
             self._end(f"{why}; the run has gone back {settings.max_rollbacks} times because of it")
-        # Not a state from which the training has come past the last trouble and into the next.
-        is_suspect = self._went_back_from is None or windows[0] <= self._went_back_from
-        self._went_back_from = windows[-1]
         if is_suspect and (too_many := session.tiers.condemn_together(why, windows[0].step)) is not None:
             self._end(too_many)
-        session.go_back(windows[0].step, otherwise=lambda: self._end(f"{why}; there is no checkpoint to go back to"))
+        session.go_back(windows[0].step, otherwise=lambda: self._end(f"{why}; {_NOWHERE}", is_final=False))
         if session.rank == 0:
             log.warning(
                 "Going back to the newest good checkpoint (%d of %d times): %s. %d batches of each rank will be passed "
@@ -463,7 +477,7 @@ class _Guarding:
                 times,
                 settings.max_rollbacks,
                 why,
-                sum(each.end - each.begin for each in windows),
+                0 if is_suspect else sum(each.end - each.begin for each in windows),
             )
             session.ledger.record("rollback", fit=session.index, step=step, reason=reason, times=times)
 
@@ -513,14 +527,14 @@ class _Guarding:
         assert self._guard is not None
         self._guard.forget()
         self._consecutive = 0
-        self._waiting = False
+        self._waiting = self._is_lost = False
         self._troubled.clear()
         self._hold(False)
         self._report()
 
-    def _end(self, reason: str, exit_code: int = 1) -> None:
+    def _end(self, reason: str, exit_code: int = 1, is_final: bool = True) -> None:
         diverged = TrainingDiverged(reason)
-        diverged.exit_code = exit_code
+        diverged.exit_code, diverged.is_final = exit_code, is_final
         raise diverged
 
     # -- reruns --------------------------------------------------------------------------------------------------------
@@ -604,8 +618,7 @@ class _Guarding:
         return decision
 
     def _verdict(self, exception: BaseException) -> str | None:
-        """To try again would end the same way."""
-        return str(exception) if isinstance(exception, TrainingDiverged) else None
+        return str(exception) if isinstance(exception, TrainingDiverged) and exception.is_final else None
 
 
 def _device(device: torch.device) -> str:

@@ -16,10 +16,14 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundSaves:
-    """Takes snapshots of a state and hands the copies to whoever writes them, in another thread."""
+    """Takes snapshots of a state and hands the copies to whoever writes them, in another thread.
 
-    def __init__(self) -> None:
-        self._fence = Fence()
+    Args:
+        waiting: Called now and then while the training waits for a copy; see :func:`~.snapshot.patiently`.
+    """
+
+    def __init__(self, waiting: Callable[[], None] = lambda: None) -> None:
+        self._fence = Fence(waiting)
         self._snapshots = Snapshots()
         self._buffers: dict[int, torch.Tensor] = {}  # reused: memory that is new takes three times as long to fill
         self._thread: threading.Thread | None = None

@@ -23,7 +23,7 @@ from lightning_resilience.checkpoint.interval import Schedule
 from lightning_resilience.checkpoint.parts import Check, Part, RankState
 from lightning_resilience.checkpoint.replicas import ReplicaError, Replicas
 from lightning_resilience.checkpoint.rounds import Round, Rounds, new_generation
-from lightning_resilience.checkpoint.snapshot import Fence, Snapshots
+from lightning_resilience.checkpoint.snapshot import Fence, Snapshots, patiently
 from lightning_resilience.checkpoint.store import NodeStore, PartWriter
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,14 @@ _LEAD_S = 0.02
 """How far ahead rank 0 announces a round: a message takes a millisecond, and the store serves one rank at a time."""
 _LEAD_PER_RANK_S = 0.0002
 _STEPS_MEASURED = 3
+
+_LOOK_AGAIN_S = 10.0
+"""How long rank 0 waits for its own next step before it announces a round for which somebody was too late again."""
+
+
+def _has_ended(thread: threading.Thread, within_s: float) -> bool:
+    thread.join(within_s)
+    return not thread.is_alive()
 
 
 @dataclass
@@ -80,6 +88,7 @@ class LocalSaves:
             first save should not wait for it.
         kept_here: The ranks whose own parts this node keeps; default: those on it.
         check: Looks at every state before it is published; see :meth:`.RankState.publish`.
+        waiting: Called now and then while the training thread waits; see :func:`~.snapshot.patiently`.
     """
 
     def __init__(
@@ -98,6 +107,7 @@ class LocalSaves:
         expected: Mapping[str, int] | None = None,
         kept_here: Collection[int] = (),
         check: Check | None = None,
+        waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self.figures = Figures()
         self._store = store
@@ -114,6 +124,7 @@ class LocalSaves:
         self._published = published
         self._check_owner = check_owner
         self._check = check
+        self._waiting = waiting
         self._expected = dict(expected or {})
         self._snapshots = Snapshots()
         self._fence: Fence | None = None
@@ -123,6 +134,8 @@ class LocalSaves:
         self._taken: RankState | None = None
         self._agreed: bool | None = None
         self._missed = False
+        self._refused = False
+        """Whether some rank was too late for the last round, and this one has not moved on since."""
         self._busy = False
         self._writing = False
         self._passed = -1
@@ -141,7 +154,7 @@ class LocalSaves:
     def start(self, step: int) -> None:
         """Begins to save; ``step`` is saved already, or is the first."""
         self._last = self._passed = step
-        self._fence = Fence()
+        self._fence = Fence(self._waiting)
         self._retire()
         self._schedule.begin()
         self._busy = True
@@ -150,7 +163,11 @@ class LocalSaves:
     def settle(self, timeout_s: float) -> bool:
         """Waits until the save in progress has ended, at a boundary; returns whether it has."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._busy, timeout_s)
+            return self._wait_for(lambda: not self._busy, timeout_s)
+
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits in the training thread, which holds the lock."""
+        return patiently(lambda seconds: self._changed.wait_for(condition, seconds), timeout_s, self._waiting)
 
     def go_on_from(self, step: int, complete: Sequence[str]) -> None:
         """The training has gone back to an older state.
@@ -183,10 +200,13 @@ class LocalSaves:
             if self._place.rank == 0 and step != self._passed:
                 self._measure_steps(step)
             self._passed = step
+            if self._refused:
+                self._refused = False
+                self._changed.notify_all()
             planned = self._planned
             if planned is None or not clean or step < planned.step:
                 return None
-            self._changed.wait_for(
+            self._wait_for(
                 lambda: self._planned is not planned or self._agreed is not None or self.trouble is not None,
                 _ANSWER_WITHIN_S,
             )
@@ -288,7 +308,7 @@ class LocalSaves:
 
         thread = threading.Thread(target=save, name="local-checkpoint-now", daemon=True)
         thread.start()
-        thread.join(max(0.0, deadline - time.monotonic()))
+        patiently(lambda s: _has_ended(thread, s), max(0.0, deadline - time.monotonic()), self._waiting)
         return published == [True]
 
     def fence(self) -> None:
@@ -300,8 +320,8 @@ class LocalSaves:
         """Ends the thread; a save in progress may take ``timeout_s`` seconds more to be published."""
         self.fence()
         with self._changed:
-            self._changed.wait_for(lambda: not self._writing, timeout_s)
-            self._changed.wait_for(lambda: not self._busy, _SETTLE_S)  # in a run that has failed it never will be
+            self._wait_for(lambda: not self._writing, timeout_s)
+            self._wait_for(lambda: not self._busy, _SETTLE_S)  # in a run that has failed it never will be
             self._stopping = True
             self._changed.notify_all()
         if self._rounds is not None:
@@ -309,8 +329,7 @@ class LocalSaves:
         if self._fence is not None:
             self._fence.remove()
         if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
+            if not patiently(lambda seconds: _has_ended(self._thread, seconds), timeout_s, self._waiting):
                 log.warning("Rank %d: the local save in progress is stuck and is left behind.", self._place.rank)
 
     # -- the other thread ----------------------------------------------------------------------------------------------
@@ -351,6 +370,8 @@ class LocalSaves:
             if not rounds.all_are_ready(number - 1):
                 return None
             with self._changed:
+                # Somebody is ahead while this rank is slow: the same step again would be too late again.
+                self._changed.wait_for(lambda: not self._refused or self._stopping, _LOOK_AGAIN_S)
                 lead_s = _LEAD_S + _LEAD_PER_RANK_S * self._place.world_size
                 if self._steps_seen < _STEPS_MEASURED:
                     step = None
@@ -374,6 +395,7 @@ class LocalSaves:
             self._agreed = bool(agreed)
             if not agreed:
                 self._planned, self._missed = None, False
+                self._refused = self._place.rank == 0
             self._changed.notify_all()
         return planned
 

@@ -41,6 +41,23 @@ LONGEST_WAIT_S = 60.0
 """How long the training waits for a snapshot to be copied."""
 
 
+def patiently(wait: Callable[[float], bool], timeout_s: float, waiting: Callable[[], None]) -> bool:
+    """Waits for as long as that, in pieces: a wait that ends by itself must not be taken for a hang.
+
+    Args:
+        wait: Waits for so many seconds at most; returns whether it has come.
+        timeout_s: How long to wait.
+        waiting: Called once a second; says that this is no hang.
+
+    Returns:
+        Whether it has come.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not (come := wait(max(0.0, min(1.0, deadline - time.monotonic())))) and time.monotonic() < deadline:
+        waiting()
+    return come
+
+
 def address(tensor: torch.Tensor) -> int:
     """Where the content of ``tensor`` is kept; two tensors with the same address share it. 0: nowhere."""
     try:
@@ -279,15 +296,18 @@ class Snapshot:
         """To be called when everything is copied, or nothing will be: the training may change its tensors again."""
         self._copied.set()
 
-    def fence(self) -> None:
+    def fence(self, waiting: Callable[[], None] = lambda: None) -> None:
         """Waits until everything is copied; called by the training thread before it changes what was said to be stable.
 
         Costs nothing when called again.
+
+        Args:
+            waiting: Called now and then meanwhile; see :func:`patiently`.
         """
         if self._fenced.is_set():
             return
         started = time.perf_counter()
-        in_time = self._copied.wait(LONGEST_WAIT_S)
+        in_time = patiently(self._copied.wait, LONGEST_WAIT_S, waiting)
         self.waited_s = time.perf_counter() - started
         if not in_time:  # storage that does not answer must not stop the training: what is copied from here on is bad
             self._good = False
@@ -360,10 +380,14 @@ class Fence:
 
     Any, since a fit may exchange its optimizers, and some are wrapped in others. Before other hooks of the optimizer,
     which may change something too.
+
+    Args:
+        waiting: Called now and then while the training waits; see :func:`patiently`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Callable[[], None] = lambda: None) -> None:
         self.pending: Snapshot | None = None
+        self._waiting = waiting
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -372,7 +396,7 @@ class Fence:
     def now(self) -> None:
         """The fence itself; also for whatever else is about to change the state."""
         if self.pending is not None:
-            self.pending.fence()
+            self.pending.fence(self._waiting)
             self.pending = None
 
     def remove(self) -> None:

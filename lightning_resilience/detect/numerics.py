@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from lightning_resilience.checkpoint.sharded import local
 
@@ -222,7 +221,7 @@ class Undo:
     All of the content is copied every time. Torch counts the writes to a tensor, but not all of them: batch
     normalisation changes its running mean and variance uncounted, and so do fused kernels of other libraries. Copies
     lie on the device of their tensor, in memory that is used again. So this is for small tensors, such as the buffers
-    of a module, or where a copy for every step is worth its price.
+    of a module.
 
     A tensor is known by its place among the others, so one that was replaced by a new one is put back as well. If
     there are more or fewer tensors than there were, each is known by its identity.
@@ -278,14 +277,6 @@ class Undo:
                     torch.where(choice, kept, tensor, out=tensor)
                 elif where:
                     tensor.copy_(kept)
-
-    def appeared(self) -> list[torch.Tensor]:
-        """What is there now and has no content to go back to: it was not kept, or had another shape, type or device.
-
-        Of a sharded tensor the part of this rank.
-        """
-        with torch.no_grad():
-            return [tensor for tensor, kept in self._pairs() if kept is None]
 
     def _now(self) -> list[torch.Tensor]:
         return [own for tensor in self._tensors() if not (own := local(tensor)).is_meta]
@@ -391,116 +382,6 @@ class ChangingBuffers:
             if buffer is not None and (self._first >= 0 or place in self._changing or buffer.numel() <= _LARGE):
                 found.append(buffer)
         return found
-
-
-class StepUndo:
-    """Takes a step of optimizers back: afterwards it has never happened.
-
-    Put back are the parameters, the tensors of the optimizers' state (:class:`Undo`), and what lies around them: which
-    parameters have a state at all, what is a number in it, the values of the parameter groups. So an optimizer that
-    made its state in the step that is taken back has none again, and begins as if it never had: zeros in its place
-    would not do for all (momentum with dampening, ``NAdam``). An object of another kind in a state is left as it is.
-
-    It costs a copy of parameters and state before every step, in memory and in time. Optimizers with ``fused=True``
-    have a way to skip a step on the device by themselves (``found_inf``).
-
-    Args:
-        optimizers: The optimizers of this moment, always in the same order.
-    """
-
-    def __init__(self, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
-        self._optimizers = optimizers
-        self._frames: list[tuple[Optimizer, dict[str, Any]]] = []
-        self._undo = Undo(self._tensors)
-
-    def keep(self) -> None:
-        """To be called right before the step."""
-        self._frames = [(optimizer, _frame(optimizer)) for optimizer in self._optimizers()]
-        self._undo.keep()
-
-    def restore(self, where: torch.Tensor | bool = True) -> None:
-        """Takes the step back; to be called right after it, before a scheduler or a scaler changes anything.
-
-        Args:
-            where: Whether to, as :meth:`Undo.restore` takes it. The host waits for a tensor if the step has changed
-                what only the host can put back: it made its state, as in the first step, or replaced tensors by
-                others, or counts in plain numbers. Also if the optimizer keeps tensors on the CPU while ``where`` is
-                not there, as ``Adam`` does with its counters unless it is ``capturable`` or ``fused``.
-
-        Raises:
-            ValueError: If ``where`` is a tensor, but not one boolean.
-        """
-        where = _verdict(where)
-        if where is False:
-            return
-        if any(not _is_same(_frame(optimizer), frame) for optimizer, frame in self._frames):
-            if not where:
-                return
-            where = True
-            for optimizer, frame in self._frames:
-                _put_back(optimizer, frame)  # first, since it says which tensors there are
-        self._undo.restore(where)
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        for optimizer in self._optimizers():
-            for group in optimizer.param_groups:
-                yield from group["params"]
-            yield from _tensors_in(_frame(optimizer))
-
-
-def _frame(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer consists of: its own containers copied, the tensors in them not."""
-    return {
-        "state": _containers(optimizer.state),
-        "groups": [
-            {key: _containers(value) for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ],
-    }
-
-
-def _put_back(optimizer: Optimizer, frame: dict[str, Any]) -> None:
-    frame = _containers(frame)  # the optimizer will change what it gets
-    optimizer.state.clear()
-    optimizer.state.update(frame["state"])
-    for group, values in zip(optimizer.param_groups, frame["groups"], strict=True):
-        parameters = group["params"]
-        group.clear()
-        group.update(params=parameters, **values)
-
-
-def _containers(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _containers(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_containers(item) for item in value)
-    return value
-
-
-def _is_same(first: Any, second: Any) -> bool:
-    """Whether two frames hold equal numbers and the very same objects, in the same places."""
-    if first is second:
-        return True
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, dict):
-        return len(first) == len(second) and all(
-            key in second and _is_same(item, second[key]) for key, item in first.items()
-        )
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(_is_same, first, second))
-    return isinstance(first, (bool, int, float, complex, str)) and first == second
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
 
 
 class LateReads:

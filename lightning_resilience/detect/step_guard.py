@@ -7,7 +7,9 @@ gradients, which are the same on all. Where ranks hold different parts of the gr
 
 **When.** Right before an optimizer changes anything: after the gradients have been reduced, unscaled and clipped. On
 the CPU a number is read at no cost, so the verdict is there at once. An accelerator is asked nothing that the host
-would have to wait for: the device skips the step by itself, and the host learns of it some steps later.
+would have to wait for: an optimizer that can skips the step on the device by itself (fused ones, by what gradient
+scalers use), and the host learns of it some steps later. With one that cannot the step happens, and all that is left is
+to go back; to keep a copy of parameters and moments for every step would take as much memory again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ from lightning_resilience.detect.numerics import (
     ChangingBuffers,
     LateReads,
     SpikeReference,
-    StepUndo,
     Undo,
     all_finite,
     are_finite,
@@ -65,6 +66,7 @@ class Verdict:
         problem: What was wrong, for a person; ``None`` if nothing was.
         is_here: Whether it is known to have begun on this rank.
         is_common: Whether all ranks have this verdict, and get it at the same boundary.
+        has_happened: Whether the step has happened although it was bad: the verdict has come too late.
         grad_norm: Of the gradients of a bad step: their norm, which need not be a number.
         first: What was wrong in the first run, if the second one was good: a fault that has passed.
         reproducible: Whether a second run of the same batch had the same result; ``None`` if there was none.
@@ -74,6 +76,7 @@ class Verdict:
     problem: str | None = None
     is_here: bool = False
     is_common: bool = False
+    has_happened: bool = False
     grad_norm: float | None = None
     first: str | None = None
     reproducible: bool | None = None
@@ -133,8 +136,8 @@ class StepGuard:
         self._seen: list[float] = []
         self._losses: list[float] = []
         self._fine: list[torch.Tensor] = []
-        self._undos: dict[int, StepUndo] = {}
-        self._skipping: dict[int, tuple[torch.Tensor, StepUndo | None]] = {}
+        self._skipping: dict[int, torch.Tensor] = {}
+        self._happens = False
         self._reads = LateReads()
         self._learns = LateReads()
         self._verdicts: list[Verdict] = []
@@ -164,6 +167,7 @@ class StepGuard:
         self._losses.clear()
         self._seen.clear()
         self._fine.clear()
+        self._happens = False
 
     def end(self) -> bool:
         """The window is complete; returns whether it is known already that it was a bad one."""
@@ -172,7 +176,7 @@ class StepGuard:
         self._open = False
         if self._late:
             if self._fine:
-                self._reads.put(self._tag, torch.stack(self._fine).all())
+                self._reads.put((self._tag, self._happens), torch.stack(self._fine).all())
         else:
             if self._problem is not None and self._prevents and self._buffers is not None:
                 self._buffers.restore()
@@ -183,9 +187,9 @@ class StepGuard:
                     self._problem,
                     self._is_here,
                     is_common,
-                    self._grad_norm,
-                    self._first,
-                    self._reproducible,
+                    grad_norm=self._grad_norm,
+                    first=self._first,
+                    reproducible=self._reproducible,
                 )
             )
             if self._spikes is not None and self._problem is None:
@@ -207,7 +211,9 @@ class StepGuard:
         """
         if self._late:
             arrived = self._reads.drain() if wait else self._reads.ready()
-            return [Verdict(tag, None if good else "the loss or a gradient was not finite") for tag, good in arrived]
+            return [
+                Verdict(tag) if good else Verdict(tag, _LATE, has_happened=happens) for (tag, happens), good in arrived
+            ]
         verdicts, self._verdicts = self._verdicts, []
         return verdicts
 
@@ -353,26 +359,23 @@ class StepGuard:
         return fine
 
     def _skip_on_device(self, optimizer: Optimizer, fine: torch.Tensor) -> None:
-        bad = ~fine
-        undo = None
-        if _can_skip(optimizer):
+        if not optimizer.state:
+            # Its first step, for which the host may wait: optimizers make their state even if they skip it, and a
+            # momentum that begins with the first gradient is not one that begins with nothing.
+            if not bool(fine):
+                self._skip(optimizer)
+        elif _can_skip(optimizer):
             skipping: Any = optimizer
-            skipping.grad_scale, skipping.found_inf = None, bad.float()
+            skipping.grad_scale, skipping.found_inf = None, (~fine).float()
+            self._skipping[id(optimizer)] = ~fine
         else:
-            undo = self._undos.setdefault(id(optimizer), StepUndo(lambda: [optimizer]))
-            undo.keep()
-        self._skipping[id(optimizer)] = (bad, undo)
+            self._happens = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (skipping := self._skipping.pop(id(optimizer), None)) is None:
-            return
-        bad, undo = skipping
-        if undo is not None:
-            undo.restore(bad)
-        else:
+        if (bad := self._skipping.pop(id(optimizer), None)) is not None:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-        if self._buffers is not None:
-            self._buffers.restore(bad)
+            if self._buffers is not None:
+                self._buffers.restore(bad)
 
 
 def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -389,16 +392,12 @@ def _norms(optimizer: Optimizer) -> list[float]:
     return [float(torch.linalg.vector_norm(local(gradient))) for gradient in _gradients(optimizer)]
 
 
+_LATE = "the loss or a gradient was not finite"
 _ELSEWHERE = "the loss or the gradients of another rank are not as they should be"
 
 
 def _can_skip(optimizer: Optimizer) -> bool:
-    """Whether the optimizer leaves a step out on its device if it is told so: what gradient scalers use.
-
-    Not its first one: it makes its state all the same, and a momentum that starts from nothing is not one of zeros.
-    """
-    return (
-        bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        and all(group.get("fused") for group in optimizer.param_groups)
-        and bool(optimizer.state)
+    """Whether the optimizer leaves a step out on its device if it is told so: what gradient scalers use."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+        group.get("fused") for group in optimizer.param_groups
     )
