@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from types import FunctionType
@@ -246,6 +247,30 @@ def begin_anew(trainer: Trainer, module: LightningModule) -> None:
             each.reset()
     module.zero_grad(set_to_none=True)
     trainer.should_stop = False
+    for callback in trainer.checkpoint_callbacks:  # which would leave out a step that it has saved already
+        if hasattr(callback, "_last_global_step_saved"):
+            callback._last_global_step_saved = 0
+
+
+def frame(trainer: Trainer) -> Any:
+    """What a new process makes and a checkpoint does not hold: which optimizers and schedulers there are.
+
+    Some callbacks change them during a fit: ``StochasticWeightAveraging``, ``BaseFinetuning``.
+    """
+    groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+    return groups, [id(config.scheduler) for config in trainer.lr_scheduler_configs]
+
+
+def after_exception_hooks(trainer: Trainer, patches: Patches, action: Callable[[], None]) -> None:
+    """Has ``action`` called when every callback has been told of an exception: one may still save then."""
+    strategy = trainer.strategy
+    on_exception = strategy.on_exception
+
+    def wrapper(exception: BaseException) -> None:
+        on_exception(exception)
+        action()
+
+    patches.set(strategy, "on_exception", wrapper)
 
 
 def restore_training_state(trainer: Trainer) -> None:
@@ -466,15 +491,22 @@ def has_grad_scaler(trainer: Trainer) -> bool:
     return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
-def on_clipping_by_norm(trainer: Trainer, patches: Patches, seen: Callable[[torch.Tensor], None]) -> None:
+def on_clipping_by_norm(
+    trainer: Trainer, patches: Patches, before: Callable[[], None], seen: Callable[[torch.Tensor], None]
+) -> None:
     """Has ``seen`` called with the norm of all gradients where Lightning clips them by it; of all ranks, if sharded.
+
+    And ``before`` before it. Not where the precision plugin has a way of its own (FSDP1, which refuses).
 
     ``clip_grad_norm_`` returns it, and Lightning drops it. Sharded gradients have it reduced over the ranks once, here,
     instead of within.
     """
     plugin = trainer.precision_plugin
+    if type(plugin).clip_grad_by_norm.__qualname__ != "Precision.clip_grad_by_norm":
+        return
 
     def clip(optimizer: Any, clip_val: Any) -> None:
+        before()
         parameters = list(plugin.main_params(optimizer))
         norm: Any = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -715,7 +747,7 @@ class SampleIds:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._iterator: Any = None
+        self._iterator: Callable[[], Any] = lambda: None
         self._ids: dict[int, Any] = {}
 
     def look(self) -> None:
@@ -724,15 +756,18 @@ class SampleIds:
         if combined is None or combined._iterator is None or len(combined.flattened) != 1:
             return
         inner: Any = next(iter(combined._iterator.iterators), None)
-        if inner is self._iterator or not hasattr(inner, "_next_index"):
+        if inner is None or inner is self._iterator() or not hasattr(inner, "_next_index"):
             return
-        self._iterator, self._ids, next_index = inner, {}, inner._next_index
+        # Not kept alive by us, nor by itself: its end is that of its workers.
+        ids: dict[int, Any] = {}
+        self._iterator, self._ids, kept = weakref.ref(inner), ids, self._KEPT
 
-        def noted() -> Any:
-            indices = next_index()
+        def noted(iterator: Callable[[], Any] = self._iterator) -> Any:
+            inner = iterator()
+            indices = type(inner)._next_index(inner)
             number = inner._send_idx if hasattr(inner, "_send_idx") else inner._num_yielded
-            self._ids[number] = indices
-            self._ids.pop(number - self._KEPT, None)
+            ids[number] = indices
+            ids.pop(number - kept, None)
             return indices
 
         inner._next_index = noted

@@ -62,7 +62,7 @@ class _GoBack(Exception):
     """Leaves the loops of a fit, which are run again from an older state."""
 
     def __init__(self, choice: _Choice | None) -> None:
-        super().__init__(choice)
+        super().__init__()  # or an error later on would print the whole state
         self.choice = choice
 
 
@@ -86,6 +86,8 @@ class FitSession:
         """What a callback does, on every rank at the same boundary, when an event of its kind is acted on."""
         self.after_batch: list[Callable[[bool], None]] = []
         """Called at every training boundary with whether no window of accumulated batches is open."""
+        self.before_end: list[Callable[[], None]] = []
+        """Called on all ranks when the training has ended, before its final state is saved."""
         self.at_boundary: list[Callable[[bool], None]] = []
         """Called after that with whether the state may be saved there. Both must cost next to nothing."""
         self.before_training_data: list[Callable[[list[Any]], None]] = []
@@ -167,6 +169,11 @@ class FitSession:
         }
         self.patches = _lightning.Patches()
         self._loading = _lightning.Patches()
+        self.save_patches = _lightning.Patches()
+        """Of what is put on the Trainer's saves: they come off last, since after an exception somebody may save."""
+        self._guarded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._failing = False
+        self._silenced = False
         self._install()
 
         self._running = False
@@ -260,7 +267,9 @@ class FitSession:
         if STATE_KEY in checkpoint:
             checkpoint = from_plain(checkpoint)
             self._resumed = self._understand(checkpoint, Path(str(path)))
-            _lightning.silence_resume_warning(self.trainer, self.patches)
+            if not self._silenced:
+                self._silenced = True
+                _lightning.silence_resume_warning(self.trainer, self.patches)
         _lightning.restore_checkpoint(self.trainer, None if path is None else str(path), checkpoint)
         self._checkpoint = checkpoint
 
@@ -378,7 +387,8 @@ class FitSession:
             if isinstance(loader, DataLoader) and loader.num_workers > 0:
                 init = loader.worker_init_fn
                 if not isinstance(init, signals.WorkerGuard):
-                    self.patches.set(loader, "worker_init_fn", signals.WorkerGuard(init, signums))
+                    self._guarded[loader] = init  # not kept alive: loaders may be made anew in every epoch
+                    loader.worker_init_fn = signals.WorkerGuard(init, signums)
 
     def _generators(self) -> list[torch.Generator]:
         return data_position.loader_generators(
@@ -406,6 +416,7 @@ class FitSession:
             self._find_place_in_data(self._resumed["mine"])
         if self.gone_back:
             return  # what follows lasts for as long as the process
+        self._frame = _lightning.frame(self.trainer)
         ddp = _lightning.ddp_wrapper(self.trainer)
         if self._resumed is not None:
             self._arrival_order = self._resumed["arrival_order"]
@@ -480,8 +491,8 @@ class FitSession:
             log.info(
                 "%s was asked for by rank %d when the fit had ended; nothing is left to do.", event.kind, event.rank
             )
-        for hook in self.after_batch:
-            hook(True)
+        for end in self.before_end:
+            end()
         self._running = False
         self._enter("out_of_section")
         if self.save_final:
@@ -539,6 +550,7 @@ class FitSession:
             self.agreement.abort(reason)
             if not verdicts and not self._finished and not self._is_halted():
                 self.end("failed", reason)
+        self._failing = True
         self.leave()
 
     def _is_halted(self) -> bool:
@@ -561,10 +573,14 @@ class FitSession:
             self.set_random_state(mine["now"])
             _lightning.set_latest_metrics(self.trainer, mine["metrics"])
         self.agreement.stop()
-        with self.during("checkpointing"):
-            checkpoint_io.undo(self.trainer)  # waits for saves in the background
         self._loading.undo()
+        for loader, init in self._guarded.items():
+            loader.worker_init_fn = init
         self.patches.undo()
+        if self._failing:
+            _lightning.after_exception_hooks(self.trainer, self.save_patches, self._release_saves)
+        else:
+            self._release_saves()
         if self._recorder is not None:
             self._recorder.stop()
         if _active is self:
@@ -573,6 +589,11 @@ class FitSession:
         self.handlers.clear()
         for undo in self.at_left:
             undo()
+
+    def _release_saves(self) -> None:
+        with self.during("checkpointing"):
+            checkpoint_io.undo(self.trainer)  # waits for saves in the background
+        self.save_patches.undo()
 
     # -- boundaries ----------------------------------------------------------------------------------------------------
 
@@ -655,6 +676,11 @@ class FitSession:
     def _go_back(self) -> None:
         assert self._goes_back is not None
         (until, otherwise), self._goes_back = self._goes_back, None
+        if _lightning.frame(self.trainer) != self._frame:
+            raise RuntimeError(
+                "The fit has to go back to an older state, but a callback has changed its optimizers or schedulers "
+                "meanwhile: only a restart makes them anew. Start it again; it resumes."
+            )
         for hook in self.before_going_back:
             hook()
         if self._background is not None:
@@ -670,7 +696,9 @@ class FitSession:
             try:
                 return loop()
             except _GoBack as back:
-                self._begin_again(back.choice)
+                choice = back.choice
+            self._begin_again(choice)
+            del choice
 
     def _begin_again(self, choice: _Choice | None) -> None:
         counted = self.steps_counted
@@ -821,7 +849,8 @@ class FitSession:
             self.check_state(_lightning.named_state(self.trainer))
         except ValueError as error:
             problem = f"rank {self.rank}: {error}"
-        problems = [each for each in self.gather(problem) if each is not None]
+        # After an exception the others may be gone.
+        problems = [each for each in ([problem] if self._failing else self.gather(problem)) if each is not None]
         if problems and self.rank == 0:
             log.error("The state of step %d is not saved in %s: %s.", self._step, path, problems[0])
             self.ledger.record("save_refused", fit=self.index, step=self._step, reason=problems[0])

@@ -105,7 +105,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         lambda t: importlib.import_module(f"{package_of(t)}.strategies.launchers.multiprocessing"),
         {"_MultiProcessingLauncher"},
     ),
-    "ModelCheckpoint": (lambda t: t.checkpoint_callback, {"_link_checkpoint"}),
+    "ModelCheckpoint": (lambda t: t.checkpoint_callback, {"_last_global_step_saved", "_link_checkpoint"}),
     "LearningRateFinder": (
         lambda t: importlib.import_module(f"{package_of(t)}.callbacks").LearningRateFinder(),
         {"_early_exit"},

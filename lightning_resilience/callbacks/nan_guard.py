@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -149,6 +149,10 @@ class NaNGuard(SessionCallback):
             if session.rank == 0:
                 log.warning("NaNGuard is off: %s", problem)
             return
+        for name in _COUNTS:
+            setattr(self, name, 0)
+        if self.spiky_loss_factor is not None:
+            self._spikes = SpikeReference(self.spiky_loss_factor, self.spike_window)
         self._guarding = _Guarding(self, session)
         session.at_leave.append(self._leave)
 
@@ -228,6 +232,8 @@ class _Guarding:
         self._samples = _lightning.SampleIds(session.trainer)
         self._consecutive = 0
         self._troubled: list[Window] = []
+        self._asked_to_hold = False
+        self._say: Callable[[], None] = lambda: None
         self._is_lost = False
         """Whether a bad step has happened."""
         self._waiting = False
@@ -262,23 +268,25 @@ class _Guarding:
             prevents=self._prevents,
             late=settings.rerun == "disabled" and not _reads_cost_nothing(trainer.strategy.root_device),
             agree=_smallest if several else None,
+            tells=trainer.world_size > 1 and not several,
             checks_grads=settings.check_grads,
             spikes=settings._spikes,
             judges=not _lightning.has_grad_scaler(trainer),
             reruns=self._reruns(),
         )
         if several and settings.check_grads:
-            _lightning.on_clipping_by_norm(trainer, session.patches, self._guard.take_norm)
+            _lightning.on_clipping_by_norm(trainer, session.patches, self._guard.before_norm, self._guard.take_norm)
         if settings.rerun == "validate_results":
             self._devices = session.gather(_device(trainer.strategy.root_device))
         _lightning.on_batch_done(trainer, session.patches, self._batch_done)
         session.after_batch.append(self._after_batch)
+        session.before_end.append(self._before_end)
         session.at_gone_back.append(self._gone_back)
         session.at_saved.append(self.finish)
         session.is_dropped = self._is_dropped
         self._born = self._unfit_from_birth()
         session.check_state = self._check_state
-        _lightning.on_save(trainer, session.patches, self._may_save)
+        _lightning.on_save(trainer, session.save_patches, self._may_save)
         self._read()
 
     def _unfit_from_birth(self) -> set[str]:
@@ -341,6 +349,21 @@ class _Guarding:
         begun = _lightning.batches_begun(trainer)
         self._window = Window(trainer.current_epoch, begun, begun, trainer.global_step)
         self._guard.begin(self._window)
+
+    def _before_end(self) -> None:
+        """There is no boundary any more at which the fit could go back."""
+        assert self._guard is not None
+        session = self.session
+        self._guard.end()
+        for verdict in self._guard.verdicts(wait=True):
+            self._judge(verdict)
+        if self._is_lost:
+            windows = self._troubled_anywhere()
+            if session.rank == 0:
+                self._count(windows[-1].step, windows)
+            self._end("a step of the last ones was bad; started again, the run passes its batches over", is_final=False)
+        if self._prevents and not session.may_save(session.fit.checkpoints):
+            self._end("the final state is not finite; started again, the run goes on from an older one", is_final=False)
 
     def _is_dropped(self) -> bool:
         if not self._dropped:
@@ -408,7 +431,8 @@ class _Guarding:
             return
         if verdict.is_common:
             self._hold(hold)
-        elif self.session.rank == 0:
+        elif self.session.rank == 0 or verdict.is_here or self._asked_to_hold:
+            self._asked_to_hold = hold
             self.session.agreement.request(_HOLD, {"hold": hold}, Needs.CLEAN | Needs.TRAINING)
 
     def _hold(self, hold: bool) -> None:
@@ -469,17 +493,28 @@ class _Guarding:
             self._end(f"{why}; the run has gone back {settings.max_rollbacks} times because of it")
         if is_suspect and (too_many := session.tiers.condemn_together(why, windows[0].step)) is not None:
             self._end(too_many)
-        session.go_back(windows[0].step, otherwise=lambda: self._end(f"{why}; {_NOWHERE}", is_final=False))
-        if session.rank == 0:
+        session.go_back(windows[0].step, otherwise=lambda: self._stay(f"{why}; {_NOWHERE}"))
+
+        def say() -> None:
             log.warning(
-                "Going back to the newest good checkpoint (%d of %d times): %s. %d batches of each rank will be passed "
-                "over.",
+                "Gone back to the newest good checkpoint (%d of %d times): %s. Batches passed over, of each rank: %d.",
                 times,
                 settings.max_rollbacks,
                 why,
                 0 if is_suspect else sum(each.end - each.begin for each in windows),
             )
             session.ledger.record("rollback", fit=session.index, step=step, reason=reason, times=times)
+
+        self._say = say
+
+    def _stay(self, why: str) -> None:
+        """There is nowhere to go back to."""
+        if self._is_lost or self._consecutive >= self.settings.max_consecutive:
+            self._end(why, is_final=False)
+        self._waiting = False  # the bad step was skipped, and that has to do
+        self._consecutive = 0
+        self._troubled.clear()
+        self._hold(False)
 
     def _troubled_anywhere(self) -> list[Window]:
         """The windows whose steps were bad, in order, of all ranks."""
@@ -527,6 +562,8 @@ class _Guarding:
         assert self._guard is not None
         self._guard.forget()
         self._consecutive = 0
+        if self.session.rank == 0:
+            self._say()
         self._waiting = self._is_lost = False
         self._troubled.clear()
         self._hold(False)

@@ -328,9 +328,9 @@ class LocalSaves:
             self._rounds.end()
         if self._fence is not None:
             self._fence.remove()
-        if self._thread.ident is not None:
-            if not patiently(lambda seconds: _has_ended(self._thread, seconds), timeout_s, self._waiting):
-                log.warning("Rank %d: the local save in progress is stuck and is left behind.", self._place.rank)
+        started = self._thread.ident is not None
+        if started and not patiently(lambda seconds: _has_ended(self._thread, seconds), timeout_s, self._waiting):
+            log.warning("Rank %d: the local save in progress is stuck and is left behind.", self._place.rank)
 
     # -- the other thread ----------------------------------------------------------------------------------------------
 

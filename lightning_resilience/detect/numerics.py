@@ -41,7 +41,7 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     home = torch.device("cpu")
     with torch.no_grad():
         for tensor in tensors:
-            stored = _stored(tensor)
+            stored = stored_numbers(tensor)
             if stored.is_meta:
                 continue
             if home.type == "cpu":
@@ -85,7 +85,7 @@ def _is_group_finite(group: list[torch.Tensor], device: torch.device) -> torch.T
     return torch.isfinite(torch.stack(extremes)).all()
 
 
-def _stored(tensor: torch.Tensor) -> torch.Tensor:
+def stored_numbers(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers that this rank holds of ``tensor``, in a type that torch can calculate with."""
     tensor = local(tensor)
     if tensor.layout is torch.sparse_coo:
@@ -132,7 +132,7 @@ def nonfinite_names(named: Iterable[tuple[str, torch.Tensor]], limit: int = 5) -
             if len(names) == limit:
                 more += 1
                 continue
-            stored = _stored(tensor)
+            stored = stored_numbers(tensor)
             nan, inf = torch.isnan(stored), torch.isinf(stored)
             kinds = ", ".join(kind for kind, found in (("nan", nan), ("inf", inf)) if bool(found.any()))
             names.append(f"{name} ({int((nan | inf).sum())} of {stored.numel()} elements: {kinds})")

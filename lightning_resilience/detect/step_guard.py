@@ -1,9 +1,10 @@
 """Whether a step of the training may change the model, decided alike on all ranks; and what to do if not. No Trainer.
 
 **One verdict without a collective of its own.** A loss that is not finite, or a spike, on one rank is made known to the
-others by its gradients: they are multiplied by NaN, and the reduction of gradients that happens anyway (DDP's
-all-reduce, FSDP's reduce-scatter) brings that to every rank. So all that a rank of a DDP job looks at are its reduced
-gradients, which are the same on all. Where ranks hold different parts of the gradients, one boolean is reduced besides.
+others by its gradients: they are replaced by NaN, and the reduction of gradients that happens anyway (DDP's all-reduce)
+brings that to every rank. So all that a rank of a DDP job looks at are its reduced gradients, which are the same on
+all. Where ranks hold different parts of the gradients, their norm is looked at if they are clipped by it, or one number
+is reduced besides.
 
 **When.** Right before an optimizer changes anything: after the gradients have been reduced, unscaled and clipped. On
 the CPU a number is read at no cost, so the verdict is there at once. An accelerator is asked nothing that the host
@@ -34,6 +35,7 @@ from lightning_resilience.detect.numerics import (
     all_finite,
     are_finite,
     nonfinite_names,
+    stored_numbers,
 )
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class StepGuard:
         prevents: Whether a bad step is kept from changing anything: parameters, optimizer state, buffers.
         late: Whether the verdicts of a window come later, since the host must not wait for the device.
         agree: Reduces one number over all ranks in place, to the smallest. For ranks that see different gradients.
+        tells: Whether gradients are reduced over ranks, which learn by them that the loss of one was bad.
         checks_grads: Whether gradients are looked at, or only losses.
         spikes: What a loss must stay below, if anything.
         judges: Whether this is the place to look at gradients; not where a gradient scaler does so and skips steps
@@ -108,6 +111,7 @@ class StepGuard:
         prevents: bool,
         late: bool,
         agree: Callable[[torch.Tensor], None] | None = None,
+        tells: bool = False,
         checks_grads: bool = True,
         spikes: SpikeReference | None = None,
         judges: bool = True,
@@ -118,6 +122,7 @@ class StepGuard:
         self._prevents = prevents
         self._late = late
         self._agree = agree
+        self._tells = tells
         self._checks_grads = checks_grads
         self._spikes = spikes
         self._judges = judges
@@ -136,8 +141,11 @@ class StepGuard:
         self._seen: list[float] = []
         self._losses: list[float] = []
         self._fine: list[torch.Tensor] = []
+        self._fine_losses: list[torch.Tensor] = []
         self._skipping: dict[int, torch.Tensor] = {}
         self._happens = False
+        self._told: list[Any] = []
+        self._bad_loss = False
         self._reads = LateReads()
         self._learns = LateReads()
         self._verdicts: list[Verdict] = []
@@ -164,10 +172,14 @@ class StepGuard:
 
     def _clear(self) -> None:
         self._problem, self._is_here, self._is_common, self._grad_norm = None, False, False, None
+        self._bad_loss = False
         self._losses.clear()
         self._seen.clear()
         self._fine.clear()
+        self._fine_losses.clear()
         self._happens = False
+        while self._told:
+            self._told.pop().remove()
 
     def end(self) -> bool:
         """The window is complete; returns whether it is known already that it was a bad one."""
@@ -239,8 +251,16 @@ class StepGuard:
             self._blame(f"the loss is {value:.6g}, more than {self._spikes.threshold:.6g}", True)
         else:
             self._blame(f"the loss is {value}", is_here=True)
-        if self._prevents and loss.requires_grad:
-            loss.register_hook(lambda gradient: gradient * math.nan)  # type: ignore[no-untyped-call]
+        self._bad_loss = True
+        if self._prevents and self._tells and loss.requires_grad:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Makes the gradients of this batch such that whatever reduces them tells all ranks."""
+        # Of each parameter, not of the loss: where a loss is clamped, what is multiplied with its gradient is lost.
+        for _, parameter in self._named_parameters():
+            if parameter.requires_grad:
+                self._told.append(parameter.register_hook(_spoil))  # type: ignore[no-untyped-call]
 
     def _blame(self, problem: str, is_here: bool) -> None:
         if self._problem is None:
@@ -256,13 +276,30 @@ class StepGuard:
             for _, number in self._learns.ready():
                 self._spikes.observe(number)
         self._fine.append(fine)
+        self._fine_losses.append(fine)
         if self._prevents and loss.requires_grad:
             factor = torch.where(fine, 1.0, math.nan).to(loss.dtype)
+            if self._tells:
+                self._tell_later(factor)
             loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+
+    def _tell_later(self, factor: torch.Tensor) -> None:
+        # By one parameter, since this happens in every step: the last one, which nearly always takes part.
+        parameters = [each for _, each in self._named_parameters() if each.requires_grad]
+        if parameters:
+            hook = parameters[-1].register_hook(lambda gradient: gradient * factor.to(gradient.dtype))  # type: ignore[no-untyped-call]
+            self._told.append(hook)
 
     def take_norm(self, norm: torch.Tensor) -> None:
         """The norm of the gradients of all ranks is known anyway: it says the same on all, and nothing is reduced."""
         self._norm = norm.detach()
+
+    def before_norm(self) -> None:
+        """Before that norm: a rank whose loss is bad says so in it."""
+        if self._bad_loss and self._prevents:
+            for _, parameter in self._named_parameters():
+                if parameter.grad is not None:
+                    local(parameter.grad).mul_(math.nan)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -311,8 +348,8 @@ class StepGuard:
 
     def _look(self, optimizer: Optimizer) -> bool:
         """Whether the step may happen; says what is wrong if not."""
-        if self._agree is None and self._checks_grads:
-            fine = are_finite(_gradients(optimizer))
+        if self._agree is None and self._norm is None and self._checks_grads:
+            fine = (self._tells or not self._bad_loss) and are_finite(_gradients(optimizer))
         else:
             fine = bool(self._is_fine(optimizer))
         if fine:
@@ -346,12 +383,11 @@ class StepGuard:
         norm, self._norm = self._norm, None
         if self._checks_grads and norm is not None:
             return torch.isfinite(norm)
-        if self._checks_grads:
-            fine = all_finite(_gradients(optimizer))
-        elif self._late:
-            fine = torch.stack(self._fine).all() if self._fine else torch.tensor(True)
-        else:
-            fine = torch.tensor(self._problem is None)
+        fine = all_finite(_gradients(optimizer)) if self._checks_grads else torch.tensor(True)
+        if self._agree is not None or not self._tells:  # then what this rank alone has seen counts too
+            if self._fine_losses:
+                fine = fine & torch.stack(self._fine_losses).all()
+            fine = fine & (not self._bad_loss)
         if self._agree is not None:
             number = fine.float()
             self._agree(number)
@@ -389,7 +425,11 @@ def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _norms(optimizer: Optimizer) -> list[float]:
     """What tells two backward passes apart."""
-    return [float(torch.linalg.vector_norm(local(gradient))) for gradient in _gradients(optimizer)]
+    return [float(torch.linalg.vector_norm(stored_numbers(gradient))) for gradient in _gradients(optimizer)]
+
+
+def _spoil(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(gradient, math.nan) if gradient.layout is torch.strided else gradient * math.nan
 
 
 _LATE = "the loss or a gradient was not finite"

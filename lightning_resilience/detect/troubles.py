@@ -13,7 +13,7 @@ from lightning_resilience.detect.reruns import Suspect
 
 log = logging.getLogger(__name__)
 
-REFILL_STEPS = 100
+REFILL_STEPS = 20
 """After so many steps beyond the last trouble, the next is another one, with rollbacks of its own."""
 
 
