@@ -692,6 +692,7 @@ class FitSession:
             raise _GoBack(choice)
 
     def _run(self, loop: Callable[[], None]) -> None:
+        begun = self.get_random_state()  # of which a new process makes its loaders
         while True:
             try:
                 return loop()
@@ -699,6 +700,7 @@ class FitSession:
                 choice = back.choice
             self._begin_again(choice)
             del choice
+            self.set_random_state(begun)
 
     def _begin_again(self, choice: _Choice | None) -> None:
         counted = self.steps_counted

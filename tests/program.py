@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset, random_split
 from torchmetrics import MeanMetric
 
 from lightning_resilience import session
@@ -243,6 +243,8 @@ def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
         )
     if config["without"] is not None:
         return DataLoader(data, batch_sampler=Without(RandomSampler(data), BATCH, config["without"]), **keep)
+    if kind == "split":  # by whom the loader is asked for
+        return None
     if kind == "tensors":
         return DataLoader(TensorDataset(torch.randn(size, 8)), BATCH, shuffle=True, **keep)
     if kind == "sequential":
@@ -322,6 +324,12 @@ class Module(L.LightningModule):
                 optimizer.step()
         return loss
 
+    def train_dataloader(self) -> Any:
+        if self.config["data"] != "split":
+            raise NotImplementedError
+        half, _ = random_split(Data(2 * BATCH * BATCHES, self.config["augment"]), [0.5, 0.5])
+        return DataLoader(half, BATCH, shuffle=True)
+
     def on_train_start(self) -> None:
         if self.config["draws_at_start"]:
             torch.rand(3)
@@ -383,6 +391,8 @@ def spoilt(config: dict[str, Any], step: int, rank: int, net: torch.nn.Module, l
                 continue
             if each["what"] == "loss":
                 return loss * float("nan")
+            if each["what"] == "masked":  # no gradient says anything
+                return torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.full_like(loss, float("nan")))
             weight = net[0].weight  # the root of zero, whose gradient is not finite
             return loss + (weight.flatten()[:1] * 0).sqrt().sum()
     return loss
@@ -445,7 +455,7 @@ def main(config: dict[str, Any]) -> None:
         keep = {"num_workers": 1, "persistent_workers": True} if config["persistent_validation"] else {}
         val = DataLoader(Data(BATCH * 3 * world_size, False), BATCH, **keep) if config["validation"] else None
         train = loader(config, world_size, trainer.global_rank)
-        trainer.fit(module, train, val, ckpt_path=config["ckpt_path"])
+        trainer.fit(module, *([] if train is None else [train]), val_dataloaders=val, ckpt_path=config["ckpt_path"])
         do(config, "after", fit, trainer.global_rank)
         metrics = {key: float(value) for key, value in sorted(trainer.callback_metrics.items())}
         results.append(

@@ -89,3 +89,9 @@ def test_with_nowhere_to_go_the_fit_decides(tmp_path: Path) -> None:
     codes, text = run(make(tmp_path, "run", events=events, save_every=1000), tmp_path / "run")
     assert codes == [1]
     assert "nothing to go back to" in text
+
+
+def test_loaders_are_made_of_the_same_random_numbers(tmp_path: Path) -> None:
+    """As a new process makes them, whatever the training has drawn meanwhile."""
+    options = {"data": "split"}
+    assert gone_back(tmp_path, 27, **options) == undisturbed(tmp_path, **options)

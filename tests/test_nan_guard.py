@@ -6,6 +6,7 @@ import contextlib
 import csv
 import functools
 import math
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
@@ -46,6 +47,11 @@ def constant_nan(model: Model, loss: torch.Tensor) -> torch.Tensor:
     return loss + math.nan
 
 
+def masked(model: Model, loss: torch.Tensor) -> torch.Tensor:
+    """The gradients of this one are zero, whatever is multiplied with them."""
+    return torch.where(torch.tensor(False), loss, torch.tensor(math.nan))
+
+
 def nan_input(model: Model, loss: torch.Tensor) -> torch.Tensor:
     """Batch normalisation takes it into its running statistics."""
     return model.net(torch.full((4, 4), math.nan)).mean()
@@ -65,6 +71,7 @@ SPOILS: dict[str, Spoil] = {
     "NaN loss": nan_loss,
     "infinite loss": inf_loss,
     "NaN loss with finite gradients": constant_nan,
+    "NaN loss without gradients": masked,
     "NaN in the batch": nan_input,
     "NaN in one gradient": nan_gradient,
     "an infinite gradient": inf_gradient,
@@ -433,6 +440,74 @@ def test_every_logger_is_told(tmp_path: Path) -> None:
     assert told == [("6", "1.0", "nan"), ("10", "2.0", "nan")]
 
 
+class Words(L.LightningModule):
+    """Its gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words = nn.Embedding(10, 4, sparse=True)
+        self.seen: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(self.words.weight.detach().clone())
+        return self.words(torch.tensor([batch_idx])).pow(2).sum() * (math.nan if batch_idx == 3 else 1.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(self.parameters())
+
+
+def test_sparse_gradients(tmp_path: Path) -> None:
+    model, guard = Words(), NaNGuard()
+    fit(model, tmp_path, guard, max_epochs=1)  # type: ignore[arg-type]
+    assert guard.skipped_steps == 1
+    assert torch.equal(model.seen[3], model.seen[4])
+    assert not torch.equal(model.seen[4], model.seen[5])
+
+
+def test_what_is_saved_because_of_an_error_is_looked_at_too(tmp_path: Path) -> None:
+    """By whoever is told of the error after us."""
+
+    class Fails(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            if pl_module.batch() == 7:
+                raise RuntimeError("on purpose")
+
+    for broken, saved in ((Broken(6), 0), (Broken(99), 1)):
+        own = ModelCheckpoint(tmp_path / "own", save_on_exception=True, every_n_train_steps=100)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            fit(Model(), tmp_path, NaNGuard(), broken, Fails(), own, enable_checkpointing=True)
+        assert len(list((tmp_path / "own").glob("*.ckpt"))) == saved
+
+
+def test_every_fit_counts_for_itself(tmp_path: Path) -> None:
+    guard = NaNGuard(spiky_loss_factor=100.0)
+    for _ in range(2):
+        fit(Model({5: nan_loss}), tmp_path, guard)
+        assert guard.skipped_steps == 1
+
+
+def test_where_only_a_restart_goes_back_the_fit_fails_and_says_so(tmp_path: Path) -> None:
+    average = StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1)
+    model = Model(dict.fromkeys(range(10, 13), nan_loss))
+    with pytest.raises(RuntimeError, match="only a restart makes them anew"):
+        fit(model, tmp_path, NaNGuard("rollback"), average, AutoResume(every_n_train_steps=3), max_epochs=4)
+    assert outcome(tmp_path)[0] == "failed"
+
+
+def test_workers_end_with_their_epoch(tmp_path: Path) -> None:
+    """Also where batches are left over."""
+    alive: list[int] = []
+
+    class Look(L.Callback):
+        def on_train_epoch_end(self, *args: Any) -> None:
+            alive.append(len(multiprocessing.active_children()))
+
+    loader = DataLoader(TensorDataset(torch.randn(64, 4)), 4, num_workers=1)
+    fit(Model(), tmp_path, NaNGuard(), Look(), loader=loader, limit_train_batches=3, max_epochs=4)
+    assert max(alive) <= 2
+
+
 # -- what makes no sense -----------------------------------------------------------------------------------------------
 
 
@@ -470,7 +545,7 @@ RANKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("what", ["loss", "gradient", "masked"])
 @pytest.mark.parametrize("options", RANKS.values(), ids=RANKS.keys())
 def test_what_one_rank_sees_all_skip(options: dict[str, Any], what: str, tmp_path: Path) -> None:
     config = make(
