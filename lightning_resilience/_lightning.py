@@ -492,9 +492,9 @@ def has_grad_scaler(trainer: Trainer) -> bool:
 
 
 def on_clipping_by_norm(
-    trainer: Trainer, patches: Patches, before: Callable[[], None], seen: Callable[[torch.Tensor], None]
+    trainer: Trainer, patches: Patches, before: Callable[[], None], seen: Callable[[Any, torch.Tensor], None]
 ) -> None:
-    """Has ``seen`` called with the norm of all gradients where Lightning clips them by it; of all ranks, if sharded.
+    """Has ``seen`` called with an optimizer and the norm of its gradients, of all ranks, where Lightning clips by it.
 
     And ``before`` before it. Not where the precision plugin has a way of its own (FSDP1, which refuses).
 
@@ -511,7 +511,7 @@ def on_clipping_by_norm(
         norm: Any = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), norm)
-        seen(norm)
+        seen(optimizer, norm)
 
     patches.set(plugin, "clip_grad_by_norm", clip)
 

@@ -199,9 +199,12 @@ def keep_all(trainer: Trainer) -> None:
     ``ModelCheckpoint`` takes it for saved, and removes the one before.
     """
     io: Any = trainer.strategy.checkpoint_io
-    io = io.checkpoint_io if _lightning.is_async_checkpoint_io(io) else io
-    if isinstance(io, DurableCheckpointIO):
-        io.keeps_all = True
+    if not _lightning.is_async_checkpoint_io(io):
+        if isinstance(io, DurableCheckpointIO):
+            io.keeps_all = True
+    elif isinstance(inner := io.checkpoint_io, DurableCheckpointIO):
+        # In its place among the saves: one that was asked for before may not have been written yet.
+        _lightning.after_async_saves(io, lambda: setattr(inner, "keeps_all", True))
 
 
 def make_durable(

@@ -112,7 +112,7 @@ def test_a_correct_result_is_left_to_the_policy(action: str, code: int, tmp_path
     assert run(config, tmp_path / "run")[0] == [16]
     codes, text = run({**config, "device": "node-b"}, tmp_path / "run")
     assert codes == [code], text
-    assert verdicts(config) == ["correct result"]
+    assert set(verdicts(config)) == {"correct result"}
     outcome = RunDirectory(config["run_dir"]).fit(0).outcome
     assert outcome is not None
     assert (outcome.status, outcome.details.get("exit_code")) == (("halted", 17) if code else ("finished", None))

@@ -30,7 +30,7 @@ def test_nothing_is_forgotten(troubles: Troubles, tmp_path: Path) -> None:
 
 def test_with_other_ranks_the_batches_are_others(tmp_path: Path) -> None:
     FULL.write(tmp_path / "file")
-    assert Troubles.read(tmp_path / "file", 4) == Troubles(4, unfit_from_birth=["mask"])
+    assert Troubles.read(tmp_path / "file", 4) == Troubles(4, 1, 40, unfit_from_birth=["mask"])
 
 
 def test_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -147,7 +147,7 @@ class _Saving:
             self.save("follows ModelCheckpoint")
         elif (n := self.settings.every_n_train_steps) is not None:
             step = self.session.trainer.global_step
-            if step % n == 0 and step != self._saved_step:
+            if step // n > self._saved_step // n:  # also if nothing could be saved at the very step
                 self.save("every_n_train_steps")
 
     def save_for(self, event: Event) -> None:

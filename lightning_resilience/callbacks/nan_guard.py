@@ -242,7 +242,7 @@ class _Guarding:
         self._answered = -1
         self._rollbacks = 0
         self._went_back_from: Window | None = None
-        """The last of the batches because of which this process has gone back."""
+        """The first of the batches because of which this process has gone back last."""
         self._born: set[str] = set()
         """What was not finite from the beginning, and is meant so: masks of attention, say."""
         self._dropped: dict[int, list[tuple[int, int]]] = {}
@@ -480,10 +480,11 @@ class _Guarding:
     def _go_back(self, reason: str, step: int) -> None:
         session, settings = self.session, self.settings
         windows = self._troubled_anywhere()
-        # Not a state from which the training has come past the last trouble and into the next.
-        is_new_to_it = self._went_back_from is None or windows[0] <= self._went_back_from
-        is_suspect = is_new_to_it and session.tiers.is_suspect(windows[0].step)
-        self._went_back_from = windows[-1]
+        # Not a state from which the training has come as far as the last trouble: bad again at the same batch, it is
+        # that which is to blame, and beyond, it is another trouble.
+        before, self._went_back_from = self._went_back_from, windows[0]
+        is_first = before is None or (windows[0].epoch, windows[0].begin) < (before.epoch, before.begin)
+        is_suspect = is_first and session.tiers.is_suspect(windows[0].step)
         # Where the checkpoint is to blame, the batches are not.
         times = self._count(step, [] if is_suspect else windows) if session.rank == 0 else 0
         times = int(session.trainer.strategy.broadcast(times))

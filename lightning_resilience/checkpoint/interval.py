@@ -71,7 +71,7 @@ class Schedule:
     """When a save is due: one of the two.
 
     Args:
-        every_n_train_steps: Whenever ``global_step`` is a multiple of this.
+        every_n_train_steps: Whenever ``global_step`` has come to a multiple of this.
         interval_s: When so many seconds have passed since the last one; asked again each time.
     """
 
@@ -87,7 +87,8 @@ class Schedule:
     def is_due(self, step: int, last: int) -> bool:
         """Whether to save now."""
         n = self.every_n_train_steps
-        return time.monotonic() >= self._next if n is None else step % n == 0 and step != last
+        # Made up for if it could not be done at the very step.
+        return time.monotonic() >= self._next if n is None else step // n > last // n
 
     def step_ahead(self, earliest: int) -> int | None:
         """The step of the next save, not before ``earliest``, or ``None`` if the time has not come."""

@@ -135,7 +135,7 @@ class StepGuard:
         self._is_here = False
         self._is_common = False
         self._grad_norm: float | None = None
-        self._norm: torch.Tensor | None = None
+        self._norm: dict[int, torch.Tensor] = {}
         self._first: str | None = None
         self._reproducible: bool | None = None
         self._seen: list[float] = []
@@ -173,6 +173,7 @@ class StepGuard:
     def _clear(self) -> None:
         self._problem, self._is_here, self._is_common, self._grad_norm = None, False, False, None
         self._bad_loss = False
+        self._norm.clear()
         self._losses.clear()
         self._seen.clear()
         self._fine.clear()
@@ -188,7 +189,9 @@ class StepGuard:
         self._open = False
         if self._late:
             if self._fine:
-                self._reads.put((self._tag, self._happens), torch.stack(self._fine).all())
+                losses = torch.stack(self._fine_losses).all() if self._fine_losses else torch.tensor(True)
+                everything = torch.stack(self._fine).all()
+                self._reads.put((self._tag, self._happens), everything.float() + 2 * losses.float())
         else:
             if self._problem is not None and self._prevents and self._buffers is not None:
                 self._buffers.restore()
@@ -213,6 +216,7 @@ class StepGuard:
         """What is under way will not be judged: the training has gone back to an older state."""
         self._open = False
         self._reads.drain()
+        self._learns.drain()
         self._verdicts.clear()
 
     def verdicts(self, wait: bool = False) -> list[Verdict]:
@@ -223,9 +227,7 @@ class StepGuard:
         """
         if self._late:
             arrived = self._reads.drain() if wait else self._reads.ready()
-            return [
-                Verdict(tag) if good else Verdict(tag, _LATE, has_happened=happens) for (tag, happens), good in arrived
-            ]
+            return [_late_verdict(tag, happens, int(number)) for (tag, happens), number in arrived]
         verdicts, self._verdicts = self._verdicts, []
         return verdicts
 
@@ -290,9 +292,9 @@ class StepGuard:
             hook = parameters[-1].register_hook(lambda gradient: gradient * factor.to(gradient.dtype))  # type: ignore[no-untyped-call]
             self._told.append(hook)
 
-    def take_norm(self, norm: torch.Tensor) -> None:
-        """The norm of the gradients of all ranks is known anyway: it says the same on all, and nothing is reduced."""
-        self._norm = norm.detach()
+    def take_norm(self, optimizer: Optimizer, norm: torch.Tensor) -> None:
+        """The norm of an optimizer's gradients of all ranks is known anyway: it says the same on all of them."""
+        self._norm[id(optimizer)] = norm.detach()
 
     def before_norm(self) -> None:
         """Before that norm: a rank whose loss is bad says so in it."""
@@ -348,7 +350,7 @@ class StepGuard:
 
     def _look(self, optimizer: Optimizer) -> bool:
         """Whether the step may happen; says what is wrong if not."""
-        if self._agree is None and self._norm is None and self._checks_grads:
+        if self._agree is None and self._checks_grads:
             fine = (self._tells or not self._bad_loss) and are_finite(_gradients(optimizer))
         else:
             fine = bool(self._is_fine(optimizer))
@@ -380,7 +382,7 @@ class StepGuard:
 
     def _is_fine(self, optimizer: Optimizer) -> torch.Tensor:
         """Whether the step may happen; the same on all ranks."""
-        norm, self._norm = self._norm, None
+        norm = self._norm.pop(id(optimizer), None)
         if self._checks_grads and norm is not None:
             return torch.isfinite(norm)
         fine = all_finite(_gradients(optimizer)) if self._checks_grads else torch.tensor(True)
@@ -430,6 +432,13 @@ def _norms(optimizer: Optimizer) -> list[float]:
 
 def _spoil(gradient: torch.Tensor) -> torch.Tensor:
     return torch.full_like(gradient, math.nan) if gradient.layout is torch.strided else gradient * math.nan
+
+
+def _late_verdict(tag: Tag, happens: bool, number: int) -> Verdict:
+    all_is_fine, losses_are_fine = bool(number & 1), bool(number & 2)
+    if all_is_fine:
+        return Verdict(tag)
+    return Verdict(tag, _LATE, is_here=not losses_are_fine, has_happened=happens)
 
 
 _LATE = "the loss or a gradient was not finite"

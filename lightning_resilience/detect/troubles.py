@@ -39,7 +39,7 @@ class Troubles:
     """The file's content.
 
     Attributes:
-        world_size: Of the run; with another one, other batches have these numbers, and they say nothing.
+        world_size: Of the run; with another one, other batches have these numbers, and windows say nothing.
         rollbacks: How many times the run has gone back because of its last trouble.
         trouble: The furthest step of that.
         passed_over: Windows that are not trained on.
@@ -76,7 +76,7 @@ class Troubles:
             log.warning("%s cannot be understood: what it said about bad steps is forgotten.", path)
             return Troubles(world_size)
         if found.world_size != world_size:
-            return Troubles(world_size, unfit_from_birth=found.unfit_from_birth)
+            return Troubles(world_size, found.rollbacks, found.trouble, unfit_from_birth=found.unfit_from_birth)
         return found
 
     def write(self, path: str | os.PathLike[str]) -> None:
