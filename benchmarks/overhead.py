@@ -74,8 +74,8 @@ def ours_on(trainer: L.Trainer, on: bool) -> None:
     fit._running = on
     watched: Progress | None = vars(fit).setdefault("_benchmark_progress", fit.progress)
     fit.progress = watched if on else None
-    # LocalCheckpoint looks after every batch and before every step of an optimizer whether a copy is under way; NaNGuard
-    # looks at the gradients there.
+    # LocalCheckpoint looks after every batch, and before every step of an optimizer, whether a copy is under way;
+    # NaNGuard looks at the gradients there.
     optimization, before_step = trainer.fit_loop.epoch_loop.automatic_optimization, _global_optimizer_pre_hooks
     run = vars(fit).setdefault("_benchmark_run", vars(optimization).get("run"))
     hooks = vars(fit).setdefault("_benchmark_hooks", dict(before_step))

@@ -22,7 +22,16 @@ import numpy as np
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset, random_split
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    random_split,
+)
 from torchmetrics import MeanMetric
 
 from lightning_resilience import session
@@ -242,7 +251,8 @@ def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
             Data(2 * size, config["augment"]), range(config["fit"] * size // 2, config["fit"] * size // 2 + size)
         )
     if config["without"] is not None:
-        return DataLoader(data, batch_sampler=Without(RandomSampler(data), BATCH, config["without"]), **keep)
+        sampler = RandomSampler(data) if world_size == 1 else DistributedSampler(data, world_size, rank)
+        return DataLoader(data, batch_sampler=Without(sampler, BATCH, config["without"]), **keep)
     if kind == "split":  # by whom the loader is asked for
         return None
     if kind == "tensors":

@@ -324,6 +324,19 @@ def test_a_verdict_that_comes_too_late_is_gone_back_from(
     assert same(model.state(), at_once.state())
 
 
+def test_as_if_the_bad_batches_had_never_been_there_with_ranks(tmp_path: Path) -> None:
+    options = {**GUARDED, "without": [], "trainer": {"devices": 2, "use_distributed_sampler": False}}
+    spoils = [{"step": 13, "what": "loss", "rank": 1}, {"step": 29, "what": "gradient", "rank": 0}]
+    config = make(tmp_path, "guarded", **options, spoils=spoils)
+    codes, text = run(config, tmp_path / "guarded")
+    assert set(codes) == {0}, text
+    assert text.count("Gone back to the newest good checkpoint") == 2, text
+    reference = make(tmp_path, "reference", **{**options, "without": [[0, 13], [1, 13]]})
+    assert set(run(reference, tmp_path / "reference")[0]) == {0}
+    assert result(config) == result(reference)
+    assert len(set(weights(config))) == 1
+
+
 # -- what is saved -----------------------------------------------------------------------------------------------------
 
 

@@ -51,7 +51,13 @@ class RerunElsewhere(SystemExit):
     """A bad step came again on the same devices: the run ends here, to be resumed on others.
 
     With Megatron's exit code 16. ``launch`` restarts the workers; so do others that restart what ends with this code.
+
+    Attributes:
+        suspects_this_node: Whether it began on this rank, one of several nodes: a launcher that can goes on without its
+            node (:class:`~lightning_resilience.FaultTolerance` asks NVRx's).
     """
+
+    suspects_this_node = False
 
 
 class NaNGuard(SessionCallback):
@@ -233,6 +239,8 @@ class _Guarding:
         self._consecutive = 0
         self._troubled: list[Window] = []
         self._asked_to_hold = False
+        self._is_mine = False
+        """Whether the last bad step is known to have begun on this rank."""
         self._say: Callable[[], None] = lambda: None
         self._is_lost = False
         """Whether a bad step has happened."""
@@ -390,6 +398,7 @@ class _Guarding:
             self._have_held(True, verdict)
         self._consecutive += 1
         self._troubled.append(window)
+        self._is_mine = verdict.is_here
         settings.skipped_steps += 1
         prevented = self._prevents and not verdict.has_happened
         action = "is skipped" if prevented else "has happened"
@@ -625,7 +634,10 @@ class _Guarding:
         why = f"{reason}, after step {step}, twice on the same devices"
         if decision == "elsewhere":
             log.warning("%s: to be tried on others (exit code 16).", why)
-            raise RerunElsewhere(16)
+            elsewhere = RerunElsewhere(16)
+            nodes = {device.split(" ")[0] for device in self._devices}
+            elsewhere.suspects_this_node = len(nodes) > 1 and self._is_mine
+            raise elsewhere
         if decision == "older":
             loaded = session.tiers.loaded
             if loaded is None or session.tiers.condemn_together(why, loaded.step) is not None:
