@@ -518,7 +518,8 @@ def sabotage(config: dict[str, Any]) -> None:
     if config["no_collective"]:
         nan_guard._smallest = None
     if config["device"] is not None:
-        nan_guard._device = lambda device: config["device"]
+        node = os.environ.get("GROUP_RANK", "0")
+        nan_guard._device = lambda device: f"node-{node} (cpu)" if config["device"] == "by node" else config["device"]
     if config["floor_s"] is not None:
         timeouts.MIN_CALCULATED_S = config["floor_s"]
     if config["ping_within_s"] is not None:

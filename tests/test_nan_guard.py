@@ -598,5 +598,7 @@ def test_ranks_go_back_together(options: dict[str, Any], tier: str, tmp_path: Pa
     backs = [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "went_back"]
     assert [(each["tier"], each["step"]) for each in backs] == [(tier, 20)]
     assert "No interruption." in report(config["run_dir"])
+    (rollback,) = [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "rollback"]
+    assert len(rollback["losses"]) == 2
     assert result(config)[0]["step"] == 47
     assert len(set(weights(config))) == 1

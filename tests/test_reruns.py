@@ -138,6 +138,25 @@ def test_without_another_device_it_ends_with_the_reason(tmp_path: Path) -> None:
     assert sum(event["event"] == "condemned" for event in events) == 1
 
 
+def test_a_node_is_left_out_where_the_launcher_can(tmp_path: Path) -> None:
+    """That on which it began, if there are others."""
+    config = make(
+        tmp_path,
+        "run",
+        callbacks=["fault_tolerance", *OPTIONS["callbacks"]],
+        nan_guard=GUARD,
+        trainer={"devices": 1, "num_nodes": 2},
+        device="by node",
+        spoils=[{"step": 13, "what": "loss", "rank": 1}],
+    )
+    codes, text = run(config, tmp_path / "run")
+    assert 16 in codes, text
+    requests = [
+        each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "workload_request"
+    ]
+    assert [(each["rank"], each["action"]) for each in requests] == [(1, "exclude_this_node")]
+
+
 def test_determinism_is_counted(tmp_path: Path) -> None:
     options = {**OPTIONS, "nan_guard": {"rerun": "report_determinism_stats"}}
     config = make(tmp_path, "run", **options)

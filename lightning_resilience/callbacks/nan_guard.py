@@ -239,6 +239,8 @@ class _Guarding:
         self._consecutive = 0
         self._troubled: list[Window] = []
         self._asked_to_hold = False
+        self._loss: float | None = None
+        """Of the last bad step, on this rank."""
         self._is_mine = False
         """Whether the last bad step is known to have begun on this rank."""
         self._say: Callable[[], None] = lambda: None
@@ -398,7 +400,7 @@ class _Guarding:
             self._have_held(True, verdict)
         self._consecutive += 1
         self._troubled.append(window)
-        self._is_mine = verdict.is_here
+        self._is_mine, self._loss = verdict.is_here, verdict.loss
         settings.skipped_steps += 1
         prevented = self._prevents and not verdict.has_happened
         action = "is skipped" if prevented else "has happened"
@@ -414,7 +416,8 @@ class _Guarding:
                 reason=verdict.problem,
                 skipped=prevented,
                 samples=self._samples.of(range(window.begin, window.end)),
-                grad_norm=None if verdict.grad_norm is None else f"{verdict.grad_norm:.6g}",  # JSON has no NaN
+                loss=_written(verdict.loss),
+                grad_norm=_written(verdict.grad_norm),
             )
         self._report({} if verdict.grad_norm is None else {"nan_guard/grad_norm": verdict.grad_norm})
         if settings.rerun == "validate_results":
@@ -498,6 +501,7 @@ class _Guarding:
         times = self._count(step, [] if is_suspect else windows) if session.rank == 0 else 0
         times = int(session.trainer.strategy.broadcast(times))
         self._read()
+        losses = session.gather(self._loss)
         why = f"{reason}, after step {step}"
         if times > settings.max_rollbacks:
             self._end(f"{why}; the run has gone back {settings.max_rollbacks} times because of it")
@@ -513,7 +517,9 @@ class _Guarding:
                 why,
                 0 if is_suspect else sum(each.end - each.begin for each in windows),
             )
-            session.ledger.record("rollback", fit=session.index, step=step, reason=reason, times=times)
+            session.ledger.record(
+                "rollback", fit=session.index, step=step, reason=reason, times=times, losses=[*map(_written, losses)]
+            )
 
         self._say = say
 
@@ -669,6 +675,11 @@ class _Guarding:
 
     def _verdict(self, exception: BaseException) -> str | None:
         return str(exception) if isinstance(exception, TrainingDiverged) and exception.is_final else None
+
+
+def _written(number: float | None) -> str | None:
+    """In the ledger, since JSON knows no NaN."""
+    return None if number is None else f"{number:.6g}"
 
 
 def _device(device: torch.device) -> str:

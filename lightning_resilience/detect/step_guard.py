@@ -69,6 +69,7 @@ class Verdict:
         is_here: Whether it is known to have begun on this rank.
         is_common: Whether all ranks have this verdict, and get it at the same boundary.
         has_happened: Whether the step has happened although it was bad: the verdict has come too late.
+        loss: The last one of the window on this rank, if it was read.
         grad_norm: Of the gradients of a bad step: their norm, which need not be a number.
         first: What was wrong in the first run, if the second one was good: a fault that has passed.
         reproducible: Whether a second run of the same batch had the same result; ``None`` if there was none.
@@ -79,6 +80,7 @@ class Verdict:
     is_here: bool = False
     is_common: bool = False
     has_happened: bool = False
+    loss: float | None = None
     grad_norm: float | None = None
     first: str | None = None
     reproducible: bool | None = None
@@ -202,6 +204,7 @@ class StepGuard:
                     self._problem,
                     self._is_here,
                     is_common,
+                    loss=self._seen[-1] if self._seen else None,
                     grad_norm=self._grad_norm,
                     first=self._first,
                     reproducible=self._reproducible,
