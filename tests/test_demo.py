@@ -71,6 +71,7 @@ def test_the_quick_demo_recovers_and_ends_bitwise_identical(demo: Demo) -> None:
     assert not demo.processes()
 
 
+@pytest.mark.campaign
 def test_ctrl_c_ends_everything(demo: Demo) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while "fault 1 of 3" not in demo.printed():

@@ -32,6 +32,14 @@ def undisturbed(tmp: Path, **options: Any) -> tuple[Any, Any]:
     return _references[key]
 
 
+def some(cases: dict[str, Any], *long: str) -> list[Any]:
+    """Cases by their names; those whose names begin with one of ``long`` are for the campaign."""
+    return [
+        pytest.param(case, id=name, marks=pytest.mark.campaign if name.startswith(long) else ())
+        for name, case in cases.items()
+    ]
+
+
 def killed_and_resumed(tmp: Path, events: list[dict[str, Any]], **options: Any) -> tuple[Any, Any, str]:
     """Runs the program until it gets through; every event happens once."""
     config = make(tmp, "disturbed", events=[{"once": True, "do": "SIGKILL", **event} for event in events], **options)
@@ -89,7 +97,9 @@ TRAINERS = {
 }
 
 
-@pytest.mark.parametrize("options", TRAINERS.values(), ids=TRAINERS.keys())
+@pytest.mark.parametrize(
+    "options", some(TRAINERS, "manual optimization", "early stopping", "max_steps", "hooks that draw")
+)
 @pytest.mark.parametrize("step", [pytest.param(17, marks=pytest.mark.campaign), 31])
 def test_what_the_trainer_does_beside(tmp_path: Path, options: dict[str, Any], step: int) -> None:
     events = [{"at": "train", "step": step}]
@@ -101,7 +111,7 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "workers and validation": {"data": "shuffle", "workers": 2, "validation": True, "plateau": True},
     "data needed early": {"data": "shuffle", "workers": 1, "one_cycle": True},
 }
-LONG = {("plain", 2), ("plain", 4), ("data needed early", 4)}
+LONG = {("plain", 2), ("plain", 4), ("data needed early", 2), ("data needed early", 4), ("workers and validation", 4)}
 
 
 @pytest.mark.parametrize(

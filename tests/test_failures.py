@@ -54,6 +54,7 @@ def report_of(launcher: Launcher) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.campaign
 def test_real_what_always_fails_gets_four_attempts_in_each_of_three_jobs(launcher: Launcher) -> None:
     launcher.script(ALWAYS)
     assert launcher.run("--nproc-per-node=1", "script.py", program=REAL) == 1

@@ -141,6 +141,7 @@ def test_a_hang_under_lightnings_own_launcher_ends_with_its_code(tmp_path: Path)
 # -- what is no hang ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign
 def test_soak_with_everything_slow_and_tight_calculated_limits(tmp_path: Path) -> None:
     """5,000 steps of about a millisecond, of which the calculated limit of a step is 1.5 s: more is slow elsewhere."""
     steps = [2500, 5000]
@@ -300,6 +301,7 @@ def eventually(condition: Callable[[], Any], ranks: Ranks) -> Any:
     return found
 
 
+@pytest.mark.campaign
 def test_a_debugger_is_no_hang(tmp_path: Path) -> None:
     options = {"trainer": {"devices": 2}}
     os.mkfifo(tmp_path / "stdin")
@@ -414,7 +416,7 @@ def test_sigterm_to_everybody_during_a_hang(tmp_path: Path) -> None:
     nothing_left(config)
 
 
-@pytest.mark.parametrize("what", ["no folder", "no answer"])
+@pytest.mark.parametrize("what", ["no folder", pytest.param("no answer", marks=pytest.mark.campaign)])
 def test_storage_that_does_not_work_does_not_save_a_hung_rank(tmp_path: Path, what: str) -> None:
     """The folder of the diagnosis is a file; or a file in it is a pipe to which nobody ever writes."""
     clog = {"at": "train", "step": 20, "do": "clog", "once": True}
@@ -584,6 +586,7 @@ def test_a_policy_decides_on_an_error(tmp_path: Path, policy: str, action: str |
     nothing_left(config)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("policy", ["shutdown_workload", pytest.param("exclude_this_node", marks=pytest.mark.campaign)])
 def test_under_launch_a_policy_ends_the_run_with_its_reason(tmp_path: Path, policy: str) -> None:
     """Rank 1 wants it; what rank 0 sees is only that it has lost a peer, on which the policy has no opinion."""

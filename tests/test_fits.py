@@ -37,6 +37,7 @@ def test_three_fits(tmp_path: Path, events: list[dict[str, Any]]) -> None:
     assert killed_and_resumed(tmp_path, events, **THREE)[:2] == undisturbed(tmp_path, **THREE)
 
 
+@pytest.mark.campaign
 def test_three_fits_with_two_ranks(tmp_path: Path) -> None:
     options = {"fits": 3, "trainer": {"max_epochs": 2, "devices": 2}}
     events = [{"at": "train", "step": 9, "rank": 1, "fit": 1}, {"at": "between", "step": 2, "rank": 0}]

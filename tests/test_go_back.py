@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.harness import result, run, samples
-from tests.test_exact_resume import LOADERS, TRAINERS, make, undisturbed
+from tests.test_exact_resume import LOADERS, TRAINERS, make, some, undisturbed
 
 
 def gone_back(tmp: Path, step: int, says: str = "Resuming from step", **options: Any) -> tuple[Any, Any]:
@@ -26,7 +26,9 @@ def test_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
     assert gone_back(tmp_path, 27, **options) == undisturbed(tmp_path, **options)
 
 
-@pytest.mark.parametrize("options", TRAINERS.values(), ids=TRAINERS.keys())
+@pytest.mark.parametrize(
+    "options", some(TRAINERS, "accumulation", "hooks", "max_steps", "a schedule", "plateau", "loaders")
+)
 def test_what_the_trainer_does_beside(tmp_path: Path, options: dict[str, Any]) -> None:
     assert gone_back(tmp_path, 21, **options) == undisturbed(tmp_path, **options)
 
@@ -43,7 +45,7 @@ LOCAL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("options", RANKS.values(), ids=RANKS.keys())
+@pytest.mark.parametrize("options", some(RANKS, "four"))
 @pytest.mark.parametrize("tier", ["global", "local"])
 def test_ranks(tmp_path: Path, options: dict[str, Any], tier: str) -> None:
     local = {**LOCAL, "local": {"every_n_train_steps": 4, "dir": str(tmp_path / "local")}} if tier == "local" else {}

@@ -104,7 +104,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str, str]] = {
 }
 
 
-LONG = ("training_step", "callback", "validation", "end_of_epoch", "save")  # much like others
+LONG = ("training_step", "callback", "validation", "end_of_epoch", "save", "other_node", "skipped_collective", "single")
+"""Much like others, or long."""
 
 
 @pytest.mark.parametrize(

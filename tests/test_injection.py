@@ -353,6 +353,7 @@ WITHOUT_LIGHTNING = """
 """
 
 
+@pytest.mark.campaign
 def test_with_pytorch_lightning_alone(tmp_path: Path) -> None:
     """And with a callback of ours that is imported before ``pytorch_lightning`` is."""
     script = tmp_path / "script.py"

@@ -458,6 +458,7 @@ def test_a_node_that_fails_after_the_first_one_has_finished_takes_the_whole_job_
     assert "The first node ended the run (exit code 0)" in launcher.stderr(0)
 
 
+@pytest.mark.campaign
 def test_a_node_that_fails_ends_the_workers_of_the_others(launcher: Launcher) -> None:
     launcher.script(
         """
@@ -581,6 +582,7 @@ def test_real_torchrun_takes_the_place_of_a_missing_nvrx(launcher: Launcher) -> 
     assert [event["world_size"] for event in launcher.events("start")] == [1]
 
 
+@pytest.mark.campaign
 @pytest.mark.nvrx
 def test_real_two_nodes_follow_the_first_ones_decision(launcher: Launcher) -> None:
     launcher.script(

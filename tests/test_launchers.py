@@ -60,7 +60,7 @@ SIGNALS: dict[str, list[dict[str, Any]]] = {
     "sanity check": [{"at": "sanity", "rank": 1}],
     "save": [{"at": "save", "step": 20, "rank": 0}],
 }
-ALWAYS = {("own", "both"), ("torchrun", "skew"), ("launch", "validation")}
+ALWAYS = {("own", "both"), ("launch", "validation")}
 """The deadlocks of plain Lightning; ``make test-kills`` runs all combinations."""
 
 

@@ -41,7 +41,7 @@ BATCHES = 8
 """In an epoch, so that the last window of three is a short one."""
 
 RUNS = 200
-RUNS_OF_BASE = 12
+RUNS_OF_BASE = 6
 
 KINDS: dict[str, list[str]] = {
     "loss": ["NaN loss", "infinite loss", "NaN loss with finite gradients"],

@@ -547,6 +547,7 @@ def started(tmp_path: Path) -> set[str]:
     return {path.name.removeprefix("started-") for path in tmp_path.glob("started-*")}
 
 
+@pytest.mark.campaign
 @pytest.mark.nvrx
 def test_real_a_hang_is_ended_and_who_is_not_watched_is_not(tmp_path: Path) -> None:
     pytest.importorskip("nvidia_resiliency_ext.fault_tolerance")

@@ -208,6 +208,7 @@ def test_saves_locally_first_when_time_is_short(tmp_path: Path, ranks: int, last
     assert (result(config), samples(config)) == reference
 
 
+@pytest.mark.campaign
 def test_local_storage_that_does_not_answer_does_not_cost_the_global_save(tmp_path: Path) -> None:
     config = make(
         tmp_path,

@@ -114,7 +114,9 @@ def test_a_rank_that_does_not_is_ended(run_dir: Path) -> None:
     assert "_rank (test_watchdog.py" in hang["reason"]
 
 
-@pytest.mark.parametrize("stderr", ["/dev/full", "closed pipe", "full pipe"])
+@pytest.mark.parametrize(
+    "stderr", ["full pipe", *(pytest.param(each, marks=pytest.mark.campaign) for each in ("/dev/full", "closed pipe"))]
+)
 def test_a_log_that_takes_nothing_changes_nothing(run_dir: Path, tmp_path: Path, stderr: str) -> None:
     job = Job(run_dir)
     if stderr != "/dev/full":

@@ -232,6 +232,8 @@ class _Guarding:
         self.settings = settings
         self.session = session
         self._file = session.fit.path / "nan_guard.json"
+        self._troubles = Troubles(session.trainer.world_size)
+        """Rank 0's, read once: what cannot be written holds at least until the process ends."""
         self._prevents = settings.action != "warn"
         self._guard: StepGuard | None = None
         self._window = Window(0, 0, 0, 0)
@@ -305,11 +307,11 @@ class _Guarding:
         now = {name for name, tensor in _lightning.named_state(session.trainer) if not bool(all_finite([tensor]))}
         names = sorted(set().union(*session.gather(now)))
         if session.rank == 0:
-            troubles = self._read_troubles()
-            if troubles.unfit_from_birth is None:
-                troubles.unfit_from_birth = names
-                self._write(troubles)
-            names = troubles.unfit_from_birth
+            self._troubles = Troubles.read(self._file, session.trainer.world_size)
+            if self._troubles.unfit_from_birth is None:
+                self._troubles.unfit_from_birth = names
+                self._write()
+            names = self._troubles.unfit_from_birth
         return set(session.trainer.strategy.broadcast(names))
 
     def _reruns(self) -> Reruns | None:
@@ -491,7 +493,8 @@ class _Guarding:
 
     def _go_back(self, reason: str, step: int) -> None:
         session, settings = self.session, self.settings
-        windows = self._troubled_anywhere()
+        if not (windows := self._troubled_anywhere()):
+            return
         # Not a state from which the training has come as far as the last trouble: bad again at the same batch, it is
         # that which is to blame, and beyond, it is another trouble.
         before, self._went_back_from = self._went_back_from, windows[0]
@@ -538,25 +541,20 @@ class _Guarding:
 
     def _count(self, step: int, windows: Sequence[Window]) -> int:
         """Writes down what is passed over from now on; returns how many times the run has gone back for it."""
-        troubles = self._read_troubles()
-        troubles.count(step, windows)
-        self._write(troubles)
-        return troubles.rollbacks
+        self._troubles.count(step, windows)
+        self._write()
+        return self._troubles.rollbacks
 
-    def _read_troubles(self) -> Troubles:
-        return Troubles.read(self._file, self.session.trainer.world_size)
-
-    def _write(self, troubles: Troubles) -> None:
+    def _write(self) -> None:
         try:
             self.session.check_owner()
-            troubles.write(self._file)
+            self._troubles.write(self._file)
         except OSError as error:
             log.error("What a restart must know of bad steps could not be written (%s).", error)
 
     def _read(self) -> None:
-        """On all ranks, what rank 0 reads."""
-        own: Any = self._read_troubles() if self.session.rank == 0 else None
-        troubles: Troubles = self.session.trainer.strategy.broadcast(own)
+        """On all ranks, what rank 0 knows."""
+        troubles: Troubles = self.session.trainer.strategy.broadcast(self._troubles)
         self._rollbacks, self._suspect = troubles.rollbacks, troubles.suspect
         self._dropped = {}
         for window in troubles.passed_over:
@@ -611,9 +609,8 @@ class _Guarding:
         else:
             self._write_verdict("transient fault", window, f"{suspect.reason}; not so after a restart")
         if session.rank == 0:
-            troubles = self._read_troubles()
-            troubles.suspect = None
-            self._write(troubles)
+            self._troubles.suspect = None
+            self._write()
 
     def _write_verdict(self, verdict: str, window: Window, reason: str, devices: Sequence[str] = ()) -> None:
         session = self.session
@@ -664,13 +661,13 @@ class _Guarding:
 
     def _weigh(self, window: Window, reason: str) -> str:
         """Decides, and writes down what must be known after a restart."""
-        troubles, batch = self._read_troubles(), (window.epoch, window.begin)
+        troubles, batch = self._troubles, (window.epoch, window.begin)
         if any((each.epoch, each.begin) == batch for each in troubles.validated):
             return "correct"
         decision, troubles.suspect = weigh(troubles.suspect, batch, self._devices, reason, self.settings.max_reruns)
         if decision == "correct":
             troubles.validated.append(window)
-        self._write(troubles)
+        self._write()
         return decision
 
     def _verdict(self, exception: BaseException) -> str | None:
