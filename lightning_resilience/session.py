@@ -591,9 +591,9 @@ class FitSession:
             undo()
 
     def _release_saves(self) -> None:
+        self.save_patches.undo()  # what was put on last comes off first
         with self.during("checkpointing"):
             checkpoint_io.undo(self.trainer)  # waits for saves in the background
-        self.save_patches.undo()
 
     # -- boundaries ----------------------------------------------------------------------------------------------------
 

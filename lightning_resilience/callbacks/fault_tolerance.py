@@ -270,7 +270,7 @@ class _Watching:
             with self.session.during("checkpointing"):
                 return call(*args, **kwargs)
 
-        self.session.patches.set(owner, name, counted)
+        self.session.save_patches.set(owner, name, counted)
 
     def start(self) -> None:
         """Training begins."""
