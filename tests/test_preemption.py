@@ -177,7 +177,7 @@ def test_leaves_nothing_behind(tmp_path: Path) -> None:
     assert set(threading.enumerate()) <= threads
     added = {key for key in os.environ if key not in before[2]}
     assert not {key for key in added if "RESILIENCE" in key}
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["out", "run"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["out", "out.0", "run"]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
