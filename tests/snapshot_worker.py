@@ -113,11 +113,11 @@ class Witness:
 
             copy_tensors(snapshot, late())
 
-        def patched_fence(snapshot: Snapshot) -> None:
+        def patched_fence(snapshot: Snapshot, *waiting: Any) -> None:
             if not snapshot.fenced:
                 self.events.append("fence")
             self._event(snapshot).set()
-            fence(snapshot)
+            fence(snapshot, *waiting)
 
         patch.setattr(LocalSaves, "take", patched_take)
         patch.setattr(LocalSaves, "at_boundary", patched_at_boundary)
