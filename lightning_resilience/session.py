@@ -13,7 +13,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -539,19 +539,24 @@ class FitSession:
         """Called in ``on_exception``: peers learn of it, the outcome is written, and everything is taken off again."""
         if _sessions.get(self.trainer) is not self or os.getpid() != self._pid:
             return  # a child that the user's code has forked must not speak for its parent
-        if not isinstance(exception, (signals.Interrupted, StaleAttempt)):
-            kind = type(exception).__name__
-            reason = f"{kind}: {exception}"
-            self.ledger.record("fault", kind=kind, fit=self.index, step=self.trainer.global_step, reason=reason)
-            verdicts = [verdict for hook in self.at_failure if (verdict := hook(exception)) is not None]
-            if verdicts:
-                # Before the peers learn of the failure: they must not retry it.
-                self.end("halted", verdicts[0], {"exit_code": getattr(exception, "exit_code", 1)})
-            self.agreement.abort(reason)
-            if not verdicts and not self._finished and not self._is_halted():
-                self.end("failed", reason)
         self._failing = True
-        self.leave()
+        try:
+            if not isinstance(exception, (signals.Interrupted, StaleAttempt)):
+                self._record_failure(exception)
+        finally:
+            self.leave()
+
+    def _record_failure(self, exception: BaseException) -> None:
+        kind = type(exception).__name__
+        reason = f"{kind}: {exception}"
+        self.ledger.record("fault", kind=kind, fit=self.index, step=self.trainer.global_step, reason=reason)
+        verdicts = [verdict for hook in self.at_failure if (verdict := hook(exception)) is not None]
+        if verdicts:
+            # Before the peers learn of the failure: they must not retry it.
+            self.end("halted", verdicts[0], {"exit_code": getattr(exception, "exit_code", 1)})
+        self.agreement.abort(reason)
+        if not verdicts and not self._finished and not self._is_halted():
+            self.end("failed", reason)
 
     def _is_halted(self) -> bool:
         """Whether a rank of this attempt has had the whole run halted; the others have only lost a peer."""
@@ -559,20 +564,30 @@ class FitSession:
         return outcome is not None and outcome.status == "halted" and outcome.attempt == self.token
 
     def leave(self) -> None:
-        """Called in ``teardown`` and after an exception: leaves nothing behind."""
-        global _active
+        """Called in ``teardown`` and after an exception: leaves nothing behind, whatever goes wrong."""
         if os.getpid() != self._pid or _sessions.pop(self.trainer, None) is None:
             return
-        for undo in self.at_leave:
-            undo()
+        with ExitStack() as steps:  # the last one first; one that raises keeps none from its turn
+            steps.callback(_each, self.at_left)
+            steps.callback(self._forget)
+            steps.callback(self._release)
+            steps.callback(self.agreement.stop)
+            steps.callback(self._put_back_finished)
+            steps.callback(self._end_background_saves)
+            steps.callback(_each, self.at_leave)
+
+    def _end_background_saves(self) -> None:
         if self._background is not None:
             with self.during("checkpointing"):
                 self._background.close(_LAST_SAVE_S)
+
+    def _put_back_finished(self) -> None:
+        """A finished fit was restored, not trained: what the script does next finds what it left."""
         if self._resumed is not None and self._resumed["final"] and (mine := self._resumed["mine"]) is not None:
-            # A finished fit was restored, not trained: what the script does next finds what it left.
             self.set_random_state(mine["now"])
             _lightning.set_latest_metrics(self.trainer, mine["metrics"])
-        self.agreement.stop()
+
+    def _release(self) -> None:
         self._loading.undo()
         for loader, init in self._guarded.items():
             loader.worker_init_fn = init
@@ -581,14 +596,15 @@ class FitSession:
             _lightning.after_exception_hooks(self.trainer, self.save_patches, self._release_saves)
         else:
             self._release_saves()
+
+    def _forget(self) -> None:
+        global _active
         if self._recorder is not None:
             self._recorder.stop()
         if _active is self:
             _active = None
         self.at_boundary.clear()
         self.handlers.clear()
-        for undo in self.at_left:
-            undo()
 
     def _release_saves(self) -> None:
         self.save_patches.undo()  # what was put on last comes off first
@@ -984,6 +1000,13 @@ class FitSession:
         }
 
 
+def _each(hooks: list[Callable[[], None]]) -> None:
+    """Calls all of them in order, also behind one that raises."""
+    with ExitStack() as calls:
+        for hook in reversed(hooks):
+            calls.callback(hook)
+
+
 _LIGHTNINGS_OWN = ("state_dict", "loops", "optimizer_states", "lr_schedulers", STATE_KEY)
 
 
@@ -1100,6 +1123,8 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
         return None
     session = _sessions.get(trainer)
     if session is None:
+        if _active is not None and _active.trainer.interrupted:
+            _active.leave()  # another callback has raised in its on_exception, before ours could leave
         if _active is not None:
             return None
         if _lightning.spawns_processes(trainer):

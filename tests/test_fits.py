@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from lightning_resilience import AutoResume, Preemption, session
 from lightning_resilience.checkpoint import resume
 from lightning_resilience.run_directory import RunDirectory
-from lightning_resilience.session import _sessions
+from lightning_resilience.session import FitSession, SessionCallback, _sessions
 from tests.harness import result, run
 from tests.test_exact_resume import killed_and_resumed, make, undisturbed
 
@@ -254,6 +255,71 @@ def test_an_exception_that_the_script_swallows(tmp_path: Path, caplog: pytest.Lo
     assert not _sessions
     with caplog.at_level(logging.INFO):
         trainer(tmp_path, both(tmp_path)).fit(Tiny())
+    assert [fit.path.name for fit in RunDirectory(tmp_path / "run").fits] == ["fit-000", "fit-001"]
+
+
+class Raises(L.Callback):
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+        setattr(self, hook, self._raise)
+
+    def _raise(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError(f"{self.hook} on purpose")
+
+
+@pytest.mark.parametrize("hook", ["on_exception", "teardown"])
+def test_another_callback_that_raises_when_a_fit_ends_does_not_make_later_fits_passive(
+    tmp_path: Path, hook: str
+) -> None:
+    module = Tiny()
+
+    def fail() -> None:
+        raise RuntimeError("the fault")
+
+    if hook == "on_exception":
+        module.inside = fail
+    with pytest.raises(RuntimeError, match=f"{hook} on purpose"):
+        trainer(tmp_path, [Raises(hook), *both(tmp_path)]).fit(module)
+    trainer(tmp_path, both(tmp_path)).fit(Tiny())
+    assert [fit.path.name for fit in RunDirectory(tmp_path / "run").fits] == ["fit-000", "fit-001"]
+    assert RunDirectory(tmp_path / "run").fit(1).outcome is not None
+    assert not _sessions
+
+
+class RaisesAtTheEnd(SessionCallback):
+    """Raises in what it does when the fit is left, at ``place``; notes what comes after it."""
+
+    def __init__(self, place: str, run_dir: Path) -> None:
+        self.place = place
+        self.run_dir = run_dir
+        self.called: list[str] = []
+
+    def joined(self, session: FitSession) -> None:
+        def fail() -> None:
+            raise RuntimeError("on purpose")
+
+        hooks: list[Callable[[], None]] = getattr(session, self.place)
+        hooks.extend([fail, lambda: self.called.append(self.place)])
+        session.at_left.append(lambda: self.called.append("left"))
+
+
+@pytest.mark.parametrize("place", ["at_leave", "at_left"])
+def test_what_raises_when_a_fit_is_left_keeps_nothing_else_from_being_undone(tmp_path: Path, place: str) -> None:
+    callback = RaisesAtTheEnd(place, tmp_path / "run")
+    threads = set(threading.enumerate())
+    first = trainer(tmp_path, [*both(tmp_path), callback])
+    before = dict(vars(first.strategy)), dict(vars(first._checkpoint_connector)), dict(vars(first.fit_loop))
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1)}
+    with pytest.raises(RuntimeError, match="on purpose"):
+        first.fit(Tiny())
+    assert callback.called == [place, "left"]
+    assert not _sessions
+    assert session._active is None
+    assert set(threading.enumerate()) <= threads
+    assert {signum: signal.getsignal(signum) for signum in handlers} == handlers
+    for owner, names in zip((first.strategy, first._checkpoint_connector, first.fit_loop), before, strict=True):
+        assert vars(owner).keys() <= names.keys() | {"_optimizers", "_lightning_optimizers", "_lightning_module"}
+    trainer(tmp_path, both(tmp_path)).fit(Tiny())
     assert [fit.path.name for fit in RunDirectory(tmp_path / "run").fits] == ["fit-000", "fit-001"]
 
 
