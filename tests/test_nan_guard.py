@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import multiprocessing
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -329,6 +330,25 @@ def test_a_verdict_that_comes_too_late_is_gone_back_from(
     at_once = Model({9: spoil})
     fit(at_once, tmp_path / "at once", NaNGuard("rollback"), AutoResume(every_n_train_steps=2), max_epochs=4)
     assert same(model.state(), at_once.state())
+
+
+def test_a_bad_batch_costs_one_checkpoint_whatever_is_killed_in_between(tmp_path: Path) -> None:
+    """Close behind a resume the checkpoint is suspected first; a restart must not suspect the next one too."""
+    options = {**GUARDED, "save_every": 5, "keep": 6, "without": []}
+    kills = [
+        {"at": "train", "step": 22, "do": "SIGKILL", "once": True},
+        {"at": "train", "step": 17, "do": "SIGKILL", "once": True, "after": 23},
+    ]
+    config = make(tmp_path, "guarded", **options, spoils=[{"step": 23, "what": "loss"}], events=kills)
+    for expected in (-signal.SIGKILL, -signal.SIGKILL, 0):
+        codes, text = run(config, tmp_path / "guarded")
+        assert codes == [expected], text
+    ledger = list(read_ledger(RunDirectory(config["run_dir"]).ledger))
+    assert [each["step"] for each in ledger if each["event"] == "condemned"] == [20]
+    assert [each["step"] for each in ledger if each["event"] in ("resumed", "went_back")] == [20, 15, 15, 20]
+    reference = make(tmp_path, "reference", **{**options, "without": [[1, 7]]})
+    assert run(reference, tmp_path / "reference")[0] == [0]
+    assert result(config) == result(reference)
 
 
 def test_as_if_the_bad_batches_had_never_been_there_with_ranks(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 import torch
 
@@ -31,6 +31,7 @@ _HOLD = "hold saves"
 _RERUN = "rerun"
 _NOWHERE = "there is no checkpoint to go back to, but from its beginning the run would pass these batches over"
 _STATE = "NaNGuard"
+_T = TypeVar("_T")
 _COUNTS = ("skipped_steps", "steps_run_again", "differing_steps")
 
 
@@ -253,8 +254,6 @@ class _Guarding:
         self._asked = -1
         self._answered = -1
         self._rollbacks = 0
-        self._went_back_from: Window | None = None
-        """The first of the batches because of which this process has gone back last."""
         self._born: set[str] = set()
         """What was not finite from the beginning, and is meant so: masks of attention, say."""
         self._dropped: dict[int, list[tuple[int, int]]] = {}
@@ -312,7 +311,7 @@ class _Guarding:
                 self._troubles.unfit_from_birth = names
                 self._write()
             names = self._troubles.unfit_from_birth
-        return set(session.trainer.strategy.broadcast(names))
+        return set(self._from_rank_0(lambda: names))
 
     def _reruns(self) -> Reruns | None:
         if self.settings.rerun == "disabled":
@@ -372,7 +371,7 @@ class _Guarding:
         if self._is_lost:
             windows = self._troubled_anywhere()
             if session.rank == 0:
-                self._count(windows[-1].step, windows)
+                self._count(windows[-1].step, windows, True)
             self._end("a step of the last ones was bad; started again, the run passes its batches over", is_final=False)
         if self._prevents and not session.may_save(session.fit.checkpoints):
             self._end("the final state is not finite; started again, the run goes on from an older one", is_final=False)
@@ -495,14 +494,12 @@ class _Guarding:
         session, settings = self.session, self.settings
         if not (windows := self._troubled_anywhere()):
             return
-        # Not a state from which the training has come as far as the last trouble: bad again at the same batch, it is
-        # that which is to blame, and beyond, it is another trouble.
-        before, self._went_back_from = self._went_back_from, windows[0]
-        is_first = before is None or (windows[0].epoch, windows[0].begin) < (before.epoch, before.begin)
-        is_suspect = is_first and session.tiers.is_suspect(windows[0].step)
+        begun_at = session.tiers.loaded.step if session.tiers.loaded is not None else 0
+        is_suspect = session.tiers.is_suspect(windows[0].step) and self._from_rank_0(
+            lambda: self._troubles.is_first(windows[0], begun_at)
+        )
         # Where the checkpoint is to blame, the batches are not.
-        times = self._count(step, [] if is_suspect else windows) if session.rank == 0 else 0
-        times = int(session.trainer.strategy.broadcast(times))
+        times = self._from_rank_0(lambda: self._count(step, windows, not is_suspect))
         self._read()
         losses = session.gather(self._loss)
         why = f"{reason}, after step {step}"
@@ -535,13 +532,18 @@ class _Guarding:
         self._troubled.clear()
         self._hold(False)
 
+    def _from_rank_0(self, decide: Callable[[], _T]) -> _T:
+        """What rank 0, which alone knows the file, decides for all."""
+        decision = decide() if self.session.rank == 0 else None
+        return cast(_T, self.session.trainer.strategy.broadcast(decision))
+
     def _troubled_anywhere(self) -> list[Window]:
         """The windows whose steps were bad, in order, of all ranks."""
         return sorted({each for own in self.session.gather(self._troubled) for each in own})
 
-    def _count(self, step: int, windows: Sequence[Window]) -> int:
-        """Writes down what is passed over from now on; returns how many times the run has gone back for it."""
-        self._troubles.count(step, windows)
+    def _count(self, step: int, windows: Sequence[Window], pass_over: bool) -> int:
+        """Writes down that the run goes back; returns how many times it has because of this trouble."""
+        self._troubles.count(step, windows, pass_over)
         self._write()
         return self._troubles.rollbacks
 
@@ -633,7 +635,7 @@ class _Guarding:
         session = self.session
         window = self._troubled_anywhere()[0]
         reason, step = str(event.payload["reason"]), int(event.payload["step"])
-        decision = session.trainer.strategy.broadcast(self._weigh(window, reason) if session.rank == 0 else "")
+        decision = self._from_rank_0(lambda: self._weigh(window, reason))
         why = f"{reason}, after step {step}, twice on the same devices"
         if decision == "elsewhere":
             log.warning("%s: to be tried on others (exit code 16).", why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -42,6 +42,7 @@ class Troubles:
         world_size: Of the run; with another one, other batches have these numbers, and windows say nothing.
         rollbacks: How many times the run has gone back because of its last trouble.
         trouble: The furthest step of that.
+        went_back_from: The first window of that.
         passed_over: Windows that are not trained on.
         validated: Windows whose steps are bad on other devices too.
         suspect: What is to be tried on other devices.
@@ -51,6 +52,7 @@ class Troubles:
     world_size: int
     rollbacks: int = 0
     trouble: int = -1
+    went_back_from: Window | None = None
     passed_over: list[Window] = field(default_factory=list)
     validated: list[Window] = field(default_factory=list)
     suspect: Suspect | None = None
@@ -67,6 +69,7 @@ class Troubles:
                 int(content["world_size"]),
                 int(content["rollbacks"]),
                 int(content["trouble"]),
+                None if content["went_back_from"] is None else _window(content["went_back_from"]),
                 [_window(each) for each in content["passed_over"]],
                 [_window(each) for each in content["validated"]],
                 Suspect.from_json(content["suspect"]),
@@ -87,17 +90,33 @@ class Troubles:
         """
         write_json(path, {**asdict(self), "suspect": self.suspect and self.suspect.to_json()})
 
-    def count(self, step: int, windows: Iterable[Window]) -> None:
-        """The run goes back because of some windows, which are not trained on any more.
+    def is_first(self, window: Window, loaded_step: int) -> bool:
+        """Whether the run has not yet come as far as ``window`` and gone back from there, to before what was loaded.
+
+        If it has, and the same window is bad again from an older state, it is the window that is to blame; if a later
+        one is, that is another trouble. Neither says anything against the state.
+
+        Args:
+            window: Whose step is bad.
+            loaded_step: That of the state from which the training has come to it.
+        """
+        last = self.went_back_from
+        return last is None or last.step < loaded_step or (window.epoch, window.begin) < (last.epoch, last.begin)
+
+    def count(self, step: int, windows: Sequence[Window], pass_over: bool) -> None:
+        """The run goes back because of some windows.
 
         Args:
             step: The furthest step of this trouble.
-            windows: Whose steps were bad.
+            windows: Whose steps were bad, in order.
+            pass_over: Whether they are not trained on any more.
         """
         is_new = not self.rollbacks or step > self.trouble + REFILL_STEPS
         self.rollbacks = 1 if is_new else self.rollbacks + 1
         self.trouble = max(step, self.trouble)
-        self.passed_over += windows
+        self.went_back_from = windows[0]
+        if pass_over:
+            self.passed_over += windows
 
 
 def _window(content: Any) -> Window:
