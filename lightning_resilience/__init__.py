@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_resilience import recipes
-    from lightning_resilience.callbacks import AutoResume, FaultTolerance, LocalCheckpoint, NaNGuard, Preemption
+    from lightning_resilience.callbacks import (
+        AutoResume,
+        FaultTolerance,
+        LocalCheckpoint,
+        NaNGuard,
+        Preemption,
+        StragglerDetection,
+    )
     from lightning_resilience.callbacks.nan_guard import TrainingDiverged
     from lightning_resilience.checkpoint.resume import resolve_resume_path
     from lightning_resilience.launch.job_info import log_job_info
@@ -29,6 +36,7 @@ _WHERE = {
     "LocalCheckpoint": "callbacks",
     "NaNGuard": "callbacks",
     "Preemption": "callbacks",
+    "StragglerDetection": "callbacks",
     "TrainingDiverged": "callbacks.nan_guard",
     "get_slurm_info": "launch.slurm",
     "log_job_info": "launch.job_info",
@@ -43,6 +51,7 @@ __all__ = [
     "LocalCheckpoint",
     "NaNGuard",
     "Preemption",
+    "StragglerDetection",
     "TrainingDiverged",
     "get_slurm_info",
     "log_job_info",

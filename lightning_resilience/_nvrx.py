@@ -7,6 +7,7 @@ what the rank is doing (:class:`SectionReporter`), and the launcher what it shal
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import os
@@ -310,6 +311,54 @@ class SectionReporter(threading.Thread):
         self.join(_ANSWER_WITHIN_S)
         if self.is_alive():
             log.warning("NVRx's rank monitor has not answered for %g s; it is left alone.", _ANSWER_WITHIN_S)
+
+
+class KernelProfiler:
+    """NVRx's profiler of a device's kernels (CUPTI).
+
+    Args:
+        manager: Its ``CuptiManager``, initialised.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def start(self) -> None:
+        """Measures what the device does from now on."""
+        self._manager.start_profiling()
+
+    def stop(self) -> None:
+        """Measures no more; what is under way is left out."""
+        self._manager.stop_profiling()
+
+    def take(self) -> dict[str, tuple[float, float]]:
+        """The median and the total time of each kernel since the last call.
+
+        But for those in which ranks wait for each other.
+        """
+        found = self._manager.get_results()
+        self._manager.reset_results()
+        return {name: (each.median, each.avg * each.num_calls) for name, each in found.items() if "ncclDev" not in name}
+
+    def close(self) -> None:
+        """Ends it."""
+        self._manager.shutdown()
+
+
+def kernel_profiler() -> tuple[KernelProfiler | None, str | None]:
+    """NVRx's profiler of kernels, or why it does not work here."""
+    for package in ("nvidia_resiliency_ext.attribution.straggler.cupti", "nvidia_resiliency_ext.straggler.cupti"):
+        try:
+            module = importlib.import_module(package)
+        except ImportError:
+            continue
+        try:
+            manager = module.CuptiManager()  # loads its extension, which needs libcupti
+            manager.initialize()
+        except (ImportError, OSError, RuntimeError) as error:
+            return None, f"NVRx's profiler does not start ({type(error).__name__}: {error})"
+        return KernelProfiler(manager), None
+    return None, "nvidia-resiliency-ext is not installed"
 
 
 def parse_request(request: Any, reason: str) -> tuple[WorkloadAction, str]:

@@ -112,6 +112,10 @@ class FitSession:
         """Whether nothing is saved, the same on all ranks: the last steps were bad, and what was good is kept."""
         self.is_dropped: Callable[[], bool] = lambda: False
         """Whether the training passes the next batch over."""
+        self.before_batch: list[Callable[[], None]] = []
+        """Called when everything at a training boundary is done and the next batch is about to be fetched."""
+        self.kept: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        """What each rank keeps for itself beside the training, by name: what gives it, and what takes it back."""
         self.progress: Progress | None = None
         """Where this rank says what it is doing, if anybody watches."""
         self.tiers = Tiers(self)
@@ -267,6 +271,10 @@ class FitSession:
         if STATE_KEY in checkpoint:
             checkpoint = from_plain(checkpoint)
             self._resumed = self._understand(checkpoint, Path(str(path)))
+            if self._resumed is not None and (mine := self._resumed["mine"]) is not None:
+                for name, value in mine.get("kept", {}).items():
+                    if name in self.kept:
+                        self.kept[name][1](value)
             if not self._silenced:
                 self._silenced = True
                 _lightning.silence_resume_warning(self.trainer, self.patches)
@@ -661,6 +669,8 @@ class FitSession:
             _lightning.drop_batch(self.trainer)
             self.set_random_state(before)  # as if it had never been there, as far as this process is concerned
             return False
+        for begin in self.before_batch:
+            begin()
         return True
 
     def _is_behind_a_step(self) -> bool:
@@ -989,6 +999,7 @@ class FitSession:
             "fetched": 0 if final else _lightning.batches_fetched(self.trainer),
             "first_batch": None if final else self._first_batch_random_state,
             "in_flight": None if final else self._before_fetch,
+            "kept": {name: get() for name, (get, _) in self.kept.items()},
             "loader_states": None if final else _lightning.loader_states(self.trainer),
             "metrics": (
                 before["metrics"] if before is not None else _lightning.metric_states(self.trainer, self.module)

@@ -5,5 +5,6 @@ from lightning_resilience.callbacks.fault_tolerance import FaultTolerance
 from lightning_resilience.callbacks.local_checkpoint import LocalCheckpoint
 from lightning_resilience.callbacks.nan_guard import NaNGuard
 from lightning_resilience.callbacks.preemption import Preemption
+from lightning_resilience.callbacks.straggler_detection import StragglerDetection
 
-__all__ = ["AutoResume", "FaultTolerance", "LocalCheckpoint", "NaNGuard", "Preemption"]
+__all__ = ["AutoResume", "FaultTolerance", "LocalCheckpoint", "NaNGuard", "Preemption", "StragglerDetection"]

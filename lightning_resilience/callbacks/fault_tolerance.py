@@ -429,8 +429,8 @@ class _Watching:
 
     def _ask_policy(self, exception: BaseException) -> str | None:
         policy = self.settings.exc_handling_policy
-        if getattr(exception, "suspects_this_node", False):  # a rerun has shown that its device may be to blame
-            return self._request(_nvrx.EXCLUDE_THIS_NODE, "a bad step came again on this node, and is tried on others")
+        if reason := getattr(exception, "suspects_this_node", ""):  # by another callback's verdict
+            return self._request(_nvrx.EXCLUDE_THIS_NODE, reason)
         if policy is None:
             return None
         try:

@@ -12,6 +12,7 @@ import torch
 from lightning_resilience import _lightning, checkpoint_io
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.detect.numerics import ChangingBuffers, SpikeReference, all_finite, nonfinite_names
+from lightning_resilience.detect.place import Place
 from lightning_resilience.detect.reruns import Suspect, faulty, weigh
 from lightning_resilience.detect.step_guard import Reruns, StepGuard, Verdict
 from lightning_resilience.detect.troubles import Troubles, Window
@@ -54,11 +55,11 @@ class RerunElsewhere(SystemExit):
     With Megatron's exit code 16. ``launch`` restarts the workers; so do others that restart what ends with this code.
 
     Attributes:
-        suspects_this_node: Whether it began on this rank, one of several nodes: a launcher that can goes on without its
-            node (:class:`~lightning_resilience.FaultTolerance` asks NVRx's).
+        suspects_this_node: Why a launcher that can should go on without the node of this rank, one of several, where it
+            began (:class:`~lightning_resilience.FaultTolerance` asks NVRx's); empty: it need not.
     """
 
-    suspects_this_node = False
+    suspects_this_node = ""
 
 
 class NaNGuard(SessionCallback):
@@ -288,7 +289,7 @@ class _Guarding:
         if several and settings.check_grads:
             _lightning.on_clipping_by_norm(trainer, session.patches, self._guard.before_norm, self._guard.take_norm)
         if settings.rerun == "validate_results":
-            self._devices = session.gather(_device(trainer.strategy.root_device))
+            self._devices = session.gather(str(Place.of(trainer.strategy.root_device)))
         _lightning.on_batch_done(trainer, session.patches, self._batch_done)
         session.after_batch.append(self._after_batch)
         session.before_end.append(self._before_end)
@@ -641,7 +642,8 @@ class _Guarding:
             log.warning("%s: to be tried on others (exit code 16).", why)
             elsewhere = RerunElsewhere(16)
             nodes = {device.split(" ")[0] for device in self._devices}
-            elsewhere.suspects_this_node = len(nodes) > 1 and self._is_mine
+            if len(nodes) > 1 and self._is_mine:
+                elsewhere.suspects_this_node = "a bad step came again on this node, and is tried on others"
             raise elsewhere
         if decision == "older":
             loaded = session.tiers.loaded
@@ -679,14 +681,6 @@ class _Guarding:
 def _written(number: float | None) -> str | None:
     """In the ledger, since JSON knows no NaN."""
     return None if number is None else f"{number:.6g}"
-
-
-def _device(device: torch.device) -> str:
-    """The node and the device on it, by names that another has not."""
-    name = str(device)
-    if device.type == "cuda":
-        name = f"GPU {torch.cuda.get_device_properties(device).uuid}"
-    return f"{os.uname().nodename} ({name})"
 
 
 def _reads_cost_nothing(device: torch.device) -> bool:

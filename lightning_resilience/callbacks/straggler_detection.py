@@ -1,0 +1,443 @@
+"""``StragglerDetection``: which rank holds the others up, at what, and since when."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+
+from lightning_resilience import _lightning, _nvrx, wandb_panels
+from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.detect.own_time import CALLBACKS, COMPUTE, DeviceTime, HostTime
+from lightning_resilience.detect.place import Place
+from lightning_resilience.detect.stragglers import (
+    Exchange,
+    History,
+    Kernels,
+    Report,
+    Straggler,
+    Streaks,
+    make_report,
+)
+from lightning_resilience.detect.waiting import Waiting
+from lightning_resilience.ledger import read_ledger
+from lightning_resilience.session import FitSession, SessionCallback
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+log = logging.getLogger(__name__)
+
+Backend = Literal["auto", "cupti", "cuda_events", "timer"]
+
+_REPORT = "straggler report"
+_STOP = "stop for stragglers"
+_KEPT = "stragglers"
+
+
+class StragglersFound(SystemExit):
+    """The run ends, saved, because of ranks that are too slow; it can go on without their nodes.
+
+    With exit code 1, as NeMo's. ``launch`` restarts the workers, with NVRx's launcher and several nodes without those.
+
+    Attributes:
+        reason: Which ranks, where they run, and how slow they are.
+        suspects_this_node: Why a launcher that can should go on without the node of this rank; empty: it need not.
+    """
+
+    def __init__(self, reason: str, suspects_this_node: str = "") -> None:
+        super().__init__(1)
+        self.reason = reason
+        self.suspects_this_node = suspects_this_node
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class StragglerDetection(SessionCallback):
+    """Names the ranks that the others wait for.
+
+    What counts is a rank's own work: the time that it does not wait for others. A score of 0.5 says that a rank takes
+    twice as long for it as the fastest one (relative), or as itself at its best (individual). Data loading, computing
+    and callbacks are told apart.
+
+    A healthy step reads a clock a few times. Every ``report_time_interval``, at a boundary that all ranks agree on, the
+    ranks exchange their medians, and rank 0 prints the report that NeMo's users know, and gives it to the loggers.
+
+    Args:
+        report_time_interval: Seconds between two reports. Names and defaults are those of NVRx's callback and NeMo's
+            recipe ``straggler_det_callback`` where not said otherwise.
+        calc_relative_gpu_perf: Whether ranks are compared with the fastest one.
+        calc_individual_gpu_perf: Whether ranks are compared with what they were.
+        num_gpu_perf_scores_to_print: How many of the worst and the best scores are printed; 0: only stragglers are.
+        gpu_relative_perf_threshold: A relative score below this makes a straggler.
+        gpu_individual_perf_threshold: An individual score below this makes a straggler.
+        stop_if_detected: Whether the run saves and ends because of a straggler, once for every device, so that it can
+            be restarted elsewhere. Megatron-Bridge's default is ``False``.
+        enable_logging: Whether the Trainer's loggers get the scores.
+        profiling_interval: Every how many steps one is measured.
+        backend: ``"timer"``: the host's clock. ``"cuda_events"``: the device's. ``"cupti"``: NVRx's profiler of the
+            device's kernels, beside the events. ``"auto"``: the last one of these that works here.
+        min_consecutive_reports: How many reports in a row must name a rank. NVRx has 1.
+        run_dir: The run directory on storage that all nodes share. Default: the launcher's, else ``resilience`` in the
+            Trainer's ``default_root_dir``.
+
+    Raises:
+        ValueError: If an argument makes no sense, or the backend does not work here.
+    """
+
+    def __init__(
+        self,
+        report_time_interval: float = 300.0,
+        calc_relative_gpu_perf: bool = True,
+        calc_individual_gpu_perf: bool = True,
+        num_gpu_perf_scores_to_print: int = 5,
+        gpu_relative_perf_threshold: float = 0.7,
+        gpu_individual_perf_threshold: float = 0.7,
+        stop_if_detected: bool = True,
+        enable_logging: bool = True,
+        profiling_interval: int = 1,
+        backend: Backend = "auto",
+        min_consecutive_reports: int = 1,
+        run_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if not (math.isfinite(report_time_interval) and report_time_interval > 0):
+            raise ValueError(f"report_time_interval must be a number of seconds above 0, not {report_time_interval}.")
+        if not (calc_relative_gpu_perf or calc_individual_gpu_perf):
+            raise ValueError("calc_relative_gpu_perf and calc_individual_gpu_perf are both off: nothing is left to do.")
+        if num_gpu_perf_scores_to_print < 0:
+            raise ValueError(f"num_gpu_perf_scores_to_print must not be negative, not {num_gpu_perf_scores_to_print}.")
+        for name, threshold in (
+            ("gpu_relative_perf_threshold", gpu_relative_perf_threshold),
+            ("gpu_individual_perf_threshold", gpu_individual_perf_threshold),
+        ):
+            if not 0 <= threshold <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, not {threshold}.")
+        if profiling_interval < 1:
+            raise ValueError(f"profiling_interval must be at least 1, not {profiling_interval}.")
+        if backend not in get_args(Backend):
+            raise ValueError(f"backend must be one of {', '.join(get_args(Backend))} and not {backend!r}.")
+        if min_consecutive_reports < 1:
+            raise ValueError(f"min_consecutive_reports must be at least 1, not {min_consecutive_reports}.")
+        self.report_time_interval = report_time_interval
+        self.calc_relative_gpu_perf = calc_relative_gpu_perf
+        self.calc_individual_gpu_perf = calc_individual_gpu_perf
+        self.num_gpu_perf_scores_to_print = num_gpu_perf_scores_to_print
+        self.gpu_relative_perf_threshold = gpu_relative_perf_threshold
+        self.gpu_individual_perf_threshold = gpu_individual_perf_threshold
+        self.stop_if_detected = stop_if_detected
+        self.enable_logging = enable_logging
+        self.profiling_interval = profiling_interval
+        self.backend: Backend = backend
+        self.min_consecutive_reports = min_consecutive_reports
+        self.run_dir = run_dir
+        self.report: Report | None = None
+        """The last one; on rank 0 only."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to the fit in progress."""
+        return {key: value for key, value in vars(self).items() if key != "_measuring"}
+
+    def joined(self, session: FitSession) -> None:
+        """Chooses how to measure."""
+        self._measuring = _Measuring(self, session)
+        session.at_leave.append(self._leave)
+
+    def _leave(self) -> None:
+        self._measuring.leave()
+        del self._measuring
+
+    def started(self, session: FitSession) -> None:
+        """Starts to measure."""
+        self._measuring.start()
+
+
+class _Measuring:
+    """What ``StragglerDetection`` does in one fit."""
+
+    def __init__(self, settings: StragglerDetection, session: FitSession) -> None:
+        self.settings = settings
+        self.session = session
+        device = session.trainer.strategy.root_device
+        place = Place.of(device)
+        self._places: list[Place] = session.gather(place)
+        self._has_several_nodes = len({each.node for each in self._places}) > 1
+        self._profiler = self._choose()
+        self._time: HostTime | DeviceTime
+        if self.backend == "timer":
+            self._waiting = Waiting()
+            self._time = HostTime(self._waiting, settings.profiling_interval)
+        else:
+            stream: Any = torch.get_device_module(device)
+            self._time = DeviceTime(lambda: stream.Event(enable_timing=True), settings.profiling_interval)
+            self._waiting = Waiting(self._time.toggle_waiting)
+        self._exchange = _exchange(session.trainer) if session.trainer.world_size > 1 else Exchange()
+        self._history = History(str(place))
+        self._streaks = Streaks(settings.min_consecutive_reports)
+        self._panels = wandb_panels.Panels()
+        self._stopped_for: set[str] = set()
+        self._due = math.inf
+        self._is_cold = True
+        session.handlers[_REPORT] = self._report
+        session.handlers[_STOP] = self._stop
+        session.kept[_KEPT] = self._history.state_dict, self._history.load_state_dict
+        if session.rank == 0:
+            session.kept[wandb_panels.KEPT] = self._panels.state_dict, self._panels.load_state_dict
+
+    def _choose(self) -> _nvrx.KernelProfiler | None:
+        """Decides on the backend, the same on all ranks; returns the profiler if there is one."""
+        settings, session = self.settings, self.session
+        asked, device = settings.backend, session.trainer.strategy.root_device
+        if asked in ("cupti", "cuda_events") and device.type != "cuda":
+            raise ValueError(f"backend={asked!r} measures CUDA devices, and this fit runs on {device.type}.")
+        self.backend: Backend = "timer" if device.type == "cpu" or asked == "timer" else "cuda_events"
+        if device.type != "cuda" or asked not in ("auto", "cupti"):
+            return None
+        profiler, problem = _nvrx.kernel_profiler()
+        problems = [each for each in session.gather(problem) if each is not None]
+        if not problems:
+            self.backend = "cupti"
+            return profiler
+        if profiler is not None:
+            profiler.close()
+        if asked == "cupti":
+            raise ValueError(f"backend='cupti' does not work here: {problems[0]}")
+        if session.rank == 0:
+            log.info("Kernels are not profiled (%s); steps are timed by CUDA events.", problems[0])
+        return None
+
+    def start(self) -> None:
+        """The training begins."""
+        session, trainer = self.session, self.session.trainer
+        _lightning.on_sections_of_step(
+            trainer,
+            session.patches,
+            ready=lambda: self._time.enter(CALLBACKS),
+            begin=self._begin_computing,
+            end=self._end_computing,
+            backward=self._waiting.backward,
+        )
+        self._waiting.start()
+        session.before_batch.append(self._begin_step)
+        session.at_gone_back.append(self._cool)
+        if session.rank == 0:
+            self._stopped_for = {
+                device
+                for event in read_ledger(session.run.ledger)
+                if event["event"] == "straggler_stop"
+                for device in event.get("devices", ())
+            }
+            self._due = time.monotonic() + self.settings.report_time_interval
+            session.at_boundary.append(lambda clean: self._look_at_the_clock())
+
+    def leave(self) -> None:
+        """The fit has ended, one way or another."""
+        self._waiting.stop()
+        if self._profiler is not None:
+            self._profiler.close()
+
+    # -- every step ----------------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        if self._is_cold:
+            self._is_cold = False  # the first step is slow in its own way
+        else:
+            self._time.begin()
+
+    def _cool(self) -> None:
+        self._time.drop()
+        self._is_cold = True
+
+    def _begin_computing(self) -> None:
+        self._time.enter(COMPUTE)
+        if self._profiler is not None:
+            self._profiler.start()
+
+    def _end_computing(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+        self._time.enter(CALLBACKS)
+
+    def _look_at_the_clock(self) -> None:
+        if time.monotonic() >= self._due:
+            self._due = math.inf  # until it is made
+            self.session.agreement.request(_REPORT, {}, Needs.TRAINING)
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    def _report(self, event: Event) -> None:
+        session = self.session
+        kernels = Kernels.of(self._profiler.take()) if self._profiler is not None else None
+        report = make_report(
+            session.trainer.global_step, self._places, self._time.take(), kernels, self._history, self._exchange
+        )
+        if report is not None:
+            self._due = time.monotonic() + self.settings.report_time_interval
+            self.settings.report = report
+            self._publish(report)
+
+    def _publish(self, report: Report) -> None:
+        settings, session = self.settings, self.session
+        began = time.perf_counter()
+        slow: list[Straggler] = []
+        if settings.calc_relative_gpu_perf:
+            slow += report.slow("relative", settings.gpu_relative_perf_threshold)
+        if settings.calc_individual_gpu_perf:
+            slow += report.slow("individual", settings.gpu_individual_perf_threshold)
+        stragglers = self._streaks.of(slow)
+        self._print(report, stragglers)
+        if stragglers:
+            session.ledger.record(
+                "stragglers",
+                fit=session.index,
+                step=report.step,
+                ranks=sorted({each.rank for each in stragglers}),
+                devices=_devices(stragglers),
+                reason=_named(stragglers),
+            )
+        if settings.enable_logging:
+            self._log(report, stragglers)
+        log.info("Straggler report processing time: %.3f sec.", report.elapsed + time.perf_counter() - began)
+        if stragglers and settings.stop_if_detected:
+            self._consider_stopping(stragglers)
+
+    def _print(self, report: Report, stragglers: Sequence[Straggler]) -> None:
+        """In the words of NVRx's callback: people have programs that read them."""
+        settings = self.settings
+        for kind, words in (
+            ("relative", "Some GPUs have worse relative performance."),
+            ("individual", "Some GPUs performance dropped."),
+        ):
+            if affected := [each for each in stragglers if each.kind == kind]:
+                ids = ", ".join(f"StragglerId(rank={each.rank}, node={each.place.node!r})" for each in affected)
+                log.warning("STRAGGLER DETECTION WARNING: %s Affected ranks: {%s}", words, ids)
+        if stragglers:
+            log.warning("Slow after step %d: %s.", report.step, _named(stragglers))
+        if report.missing:
+            log.warning("No steps were measured on %d ranks: %s.", len(report.missing), _some(report.missing))
+        if settings.num_gpu_perf_scores_to_print > 0:
+            if settings.calc_relative_gpu_perf:
+                scores = _formatted(report.relative, report.places, settings.num_gpu_perf_scores_to_print)
+                log.info("\nGPU relative performance:\n%s", scores)
+            if settings.calc_individual_gpu_perf:
+                scores = _formatted(report.individual, report.places, settings.num_gpu_perf_scores_to_print)
+                log.info("\nGPU individual performance:\n%s", scores)
+
+    def _log(self, report: Report, stragglers: Sequence[Straggler]) -> None:
+        trainer = self.session.trainer
+        metrics = {}
+        if self.settings.calc_relative_gpu_perf:
+            metrics.update(_extremes("gpu_relative_perf", report.relative))
+        if self.settings.calc_individual_gpu_perf:
+            metrics.update(_extremes("gpu_individual_perf", report.individual))
+        step = _lightning.logged_step(trainer)
+        for logger in trainer.loggers:
+            if metrics:
+                logger.log_metrics(metrics, step=step)
+        self._panels.show(trainer.loggers, report, stragglers, step)
+
+    # -- stopping ------------------------------------------------------------------------------------------------------
+
+    def _consider_stopping(self, stragglers: Sequence[Straggler]) -> None:
+        new = [each for each in stragglers if str(each.place) not in self._stopped_for]
+        if not new:
+            log.warning("The run has been stopped for these devices before, and goes on with them.")
+            return
+        log.error("Detected stragglers. Terminating training...")
+        self.session.agreement.request(
+            _STOP,
+            {
+                "reason": _named(new),
+                "devices": _devices(new),
+                "ranks": sorted({each.rank for each in new}),
+            },
+            Needs.CLEAN | Needs.TRAINING,
+        )
+
+    def _stop(self, event: Event) -> None:
+        session = self.session
+        session.save("straggler")
+        reason, ranks = str(event.payload["reason"]), event.payload["ranks"]
+        if session.rank == 0:
+            session.ledger.record(
+                "straggler_stop",
+                fit=session.index,
+                step=session.trainer.global_step,
+                ranks=ranks,
+                devices=event.payload["devices"],
+                reason=reason,
+            )
+        is_suspect = self._has_several_nodes and session.rank in ranks
+        raise StragglersFound(f"too slow: {reason}", reason if is_suspect else "")
+
+
+def _named(stragglers: Sequence[Straggler]) -> str:
+    shown = "; ".join(map(str, stragglers[:5]))
+    return shown if len(stragglers) <= 5 else f"{shown}; and {len(stragglers) - 5} more"
+
+
+def _devices(stragglers: Sequence[Straggler]) -> list[str]:
+    return sorted({str(each.place) for each in stragglers})
+
+
+def _some(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:10]))
+    return shown if len(ranks) <= 10 else f"{shown} and {len(ranks) - 10} more"
+
+
+def _formatted(scores: torch.Tensor, places: Sequence[Place], count: int) -> str:
+    """The worst and the best scores, in the layout of NVRx's callback."""
+    known = torch.isfinite(scores).nonzero().flatten()
+    order = known[scores[known].argsort(stable=True)].tolist()
+
+    def lines(ranks: Sequence[int]) -> str:
+        return "".join(f"  Rank={rank} Node={places[rank].node} Score={float(scores[rank]):.2f}\n" for rank in ranks)
+
+    if len(order) <= 2 * count:
+        return lines(order)
+    return (
+        f" Worst performing {count}/{len(order)} ranks:\n{lines(order[:count])}"
+        f" Best performing {count}/{len(order)} ranks:\n{lines(order[: -count - 1 : -1])}"
+    )
+
+
+def _extremes(prefix: str, scores: torch.Tensor) -> dict[str, float]:
+    known = scores[torch.isfinite(scores)]
+    if not len(known):
+        return {}
+    return {
+        f"{prefix}/min": float(known.min()),
+        f"{prefix}/median": float(known.median()),
+        f"{prefix}/max": float(known.max()),
+    }
+
+
+def _exchange(trainer: Trainer) -> Exchange:
+    """By the process group of the training, on its device."""
+    device = trainer.strategy.root_device
+
+    def on_device(send: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def sent(tensor: torch.Tensor) -> torch.Tensor:
+            there = tensor.to(device, copy=True)
+            send(there)
+            return there.cpu()
+
+        return sent
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor | None:
+        there = tensor.to(device)
+        rows = [torch.empty_like(there) for _ in range(trainer.world_size)] if trainer.is_global_zero else None
+        torch.distributed.gather(there, rows)
+        return None if rows is None else torch.stack(rows).cpu()
+
+    return Exchange(
+        on_device(lambda tensor: torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)),
+        gather,
+        on_device(lambda tensor: torch.distributed.broadcast(tensor, 0)),
+    )

@@ -1,0 +1,32 @@
+"""Where a rank runs, by names that no other place has."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node and a device on it.
+
+    Attributes:
+        node: Its host name.
+        device: A GPU by its UUID, which it keeps wherever the driver lists it; others by torch's name.
+    """
+
+    node: str
+    device: str
+
+    @staticmethod
+    def of(device: torch.device) -> Place:
+        """That of this process, which computes on ``device``."""
+        name = str(device)
+        if device.type == "cuda":
+            name = f"GPU {torch.cuda.get_device_properties(device).uuid}"
+        return Place(platform.node(), name)
+
+    def __str__(self) -> str:
+        return f"{self.node} ({self.device})"

@@ -1,0 +1,272 @@
+"""Which rank is slow, by how much and at what: from what each rank has measured of its own work. No Trainer.
+
+Every rank makes its own scores, against the fastest medians of all ranks; only these few numbers go to rank 0. So a
+report costs rank 0 about the same, however many kernels are measured and whatever they are called.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from lightning_resilience.detect.own_time import SECTIONS, Sample
+from lightning_resilience.detect.place import Place
+from lightning_resilience.detect.scores import lost, scores
+
+Kind = Literal["relative", "individual"]
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is slow.
+
+    Attributes:
+        rank: The rank.
+        place: Where it runs.
+        kind: Whether it is slower than the others, or than it was itself.
+        score: The score that says so.
+        cause: The section of the step that takes most of the time it loses.
+    """
+
+    rank: int
+    place: Place
+    kind: Kind
+    score: float
+    cause: str
+
+    def __str__(self) -> str:
+        than = "the fastest" if self.kind == "relative" else "what it was"
+        return f"rank {self.rank} on {self.place}, {self.score:.2f} of {than}, {self.cause}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What rank 0 knows of all ranks. Tensors are by rank; NaN: the rank had no samples.
+
+    Attributes:
+        step: ``trainer.global_step`` at which it was made.
+        places: Where each rank runs.
+        relative: Its speed beside the fastest, of 1.
+        individual: Its speed beside the best that it ever had, of 1.
+        step_relative: The same as ``relative``, of all of its step. Different where ``relative`` is that of kernels.
+        step_individual: The same as ``individual``, of all of its step.
+        seconds: What a step takes by section, in the median; of shape ``(ranks, sections)``.
+        relative_lost: What each section takes from ``step_relative``, of the same shape.
+        individual_lost: What each section takes from ``step_individual``, of the same shape.
+        elapsed: Seconds that it has taken to make.
+    """
+
+    step: int
+    places: Sequence[Place]
+    relative: torch.Tensor
+    individual: torch.Tensor
+    step_relative: torch.Tensor
+    step_individual: torch.Tensor
+    seconds: torch.Tensor
+    relative_lost: torch.Tensor
+    individual_lost: torch.Tensor
+    elapsed: float = 0.0
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks without any samples: nothing is known of them."""
+        return _where(torch.isnan(self.relative))
+
+    def slow(self, kind: Kind, threshold: float) -> list[Straggler]:
+        """Ranks with a score of ``kind`` below ``threshold``, the slowest first."""
+        if kind == "relative":
+            score, of_step, by_section = self.relative, self.step_relative, self.relative_lost
+        else:
+            score, of_step, by_section = self.individual, self.step_individual, self.individual_lost
+        worst = torch.fmin(score, of_step)
+        ranks = sorted(_where(worst < threshold), key=lambda rank: float(worst[rank]))
+        return [
+            Straggler(
+                rank,
+                self.places[rank],
+                kind,
+                float(worst[rank]),
+                # Where only the kernels are slow, no section need have lost anything.
+                SECTIONS[int(by_section[rank].argmax())] if of_step[rank] < threshold else SECTIONS[1],
+            )
+            for rank in ranks
+        ]
+
+
+def _where(condition: torch.Tensor) -> list[int]:
+    return [int(rank) for rank in condition.nonzero().flatten()]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How ranks tell each other numbers; by default there is one rank.
+
+    Attributes:
+        smallest: Reduces a tensor to the smallest over all ranks, and returns it.
+        gather: Gives rank 0 the vectors of all ranks as a matrix; returns it there, and ``None`` elsewhere.
+        from_rank_0: Gives all ranks rank 0's tensor.
+    """
+
+    smallest: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    gather: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: tensor.unsqueeze(0)
+    from_rank_0: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What the kernels of a device have taken since the last report.
+
+    Attributes:
+        names: Of the kernels.
+        medians: Their times, in any one unit.
+        weights: The time spent in each in total.
+    """
+
+    names: Sequence[str]
+    medians: torch.Tensor
+    weights: torch.Tensor
+
+    @staticmethod
+    def of(times: Mapping[str, tuple[float, float]]) -> Kernels:
+        """Of the median and the total time of each kernel."""
+        medians, weights = torch.tensor([*times.values()], dtype=torch.float64).reshape(-1, 2).unbind(1)
+        return Kernels([*times], medians, weights)
+
+
+@dataclass
+class History:
+    """The smallest medians that a rank ever had, on one device.
+
+    Attributes:
+        device: On which.
+        sections: Of :data:`~lightning_resilience.detect.own_time.SECTIONS`.
+        kernels: By name.
+    """
+
+    device: str
+    sections: torch.Tensor = field(default_factory=lambda: torch.full((len(SECTIONS),), torch.inf).double())
+    kernels: dict[str, float] = field(default_factory=dict)
+
+    def observe(self, sample: Sample) -> torch.Tensor:
+        """Learns from the sections; returns the smallest medians."""
+        self.sections = torch.minimum(self.sections, sample.medians.nan_to_num(nan=torch.inf))
+        return self.sections
+
+    def observe_kernels(self, kernels: Kernels) -> torch.Tensor:
+        """Learns from the kernels; returns their smallest medians, in their order."""
+        known = [self.kernels.get(name, torch.inf) for name in kernels.names]
+        best = torch.minimum(torch.tensor(known, dtype=torch.float64), kernels.medians)
+        self.kernels.update(zip(kernels.names, best.tolist(), strict=True))
+        return best
+
+    def state_dict(self) -> dict[str, Any]:
+        """In plain types."""
+        return {"device": self.device, "sections": self.sections.tolist(), "kernels": dict(self.kernels)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there, if that was on the same device: another one has a past of its own."""
+        if state["device"] == self.device and len(state["sections"]) == len(SECTIONS):
+            self.sections = torch.tensor(state["sections"], dtype=torch.float64)
+            self.kernels = {str(name): float(best) for name, best in state["kernels"].items()}
+
+
+def make_report(
+    step: int, places: Sequence[Place], sample: Sample, kernels: Kernels | None, history: History, exchange: Exchange
+) -> Report | None:
+    """Makes the report; a collective.
+
+    Args:
+        step: ``trainer.global_step``.
+        places: Of all ranks.
+        sample: What this rank has measured.
+        kernels: And of its device's kernels, if they are measured; on all ranks or on none.
+        history: What this rank was like before.
+        exchange: How to reach the others.
+
+    Returns:
+        The report on rank 0, ``None`` elsewhere.
+    """
+    began = time.perf_counter()
+    best = history.observe(sample)
+    medians, weights = sample.medians, sample.weights
+    if kernels is not None:
+        best_kernels, aligned = history.observe_kernels(kernels), _align(kernels, exchange)
+        smallest = exchange.smallest(torch.cat([medians, aligned.medians]).nan_to_num(nan=torch.inf))
+        reference = smallest[: len(SECTIONS)]
+        of_kernels = (
+            scores(aligned.medians, aligned.weights, smallest[len(SECTIONS) :]),
+            scores(kernels.medians, kernels.weights, best_kernels),
+        )
+    else:
+        reference = exchange.smallest(medians.nan_to_num(nan=torch.inf))
+        of_kernels = None
+    of_step = scores(medians, weights, reference), scores(medians, weights, best)
+    own = torch.cat(
+        [
+            torch.stack([*(of_kernels or of_step), *of_step]),
+            medians,
+            lost(medians, weights, reference),
+            lost(medians, weights, best),
+        ]
+    )
+    matrix = exchange.gather(own)
+    if matrix is None:
+        return None
+    relative, individual, step_relative, step_individual = matrix[:, :4].unbind(1)
+    seconds, relative_lost, individual_lost = matrix[:, 4:].reshape(len(matrix), 3, len(SECTIONS)).unbind(1)
+    return Report(
+        step,
+        places,
+        relative,
+        individual,
+        step_relative,
+        step_individual,
+        seconds,
+        relative_lost,
+        individual_lost,
+        time.perf_counter() - began,
+    )
+
+
+def _align(kernels: Kernels, exchange: Exchange) -> Kernels:
+    """This rank's kernels in the order of rank 0's: what rank 0 does not run is not compared.
+
+    Names are long, and are known to the others by numbers made of them.
+    """
+    own = torch.tensor([_number(name) for name in kernels.names], dtype=torch.int64)
+    count = exchange.from_rank_0(torch.tensor([len(own)]))
+    theirs = exchange.from_rank_0(own if len(own) == int(count) else own.new_empty(int(count)))
+    place = {number: index for index, number in enumerate(own.tolist())}
+    medians = torch.full((len(theirs),), torch.nan, dtype=torch.float64)
+    weights = torch.zeros(len(theirs), dtype=torch.float64)
+    found = [(index, place[number]) for index, number in enumerate(theirs.tolist()) if number in place]
+    if found:
+        there, here = (torch.tensor(each) for each in zip(*found, strict=True))
+        medians[there], weights[there] = kernels.medians[here], kernels.weights[here]
+    return Kernels([], medians, weights)
+
+
+def _number(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+class Streaks:
+    """Ranks that were slow in several reports in a row.
+
+    Args:
+        minimum: How many reports in a row make a straggler of a rank.
+    """
+
+    def __init__(self, minimum: int) -> None:
+        self._minimum = minimum
+        self._counts: dict[tuple[int, Kind], int] = {}
+
+    def of(self, slow: Sequence[Straggler]) -> list[Straggler]:
+        """Those that are slow now and were before, often enough."""
+        self._counts = {(each.rank, each.kind): self._counts.get((each.rank, each.kind), 0) + 1 for each in slow}
+        return [each for each in slow if self._counts[each.rank, each.kind] >= self._minimum]

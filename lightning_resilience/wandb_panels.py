@@ -1,0 +1,110 @@
+"""What Weights & Biases shows of stragglers beyond the scalars that every logger gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_resilience.detect.own_time import SECTIONS
+from lightning_resilience.detect.stragglers import Report, Straggler
+
+KEPT = "straggler panels"
+
+_REPORTS = 200
+_NODES = 20
+
+
+class Panels:
+    """A table of all ranks, a plot of all nodes over time, and the stragglers in the run's summary.
+
+    Remembers the nodes' scores of the last 200 reports, since a plot is sent as a whole; their state is saved, so a
+    restarted run goes on with its plot.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._nodes: dict[str, list[float | None]] = {}
+
+    def show(self, loggers: Sequence[Any], report: Report, stragglers: Sequence[Straggler], step: int) -> None:
+        """Gives a report to those of ``loggers`` that are Lightning's for W&B.
+
+        Args:
+            loggers: The Trainer's.
+            report: What is shown.
+            stragglers: Which ranks are too slow.
+            step: At which the loggers log now.
+        """
+        self._remember(report, step)
+        for logger in loggers:
+            if not any(each.__name__ == "WandbLogger" for each in type(logger).__mro__):
+                continue
+            import wandb
+
+            nodes = sorted(self._nodes, key=self._last)[:_NODES]
+            run = logger.experiment
+            run.log(
+                {
+                    "stragglers/ranks": wandb.Table(columns=_COLUMNS, data=_rows(report, stragglers)),
+                    "stragglers/nodes": wandb.plot.line_series(
+                        xs=self._steps,
+                        ys=[self._nodes[node] for node in nodes],
+                        keys=nodes,
+                        title="Relative performance of the slowest rank of each node",
+                        xname="step",
+                    ),
+                    "trainer/global_step": step,
+                }
+            )
+            run.summary["stragglers"] = [str(each) for each in stragglers]
+
+    def _remember(self, report: Report, step: int) -> None:
+        worst: dict[str, float] = {}
+        for place, score in zip(report.places, torch.fmin(report.relative, report.step_relative).tolist(), strict=True):
+            if score == score:
+                worst[place.node] = min(score, worst.get(place.node, 1.0))
+        self._steps.append(step)
+        for node in {*self._nodes, *worst}:
+            self._nodes.setdefault(node, [None] * (len(self._steps) - 1)).append(worst.get(node))
+        if len(self._steps) > _REPORTS:
+            self._steps.pop(0)
+            for scores in self._nodes.values():
+                scores.pop(0)
+        self._nodes = {node: scores for node, scores in self._nodes.items() if any(each is not None for each in scores)}
+
+    def _last(self, node: str) -> float:
+        return next((score for score in reversed(self._nodes[node]) if score is not None), 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """In plain types."""
+        return {"steps": list(self._steps), "nodes": {node: list(scores) for node, scores in self._nodes.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+        self._steps = list(state["steps"])
+        self._nodes = {node: list(scores) for node, scores in state["nodes"].items()}
+
+
+_COLUMNS: list[str | int] = [
+    "rank",
+    "node",
+    "device",
+    "relative",
+    "individual",
+    *(f"{name} (ms)" for name in SECTIONS),
+    "state",
+]
+
+
+def _rows(report: Report, stragglers: Sequence[Straggler]) -> list[list[Any]]:
+    slow = {each.rank: f"slow: {each.cause}" for each in stragglers}
+    missing = set(report.missing)
+    rows = []
+    for rank, place in enumerate(report.places):
+        numbers = [float(report.relative[rank]), float(report.individual[rank])]
+        numbers += [1000 * float(seconds) for seconds in report.seconds[rank]]
+        known = [round(number, 3) if number == number else None for number in numbers]
+        state = "no samples" if rank in missing else slow.get(rank, "")
+        rows.append([rank, place.node, place.device, *known, state])
+    return rows
