@@ -600,3 +600,18 @@ def test_real_two_nodes_follow_the_first_ones_decision(launcher: Launcher) -> No
     assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], launcher.stderr(0) + launcher.stderr(1)
     assert [event["retry"] for event in launcher.events("job_start")] == [False, True]
     assert len(launcher.events("exit")) == 1
+
+
+@pytest.mark.parametrize("own", [None, "mine"])
+def test_weights_and_biases_goes_on_with_one_run(launcher: Launcher, own: str | None) -> None:
+    launcher.script(
+        """
+        with open("ids", "a") as file:
+            file.write(f"{os.environ['WANDB_RUN_ID']} {os.environ['WANDB_RESUME']}\\n")
+        sys.exit(restart_count == 0)
+        """
+    )
+    environment = {} if own is None else {"WANDB_RUN_ID": own}
+    assert launcher.run(**environment) == 0
+    expected = launcher.run_directory.identity() if own is None else own
+    assert (launcher.folder / "ids").read_text() == f"{expected} allow\n" * 2

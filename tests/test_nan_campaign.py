@@ -465,6 +465,41 @@ def test_what_only_one_rank_could_know(spoil: str, tmp_path: Path) -> None:
     assert same(found[0][2], found[1][2])
 
 
+def with_losses_of_its_own(rank: int, port: int, folder: Path) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test", **place}
+    os.environ.update({name: str(value) for name, value in about.items()})
+    torch.set_num_threads(1)
+
+    def scaled(factor: float) -> Spoil:
+        return lambda model, loss: loss * factor
+
+    usual = 1000.0 if rank == 1 else 1.0
+    spoils = dict.fromkeys(range(100), scaled(usual))
+    spike = {BATCHES // 2: scaled(50 * usual)} if rank == 1 else {}
+    skipped = []
+    for epochs, more in ((1, {}), (2, spike)):
+        guard = NaNGuard(spiky_loss_factor=20.0, spike_window=3)
+        model = Watched({**spoils, **more}, lambda parameters: torch.optim.SGD(parameters, 1e-6))
+        fit_watched(model, folder, guard, AutoResume(), devices=2, strategy="ddp", max_epochs=epochs)
+        session._fits_begun.clear()
+        torch.distributed.destroy_process_group()
+        skipped.append(guard.skipped_steps)
+    torch.save(skipped, folder / f"{rank}.pt")
+
+
+def test_every_rank_goes_on_with_its_own_losses(tmp_path: Path) -> None:
+    """After a resume too: what is much for one rank is nothing for another."""
+    port = free_port()
+    ranks = [CONTEXT.Process(target=with_losses_of_its_own, args=(rank, port, tmp_path)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(60)
+        each.kill()
+    assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)] == [[0, 1], [0, 1]]
+
+
 # -- a bad state that verifies -----------------------------------------------------------------------------------------
 
 

@@ -161,6 +161,7 @@ class NaNGuard(SessionCallback):
             setattr(self, name, 0)
         if self.spiky_loss_factor is not None:
             self._spikes = SpikeReference(self.spiky_loss_factor, self.spike_window)
+            session.kept["losses"] = self._spikes.state_dict, self._spikes.load_state_dict  # of each rank its own
         self._guarding = _Guarding(self, session)
         session.at_leave.append(self._leave)
 
@@ -198,18 +199,15 @@ class NaNGuard(SessionCallback):
     # two that have a state.
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """What was counted and learned so far."""
+        """What was counted so far."""
         if session_of(trainer, self):
-            spikes = None if self._spikes is None else self._spikes.state_dict()
-            checkpoint[_STATE] = {**{name: getattr(self, name) for name in _COUNTS}, "spikes": spikes}
+            checkpoint[_STATE] = {name: getattr(self, name) for name in _COUNTS}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Goes on from there."""
         if session_of(trainer, self) and (state := checkpoint.get(_STATE)) is not None:
             for name in _COUNTS:
                 setattr(self, name, int(state[name]))
-            if self._spikes is not None and state["spikes"] is not None:
-                self._spikes.load_state_dict(state["spikes"])
 
 
 def _why_not(settings: NaNGuard, trainer: Trainer) -> str | None:

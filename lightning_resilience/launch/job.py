@@ -408,7 +408,7 @@ class Launch:
         if self.settings.local_dir is not None:
             environment[LOCAL_DIR_VARIABLE] = str(self.settings.local_dir)
         # In a session of its own: a Ctrl-C at the terminal reaches this process, which passes it on once.
-        process = subprocess.Popen(command, env=os.environ | environment, start_new_session=True)
+        process = subprocess.Popen(command, env=self._defaults() | os.environ | environment, start_new_session=True)
         deadline = None
         nodes_checked_at = time.monotonic()
         exit_code: int | None
@@ -431,6 +431,12 @@ class Launch:
             time.sleep(_POLL_S)
         end_processes(self.launch_id, _LEFTOVERS_PATIENCE_S)
         return exit_code
+
+    def _defaults(self) -> dict[str, str]:
+        """What the user's own environment goes before: Weights & Biases goes on with one run over all restarts."""
+        if not self.settings.is_owner:  # W&B is for rank 0, and one process names the run
+            return {}
+        return {"WANDB_RUN_ID": self._run_directory.identity(), "WANDB_RESUME": "allow"}
 
 
 def say(line: str) -> None:
