@@ -773,7 +773,7 @@ class Recorded:
         self.fence = Fence()
         self.fence.pending = self.taken.snapshot
         passed = self.taken.snapshot.fence
-        self.taken.snapshot.fence = lambda: (self.events.append("fence"), passed())  # type: ignore[method-assign]
+        self.taken.snapshot.fence = lambda *_: (self.events.append("fence"), passed())  # type: ignore[method-assign]
         threading.Timer(0.05, self.taken.copy).start()
 
 
