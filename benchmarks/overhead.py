@@ -26,7 +26,15 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import AutoResume, FaultTolerance, LocalCheckpoint, NaNGuard, Preemption, session
+from lightning_resilience import (
+    AutoResume,
+    FaultTolerance,
+    LocalCheckpoint,
+    NaNGuard,
+    Preemption,
+    StragglerDetection,
+    session,
+)
 from lightning_resilience.detect.progress import Progress
 
 TOGGLE = 10
@@ -75,16 +83,21 @@ def ours_on(trainer: L.Trainer, on: bool) -> None:
     watched: Progress | None = vars(fit).setdefault("_benchmark_progress", fit.progress)
     fit.progress = watched if on else None
     # LocalCheckpoint looks after every batch, and before every step of an optimizer, whether a copy is under way;
-    # NaNGuard looks at the gradients there.
-    optimization, before_step = trainer.fit_loop.epoch_loop.automatic_optimization, _global_optimizer_pre_hooks
-    run = vars(fit).setdefault("_benchmark_run", vars(optimization).get("run"))
+    # NaNGuard looks at the gradients there. StragglerDetection looks at the clock wherever a step goes on to something.
+    before_step = _global_optimizer_pre_hooks
     hooks = vars(fit).setdefault("_benchmark_hooks", dict(before_step))
-    vars(optimization).pop("run", None)
     before_step.clear()
     if on:
         before_step.update(hooks)
-        if run is not None:
-            optimization.run = run
+    for owner, name in (
+        (trainer.fit_loop.epoch_loop.automatic_optimization, "run"),
+        (trainer._logger_connector, "on_batch_start"),
+        (trainer.strategy, "backward"),
+    ):
+        patch = vars(fit).setdefault(f"_benchmark_{name}", vars(owner).get(name))
+        vars(owner).pop(name, None)
+        if on and patch is not None:
+            setattr(owner, name, patch)
 
 
 def measure(make: Callable[[], list[L.Callback]], steps: int, set_on: Callable[[L.Trainer, bool], None]) -> Toggle:
@@ -159,11 +172,13 @@ def main() -> None:
         "FaultTolerance": lambda: [FaultTolerance(autoresume=False)],
         "LocalCheckpoint, no save due": lambda: [LocalCheckpoint(train_time_interval=3600)],
         "NaNGuard": lambda: [NaNGuard()],
+        "StragglerDetection, no report due": lambda: [StragglerDetection(report_time_interval=3600)],
         "all together": lambda: [
             FaultTolerance(),
             Preemption(),
             LocalCheckpoint(train_time_interval=3600),
             NaNGuard(),
+            StragglerDetection(report_time_interval=3600),
             AutoResume(),
         ],
     }

@@ -472,7 +472,8 @@ def on_sections_of_step(
         ready: Called when a batch is there, on its device.
         begin: Called before its forward and backward pass and optimizer steps.
         end: Called behind them, before any hook of the batch's end.
-        backward: Called in place of each backward pass, with the loss and what does it.
+        backward: Called in place of each backward pass in which DDP waits for other ranks, with the loss and what does
+            it.
     """
     connector, strategy, loop = trainer._logger_connector, trainer.strategy, trainer.fit_loop.epoch_loop
     on_batch_start, run_backward = connector.on_batch_start, strategy.backward
@@ -487,7 +488,8 @@ def on_sections_of_step(
         return results[0]
 
     patches.set(connector, "on_batch_start", on_ready)
-    patches.set(strategy, "backward", on_backward)
+    if isinstance(strategy.model, DistributedDataParallel):
+        patches.set(strategy, "backward", on_backward)
     for optimization in (loop.automatic_optimization, loop.manual_optimization):
         patches.set(optimization, "run", _between(optimization.run, begin, end))
 

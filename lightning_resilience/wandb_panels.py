@@ -14,10 +14,13 @@ KEPT = "straggler panels"
 
 _REPORTS = 200
 _NODES = 20
+_ROWS = 1000
 
 
 class Panels:
-    """A table of all ranks, a plot of all nodes over time, and the stragglers in the run's summary.
+    """A table of the ranks, a plot of the nodes over time, and the stragglers in the run's summary.
+
+    Of many ranks the slowest 1,000, of many nodes the slowest 20.
 
     Remembers the nodes' scores of the last 200 reports, since a plot is sent as a whole; their state is saved, so a
     restarted run goes on with its plot.
@@ -101,7 +104,9 @@ def _rows(report: Report, stragglers: Sequence[Straggler]) -> list[list[Any]]:
     slow = {each.rank: f"slow: {each.cause}" for each in stragglers}
     missing = set(report.missing)
     rows = []
-    for rank, place in enumerate(report.places):
+    slowest = torch.fmin(report.relative, report.step_relative).nan_to_num(nan=-1.0).argsort(stable=True)[:_ROWS]
+    for rank in sorted(slowest.tolist()):
+        place = report.places[rank]
         numbers = [float(report.relative[rank]), float(report.individual[rank])]
         numbers += [1000 * float(seconds) for seconds in report.seconds[rank]]
         known = [round(number, 3) if number == number else None for number in numbers]

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pdb
+import platform
 import random
 import signal
 import sys
@@ -40,6 +41,7 @@ from lightning_resilience.callbacks import fault_tolerance, nan_guard
 from lightning_resilience.checkpoint import durable, resume
 from lightning_resilience.checkpoint.store import PartWriter
 from lightning_resilience.detect import health, progress, timeouts
+from lightning_resilience.detect.place import Place
 from lightning_resilience.detect.witness import node_directory
 from lightning_resilience.run_directory import RunDirectory
 
@@ -91,6 +93,8 @@ DEFAULTS: dict[str, Any] = {
     "keep": 2,
     "local": {},  # arguments of the callback "local_checkpoint"
     "nan_guard": {},  # arguments of the callback "nan_guard"
+    "straggler_detection": {},  # arguments of the callback "straggler_detection"
+    "own_nodes": False,  # every node has a name of its own
     "no_collective": False,  # of the NaN guard's own
     "device": None,  # what this process trains on, as it says
     "spoils": [],  # {"step": 23, "rank": 1, "what": "loss"}, or "gradient"
@@ -519,7 +523,11 @@ def sabotage(config: dict[str, Any]) -> None:
         nan_guard._smallest = None
     if config["device"] is not None:
         node = os.environ.get("GROUP_RANK", "0")
-        nan_guard._device = lambda device: f"node-{node} (cpu)" if config["device"] == "by node" else config["device"]
+        name = f"node-{node}" if config["device"] == "by node" else config["device"]
+        Place.of = lambda device: Place(name, "cpu")
+    if config["own_nodes"]:
+        name = f"node-{os.environ.get('GROUP_RANK', '0')}"
+        platform.node = lambda: name
     if config["floor_s"] is not None:
         timeouts.MIN_CALCULATED_S = config["floor_s"]
     if config["ping_within_s"] is not None:
@@ -557,6 +565,9 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         ),
         "local_checkpoint": lambda: lightning_resilience.LocalCheckpoint(run_dir=config["run_dir"], **config["local"]),
         "nan_guard": lambda: lightning_resilience.NaNGuard(run_dir=config["run_dir"], **config["nan_guard"]),
+        "straggler_detection": lambda: lightning_resilience.StragglerDetection(
+            run_dir=config["run_dir"], **config["straggler_detection"]
+        ),
         "user": lambda: User(config),
     }
     callbacks: list[Any] = [

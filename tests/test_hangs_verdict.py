@@ -25,6 +25,7 @@ from lightning_resilience.detect.evidence import Frame, ProcessEvidence, RankEvi
 from lightning_resilience.detect.flight_recorder import Collective, collectives
 from lightning_resilience.detect.hangs import Finding, Verdict, diagnose
 from lightning_resilience.detect.stacks import parse_stacks, place
+from lightning_resilience.detect.waiting import Waiting
 from tests.harness import CONTEXT
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
@@ -114,6 +115,20 @@ def test_stacks_of_this_python(tmp_path: Path) -> None:
         file.seek(0)
         threads = parse_stacks(file.read().decode(), threading.main_thread().ident or 0)
     assert functions(threads)[0] == "test_stacks_of_this_python"
+
+
+def test_the_stopwatch_around_a_wait_is_not_where_a_rank_is(tmp_path: Path) -> None:
+    with open(tmp_path / "stacks", "w+b", buffering=0) as file:
+
+        def wait() -> None:
+            faulthandler.dump_traceback(file, all_threads=False)
+
+        Waiting()._timed(wait)()
+        file.seek(0)
+        text = file.read().decode()
+    assert "in timed" in text
+    found = functions(parse_stacks(text, threading.main_thread().ident or 0))
+    assert found[:2] == ["wait", "test_the_stopwatch_around_a_wait_is_not_where_a_rank_is"]
 
 
 def frames(*described: str) -> list[Frame]:

@@ -773,7 +773,7 @@ def test_the_time_for_which_the_training_waits_is_counted(memory: Run, monkeypat
     copies, figures = Snapshot.copy, []
 
     def slowly(*args: Any) -> None:
-        time.sleep(0.2)
+        time.sleep(0.8)  # longer than a busy machine takes for a batch
         copies(*args)
 
     monkeypatch.setattr(Snapshot, "copy", slowly)

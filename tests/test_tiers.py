@@ -72,7 +72,8 @@ def test_last_means_the_newest_local_state_too(tmp_path: Path) -> None:
         codes, text = run(config, tmp_path / "run")
     assert codes == [0], text
     [(tier, step)] = resumed(config)
-    assert (tier, step) in [("local", 10), ("local", 15)], "and not 8, where last.ckpt is"
+    assert tier == "local"
+    assert step > 8, "where last.ckpt is"  # 10, or what came next if the writer was busy then
     assert samples(config) == undisturbed(tmp_path, numpy=False, save_every=None)[1]
 
 

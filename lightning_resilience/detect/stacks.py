@@ -23,6 +23,7 @@ _STANDARD = re.compile(r"^(?:.*/lib/python3\.[0-9]+t?/(?P<path>(?!site-packages/
 _FRAMEWORK = frozenset(
     {"torch", "torchdata", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_resilience"}
 )
+_STOPWATCH = "lightning_resilience/detect/waiting.py"  # around every wait of Python code: it says nothing itself
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
 
@@ -59,7 +60,9 @@ def _dumps(text: str, main_ident: int) -> Iterator[list[Thread]]:
             threads.append(Thread(ident=ident, is_main=ident == main_ident, frames=frames))
         elif (frame := _FRAME.match(line)) is not None and frames is not None:
             number = 0 if frame["line"] == "???" else int(frame["line"])
-            frames.append(Frame(file=frame["file"] or "???", line=number, function=frame["function"]))
+            found = Frame(file=frame["file"] or "???", line=number, function=frame["function"])
+            if short_path(found) != _STOPWATCH:
+                frames.append(found)
         elif not line.startswith("  "):  # the C stack, or output of something else; "..." stands for further frames
             frames = None
         after_blank = not line

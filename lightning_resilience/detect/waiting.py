@@ -15,7 +15,7 @@ import torch
 from torch.autograd import Variable
 from torch.distributed import _functional_collectives as functional
 
-_Work: Any = torch._C._distributed_c10d.Work
+_Work: Any = torch.distributed.Work
 
 
 class Waiting:
