@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import csv
 import json
 import logging
+import math
 import os
+import pickle
 import platform
 import random
+import re
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from lightning.pytorch.loggers import CSVLogger
+from torch.distributed import _functional_collectives as functional
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_resilience import StragglerDetection, session
+from lightning_resilience import AutoResume, StragglerDetection, _nvrx, session
 from lightning_resilience.agreement import Needs
 from lightning_resilience.callbacks import straggler_detection
-from tests.harness import CONTEXT, free_port
+from lightning_resilience.callbacks.straggler_detection import StragglersFound
+from lightning_resilience.detect import waiting
+from lightning_resilience.detect.own_time import Sample
+from lightning_resilience.detect.place import Place
+from lightning_resilience.ledger import Ledger, read_ledger
+from lightning_resilience.run_directory import RunDirectory
+from tests.harness import CONTEXT, Ranks, free_port, result, run, samples
+from tests.test_exact_resume import killed_and_resumed, make, some, undisturbed
 
 RANKS = 4
-STEPS = 16
-PACE = {"data": 0.002, "compute": 0.002, "callback": 0.002}
-SLOWED = 0.02
+STEPS = 12
+PACE = 0.002
+AT = 0.04
+"""Seconds of that part of a step of which one rank needs twice as many. What the ranks do to each other's is less."""
 CAUSES = {"data": "data loading", "compute": "compute", "callback": "callbacks"}
 
-# -- the program of one rank: paced by sleeps, since the ranks share the cores ------------------------------------------
+# -- the program of one rank: paced by sleeps, since the ranks share the cores -----------------------------------------
 
 
 class Paced:
@@ -43,7 +60,7 @@ class Paced:
     def work(self, place: str) -> None:
         """Takes its time."""
         at = self.scenario["at"]
-        seconds = SLOWED if place == at else PACE[place]
+        seconds = AT if place == at else PACE
         if place == at and self.scenario["who"] != "stopped" and self.rank in slow_ranks(self.scenario, self.window):
             seconds *= 2
         if self.window in self.scenario.get("uniformly", ()):
@@ -79,6 +96,7 @@ class Model(L.LightningModule):
     def __init__(self, paced: Paced) -> None:
         super().__init__()
         self.net = torch.nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))  # sent around at the beginning of every forward pass
         self.paced = paced
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -92,8 +110,8 @@ class Model(L.LightningModule):
 class Windows(L.Callback):
     """Asks for a report after every window of steps; all ranks change their pace where it is made."""
 
-    def __init__(self, paced: Paced, detection: StragglerDetection, folder: Path, pids: Any) -> None:
-        self.paced, self.detection, self.folder, self.pids = paced, detection, folder, pids
+    def __init__(self, paced: Paced, detection: StragglerDetection, folder: Path, shared: Any) -> None:
+        self.paced, self.detection, self.folder, self.shared = paced, detection, folder, shared
         self.steps = 0
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -106,10 +124,19 @@ class Windows(L.Callback):
             if trainer.is_global_zero:
                 self._write()
             trainer.should_stop = self.paced.window == self.paced.scenario["windows"]
-            self.pids[RANKS] = self.paced.window
+            self.shared[RANKS] = self.paced.window
 
         session._active.handlers["straggler report"] = counted
-        self.pids[self.paced.rank] = os.getpid()
+        self.shared[self.paced.rank] = os.getpid()
+        measured = self.detection._measuring._time
+        take = measured.take
+
+        def blind() -> Sample:
+            sample = take()
+            is_blind = self.paced.scenario.get("blind", {}).get(str(self.paced.rank)) == self.paced.window
+            return Sample.of(torch.empty(0, 3).double()) if is_blind else sample
+
+        measured.take = blind
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         self.paced.work("callback")
@@ -126,10 +153,10 @@ class Windows(L.Callback):
         }
         numbers = {name: getattr(report, name).tolist() for name in ("relative", "individual", "seconds")}
         with open(self.folder / "reports", "a") as file:
-            file.write(json.dumps({**found, "scores": numbers}) + "\n")
+            file.write(json.dumps({**found, "missing": report.missing, "scores": numbers}) + "\n")
 
 
-def rank_main(rank: int, scenario: dict[str, Any], folder: str, port: int, pids: Any) -> None:
+def rank_main(rank: int, scenario: dict[str, Any], folder: str, port: int, shared: Any) -> None:
     nodes = scenario.get("nodes", 1)
     per_node = RANKS // nodes
     node = rank // per_node
@@ -162,7 +189,7 @@ def rank_main(rank: int, scenario: dict[str, Any], folder: str, port: int, pids:
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[Windows(paced, detection, Path(folder), pids), detection],
+        callbacks=[Windows(paced, detection, Path(folder), shared), detection],
     )
     trainer.fit(Model(paced), DataLoader(Data(paced)))
 
@@ -177,18 +204,18 @@ def stop_for_a_while(pid: int) -> None:
 
 def reports(scenario: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """Runs a scenario; what rank 0 has reported of every window."""
-    pids, port = CONTEXT.Array("i", RANKS + 1), free_port()
-    ranks = [CONTEXT.Process(target=rank_main, args=(rank, scenario, str(folder), port, pids)) for rank in range(RANKS)]
+    shared, port = CONTEXT.Array("i", RANKS + 1), free_port()  # the process of every rank, and the window
+    ranks = [
+        CONTEXT.Process(target=rank_main, args=(rank, scenario, str(folder), port, shared)) for rank in range(RANKS)
+    ]
     for each in ranks:
         each.start()
     deadline = time.monotonic() + 250
     try:
-        while any(each.is_alive() for each in ranks):
+        while any(each.is_alive() for each in ranks) and not any(each.exitcode for each in ranks):
             assert time.monotonic() < deadline, (folder / "output").read_text()
-            if any(each.exitcode for each in ranks):
-                break
-            if scenario["who"] == "stopped" and all(pids[:RANKS]):
-                stop_for_a_while(pids[slow_ranks(scenario, pids[RANKS])[0]])
+            if scenario["who"] == "stopped" and all(shared[:RANKS]):
+                stop_for_a_while(shared[slow_ranks(scenario, shared[RANKS])[0]])
             else:
                 time.sleep(0.05)
     finally:
@@ -198,3 +225,617 @@ def reports(scenario: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
             each.join()
     assert [each.exitcode for each in ranks] == [0] * RANKS, (folder / "output").read_text()
     return [json.loads(line) for line in (folder / "reports").read_text().splitlines()]
+
+
+def kept_pace(report: dict[str, Any], slow: list[int]) -> bool:
+    """Whether the machine let the healthy ranks sleep and wake as planned, as one that is too busy does not."""
+    seconds = report["scores"]["seconds"]
+    return all(sum(seconds[rank]) < 1.4 * (AT + 2 * PACE) for rank in range(RANKS) if rank not in slow)
+
+
+# -- who is named ------------------------------------------------------------------------------------------------------
+
+WHO: dict[str, dict[str, Any]] = {
+    "in its computing": {"who": "rank", "at": "compute"},
+    "in its data": {"who": "rank", "at": "data"},
+    "in a callback": {"who": "rank", "at": "callback"},
+    "because it is stopped again and again": {"who": "stopped", "at": "compute"},
+    "because of its node": {"who": "node", "at": "compute", "nodes": 2},
+}
+SHORT = {"in its computing": 3, "because of its node": 2}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "windows"),
+    [
+        *(pytest.param(WHO[name], windows, id=name) for name, windows in SHORT.items()),
+        *(pytest.param(each, 20, id=f"{name}, often", marks=pytest.mark.campaign) for name, each in WHO.items()),
+    ],
+)
+def test_a_rank_is_named_that_is_half_as_fast(scenario: dict[str, Any], windows: int, tmp_path: Path) -> None:
+    found = reports({**scenario, "windows": windows}, tmp_path)
+    assert len(found) == windows
+    shown = 0
+    for window, report in enumerate(found):
+        slow = slow_ranks(scenario, window)
+        if kept_pace(report, slow):
+            shown += 1
+            assert {int(rank) for rank in report["relative"]} == set(slow), found
+            for rank, (cause, node, _) in report["relative"].items():
+                assert cause == CAUSES[scenario["at"]], found
+                assert node == f"node-{int(rank) // (RANKS // scenario.get('nodes', 1))}"
+    assert shown > windows / 2, f"the machine was too busy to show anything: {found}"
+
+
+@pytest.mark.parametrize("windows", [4, pytest.param(20, marks=pytest.mark.campaign)])
+def test_all_are_slower_than_they_were_and_none_than_the_others(windows: int, tmp_path: Path) -> None:
+    later = range(windows // 2, windows)
+    found = reports({"who": "nobody", "at": "compute", "windows": windows, "uniformly": list(later)}, tmp_path)
+    assert [report["relative"] for report in found] == [{}] * windows, found
+    if kept_pace(found[0], []):  # it is what the others are compared with
+        assert [sorted(found[window]["individual"]) for window in later] == [["0", "1", "2", "3"]] * len(later), found
+
+
+def test_a_rank_without_samples_is_missing_and_spoils_nothing(tmp_path: Path) -> None:
+    found = reports({"who": "rank", "at": "compute", "windows": 2, "blind": {"3": 0}}, tmp_path)
+    assert [report["missing"] for report in found] == [[3], []]
+    assert all(math.isfinite(score) for score in found[0]["scores"]["relative"][:3])
+    assert "No steps were measured on 1 ranks: 3." in (tmp_path / "output").read_text()
+
+
+# -- runs that are killed, stopped and resumed -------------------------------------------------------------------------
+
+CALLBACKS = ["preemption", "auto_resume", "straggler_detection"]
+REPORTS: dict[str, Any] = {"report_time_interval": 0.1, "stop_if_detected": False}
+
+
+def found_in(config: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_ledger(RunDirectory(config["run_dir"]).ledger) if event["event"] == kind]
+
+
+def slow_rank(rank: int, seconds: float = 0.05) -> list[dict[str, Any]]:
+    """What makes a rank of the test program slow in every step, as long as it runs."""
+    return [{"at": "train", "step": step, "rank": rank, "do": "sleep", "seconds": seconds} for step in range(48)]
+
+
+def to_the_end(config: dict[str, Any], tmp: Path) -> tuple[list[int | None], str]:
+    """Like ``run``, but a rank that ends has no other one killed."""
+    ranks = Ranks(config, tmp)
+    return ranks.wait(kill_rest=False), ranks.text()
+
+
+REPORTED: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "two ranks": {"trainer": {"devices": 2}},
+    "manual optimization": {"manual": True},
+    "accumulation": {"trainer": {"accumulate_grad_batches": 3}},
+    "gradient clipping": {"trainer": {"gradient_clip_val": 0.1}},
+    "validation within the epoch": {"validation": True, "plateau": True, "trainer": {"val_check_interval": 4}},
+}
+
+
+@pytest.mark.parametrize(
+    "options", some(REPORTED, "manual optimization", "accumulation", "gradient clipping", "validation")
+)
+def test_reports_change_nothing_in_a_run_that_is_killed_and_resumed(options: dict[str, Any], tmp_path: Path) -> None:
+    found = killed_and_resumed(
+        tmp_path,
+        [{"at": "train", "step": 27}],
+        **options,
+        callbacks=CALLBACKS,
+        straggler_detection={**REPORTS, "report_time_interval": 0.02},
+        step_s=0.005,
+    )
+    assert found[2].count("GPU relative performance") > 3
+    assert found[:2] == undisturbed(tmp_path, **options)
+
+
+def test_a_resumed_run_knows_how_fast_it_was(tmp_path: Path) -> None:
+    config = make(tmp_path, "run", callbacks=CALLBACKS, straggler_detection=REPORTS)
+    kill = [{"at": "train", "step": 30, "do": "SIGKILL"}]
+    assert run({**config, "events": kill, "step_s": 0.015}, tmp_path / "run")[0] == [-signal.SIGKILL]
+    assert found_in(config, "stragglers") == []
+    codes, text = run({**config, "step_s": 0.05}, tmp_path / "run")
+    assert codes == [0], text
+    first = found_in(config, "stragglers")[0]
+    assert first["step"] > 25
+    assert "of what it was, compute" in first["reason"]
+    assert "Some GPUs performance dropped. Affected ranks: {StragglerId(rank=0, node=" in text
+
+
+def test_a_run_stops_once_for_a_device_that_is_too_slow(tmp_path: Path) -> None:
+    options = {"trainer": {"devices": 2}}
+    config = make(
+        tmp_path,
+        "run",
+        **options,
+        callbacks=["fault_tolerance", *CALLBACKS],
+        straggler_detection={"report_time_interval": 0.4, "calc_individual_gpu_perf": False},
+        step_s=0.02,
+        events=slow_rank(1),
+    )
+    codes, text = to_the_end(config, tmp_path / "run")
+    assert codes == [1, 1], text
+    (named,), (stopped,) = found_in(config, "stragglers"), found_in(config, "straggler_stop")
+    assert named["ranks"] == stopped["ranks"] == [1]
+    assert named["devices"] == stopped["devices"] == [f"{platform.node()} (cpu)"]
+    assert named["step"] <= stopped["step"] < 48
+    assert found_in(config, "saved")[-1]["step"] == stopped["step"]
+    assert found_in(config, "saved")[-1]["reason"] == "straggler"
+    outcome = RunDirectory(config["run_dir"]).fit(0).outcome
+    assert outcome is not None
+    assert outcome.status == "failed"
+    assert re.fullmatch(
+        r"StragglersFound: too slow: rank 1 on \S+ \(cpu\), 0\.\d\d of the fastest, compute", outcome.reason
+    )
+    assert found_in(config, "workload_request") == [], "there is no other node"
+
+    codes, text = to_the_end(config, tmp_path / "run")
+    assert codes == [0, 0], text
+    assert f"Resuming from step {stopped['step']}" in text
+    assert "The run has been stopped for these devices before, and goes on with them." in text
+    assert len(found_in(config, "straggler_stop")) == 1
+    assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
+
+
+def test_its_node_is_left_out_where_the_launcher_can(tmp_path: Path) -> None:
+    config = make(
+        tmp_path,
+        "run",
+        callbacks=["fault_tolerance", *CALLBACKS],
+        straggler_detection={"report_time_interval": 0.4, "calc_individual_gpu_perf": False},
+        own_nodes=True,
+        step_s=0.02,
+        events=slow_rank(1),
+        trainer={"devices": 1, "num_nodes": 2},
+    )
+    codes, text = to_the_end(config, tmp_path / "run")
+    assert codes == [1, 1], text
+    (asked,) = found_in(config, "workload_request")
+    assert (asked["rank"], asked["node"], asked["action"]) == (1, "node-1", "exclude_this_node")
+    assert "rank 1 on node-1 (cpu)" in asked["reason"]
+    assert found_in(config, "straggler_stop")[0]["devices"] == ["node-1 (cpu)"]
+
+
+def test_a_fit_that_goes_back_goes_on_with_its_reports(tmp_path: Path) -> None:
+    config = make(
+        tmp_path,
+        "run",
+        callbacks=CALLBACKS,
+        straggler_detection=REPORTS,
+        step_s=0.01,
+        events=[{"at": "train", "step": 30, "do": "go_back", "once": True}],
+    )
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    assert text.partition("Resuming")[2].count("GPU relative performance") > 1
+    assert result(config) == undisturbed(tmp_path)[0]
+
+
+# -- in one process ----------------------------------------------------------------------------------------------------
+
+
+class Short(L.LightningModule):
+    """Forty batches, of which each part takes a time of its own."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = torch.nn.Linear(4, 1)
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.004)
+        loss = self.net(batch[0]).pow(2).mean()
+        self.log("loss", loss)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.05)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.arange(160.0).reshape(40, 4) / 160))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 0.01)
+
+
+class ReportsAt(L.Callback):
+    """Has a report made right before some batches, without the detour over the agreement."""
+
+    def __init__(self, *batches: int) -> None:
+        self.batches = batches
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx in self.batches:
+            session._active.handlers["straggler report"](None)
+
+
+def trainer_with(tmp: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+    return L.Trainer(
+        **{
+            "accelerator": "cpu",
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": tmp,
+            "callbacks": list(callbacks),
+            **options,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("manual", "options"),
+    [
+        (False, {}),
+        (True, {}),
+        (False, {"accumulate_grad_batches": 4}),
+        (False, {"gradient_clip_val": 0.1}),
+        (False, {"val_check_interval": 5}),
+        (False, {"profiling_interval": 3}),
+    ],
+    ids=str,
+)
+def test_the_sections_of_a_step_are_told_apart(manual: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"profiling_interval": options.pop("profiling_interval", 1)}
+    validation = DataLoader(TensorDataset(torch.ones(2, 4))) if "val_check_interval" in options else None
+    weights = []
+    detection = StragglerDetection(1e6, **settings)
+    for own in ([], [ReportsAt(20, 39), detection]):
+        module = Short(manual)
+        trainer_with(tmp_path, *own, num_sanity_val_steps=0, **options).fit(module, val_dataloaders=validation)
+        weights.append(module.net.weight.tolist())
+    assert weights[0] == weights[1]
+    report = detection.report
+    assert report is not None
+    assert report.missing == []
+    data, compute, callbacks = report.seconds[0].tolist()
+    assert compute >= 0.004
+    assert max(data, callbacks) < compute, "a part has been taken for another, or a validation for what every step does"
+    assert report.relative.tolist() == [1.0]
+
+
+def test_every_logger_gets_the_scores_at_lightnings_step(tmp_path: Path) -> None:
+    detection = StragglerDetection(1e6)
+    loggers = [CSVLogger(tmp_path, name, flush_logs_every_n_steps=1) for name in ("first", "second")]
+    options = {"logger": loggers, "log_every_n_steps": 1, "accumulate_grad_batches": 4}
+    trainer_with(tmp_path, ReportsAt(12, 30), detection, **options).fit(Short())
+    names = [f"gpu_{kind}_perf/{which}" for kind in ("relative", "individual") for which in ("min", "median", "max")]
+    for logger in loggers:
+        with open(Path(logger.log_dir) / "metrics.csv") as file:
+            rows = list(csv.DictReader(file))
+        scored = [row for row in rows if row[names[0]]]
+        assert [row["step"] for row in scored] == ["3", "7"]
+        assert all(0 < float(row[name]) <= 1 for row in scored for name in names)
+        assert {row["step"] for row in scored} <= {row["step"] for row in rows if row["loss"]}
+
+
+def test_loggers_get_only_what_is_asked_for(tmp_path: Path) -> None:
+    kept = {}
+    for name, settings in {
+        "no relative": {"calc_relative_gpu_perf": False},
+        "no individual": {"calc_individual_gpu_perf": False},
+        "nothing": {"enable_logging": False},
+    }.items():
+        logger = CSVLogger(tmp_path, name, flush_logs_every_n_steps=1)
+        trainer_with(tmp_path, ReportsAt(30), StragglerDetection(1e6, **settings), logger=logger).fit(Short())
+        file = Path(logger.log_dir) / "metrics.csv"
+        columns = file.read_text().splitlines()[0].split(",") if file.exists() else []
+        kept[name] = {column.partition("/")[0] for column in columns if column.startswith("gpu_")}
+    assert kept == {"no relative": {"gpu_individual_perf"}, "no individual": {"gpu_relative_perf"}, "nothing": set()}
+
+
+def test_a_report_right_behind_another_has_nothing_to_say(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Twice(ReportsAt):
+        def on_train_batch_start(self, *args: Any) -> None:
+            super().on_train_batch_start(*args)
+            super().on_train_batch_start(*args)
+
+    detection = StragglerDetection(1e6, gpu_relative_perf_threshold=1.0, gpu_individual_perf_threshold=1.0)
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    with listening(caplog):
+        trainer_with(tmp_path, Twice(30), detection, logger=logger).fit(Short())
+    assert detection.report is not None
+    assert detection.report.missing == [0]
+    assert "No steps were measured on 1 ranks: 0." in caplog.text
+    assert "STRAGGLER DETECTION WARNING" not in caplog.text
+    assert len((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()) == 2
+
+
+@contextlib.contextmanager
+def listening(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    logger = logging.getLogger("lightning_resilience")
+    before, logger.propagate = logger.propagate, True
+    try:
+        with caplog.at_level(logging.INFO, "lightning_resilience"):
+            yield
+    finally:
+        logger.propagate = before
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, SystemExit])
+def test_nothing_is_left_on_the_collectives(error: type[BaseException] | None, tmp_path: Path) -> None:
+    class Fails(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert (waiting._Work.wait, functional.wait_tensor) != before
+            if error is not None and batch_idx == 20:
+                raise error("on purpose")
+
+    before = waiting._Work.wait, functional.wait_tensor
+    detection = StragglerDetection(1e6)
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+        trainer_with(tmp_path, ReportsAt(10), detection, Fails()).fit(Short())
+    assert (waiting._Work.wait, functional.wait_tensor) == before
+    assert "_measuring" not in vars(detection)
+
+
+def test_a_callback_with_a_report_can_be_copied(tmp_path: Path) -> None:
+    detection = StragglerDetection(1e6)
+    trainer_with(tmp_path, ReportsAt(30), detection).fit(Short())
+    for twin in (copy.deepcopy(detection), pickle.loads(pickle.dumps(detection))):
+        assert twin.report is not None
+        assert twin.report.relative.tolist() == [1.0]
+        trainer_with(tmp_path, ReportsAt(30), twin).fit(Short())
+
+
+def test_one_process_stops_because_of_what_it_was_and_goes_on(tmp_path: Path) -> None:
+
+    class Slow(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if 10 <= batch_idx < 36:
+                time.sleep(0.05)
+
+    def fit() -> tuple[Short, StragglerDetection]:
+        module, detection = Short(), StragglerDetection(1e6)
+        session._fits_begun.clear()  # as in a process of its own
+        trainer_with(tmp_path, ReportsAt(10, 20), Slow(), AutoResume(), detection).fit(module)
+        return module, detection
+
+    with pytest.raises(StragglersFound, match=r"too slow: rank 0 on .* of what it was, callbacks") as found:
+        fit()
+    assert found.value.code == 1
+    assert found.value.suspects_this_node == ""
+    assert RunDirectory(tmp_path / "resilience").fit(0).outcome.status == "failed"
+    resumed, _ = fit()
+    plain = Short()
+    trainer_with(tmp_path).fit(plain)
+    assert resumed.net.weight.tolist() == plain.net.weight.tolist()
+    (stop,) = found_in({"run_dir": tmp_path / "resilience"}, "straggler_stop")
+    (back,) = found_in({"run_dir": tmp_path / "resilience"}, "resumed")
+    assert 20 <= stop["step"] == back["step"] < 40
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(({"report_time_interval": value}, "report_time_interval must be") for value in (0, -1.0, math.nan, math.inf)),
+        ({"calc_relative_gpu_perf": False, "calc_individual_gpu_perf": False}, "both off"),
+        ({"num_gpu_perf_scores_to_print": -1}, "num_gpu_perf_scores_to_print must not be negative"),
+        *(({"gpu_relative_perf_threshold": value}, "gpu_relative_perf_threshold must be") for value in (-0.1, 1.1)),
+        ({"gpu_individual_perf_threshold": math.nan}, "gpu_individual_perf_threshold must be"),
+        ({"profiling_interval": 0}, "profiling_interval must be at least 1"),
+        ({"backend": "cuda"}, "backend must be one of auto, cupti, cuda_events, timer and not 'cuda'"),
+        ({"min_consecutive_reports": 0}, "min_consecutive_reports must be at least 1"),
+    ],
+    ids=str,
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StragglerDetection(**arguments)
+
+
+@pytest.mark.parametrize("backend", ["cupti", "cuda_events"])
+def test_a_backend_that_does_not_work_here_is_refused(backend: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"backend='{backend}' measures CUDA devices, and this fit runs on cpu"):
+        trainer_with(tmp_path, StragglerDetection(backend=backend)).fit(Short())
+    assert session._active is None
+    trainer_with(tmp_path, StragglerDetection(backend="timer")).fit(Short())
+
+
+def test_fast_dev_run_measures_nothing(tmp_path: Path) -> None:
+    detection = StragglerDetection(1e-6)
+    trainer_with(tmp_path, detection, fast_dev_run=3).fit(Short())
+    assert detection.report is None
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+def test_scores_are_printed_in_the_layout_of_nvrx() -> None:
+    scores = torch.tensor([0.9, math.nan, 0.4, 1.0, 0.5, 0.8])
+    places = [Place(f"n{rank // 2}", "cpu") for rank in range(6)]
+    assert straggler_detection._formatted(scores, places, 2) == (
+        " Worst performing 2/5 ranks:\n"
+        "  Rank=2 Node=n1 Score=0.40\n"
+        "  Rank=4 Node=n2 Score=0.50\n"
+        " Best performing 2/5 ranks:\n"
+        "  Rank=3 Node=n1 Score=1.00\n"
+        "  Rank=0 Node=n0 Score=0.90\n"
+    )
+    assert straggler_detection._formatted(scores, places, 3).splitlines() == [
+        f"  Rank={rank} Node=n{rank // 2} Score={scores[rank]:.2f}" for rank in (2, 4, 5, 0, 3)
+    ]
+
+
+# -- NVRx's profiler of kernels, without a device ----------------------------------------------------------------------
+
+KERNELS = "nvidia_resiliency_ext.attribution.straggler.cupti", "nvidia_resiliency_ext.straggler.cupti"
+
+
+class Manager:
+    """What is used of NVRx's ``CuptiManager``."""
+
+    fails: Exception | None = None
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.results: dict[str, Any] = {}
+
+    def initialize(self) -> None:
+        if self.fails is not None:
+            raise self.fails
+
+    def start_profiling(self) -> None:
+        self.calls.append("start")
+
+    def stop_profiling(self) -> None:
+        self.calls.append("stop")
+
+    def get_results(self) -> dict[str, Any]:
+        return self.results
+
+    def reset_results(self) -> None:
+        self.results = {}
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+def times(median: float, number: int) -> Any:
+    return SimpleNamespace(median=median, avg=2 * median, num_calls=number)
+
+
+def provide(monkeypatch: pytest.MonkeyPatch, name: str | None, manager: type[Manager] = Manager) -> None:
+    """Makes this module of NVRx the only one that can be imported."""
+    for each in KERNELS:
+        monkeypatch.setitem(sys.modules, each, SimpleNamespace(CuptiManager=manager) if each == name else None)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_are_taken_from_whichever_nvrx_there_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    provide(monkeypatch, name)
+    profiler, problem = _nvrx.kernel_profiler()
+    assert problem is None
+    assert profiler is not None
+    manager = profiler._manager
+    profiler.start()
+    profiler.stop()
+    manager.results = {"gemm": times(3.0, 10), "ncclDevKernel_AllReduce": times(90.0, 10)}
+    assert profiler.take() == {"gemm": (3.0, 60.0)}
+    assert profiler.take() == {}
+    profiler.close()
+    assert manager.calls == ["start", "stop", "shutdown"]
+
+
+def test_why_kernels_cannot_be_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    provide(monkeypatch, None)
+    assert _nvrx.kernel_profiler() == (None, "nvidia-resiliency-ext is not installed")
+    for error in (ImportError("no libcupti"), OSError("no libcupti"), RuntimeError("no libcupti")):
+        provide(monkeypatch, KERNELS[1], type("Broken", (Manager,), {"fails": error}))
+        profiler, problem = _nvrx.kernel_profiler()
+        assert profiler is None
+        assert problem == f"NVRx's profiler does not start ({type(error).__name__}: no libcupti)"
+
+
+class Event:
+    """An event of a device that does everything at once."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end.at - self.at)
+
+
+class Fit:
+    """As much of a session as measuring needs, on a device that is said to be a GPU; other ranks say what is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp: Path, others: list[Any]) -> None:
+        monkeypatch.setattr(straggler_detection.Place, "of", staticmethod(lambda device: Place("n", "GPU 1")))
+        monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
+        strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
+        self.trainer = SimpleNamespace(strategy=strategy, world_size=1, global_step=20, loggers=[])
+        self.others, self.rank, self.index = others, 0, 0
+        self.handlers: dict[str, Any] = {}
+        self.kept: dict[str, Any] = {}
+        self.ledger = Ledger(tmp / "ledger", 0)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *(self.others if value is None or isinstance(value, str) else [])]
+
+
+def measuring(fit: Fit, **settings: Any) -> Any:
+    settings = {"enable_logging": False, "stop_if_detected": False, **settings}
+    return straggler_detection._Measuring(StragglerDetection(**settings), fit)
+
+
+def a_step(measured: Any, *seconds: float) -> None:
+    measured._begin_step()
+    for went_on, took in zip(
+        (lambda: measured._time.enter(2), measured._begin_computing, measured._end_computing), seconds, strict=True
+    ):
+        Event.now += took
+        went_on()
+
+
+@pytest.mark.parametrize(
+    ("backend", "works", "others", "expected"),
+    [
+        ("auto", True, [None], "cupti"),
+        ("cupti", True, [None], "cupti"),
+        ("auto", False, [None], "cuda_events"),
+        ("auto", True, ["no libcupti"], "cuda_events"),
+        ("cuda_events", True, [None], "cuda_events"),
+        ("timer", True, [None], "timer"),
+    ],
+)
+def test_all_ranks_choose_the_same_backend(
+    backend: Any, works: bool, others: list[Any], expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    managers: list[Manager] = []
+    monkeypatch.setattr(Manager, "initialize", lambda self: managers.append(self))
+    provide(monkeypatch, KERNELS[0] if works else None)
+    measured = measuring(Fit(monkeypatch, tmp_path, others), backend=backend)
+    assert measured.backend == expected
+    assert (measured._profiler is not None) == (expected == "cupti")
+    assert [each.calls for each in managers] == ([[]] if expected == "cupti" else [["shutdown"]] * len(managers))
+    measured.leave()
+    assert all(each.calls == ["shutdown"] for each in managers)
+
+
+@pytest.mark.parametrize(("works", "others"), [(False, [None]), (True, ["no libcupti"])])
+def test_cupti_is_refused_where_a_rank_has_none(
+    works: bool, others: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    provide(monkeypatch, KERNELS[0] if works else None)
+    with pytest.raises(ValueError, match="backend='cupti' does not work here: n"):
+        measuring(Fit(monkeypatch, tmp_path, others), backend="cupti")
+
+
+def test_slow_kernels_are_told_of_though_the_steps_are_as_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    provide(monkeypatch, KERNELS[0])
+    fit = Fit(monkeypatch, tmp_path, [None])
+    measured = measuring(fit)
+    manager = measured._profiler._manager
+    for factor in (1.0, 2.0):
+        manager.calls.clear()
+        manager.results = {"gemm": times(3.0 * factor, 5), "ncclDevKernel_AllReduce": times(9.0, 5)}
+        for _ in range(7):  # the first is not measured, and the last not over
+            a_step(measured, 0.25, 0.5, 1.0)
+        fit.handlers["straggler report"](None)
+        assert manager.calls == ["start", "stop"] * 7
+        assert measured._history.kernels == {"gemm": 3.0}
+        report = measured.settings.report
+        assert report.seconds[0].tolist() == [0.25, 1.0, 0.5]
+        assert (report.individual.tolist(), report.step_individual.tolist()) == ([1 / factor], [1.0])
+    (named,) = read_ledger(tmp_path / "ledger")
+    assert named["reason"] == "rank 0 on n (GPU 1), 0.50 of what it was, compute"
