@@ -14,6 +14,7 @@ KEPT = "straggler panels"
 
 _REPORTS = 200
 _NODES = 20
+_REMEMBERED = 100
 _ROWS = 1000
 
 
@@ -74,7 +75,12 @@ class Panels:
             self._steps.pop(0)
             for scores in self._nodes.values():
                 scores.pop(0)
-        self._nodes = {node: scores for node, scores in self._nodes.items() if any(each is not None for each in scores)}
+        known = {node: scores for node, scores in self._nodes.items() if any(each is not None for each in scores)}
+        if len(known) > _REMEMBERED:
+            # All of them would weigh on every checkpoint.
+            slowest = sorted(known, key=lambda node: min(each for each in known[node] if each is not None))
+            known = {node: known[node] for node in slowest[:_REMEMBERED]}
+        self._nodes = known
 
     def _last(self, node: str) -> float:
         return next((score for score in reversed(self._nodes[node]) if score is not None), 1.0)
@@ -104,7 +110,8 @@ def _rows(report: Report, stragglers: Sequence[Straggler]) -> list[list[Any]]:
     slow = {each.rank: f"slow: {each.cause}" for each in stragglers}
     missing = set(report.missing)
     rows = []
-    slowest = torch.fmin(report.relative, report.step_relative).nan_to_num(nan=-1.0).argsort(stable=True)[:_ROWS]
+    # Ranks of which nothing is known come last.
+    slowest = torch.fmin(report.relative, report.step_relative).nan_to_num(nan=2.0).argsort(stable=True)[:_ROWS]
     for rank in sorted(slowest.tolist()):
         place = report.places[rank]
         numbers = [float(report.relative[rank]), float(report.individual[rank])]

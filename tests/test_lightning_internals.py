@@ -146,6 +146,7 @@ NOT_LIGHTNING = {
     "_flatten_dense_tensors",
     "_buffers",  # torch: of a module, by their names
     "_step_supports_amp_scaling",  # torch: by which a GradScaler knows an optimizer that skips steps on its device
+    "_broadcast_coalesced",  # torch.distributed: what DDP waits for in the forward pass
     "_execution_engine",  # torch.autograd: what FSDP2 asks, too, to be called at the end of a backward pass
     "_exit",  # os: ends the process at once
     "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone

@@ -38,6 +38,7 @@ Backend = Literal["auto", "cupti", "cuda_events", "timer"]
 _REPORT = "straggler report"
 _STOP = "stop for stragglers"
 _KEPT = "stragglers"
+_MOST = 100  # that are named in one line or event
 
 
 class StragglersFound(SystemExit):
@@ -297,8 +298,8 @@ class _Measuring:
                 "stragglers",
                 fit=session.index,
                 step=report.step,
-                ranks=sorted({each.rank for each in stragglers}),
-                devices=_devices(stragglers),
+                ranks=sorted({each.rank for each in stragglers})[:_MOST],
+                devices=_devices(stragglers)[:_MOST],
                 reason=_named(stragglers),
             )
         if settings.enable_logging:
@@ -315,8 +316,9 @@ class _Measuring:
             ("individual", "Some GPUs performance dropped."),
         ):
             if affected := [each for each in stragglers if each.kind == kind]:
-                ids = ", ".join(f"StragglerId(rank={each.rank}, node={each.place.node!r})" for each in affected)
-                log.warning("STRAGGLER DETECTION WARNING: %s Affected ranks: {%s}", words, ids)
+                ids = [f"StragglerId(rank={each.rank}, node={each.place.node!r})" for each in affected[:_MOST]]
+                more = [f"and {len(affected) - _MOST} more"] if len(affected) > _MOST else []
+                log.warning("STRAGGLER DETECTION WARNING: %s Affected ranks: {%s}", words, ", ".join([*ids, *more]))
         if stragglers:
             log.warning("Slow after step %d: %s.", report.step, _named(stragglers))
         if report.missing:
@@ -432,9 +434,12 @@ def _exchange(trainer: Trainer) -> Exchange:
 
     def gather(tensor: torch.Tensor) -> torch.Tensor | None:
         there = tensor.to(device)
-        rows = [torch.empty_like(there) for _ in range(trainer.world_size)] if trainer.is_global_zero else None
-        torch.distributed.gather(there, rows)
-        return None if rows is None else torch.stack(rows).cpu()
+        if not trainer.is_global_zero:
+            torch.distributed.gather(there)
+            return None
+        matrix = there.new_empty(trainer.world_size, len(there))
+        torch.distributed.gather(there, list(matrix.unbind()))
+        return matrix.cpu()
 
     return Exchange(
         on_device(lambda tensor: torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)),

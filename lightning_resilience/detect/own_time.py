@@ -44,7 +44,7 @@ class Sample:
     def of(steps: torch.Tensor) -> Sample:
         """The sample of seconds by step and section, of shape ``(steps, sections)``."""
         if not len(steps):
-            return Sample(torch.full(steps.shape[1:], torch.nan), torch.zeros(steps.shape[1:]), 0)
+            return Sample(steps.new_full(steps.shape[1:], torch.nan), steps.new_zeros(steps.shape[1:]), 0)
         medians = steps.quantile(0.5, dim=0)  # not median(), which of two takes the smaller
         return Sample(medians, medians * len(steps), len(steps))
 

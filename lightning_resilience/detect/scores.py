@@ -82,11 +82,11 @@ class PerformanceScores(Metric):
 
         >>> metric = PerformanceScores(signals=2)
         >>> metric.update(torch.tensor([0.2, 1.0]), torch.tensor([2.0, 10.0]))
-        >>> metric.compute()["relative"]
-        tensor([1.])
+        >>> metric.compute()["relative"]  # of the only rank, which is the fastest
+        tensor(1.)
     """
 
-    full_state_update = False
+    full_state_update = True
     medians: torch.Tensor
     weights: torch.Tensor
     individual: torch.Tensor

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_resilience.detect.own_time import SECTIONS, Sample
+from lightning_resilience.detect.own_time import COMPUTE, SECTIONS, Sample
 from lightning_resilience.detect.place import Place
 from lightning_resilience.detect.scores import lost, scores
 
@@ -75,7 +75,7 @@ class Report:
     @property
     def missing(self) -> list[int]:
         """Ranks without any samples: nothing is known of them."""
-        return _where(torch.isnan(self.relative))
+        return _ranks(torch.isnan(torch.fmin(self.relative, self.step_relative)))
 
     def slow(self, kind: Kind, threshold: float) -> list[Straggler]:
         """Ranks with a score of ``kind`` below ``threshold``, the slowest first."""
@@ -84,22 +84,19 @@ class Report:
         else:
             score, of_step, by_section = self.individual, self.step_individual, self.individual_lost
         worst = torch.fmin(score, of_step)
-        ranks = sorted(_where(worst < threshold), key=lambda rank: float(worst[rank]))
+        ranks = (worst < threshold).nonzero().flatten()
+        ranks = ranks[worst[ranks].argsort(stable=True)]
+        # Where only the kernels are slow, no section need have lost anything.
+        causes = torch.where(of_step[ranks] < threshold, by_section[ranks].argmax(1), COMPUTE)
         return [
-            Straggler(
-                rank,
-                self.places[rank],
-                kind,
-                float(worst[rank]),
-                # Where only the kernels are slow, no section need have lost anything.
-                SECTIONS[int(by_section[rank].argmax())] if of_step[rank] < threshold else SECTIONS[1],
-            )
-            for rank in ranks
+            Straggler(rank, self.places[rank], kind, each, SECTIONS[cause])
+            for rank, each, cause in zip(ranks.tolist(), worst[ranks].tolist(), causes.tolist(), strict=True)
         ]
 
 
-def _where(condition: torch.Tensor) -> list[int]:
-    return [int(rank) for rank in condition.nonzero().flatten()]
+def _ranks(condition: torch.Tensor) -> list[int]:
+    ranks: list[int] = condition.nonzero().flatten().tolist()
+    return ranks
 
 
 @dataclass(frozen=True)
@@ -160,7 +157,7 @@ class History:
     def observe_kernels(self, kernels: Kernels) -> torch.Tensor:
         """Learns from the kernels; returns their smallest medians, in their order."""
         known = [self.kernels.get(name, torch.inf) for name in kernels.names]
-        best = torch.minimum(torch.tensor(known, dtype=torch.float64), kernels.medians)
+        best = torch.fmin(torch.tensor(known, dtype=torch.float64), kernels.medians)
         self.kernels.update(zip(kernels.names, best.tolist(), strict=True))
         return best
 

@@ -15,7 +15,11 @@ import torch
 from torch.autograd import Variable
 from torch.distributed import _functional_collectives as functional
 
-_Work: Any = torch.distributed.Work
+_WAITS: tuple[tuple[Any, str], ...] = (
+    (torch.distributed.Work, "wait"),
+    (functional, "wait_tensor"),
+    (torch.distributed, "_broadcast_coalesced"),  # of DDP's buffers, in the forward pass
+)
 
 
 class Waiting:
@@ -23,6 +27,7 @@ class Waiting:
 
     Counted are collectives that Python code waits for (``torch.distributed``, FSDP2, DTensor, torchmetrics), and what
     DDP waits for in C++ when a rank has computed its own gradients. On an accelerator the host waits for none of these.
+    Waits within compiled code do not count.
 
     Args:
         mark: Called when a backward pass has computed this rank's gradients, and again when it is over.
@@ -36,24 +41,26 @@ class Waiting:
         self._clock = clock
         self._thread = threading.get_ident()
         self._computed: list[tuple[float, float]] = []
-        self._replaced: tuple[Any, Any] | None = None
+        self._replaced: list[tuple[Any, str, Any]] = []
 
     def start(self) -> None:
         """Counts from now on."""
-        self._replaced = _Work.wait, functional.wait_tensor
-        _Work.wait = self._timed(_Work.wait)
-        functional.wait_tensor = self._timed(functional.wait_tensor)
+        for owner, name in _WAITS:
+            wait = getattr(owner, name)
+            self._replaced.append((owner, name, wait))
+            setattr(owner, name, self._timed(wait))
 
     def stop(self) -> None:
         """Counts no more."""
-        if self._replaced is not None:
-            _Work.wait, functional.wait_tensor = self._replaced
-            self._replaced = None
+        while self._replaced:
+            setattr(*self._replaced.pop())
 
     def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         clock, thread = self._clock, self._thread
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # a clock cannot be traced
+                return wait(*args, **kwargs)
             began = clock()
             try:
                 return wait(*args, **kwargs)

@@ -1,0 +1,1244 @@
+"""Scores, reports and what they are made of: own time and waiting, without a Trainer."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nan, nn
+from torch.autograd import Variable
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_resilience.detect.own_time import CALLBACKS, COMPUTE, DATA, SECTIONS, DeviceTime, HostTime, Sample
+from lightning_resilience.detect.place import Place
+from lightning_resilience.detect.scores import PerformanceScores, fastest, lost, scores
+from lightning_resilience.detect.stragglers import (
+    Exchange,
+    History,
+    Kernels,
+    Report,
+    Straggler,
+    Streaks,
+    make_report,
+)
+from lightning_resilience.detect.waiting import Waiting
+from tests.harness import CONTEXT
+
+INF = math.inf
+T = TypeVar("T")
+Times = Mapping[str, tuple[float, float]]
+"""The median and the total time of each kernel."""
+
+
+def of(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def rows(*lines: Sequence[float]) -> Tensor:
+    return torch.tensor(lines, dtype=torch.float64)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
+def places(count: int) -> list[Place]:
+    return [Place(f"node-{rank // 2}", f"device {rank}") for rank in range(count)]
+
+
+class Together:
+    """Ranks that are threads, and what they give each other."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.own = threading.local()
+        self._barrier = threading.Barrier(ranks, timeout=30)
+        self._given: list[Any] = [None] * ranks
+
+    def all(self, value: T) -> list[T]:
+        """Gives a value; returns those of all ranks."""
+        self._given[self.own.rank] = value
+        self._barrier.wait()
+        given = list(self._given)
+        self._barrier.wait()
+        return given
+
+    def tensors(self, tensor: Tensor) -> list[Tensor]:
+        given = self.all(tensor)
+        assert len({(each.dtype, each.shape) for each in given}) == 1, "a process group would not get over this"
+        return given
+
+    def exchange(self) -> Exchange:
+        def gather(tensor: Tensor) -> Tensor | None:
+            given = self.tensors(tensor)
+            return torch.stack(given) if self.own.rank == 0 else None
+
+        return Exchange(
+            lambda tensor: torch.stack(self.tensors(tensor)).amin(0),
+            gather,
+            lambda tensor: self.tensors(tensor)[0],
+        )
+
+    def run(self, target: Callable[[int], T]) -> list[T]:
+        """Calls it once for every rank, at the same time; returns what the calls returned."""
+        results: dict[int, T] = {}
+        errors: list[BaseException] = []
+
+        def body(rank: int) -> None:
+            self.own.rank = rank
+            try:
+                results[rank] = target(rank)
+            except BaseException as error:
+                errors.append(error)
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(self.ranks)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        for error in errors:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        assert not errors
+        return [results[rank] for rank in range(self.ranks)]
+
+
+def reports(
+    rounds: Sequence[Sequence[Times | None]], samples: Sequence[Sample] | None = None, histories: Any = None
+) -> list[Report]:
+    """What rank 0 makes of each round of kernels, given for every rank, in the order of that rank."""
+    together = Together(len(rounds[0]))
+    histories = histories or [History("device") for _ in rounds[0]]
+    samples = samples or [Sample.of(rows([1, 1, 1])) for _ in rounds[0]]
+
+    def rank(number: int) -> list[Report | None]:
+        return [
+            make_report(
+                step,
+                places(together.ranks),
+                samples[number],
+                None if (times := kernels[number]) is None else Kernels.of(times),
+                histories[number],
+                together.exchange(),
+            )
+            for step, kernels in enumerate(rounds)
+        ]
+
+    made, *others = together.run(rank)
+    assert not any(any(each) for each in others), "rank 0 alone has a report"
+    found = [each for each in made if each is not None]
+    assert len(found) == len(rounds)
+    return found
+
+
+def test_the_ranks_that_are_threads_tell_when_one_of_them_gives_something_else() -> None:
+    together = Together(2)
+    with pytest.raises(AssertionError, match="get over"):
+        together.run(lambda rank: together.tensors(torch.ones(1 + rank)))
+
+
+# -- the same scores as NVRx's -----------------------------------------------------------------------------------------
+
+
+Scores = tuple[dict[int, float], dict[int, float]]
+
+
+@pytest.fixture
+def nvrx(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[Sequence[Times]]], list[Scores]]:
+    """NVRx's relative and individual scores of each round, by rank; its ranks are threads."""
+    for package in ("nvidia_resiliency_ext.attribution.straggler", "nvidia_resiliency_ext.straggler"):
+        try:
+            reporting, mapper, collectives, statistics = (
+                importlib.import_module(f"{package}.{name}")
+                for name in ("reporting", "name_mapper", "dist_utils", "statistics")
+            )
+            break
+        except ImportError:
+            continue
+    else:
+        pytest.skip("NVRx is not installed")
+    statistic = statistics.Statistic
+
+    def of_rounds(rounds: Sequence[Sequence[Times]]) -> list[Scores]:
+        together = Together(len(rounds[0]))
+
+        def reduce(tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> None:
+            assert op == dist.ReduceOp.MIN
+            tensor.copy_(torch.stack(together.all(tensor.clone())).amin(0))
+
+        replaced = {
+            "get_world_size": lambda group: together.ranks,
+            "get_rank": lambda group: together.own.rank,
+            "all_reduce": reduce,
+            "gather_on_rank0": lambda tensor, group=None: together.all(tensor),
+            "all_gather_object": lambda value, group: together.all(value),
+            "is_all_true": lambda flag, group=None: all(together.all(flag)),
+        }
+        for name, function in replaced.items():
+            monkeypatch.setattr(collectives, name, function)
+            if hasattr(mapper, name):
+                monkeypatch.setattr(mapper, name, function)
+
+        def rank(number: int) -> list[Any]:
+            generator = reporting.ReportGenerator(["relative_perf_scores", "individual_perf_scores"])
+            made = []
+            for kernels in rounds:
+                summaries = {
+                    name: {statistic.MED: median, statistic.NUM: 8, statistic.AVG: total / 8}
+                    for name, (median, total) in kernels[number].items()
+                }
+                made.append(generator.generate_report({}, summaries))
+            return made
+
+        return [(each.gpu_relative_perf_scores, each.gpu_individual_perf_scores) for each in together.run(rank)[0]]
+
+    return of_rounds
+
+
+def random_rounds(seed: int, ranks: int = 5, kernels: int = 40, count: int = 3) -> list[list[Times]]:
+    chosen = random.Random(seed)
+    names = [f"void kernel<{number}>(float const*, int)" for number in range(kernels)]
+    usual = {name: 10 ** chosen.uniform(-6, -2) for name in names}
+
+    def times() -> Times:
+        order = chosen.sample(names, kernels)
+        medians = {name: usual[name] * chosen.uniform(1, 3) for name in order}
+        return {name: (median, median * chosen.uniform(1, 400)) for name, median in medians.items()}
+
+    return [[times() for _ in range(ranks)] for _ in range(count)]
+
+
+@pytest.mark.nvrx
+@pytest.mark.parametrize("seed", range(5))
+def test_scores_are_those_of_nvrx(nvrx: Callable[[Any], list[Scores]], seed: int) -> None:
+    rounds = random_rounds(seed)
+    for ours, (relative, individual) in zip(reports(rounds), nvrx(rounds), strict=True):
+        assert ours.relative.tolist() == pytest.approx([*relative.values()], rel=1e-5)  # theirs are of 32 bits
+        assert ours.individual.tolist() == pytest.approx([*individual.values()], rel=1e-5)
+        assert len({round(score, 3) for score in relative.values()}) > 1, "the scores differ from rank to rank"
+    assert min(individual.values()) < 0.95, "ranks were faster before"
+
+
+@pytest.mark.nvrx
+def test_a_rank_without_kernels_spoils_nobodys_score(nvrx: Callable[[Any], list[Scores]]) -> None:
+    rounds: list[list[Times]] = [[{"a": (1.0, 8.0)}, {"a": (2.0, 8.0)}, {}]]
+    relative, individual = nvrx(rounds)[0]
+    assert [*map(math.isnan, relative.values())] == [True, True, True], "as it is in NVRx"
+    assert [*map(math.isnan, individual.values())] == [False, False, True]
+    (report,) = reports(rounds)
+    close(report.relative, of(1, 0.5, nan))
+    close(report.individual, of(1, 1, nan))
+
+
+@pytest.mark.nvrx
+def test_a_kernel_that_a_rank_does_not_run_is_compared_among_the_others(nvrx: Callable[[Any], list[Scores]]) -> None:
+    both: Times = {"a": (1.0, 4.0), "b": (1.0, 4.0)}
+    rounds: list[list[Times]] = [[both, {"a": (1.0, 4.0), "b": (4.0, 12.0)}, {"a": (1.0, 4.0)}]]
+    assert [*nvrx(rounds)[0][0].values()] == [1, 1, 1], "NVRx leaves the kernel out"
+    (report,) = reports(rounds)
+    close(report.relative, of(1, (4 * 1 + 12 * 0.25) / 16, 1))
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_score_weighs_signals_by_the_time_that_goes_into_them() -> None:
+    medians, weights = rows([1, 4], [2, 4]), rows([10, 30], [20, 20])
+    close(fastest(medians), of(1, 4))
+    close(scores(medians, weights, fastest(medians)), of(1, 0.75))
+    close(lost(medians, weights, fastest(medians)), rows([0, 0], [0.25, 0]))
+
+
+def test_unknown_numbers_count_for_nothing() -> None:
+    medians = rows([1, nan, nan], [2, nan, 3], [nan, nan, nan])
+    weights = rows([1, 5, 5], [1, nan, 1], [0, 0, 0])
+    close(fastest(medians), of(1, INF, 3))
+    close(scores(medians, weights, fastest(medians)), of(1, 0.75, nan))
+    close(lost(medians, weights, fastest(medians)), rows([0, 0, 0], [0.25, 0, 0], [0, 0, 0]))
+    for unknown in (nan, INF):
+        close(scores(of(1, 2), of(3, 1), of(unknown, 1)), torch.tensor(0.5, dtype=torch.float64))
+        close(scores(of(1, 2), of(3, 1), of(unknown, unknown)), torch.tensor(nan, dtype=torch.float64))
+        close(lost(of(1, 2), of(3, 1), of(unknown, 1)), of(0, 0.5))
+
+
+def test_what_takes_no_time_is_as_fast_as_can_be() -> None:
+    medians = rows([0, 1], [0, 2])
+    close(scores(medians, rows([0, 1], [0, 2]), fastest(medians)), of(1, 0.5))
+    close(scores(medians, rows([1, 1], [1, 1]), fastest(medians)), of(1, 0.75))
+    close(scores(rows([0], [3]), rows([1], [1]), of(0)), of(1, 0))
+    close(scores(of(0), of(1), of(5)), torch.tensor(1.0, dtype=torch.float64))
+
+
+def test_nobody_is_faster_than_the_reference() -> None:
+    close(scores(of(1, 2), of(1, 1), of(3, 1)), torch.tensor(0.75, dtype=torch.float64))
+    close(lost(of(1, 2), of(1, 1), of(3, 1)), of(0, 0.25))
+
+
+def test_one_rank_is_the_fastest() -> None:
+    medians = rows([0.5, 2, nan])
+    close(scores(medians, rows([1, 1, 1]), fastest(medians)), of(1))
+
+
+def test_all_ranks_at_once_are_what_each_rank_is_alone() -> None:
+    generator = torch.Generator().manual_seed(3)
+    medians, weights = (torch.rand(6, 11, generator=generator, dtype=torch.float64) for _ in range(2))
+    medians[torch.rand(6, 11, generator=generator) < 0.2] = nan
+    reference = fastest(medians)
+    together = scores(medians, weights, reference)
+    for rank in range(6):
+        close(scores(medians[rank], weights[rank], reference), together[rank])
+    close(1 - lost(medians, weights, reference).sum(-1), together)
+    own = medians.nan_to_num(nan=INF) / 2
+    close(scores(medians, weights, own), torch.full((6,), 0.5, dtype=torch.float64))
+
+
+# -- as a metric -------------------------------------------------------------------------------------------------------
+
+
+def floats(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
+def computed(metric: PerformanceScores) -> dict[str, list[float]]:
+    # torchmetrics makes a number of a vector of one.
+    return {name: value.reshape(-1).tolist() for name, value in metric.compute().items()}
+
+
+def test_a_metric_remembers_the_best_and_forgets_the_rest() -> None:
+    metric = PerformanceScores(2)
+    metric.update(floats(1, 2), floats(1, 1))
+    assert computed(metric) == {"relative": [1], "individual": [1]}
+    metric.update(floats(2, 1), floats(3, 1))
+    assert computed(metric) == {"relative": [1], "individual": [pytest.approx(0.625)]}
+    metric.reset()
+    close(metric.best, floats(1, 1))
+    metric.update(floats(2, 2), floats(1, 1))
+    assert computed(metric)["individual"] == [0.5]
+
+
+def test_a_metric_without_numbers() -> None:
+    metric = PerformanceScores(2)
+    metric.update(floats(nan, nan), floats(0, 0))
+    assert all(math.isnan(value[0]) for value in computed(metric).values())
+    close(metric.best, floats(INF, INF))
+    metric.update(floats(4, nan), floats(1, 0))
+    metric.update(floats(8, 3), floats(1, 1))
+    metric.update(floats(nan, 6), floats(0, 1))
+    close(metric.best, floats(4, 3))
+    assert computed(metric) == {"relative": [1], "individual": [0.5]}
+
+
+def test_the_state_of_a_metric_is_what_was_best() -> None:
+    metric, restored = PerformanceScores(2), PerformanceScores(2)
+    metric.update(floats(1, 3), floats(1, 1))
+    restored.load_state_dict(metric.state_dict())
+    close(restored.best, floats(1, 3))
+    restored.update(floats(2, 6), floats(1, 1))
+    assert computed(restored)["individual"] == [0.5]
+
+
+def test_a_metric_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        PerformanceScores(0)
+
+
+def test_the_example_of_the_metric_is_true() -> None:
+    assert doctest.testmod(importlib.import_module("lightning_resilience.detect.scores")).failed == 0
+
+
+def test_a_metric_that_is_called_knows_as_much_as_one_that_is_updated() -> None:
+    metric = PerformanceScores(2)
+    metric.update(floats(1, 1), floats(1, 1))
+    found = metric(floats(2, 2), floats(1, 1))
+    assert (float(found["relative"]), float(found["individual"])) == (1, 0.5)
+    assert computed(metric) == {"relative": [1], "individual": [0.5]}
+
+
+# -- what a rank was like before ---------------------------------------------------------------------------------------
+
+
+def test_the_best_is_remembered() -> None:
+    history = History("gpu 1")
+    close(history.sections, of(INF, INF, INF))
+    history.observe(Sample.of(rows([1, 2, 3])))
+    close(history.observe(Sample(of(2, 1, nan), of(1, 1, 1), 1)), of(1, 1, 3))
+    close(history.observe_kernels(Kernels.of({"a": (2, 1), "b": (3, 1)})), of(2, 3))
+    close(history.observe_kernels(Kernels.of({"c": (5, 1), "b": (1, 1), "a": (4, 1)})), of(5, 1, 2))
+    assert history.kernels == {"a": 2, "b": 1, "c": 5}
+    close(history.observe_kernels(Kernels.of({"c": (6, 1)})), of(5))
+    close(history.observe_kernels(Kernels.of({"a": (3, 1)})), of(2))
+
+
+def test_what_is_remembered_is_plain_and_comes_back_on_the_same_device() -> None:
+    history = History("gpu 1")
+    history.observe(Sample.of(rows([1, 2, 3])))
+    history.observe_kernels(Kernels.of({"a": (2, 1)}))
+    state = json.loads(json.dumps(history.state_dict()))
+    same, other = History("gpu 1"), History("gpu 2")
+    same.load_state_dict(state)
+    assert same.state_dict() == history.state_dict()
+    assert same.sections.dtype == torch.float64
+    other.load_state_dict(state)
+    assert other.state_dict() == History("gpu 2").state_dict()
+
+
+def test_sections_that_are_others_now_are_forgotten() -> None:
+    history = History("gpu 1")
+    history.load_state_dict({"device": "gpu 1", "sections": [1.0], "kernels": {"a": 1.0}})
+    assert history.state_dict() == History("gpu 1").state_dict()
+
+
+def test_nothing_was_seen_yet() -> None:
+    history = History("gpu 1")
+    history.load_state_dict(json.loads(json.dumps(history.state_dict())))
+    close(history.observe(Sample.of(torch.empty(0, 3))), of(INF, INF, INF))
+    close(history.observe_kernels(Kernels.of({})), of())
+
+
+def test_a_kernel_without_a_time_is_not_remembered() -> None:
+    history = History("gpu 1")
+    history.observe_kernels(Kernels.of({"a": (nan, 0)}))
+    close(history.observe_kernels(Kernels.of({"a": (2, 1)})), of(2))
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def report(
+    relative: Sequence[float],
+    step_relative: Sequence[float] | None = None,
+    by_section: Sequence[Sequence[float]] | None = None,
+) -> Report:
+    """With individual scores that are as the relative ones, of the ranks in the other order."""
+    ranks = len(relative)
+    whole, step = of(*relative), of(*(step_relative or relative))
+    sections = rows(*(by_section or [[0, 0, 0]] * ranks))
+    return Report(
+        7, places(ranks), whole, whole.flip(0), step, step.flip(0), torch.ones(ranks, 3), sections, sections.flip(0)
+    )
+
+
+def test_the_slowest_comes_first() -> None:
+    found = report([0.5, 1.0, 0.2, 0.69, 0.7, 0.4]).slow("relative", 0.7)
+    assert [each.rank for each in found] == [2, 5, 0, 3]
+    assert [each.score for each in found] == pytest.approx([0.2, 0.4, 0.5, 0.69])
+    assert {each.kind for each in found} == {"relative"}
+    assert [each.place for each in found] == [places(6)[rank] for rank in (2, 5, 0, 3)]
+
+
+def test_each_kind_has_its_own_scores() -> None:
+    made = report([0.5, 1.0, 1.0], by_section=[[0, 0, 0.5], [0, 0, 0], [0, 0, 0]])
+    assert [(each.rank, each.kind, each.cause) for each in made.slow("relative", 0.7)] == [(0, "relative", "callbacks")]
+    assert [(each.rank, each.kind, each.cause) for each in made.slow("individual", 0.7)] == [
+        (2, "individual", "callbacks")
+    ]
+
+
+def test_the_cause_is_the_section_that_loses_most() -> None:
+    by_section = [[0.3, 0.1, 0.2], [0.1, 0.3, 0.2], [0.1, 0.2, 0.3]]
+    found = report([0.4, 0.41, 0.42], by_section=by_section).slow("relative", 0.7)
+    assert [each.cause for each in found] == [*SECTIONS]
+    assert str(found[0]) == "rank 0 on node-0 (device 0), 0.40 of the fastest, data loading"
+    assert "of what it was" in str(report([0.4, 1.0]).slow("individual", 0.7)[0])
+
+
+def test_where_only_kernels_are_slow_the_cause_is_computing() -> None:
+    made = report([0.5, 0.5, nan, 0.9], [0.9, 0.3, 0.4, 0.6], [[0.1, 0, 0], [0, 0, 0.7], [0.6, 0, 0], [0.4, 0, 0]])
+    assert [(each.rank, each.score, each.cause) for each in made.slow("relative", 0.7)] == [
+        (1, pytest.approx(0.3), "callbacks"),
+        (2, pytest.approx(0.4), "data loading"),
+        (0, pytest.approx(0.5), "compute"),
+        (3, pytest.approx(0.6), "data loading"),
+    ]
+
+
+def test_where_only_kernels_were_measured_the_cause_is_computing() -> None:
+    assert report([0.5, 1.0], [nan, nan]).slow("relative", 0.7)[0].cause == "compute"
+
+
+def test_a_score_that_is_unknown_is_not_below_anything() -> None:
+    made = report([nan, 1.0, nan])
+    assert made.slow("relative", 1.0) == made.slow("individual", 1.0) == []
+    assert made.missing == [0, 2]
+    assert report([1.0]).missing == []
+
+
+def test_a_rank_whose_steps_were_measured_is_not_missing() -> None:
+    made = reports([[{}, {"a": (1.0, 1.0)}]])[0]
+    assert not torch.isnan(made.step_relative).any()
+    assert made.missing == []
+
+
+def straggler(rank: int, kind: Any = "relative") -> Straggler:
+    return Straggler(rank, Place("node", f"device {rank}"), kind, 0.5, "compute")
+
+
+def test_once_is_enough() -> None:
+    streaks = Streaks(1)
+    assert streaks.of([straggler(3)]) == [straggler(3)]
+    assert streaks.of([]) == []
+    assert streaks.of([straggler(3), straggler(1)]) == [straggler(3), straggler(1)]
+
+
+def test_twice_in_a_row() -> None:
+    streaks = Streaks(2)
+    named = [[each.rank for each in streaks.of([*map(straggler, ranks)])] for ranks in ([1, 2], [2], [1, 2], [1], [1])]
+    assert named == [[], [2], [2], [1], [1]]
+
+
+def test_kinds_are_counted_apart() -> None:
+    streaks = Streaks(2)
+    assert streaks.of([straggler(1, "relative")]) == []
+    assert streaks.of([straggler(1, "individual")]) == []
+    both = [straggler(1, "individual"), straggler(1, "relative")]
+    assert streaks.of(both) == [straggler(1, "individual")]
+    assert streaks.of(both) == both
+
+
+# -- a report of several ranks -----------------------------------------------------------------------------------------
+
+
+def test_one_rank_alone() -> None:
+    history = History("device")
+    for seconds, individual in ((1.0, 1.0), (2.0, 0.5)):
+        made = make_report(3, places(1), Sample.of(rows([seconds] * 3)), None, history, Exchange())
+        assert made is not None
+        assert (made.step, made.relative.tolist(), made.individual.tolist()) == (3, [1], [individual])
+        close(made.seconds, rows([seconds] * 3))
+        assert made.elapsed > 0
+
+
+def test_sections_of_several_ranks() -> None:
+    samples = [Sample.of(rows([1, 4, 1])), Sample.of(rows([5, 4, 1], [5, 4, 1])), Sample.of(rows([1, 4, 3]))]
+    histories = [History(str(rank)) for rank in range(3)]
+    histories[1].observe(Sample.of(rows([5, 2, 1])))
+    made = reports([[None] * 3], samples, histories)[0]
+    close(made.relative, of(1, 0.6, 0.75))
+    close(made.relative, made.step_relative)
+    close(made.individual, of(1, 0.8, 1))
+    close(made.individual, made.step_individual)
+    close(made.seconds, rows([1, 4, 1], [5, 4, 1], [1, 4, 3]))
+    close(made.relative_lost, rows([0, 0, 0], [0.4, 0, 0], [0, 0, 0.25]))
+    close(made.individual_lost, rows([0, 0, 0], [0, 0.2, 0], [0, 0, 0]))
+    assert [(each.rank, each.cause) for each in made.slow("relative", 0.7)] == [(1, "data loading")]
+    assert list(made.places) == places(3)
+
+
+def test_kernels_in_any_order_and_some_unknown_to_rank_0() -> None:
+    """Relative scores are of what rank 0 runs, individual ones of what the rank itself does."""
+    first: list[Times] = [
+        {"a": (1.0, 1.0), "b": (2.0, 4.0), "only here": (1.0, 9.0)},
+        {"new": (3.0, 3.0), "b": (4.0, 4.0), "a": (1.0, 4.0)},
+        {"b": (1.0, 1.0)},
+        {"other": (1.0, 1.0)},
+    ]
+    second: list[Times] = [
+        first[0],
+        {"a": (1.0, 4.0), "new": (6.0, 4.0), "b": (4.0, 4.0)},
+        {"a": (2.0, 1.0), "new": (9.0, 9.0), "b": (2.0, 3.0)},
+        {"other": (4.0, 1.0)},
+    ]
+    one, two = reports([first, second])
+    close(one.relative, of((1 + 4 * 0.5 + 9) / 14, (4 * 0.25 + 4) / 8, 1, nan))
+    close(one.individual, of(1, 1, 1, 1))
+    close(two.relative, of(1, (4 + 4 * 0.5) / 8, (0.5 * 1 + 3) / 4, nan))
+    close(two.individual, of(1, (4 + 4 * 0.5 + 4) / 12, (1 + 9 + 3 * 0.5) / 13, 0.25))
+    close(two.step_relative, of(1, 1, 1, 1))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_each_run_a_part(seed: int) -> None:
+    """Beside the same numbers in one matrix, in rank 0's order."""
+    chosen = random.Random(seed)
+    rounds = [
+        [dict(chosen.sample([*times.items()], chosen.randint(0, 40))) for times in of_ranks]
+        for of_ranks in random_rounds(seed)
+    ]
+    for made, of_ranks in zip(reports(rounds), rounds, strict=True):
+        own = [[times.get(name, (nan, 0)) for name in of_ranks[0]] for times in of_ranks]
+        medians, weights = torch.tensor(own, dtype=torch.float64).reshape(len(of_ranks), -1, 2).unbind(-1)
+        close(made.relative, scores(medians, weights, fastest(medians)))
+
+
+def test_rank_0_without_kernels() -> None:
+    made = reports([[{}, {"a": (1.0, 1.0)}], [{}, {"a": (2.0, 1.0)}]])[1]
+    close(made.relative, of(nan, nan))
+    close(made.individual, of(nan, 0.5))
+
+
+def test_a_rank_without_steps_is_missing_and_nobody_else_minds() -> None:
+    nothing = Sample(of(nan, nan, nan), of(0, 0, 0), 0)
+    made = reports([[None] * 3], [Sample.of(rows([1, 1, 1])), nothing, Sample.of(rows([1, 2, 1]))])[0]
+    close(made.relative, of(1, nan, 0.75))
+    close(made.individual, of(1, nan, 1))
+    close(made.seconds[1], of(nan, nan, nan))
+    close(made.relative_lost[1], of(0, 0, 0))
+    assert made.missing == [1]
+    assert made.slow("relative", 1.0)[0].rank == 2
+
+
+def test_a_sample_of_no_steps_is_of_the_same_type_as_others() -> None:
+    clock = Clock()
+    idle = HostTime(Waiting(clock=clock), clock=clock).take()
+    close(idle.medians, of(nan, nan, nan))
+    made = reports([[None] * 2], [Sample.of(rows([1, 1, 1])), idle])[0]
+    close(made.relative, of(1, nan))
+
+
+# -- own time, by the host's clock -------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Stands still until told otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def waiting(clock: Clock) -> Waiting:
+    return Waiting(clock=clock)
+
+
+def step(clock: Clock, timed: HostTime, data: float, compute: float, callbacks: float) -> None:
+    timed.begin()
+    clock.sleep(data)
+    timed.enter(CALLBACKS)
+    clock.sleep(callbacks / 4)
+    timed.enter(COMPUTE)
+    clock.sleep(compute)
+    timed.enter(CALLBACKS)
+    clock.sleep(callbacks * 3 / 4)
+
+
+def test_the_host_tells_sections_apart(clock: Clock, waiting: Waiting) -> None:
+    timed = HostTime(waiting, clock=clock)
+    for data, compute, callbacks in ((1, 2, 4), (3, 2, 8), (2, 8, 16)):
+        step(clock, timed, data, compute, callbacks)
+    timed.begin()
+    sample = timed.take()
+    close(sample.medians, of(2, 2, 8))
+    close(sample.weights, of(6, 6, 24))
+    assert sample.steps == 3
+
+
+def test_a_step_is_complete_when_the_next_one_begins(clock: Clock, waiting: Waiting) -> None:
+    timed = HostTime(waiting, clock=clock)
+    step(clock, timed, 1, 2, 4)
+    assert timed.take().steps == 0
+    clock.sleep(3)  # such as a validation
+    timed.begin()
+    sample = timed.take()
+    close(sample.medians, of(1, 2, 7))
+    assert (sample.steps, timed.take().steps) == (1, 0)
+
+
+def test_waiting_is_nobodys_own_time(clock: Clock, waiting: Waiting) -> None:
+    timed = HostTime(waiting, clock=clock)
+    timed.begin()
+    for section, own in ((DATA, 1), (COMPUTE, 2), (CALLBACKS, 4)):
+        timed.enter(section)
+        clock.sleep(own + 10)
+        waiting.seconds += 10
+    timed.begin()
+    close(timed.take().medians, of(1, 2, 4))
+
+
+def test_every_third_step(clock: Clock, waiting: Waiting) -> None:
+    timed = HostTime(waiting, every=3, clock=clock)
+    for number in range(1, 10):
+        step(clock, timed, number, 1, 0)
+    timed.begin()
+    sample = timed.take()
+    assert sample.steps == 3
+    close(sample.medians, of(6, 1, 0))
+    close(sample.weights, of(18, 3, 0))
+
+
+def test_a_dropped_step_does_not_count(clock: Clock, waiting: Waiting) -> None:
+    timed = HostTime(waiting, clock=clock)
+    timed.enter(COMPUTE)  # before any step began
+    step(clock, timed, 1, 1, 1)
+    step(clock, timed, 1000, 1, 1)
+    timed.drop()
+    timed.enter(CALLBACKS)
+    clock.sleep(500)
+    step(clock, timed, 3, 1, 1)
+    timed.begin()
+    sample = timed.take()
+    assert sample.steps == 2
+    close(sample.weights, of(4, 2, 2))
+
+
+def test_the_host_remembers_so_many_steps(clock: Clock, waiting: Waiting) -> None:
+    timed = HostTime(waiting, clock=clock)
+    for number in range(10_001):
+        timed.begin()
+        clock.sleep(number)
+    sample = timed.take()
+    assert sample.steps == 8192
+    close(sample.medians[:1], of((10_000 - 8192 + 9_999) / 2))
+
+
+def test_of_two_steps_the_median_is_in_the_middle() -> None:
+    close(Sample.of(rows([1, 2, 3], [3, 2, 9])).medians, of(2, 2, 6))
+
+
+# -- own time, by events of a device -----------------------------------------------------------------------------------
+
+
+class Device:
+    """Has a clock of its own, and gets later to what it is told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events: list[Event] = []
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+
+    def event(self) -> Event:
+        return Event(self)
+
+    def catch_up(self, events: int | None = None) -> None:
+        for each in self.events[:events]:
+            each.happened = True
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.happened = False
+
+    def record(self) -> None:
+        self.at = self.device.now
+        self.device.events.append(self)
+
+    def query(self) -> bool:
+        return self.happened
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.happened, "one that has not happened has no time"
+        assert end.happened, "one that has not happened has no time"
+        return (end.at - self.at) * 1000
+
+
+def device_step(device: Device, timed: DeviceTime, data: float, compute: float, callbacks: float) -> None:
+    timed.begin()
+    device.compute(data)
+    timed.enter(COMPUTE)
+    device.compute(compute)
+    timed.enter(CALLBACKS)
+    device.compute(callbacks)
+
+
+def test_the_device_tells_sections_apart() -> None:
+    device = Device()
+    timed = DeviceTime(device.event)
+    for numbers in ((1, 2, 4), (3, 2, 8), (2, 8, 16)):
+        device_step(device, timed, *numbers)
+    timed.begin()
+    assert timed.take().steps == 0, "the host does not wait"
+    device.catch_up()
+    sample = timed.take()
+    assert sample.steps == 3
+    close(sample.medians, of(2, 2, 8))
+    close(sample.weights, of(6, 6, 24))
+    assert timed.take().steps == 0
+
+
+def test_steps_are_taken_as_far_as_the_device_is() -> None:
+    device = Device()
+    timed = DeviceTime(device.event)
+    for number in range(4):
+        device_step(device, timed, number, 1, 1)
+    device.catch_up(6)  # all of the second step but for its end
+    assert timed.take().steps == 1
+    device.catch_up(7)
+    close(timed.take().medians, of(1, 1, 1))
+    device.catch_up()
+    close(timed.take().medians, of(2, 1, 1))
+
+
+def test_a_later_step_that_is_ready_waits_for_an_earlier_one() -> None:
+    device = Device()
+    timed = DeviceTime(device.event)
+    for number in range(3):
+        device_step(device, timed, number, 1, 1)
+    timed.begin()
+    for each in device.events[3:]:
+        each.happened = True  # as of another stream
+    device.events[3].happened = False
+    assert timed.take().steps == 0
+    device.catch_up()
+    assert timed.take().steps == 3
+
+
+def test_a_host_that_is_far_ahead_loses_the_oldest() -> None:
+    device = Device()
+    timed = DeviceTime(device.event)
+    for number in range(100):
+        device_step(device, timed, number, 1, 1)
+    timed.begin()
+    device.catch_up()
+    sample = timed.take()
+    assert sample.steps == 64
+    close(sample.medians[:1], of((36 + 99) / 2))
+
+
+def test_a_device_that_waits_does_not_compute() -> None:
+    device = Device()
+    timed = DeviceTime(device.event)
+    timed.toggle_waiting()  # a backward pass of nobody's step
+    timed.begin()
+    device.compute(1)
+    timed.enter(COMPUTE)
+    for own, others in ((2, 10), (3, 20)):
+        device.compute(own)
+        timed.toggle_waiting()
+        device.compute(others)
+        timed.toggle_waiting()
+    device.compute(4)
+    timed.enter(CALLBACKS)
+    timed.begin()
+    device.catch_up()
+    close(timed.take().medians, of(1, 9, 0))
+
+
+def test_every_other_step_of_a_device() -> None:
+    device = Device()
+    timed = DeviceTime(device.event, every=2)
+    for number in range(1, 7):
+        device_step(device, timed, number, 1, 0)
+        timed.toggle_waiting()
+        timed.toggle_waiting()
+    timed.begin()
+    device.catch_up()
+    sample = timed.take()
+    assert sample.steps == 3
+    close(sample.medians, of(4, 1, 0))
+    assert len(device.events) == 3 * 6, "a step that is not timed has no events"
+
+
+def test_a_dropped_step_of_a_device_does_not_count() -> None:
+    device = Device()
+    timed = DeviceTime(device.event)
+    device_step(device, timed, 1, 1, 1)
+    device_step(device, timed, 1000, 1, 1)
+    timed.drop()
+    timed.enter(CALLBACKS)
+    device_step(device, timed, 3, 1, 1)
+    timed.begin()
+    device.catch_up()
+    sample = timed.take()
+    assert sample.steps == 2
+    close(sample.weights, of(4, 2, 2))
+
+
+def test_a_device_is_remembered_for_so_many_steps() -> None:
+    device = Device()
+    timed = DeviceTime(device.event)
+    for number in range(8200):
+        device_step(device, timed, number, 1, 1)
+        device.catch_up()
+        device.events.clear()
+    timed.begin()
+    device.catch_up()
+    sample = timed.take()
+    assert sample.steps == 8192
+    close(sample.medians[:1], of((8 + 8199) / 2))
+
+
+# -- waiting: what is counted ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_wait(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each wait for a collective takes 2 seconds."""
+    monkeypatch.setattr(functional, "wait_tensor", lambda tensor: clock.sleep(2))
+    monkeypatch.setattr(torch.distributed.Work, "wait", lambda self: clock.sleep(2))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("slow_wait")
+def test_collectives_count_from_start_to_stop(waiting: Waiting) -> None:
+    before = torch.distributed.Work.wait, functional.wait_tensor
+    dist.barrier()
+    waiting.start()
+    assert waiting.seconds == 0
+    dist.all_reduce(torch.ones(1))
+    assert waiting.seconds == 2
+    dist.all_reduce(torch.ones(1), async_op=True).wait()
+    dist.barrier()
+    functional.wait_tensor(torch.ones(1))
+    assert waiting.seconds == 8
+    waiting.stop()
+    dist.barrier()
+    assert waiting.seconds == 8
+    assert before == (torch.distributed.Work.wait, functional.wait_tensor)
+    other = Waiting()
+    other.start()
+    its = torch.distributed.Work.wait, functional.wait_tensor
+    waiting.stop()
+    assert its == (torch.distributed.Work.wait, functional.wait_tensor), "what has stopped leaves others alone"
+    other.stop()
+    assert before == (torch.distributed.Work.wait, functional.wait_tensor)
+
+
+@pytest.mark.usefixtures("slow_wait")
+def test_what_another_thread_waits_for_does_not_count(waiting: Waiting) -> None:
+    waiting.start()
+    thread = threading.Thread(target=dist.barrier)
+    thread.start()
+    thread.join()
+    assert waiting.seconds == 0
+    dist.barrier()
+    waiting.stop()
+    assert waiting.seconds == 2
+
+
+def test_a_wait_that_fails_counts_too(clock: Clock, waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(tensor: Any) -> None:
+        clock.sleep(3)
+        raise RuntimeError("a rank has died")
+
+    monkeypatch.setattr(functional, "wait_tensor", failing)
+    waiting.start()
+    with pytest.raises(RuntimeError, match="died"):
+        functional.wait_tensor(torch.ones(1))
+    waiting.stop()
+    assert waiting.seconds == 3
+
+
+# -- waiting: the backward pass ----------------------------------------------------------------------------------------
+
+
+class Reduced:
+    """A parameter whose gradient takes a second to compute; when it is there, something waits for the other ranks."""
+
+    def __init__(self, clock: Clock, wait: Callable[[], object]) -> None:
+        self.weight = torch.ones(3, requires_grad=True)
+        self.before: Callable[[], object] = lambda: None
+
+        def computed(gradient: Tensor) -> None:
+            self.before()
+            clock.sleep(1)
+            Variable._execution_engine.queue_callback(wait)  # as DDP does
+
+        self.weight.register_hook(computed)
+
+    def loss(self) -> Tensor:
+        return (self.weight * 2).sum()
+
+
+def test_what_comes_behind_the_own_gradients_is_waiting(clock: Clock) -> None:
+    marks: list[float] = []
+    waiting = Waiting(lambda: marks.append(clock()), clock)
+    module = Reduced(clock, lambda: clock.sleep(5))
+    for number in (1, 2):
+        clock.now = 0
+        loss = module.loss()
+        waiting.backward(loss, loss.backward)
+        assert waiting.seconds == 5 * number
+        assert marks == [1, 6] * number
+    close(module.weight.grad, torch.full((3,), 4.0))  # type: ignore[arg-type]
+
+
+def test_two_passes_from_one_loss(clock: Clock) -> None:
+    marks: list[float] = []
+    waiting = Waiting(lambda: marks.append(clock()), clock)
+    module = Reduced(clock, lambda: clock.sleep(5))
+    clock.now = 0
+    loss = module.loss()
+    for retain in (True, True, False):
+        waiting.backward(loss, lambda retain=retain: loss.backward(retain_graph=retain))
+    assert waiting.seconds == 15
+    assert marks == [1, 6, 7, 12, 13, 18]
+
+
+@pytest.mark.usefixtures("slow_wait")
+def test_collectives_in_a_backward_pass_count_once(clock: Clock, waiting: Waiting) -> None:
+    def wait() -> None:
+        dist.barrier()
+        clock.sleep(1)
+
+    module = Reduced(clock, wait)
+    module.before = dist.barrier  # such as one that gathers parameters, before the own gradients are there
+    waiting.start()
+    loss = module.loss()
+    waiting.backward(loss, loss.backward)
+    waiting.stop()
+    assert waiting.seconds == 2 + 3
+
+
+@pytest.mark.parametrize("loss", [torch.ones(1), None, {"loss": 1}])
+def test_a_loss_without_a_gradient(waiting: Waiting, clock: Clock, loss: Any) -> None:
+    calls: list[float] = []
+    waiting._mark = lambda: calls.append(0)
+    waiting.backward(loss, lambda: clock.sleep(1))
+    assert (waiting.seconds, calls) == (0, [])
+
+
+def test_a_backward_pass_that_fails_is_forgotten(clock: Clock, waiting: Waiting) -> None:
+    module = Reduced(clock, lambda: clock.sleep(5))
+
+    def fails() -> None:
+        module.loss().backward()
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        waiting.backward(module.loss(), fails)
+    assert waiting.seconds == 0
+    loss = module.loss()
+    waiting.backward(loss, loss.backward)
+    assert waiting.seconds == 5
+
+
+def test_collectives_of_compiled_code_compile_as_before() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    waiting = Waiting()
+    waiting.start()
+    try:
+
+        @torch.compile(backend="aot_eager", fullgraph=True)
+        def doubled(tensor: Tensor) -> Tensor:
+            return functional.all_reduce(tensor * 2, "sum", dist.group.WORLD)
+
+        close(doubled(torch.ones(2)) + 0, floats(2, 2))
+    finally:
+        waiting.stop()
+        dist.destroy_process_group()
+        torch.compiler.reset()
+
+
+# -- waiting: real ranks -----------------------------------------------------------------------------------------------
+
+NAP_S = 0.3
+Step = Callable[[Callable[[], None], Waiting], None]
+"""One step: naps where it is told to nap."""
+
+
+class Naps(torch.autograd.Function):
+    """Naps in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, nap: Callable[[], None]) -> Tensor:
+        ctx.nap = nap
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.nap()
+        return gradient, None
+
+
+class Napper(nn.Module):
+    """Naps in the middle of a backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, tensor: Tensor, nap: Callable[[], None]) -> Tensor:
+        return self.two(Naps.apply(self.one(tensor), nap)).sum()
+
+
+def reduces() -> Step:
+    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+        nap()
+        dist.all_reduce(torch.ones(2))
+
+    return run
+
+
+def reduces_later() -> Step:
+    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+        nap()
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        work.wait()
+
+    return run
+
+
+def gathers_objects() -> Step:
+    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+        nap()
+        dist.all_gather_object([None, None], {"some": "thing"})
+
+    return run
+
+
+def is_functional() -> Step:
+    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+        nap()
+        tensor = functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+        assert (tensor * 2).tolist() == [4, 4]  # waits at first use
+
+    return run
+
+
+def ddp() -> Step:
+    model = DistributedDataParallel(Napper())
+
+    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+        loss = model(torch.ones(2, 4), nap)
+        waiting.backward(loss, loss.backward)
+
+    return run
+
+
+def accumulates() -> Step:
+    """A nap in the first pass; only in the last one do the ranks meet."""
+    model = DistributedDataParallel(Napper())
+
+    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+        for number in range(3):
+            with model.no_sync() if number < 2 else nullcontext():
+                loss = model(torch.ones(2, 4), nap if number == 0 else lambda: None)
+                waiting.backward(loss, loss.backward)
+
+    return run
+
+
+def has_buffers() -> Step:
+    """DDP hands out rank 0's buffers when a forward pass begins."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+
+    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+        nap()
+        loss = model(torch.ones(2, 4)).sum()
+        waiting.backward(loss, loss.backward)
+
+    return run
+
+
+def fsdp2(where: str) -> Callable[[], Step]:
+    def prepared() -> Step:
+        model = Napper()
+        for each in (model.one, model.two, model):
+            fully_shard(each, mesh=dist.init_device_mesh("cpu", (2,)))
+
+        def run(nap: Callable[[], None], waiting: Waiting) -> None:
+            if where == "forward":
+                nap()
+            model(torch.ones(2, 4), nap if where == "backward" else lambda: None).backward()
+
+        return run
+
+    return prepared
+
+
+STEPS: dict[str, tuple[Callable[[], Step], int]] = {
+    "all_reduce": (reduces, 1),
+    "all_reduce that is waited for later": (reduces_later, 1),
+    "all_gather_object": (gathers_objects, 1),
+    "functional collective": (is_functional, 1),
+    "DDP": (ddp, 1),
+    "DDP, the first rank": (ddp, 0),
+    "DDP that accumulates": (accumulates, 1),
+    "DDP with buffers": (has_buffers, 0),
+    "FSDP2, forward pass": (fsdp2("forward"), 1),
+    "FSDP2, backward pass": (fsdp2("backward"), 1),
+}
+"""And which rank naps."""
+
+
+def is_told_apart(waited: Sequence[float], napper: int) -> bool:
+    """Whether the other rank has waited for the nap, and the one that napped has not."""
+    return waited[1 - napper] > NAP_S / 2 > waited[napper]
+
+
+def rank_of_two(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    waited = {}
+    for name, (prepare, napper) in STEPS.items():
+        run = prepare()
+        for _ in range(3):  # DDP makes its buckets anew in the second step
+            run(lambda: None, Waiting())
+        for _ in range(5):  # a busy machine makes a rank nap that should not
+            dist.barrier()
+            before = torch.distributed.Work.wait, functional.wait_tensor
+            waiting = Waiting()
+            waiting.start()
+            try:
+                run((lambda: time.sleep(NAP_S)) if rank == napper else (lambda: None), waiting)
+            finally:
+                waiting.stop()
+            assert before == (torch.distributed.Work.wait, functional.wait_tensor)
+            both = [0.0, 0.0]
+            dist.all_gather_object(both, waiting.seconds)
+            waited[name] = both
+            if is_told_apart(both, napper):
+                break
+    metric = PerformanceScores(2)
+    metric.update(floats(1, 1), floats(1, 1))
+    metric.update(*((floats(1, 2), floats(1, 1)) if rank == 0 else (floats(2, nan), floats(1, 0))))
+    answers = [computed(metric)]
+    metric.update(floats(1 + rank, 1), floats(1, 0))
+    answers.append(computed(metric))
+    scored = {"answers": answers, "best": metric.best.tolist()}
+    (folder / f"{rank}.json").write_text(json.dumps({"waited": waited, "metric": scored}))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks have to tell, of which one naps in each step."""
+    folder = tmp_path_factory.mktemp("ranks")
+    processes = [CONTEXT.Process(target=rank_of_two, args=(rank, folder)) for rank in range(2)]
+    for each in processes:
+        each.start()
+    try:
+        for each in processes:
+            each.join(240)
+        assert [each.exitcode for each in processes] == [0, 0]
+    finally:
+        for each in processes:
+            each.kill()
+            each.join()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_the_other_rank_has_waited_and_the_slow_one_has_not(two_ranks: list[dict[str, Any]], kind: str) -> None:
+    waited = two_ranks[0]["waited"][kind]
+    assert is_told_apart(waited, STEPS[kind][1]), waited
+
+
+def test_a_metric_says_the_same_on_all_ranks(two_ranks: list[dict[str, Any]]) -> None:
+    one, other = (each["metric"] for each in two_ranks)
+    first, second = one["answers"]
+    assert first == other["answers"][0]
+    assert first == {"relative": [1, 0.5], "individual": [0.75, 0.5]}
+    assert second == other["answers"][1]
+    assert second == {"relative": [1, 0.5], "individual": [1, 0.5]}
+    assert one["best"] == other["best"] == [1, 1], "what one rank gathers is not its own past"
