@@ -141,6 +141,26 @@ def write_json(
     publish(path, lambda file: file.write(data), before_publish)
 
 
+def create_json(path: str | os.PathLike[str], content: dict[str, Any]) -> bool:
+    """Publishes ``content`` as JSON, unless there is something already.
+
+    Returns:
+        Whether it was published. Of several who try, one is the first.
+    """
+    path, written = Path(path), temporary_path(path)
+    write_json(written, content)
+    try:
+        os.link(written, path)
+    except FileExistsError:
+        return False
+    except OSError:  # storage without hard links: then the last one counts
+        write_json(path, content)
+    finally:
+        written.unlink(missing_ok=True)
+    sync_directory(path.parent)
+    return True
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The JSON object in ``path``, or ``None`` if the file is missing or holds anything else."""
     try:

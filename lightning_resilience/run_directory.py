@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from lightning_resilience._files import read_json, write_json
+from lightning_resilience._files import create_json, read_json, write_json
 
 RUN_DIR_VARIABLE = "LIGHTNING_RESILIENCE_RUN_DIR"
 """Environment variable in which ``lightning-resilience launch`` tells the workers their run directory."""
@@ -146,6 +146,11 @@ class FitDirectory:
         write_json(self._condemned, {**self.condemned, f"{name}": reason})
 
 
+def _identity(path: Path) -> str | None:
+    found = (read_json(path) or {}).get("id")
+    return found if isinstance(found, str) and re.fullmatch(r"[0-9a-f]{16}", found) else None
+
+
 class RunDirectory:
     """A run's folder on shared storage.
 
@@ -193,14 +198,15 @@ class RunDirectory:
         return token
 
     def identity(self) -> str:
-        """A name that no other run has, not even one that once used the same directory. One process asks for all."""
+        """A name that no other run has, not even one that once used the same directory; whoever asks first makes it."""
         path = self.path / "run.json"
-        content = read_json(path)
-        found = content.get("id") if content else None
-        if not isinstance(found, str) or re.fullmatch(r"[0-9a-f]{16}", found) is None:
+        if (found := _identity(path)) is None:
             found = uuid.uuid4().hex[:16]
             self.path.mkdir(parents=True, exist_ok=True)
-            write_json(path, {"id": found})
+            if not create_json(path, {"id": found}):
+                if (others := _identity(path)) is not None:
+                    return others
+                write_json(path, {"id": found})  # over what says nothing
         return found
 
     @property

@@ -496,9 +496,10 @@ class FitSession:
         if not self._is_training:
             return  # the loop of a search
         for event in self.agreement.close():
-            log.info(
-                "%s was asked for by rank %d when the fit had ended; nothing is left to do.", event.kind, event.rank
-            )
+            if event.payload:  # otherwise it was routine
+                log.info(
+                    "%s was asked for by rank %d when the fit had ended; nothing is left to do.", event.kind, event.rank
+                )
         for end in self.before_end:
             end()
         self._running = False

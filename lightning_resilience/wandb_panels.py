@@ -12,6 +12,7 @@ from lightning_resilience.detect.stragglers import Report, Straggler
 
 KEPT = "straggler panels"
 
+_EVERY = 12
 _REPORTS = 200
 _NODES = 20
 _REMEMBERED = 100
@@ -24,14 +25,19 @@ class Panels:
     Of many ranks the slowest 1,000, of many nodes the slowest 20.
 
     Remembers the nodes' scores of the last 200 reports, since a plot is sent as a whole; their state is saved, so a
-    restarted run goes on with its plot.
+    restarted run goes on with its plot. Table and plot are files for W&B, and are sent when other ranks are slow than
+    before, and every 12th report.
     """
 
     def __init__(self) -> None:
+        self._shown: set[int] = set()
+        self._not_shown = _EVERY
         self._steps: list[int] = []
         self._nodes: dict[str, list[float | None]] = {}
 
-    def show(self, loggers: Sequence[Any], report: Report, stragglers: Sequence[Straggler], step: int) -> None:
+    def show(
+        self, loggers: Sequence[Any], report: Report, stragglers: Sequence[Straggler], step: int, threshold: float
+    ) -> None:
         """Gives a report to those of ``loggers`` that are Lightning's for W&B.
 
         Args:
@@ -39,8 +45,13 @@ class Panels:
             report: What is shown.
             stragglers: Which ranks are too slow.
             step: At which the loggers log now.
+            threshold: Of relative scores, for the eye.
         """
         self._remember(report, step)
+        self._not_shown += 1
+        if self._not_shown < _EVERY and self._shown == {each.rank for each in stragglers}:
+            return
+        self._not_shown, self._shown = 0, {each.rank for each in stragglers}
         for logger in loggers:
             if not any(each.__name__ == "WandbLogger" for each in type(logger).__mro__):
                 continue
@@ -53,8 +64,8 @@ class Panels:
                     "stragglers/ranks": wandb.Table(columns=_COLUMNS, data=_rows(report, stragglers)),
                     "stragglers/nodes": wandb.plot.line_series(
                         xs=self._steps,
-                        ys=[self._nodes[node] for node in nodes],
-                        keys=nodes,
+                        ys=[*(self._nodes[node] for node in nodes), [threshold] * len(self._steps)],
+                        keys=[*nodes, "threshold"],
                         title="Relative performance of the slowest rank of each node",
                         xname="step",
                     ),
@@ -98,25 +109,24 @@ class Panels:
 _COLUMNS: list[str | int] = [
     "rank",
     "node",
-    "device",
+    "state",
     "relative",
     "individual",
     *(f"{name} (ms)" for name in SECTIONS),
-    "state",
+    "device",
 ]
 
 
 def _rows(report: Report, stragglers: Sequence[Straggler]) -> list[list[Any]]:
-    slow = {each.rank: f"slow: {each.cause}" for each in stragglers}
-    missing = set(report.missing)
-    rows = []
-    # Ranks of which nothing is known come last.
-    slowest = torch.fmin(report.relative, report.step_relative).nan_to_num(nan=2.0).argsort(stable=True)[:_ROWS]
-    for rank in sorted(slowest.tolist()):
-        place = report.places[rank]
-        numbers = [float(report.relative[rank]), float(report.individual[rank])]
-        numbers += [1000 * float(seconds) for seconds in report.seconds[rank]]
-        known = [round(number, 3) if number == number else None for number in numbers]
-        state = "no samples" if rank in missing else slow.get(rank, "")
-        rows.append([rank, place.node, place.device, *known, state])
-    return rows
+    """The slowest ranks first; those of which nothing is known come last."""
+    states = dict.fromkeys(report.missing, "no steps")
+    for each in stragglers:
+        states[each.rank] = "; ".join([*filter(None, [states.get(each.rank)]), f"slow ({each.kind}): {each.cause}"])
+    order = torch.fmin(report.relative, report.step_relative).nan_to_num(nan=2.0).argsort(stable=True)[:_ROWS]
+    scores = torch.stack([report.relative, report.individual], dim=1)[order]
+    numbers = [*scores.unbind(1), *(1000 * report.seconds[order]).unbind(1)]
+    columns = [[round(each, 2) if each == each else None for each in column.tolist()] for column in numbers]
+    return [
+        [rank, report.places[rank].node, states.get(rank, ""), *known, report.places[rank].device]
+        for rank, *known in zip(order.tolist(), *columns, strict=True)
+    ]

@@ -310,6 +310,15 @@ def test_only_the_running_mean_follows_the_training() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 2])
+def test_of_negative_losses_the_magnitude_counts(window: int | None) -> None:
+    reference = SpikeReference(10.0, window, samples=2)
+    for loss in (-1.0, 1.0):
+        reference.observe(loss)
+    assert reference.threshold == 10.0
+    assert [reference.is_spike(loss) for loss in (-11.0, 11.0, -9.0)] == [True, True, False]
+
+
+@pytest.mark.parametrize("window", [None, 2])
 def test_zeros_say_nothing(window: int | None) -> None:
     reference = SpikeReference(2.0, window, samples=2)
     for _ in range(5):

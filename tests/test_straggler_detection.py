@@ -26,13 +26,12 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch.distributed import _functional_collectives as functional
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_resilience import AutoResume, StragglerDetection, _nvrx, session
 from lightning_resilience.agreement import Needs
 from lightning_resilience.callbacks import straggler_detection
 from lightning_resilience.callbacks.straggler_detection import StragglersFound
-from lightning_resilience.detect import waiting
 from lightning_resilience.detect.own_time import Sample
 from lightning_resilience.detect.place import Place
 from lightning_resilience.ledger import Ledger, read_ledger
@@ -242,7 +241,7 @@ WHO: dict[str, dict[str, Any]] = {
     "because it is stopped again and again": {"who": "stopped", "at": "compute"},
     "because of its node": {"who": "node", "at": "compute", "nodes": 2},
 }
-SHORT = {"in its computing": 3, "because of its node": 2}
+SHORT = {"in its data": 3, "because of its node": 2}
 
 
 @pytest.mark.parametrize(
@@ -264,7 +263,7 @@ def test_a_rank_is_named_that_is_half_as_fast(scenario: dict[str, Any], windows:
             for rank, (cause, node, _) in report["relative"].items():
                 assert cause == CAUSES[scenario["at"]], found
                 assert node == f"node-{int(rank) // (RANKS // scenario.get('nodes', 1))}"
-    assert shown > windows / 2, f"the machine was too busy to show anything: {found}"
+    assert shown > windows / 2, f"healthy ranks were slow: the machine is too busy, or waiting is counted: {found}"
 
 
 @pytest.mark.parametrize("windows", [4, pytest.param(20, marks=pytest.mark.campaign)])
@@ -280,7 +279,7 @@ def test_a_rank_without_samples_is_missing_and_spoils_nothing(tmp_path: Path) ->
     found = reports({"who": "rank", "at": "compute", "windows": 2, "blind": {"3": 0}}, tmp_path)
     assert [report["missing"] for report in found] == [[3], []]
     assert all(math.isfinite(score) for score in found[0]["scores"]["relative"][:3])
-    assert "No steps were measured on 1 ranks: 3." in (tmp_path / "output").read_text()
+    assert "No steps were measured on rank 3." in (tmp_path / "output").read_text()
 
 
 # -- runs that are killed, stopped and resumed -------------------------------------------------------------------------
@@ -326,7 +325,7 @@ def test_reports_change_nothing_in_a_run_that_is_killed_and_resumed(options: dic
         straggler_detection={**REPORTS, "report_time_interval": 0.02},
         step_s=0.005,
     )
-    assert found[2].count("GPU relative performance") > 3
+    assert found[2].count("Straggler report processing time") >= 2
     assert found[:2] == undisturbed(tmp_path, **options)
 
 
@@ -339,7 +338,7 @@ def test_a_resumed_run_knows_how_fast_it_was(tmp_path: Path) -> None:
     assert codes == [0], text
     first = found_in(config, "stragglers")[0]
     assert first["step"] > 25
-    assert "of what it was, compute" in first["reason"]
+    assert "of its own best speed, in compute" in first["reason"]
     assert "Some GPUs performance dropped. Affected ranks: {StragglerId(rank=0, node=" in text
 
 
@@ -366,7 +365,8 @@ def test_a_run_stops_once_for_a_device_that_is_too_slow(tmp_path: Path) -> None:
     assert outcome is not None
     assert outcome.status == "failed"
     assert re.fullmatch(
-        r"StragglersFound: too slow: rank 1 on \S+ \(cpu\), 0\.\d\d of the fastest, compute", outcome.reason
+        r"StragglersFound: too slow: rank 1 on \S+ \(cpu\) at 0\.\d\d of the fastest rank's speed, in compute",
+        outcome.reason,
     )
     assert found_in(config, "workload_request") == [], "there is no other node"
 
@@ -408,7 +408,7 @@ def test_a_fit_that_goes_back_goes_on_with_its_reports(tmp_path: Path) -> None:
     )
     codes, text = run(config, tmp_path / "run")
     assert codes == [0], text
-    assert text.partition("Resuming")[2].count("GPU relative performance") > 1
+    assert text.partition("Resuming")[2].count("GPU individual performance:\n  Rank=0 ") > 1
     assert result(config) == undisturbed(tmp_path)[0]
 
 
@@ -416,10 +416,11 @@ def test_a_fit_that_goes_back_goes_on_with_its_reports(tmp_path: Path) -> None:
 
 
 class Short(L.LightningModule):
-    """Forty batches, of which each part takes a time of its own."""
+    """Forty batches."""
 
-    def __init__(self, manual: bool = False) -> None:
+    def __init__(self, manual: bool = False, seconds: float = 0.0) -> None:
         super().__init__()
+        self.seconds = seconds
         torch.manual_seed(1)
         self.net = torch.nn.Linear(4, 1)
         self.automatic_optimization = not manual
@@ -436,10 +437,20 @@ class Short(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        time.sleep(0.05)
+        time.sleep(0.15)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        time.sleep(self.seconds)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        time.sleep(self.seconds)
 
     def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(torch.arange(160.0).reshape(40, 4) / 160))
+        return DataLoader(TensorDataset(torch.arange(160.0).reshape(40, 4) / 160), collate_fn=self.collate)
+
+    def collate(self, samples: Any) -> Any:
+        time.sleep(self.seconds)
+        return default_collate(samples)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), 0.01)
@@ -489,8 +500,8 @@ def test_the_sections_of_a_step_are_told_apart(manual: bool, options: dict[str, 
     validation = DataLoader(TensorDataset(torch.ones(2, 4))) if "val_check_interval" in options else None
     weights = []
     detection = StragglerDetection(1e6, **settings)
-    for own in ([], [ReportsAt(20, 39), detection]):
-        module = Short(manual)
+    for own, seconds in (([], 0.0), ([ReportsAt(20, 39), detection], 0.012)):
+        module = Short(manual, seconds)
         trainer_with(tmp_path, *own, num_sanity_val_steps=0, **options).fit(module, val_dataloaders=validation)
         weights.append(module.net.weight.tolist())
     assert weights[0] == weights[1]
@@ -498,8 +509,10 @@ def test_the_sections_of_a_step_are_told_apart(manual: bool, options: dict[str, 
     assert report is not None
     assert report.missing == []
     data, compute, callbacks = report.seconds[0].tolist()
+    assert data >= 0.012
     assert compute >= 0.004
-    assert max(data, callbacks) < compute, "a part has been taken for another, or a validation for what every step does"
+    assert callbacks >= 0.024
+    assert callbacks < 0.07, "a validation has been taken for what every step does"
     assert report.relative.tolist() == [1.0]
 
 
@@ -545,7 +558,7 @@ def test_a_report_right_behind_another_has_nothing_to_say(tmp_path: Path, caplog
         trainer_with(tmp_path, Twice(30), detection, logger=logger).fit(Short())
     assert detection.report is not None
     assert detection.report.missing == [0]
-    assert "No steps were measured on 1 ranks: 0." in caplog.text
+    assert "No steps were measured on rank 0." in caplog.text
     assert "STRAGGLER DETECTION WARNING" not in caplog.text
     assert len((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()) == 2
 
@@ -565,15 +578,15 @@ def listening(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def test_nothing_is_left_on_the_collectives(error: type[BaseException] | None, tmp_path: Path) -> None:
     class Fails(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            assert (waiting._Work.wait, functional.wait_tensor) != before
+            assert (torch.distributed.Work.wait, functional.wait_tensor) != before
             if error is not None and batch_idx == 20:
                 raise error("on purpose")
 
-    before = waiting._Work.wait, functional.wait_tensor
+    before = torch.distributed.Work.wait, functional.wait_tensor
     detection = StragglerDetection(1e6)
     with contextlib.nullcontext() if error is None else pytest.raises(error):
         trainer_with(tmp_path, ReportsAt(10), detection, Fails()).fit(Short())
-    assert (waiting._Work.wait, functional.wait_tensor) == before
+    assert (torch.distributed.Work.wait, functional.wait_tensor) == before
     assert "_measuring" not in vars(detection)
 
 
@@ -599,7 +612,7 @@ def test_one_process_stops_because_of_what_it_was_and_goes_on(tmp_path: Path) ->
         trainer_with(tmp_path, ReportsAt(10, 20), Slow(), AutoResume(), detection).fit(module)
         return module, detection
 
-    with pytest.raises(StragglersFound, match=r"too slow: rank 0 on .* of what it was, callbacks") as found:
+    with pytest.raises(StragglersFound, match=r"too slow: rank 0 on .* of its own best speed, in callbacks") as found:
         fit()
     assert found.value.code == 1
     assert found.value.suspects_this_node == ""
@@ -838,4 +851,4 @@ def test_slow_kernels_are_told_of_though_the_steps_are_as_before(
         assert report.seconds[0].tolist() == [0.25, 1.0, 0.5]
         assert (report.individual.tolist(), report.step_individual.tolist()) == ([1 / factor], [1.0])
     (named,) = read_ledger(tmp_path / "ledger")
-    assert named["reason"] == "rank 0 on n (GPU 1), 0.50 of what it was, compute"
+    assert named["reason"] == "rank 0 on n (GPU 1) at 0.50 of its own best speed, in compute"

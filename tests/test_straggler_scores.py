@@ -453,8 +453,8 @@ def test_the_cause_is_the_section_that_loses_most() -> None:
     by_section = [[0.3, 0.1, 0.2], [0.1, 0.3, 0.2], [0.1, 0.2, 0.3]]
     found = report([0.4, 0.41, 0.42], by_section=by_section).slow("relative", 0.7)
     assert [each.cause for each in found] == [*SECTIONS]
-    assert str(found[0]) == "rank 0 on node-0 (device 0), 0.40 of the fastest, data loading"
-    assert "of what it was" in str(report([0.4, 1.0]).slow("individual", 0.7)[0])
+    assert str(found[0]) == "rank 0 on node-0 (device 0) at 0.40 of the fastest rank's speed, in data loading"
+    assert "of its own best speed" in str(report([0.4, 1.0]).slow("individual", 0.7)[0])
 
 
 def test_where_only_kernels_are_slow_the_cause_is_computing() -> None:
@@ -815,20 +815,29 @@ def test_a_host_that_is_far_ahead_loses_the_oldest() -> None:
 def test_a_device_that_waits_does_not_compute() -> None:
     device = Device()
     timed = DeviceTime(device.event)
-    timed.toggle_waiting()  # a backward pass of nobody's step
+    timed.wait(True)  # a backward pass of nobody's step, which has failed
     timed.begin()
     device.compute(1)
     timed.enter(COMPUTE)
     for own, others in ((2, 10), (3, 20)):
         device.compute(own)
-        timed.toggle_waiting()
+        timed.wait(True)
         device.compute(others)
-        timed.toggle_waiting()
+        timed.wait(True)  # a collective that DDP waits for
+        device.compute(others)
+        timed.wait(False)
+        device.compute(others)
+        timed.wait(False)
     device.compute(4)
     timed.enter(CALLBACKS)
+    device.compute(0.5)
+    timed.wait(True)
+    device.compute(7)
+    timed.wait(False)
+    device.compute(0.25)
     timed.begin()
     device.catch_up()
-    close(timed.take().medians, of(1, 9, 0))
+    close(timed.take().medians, of(1, 9, 0.75))
 
 
 def test_every_other_step_of_a_device() -> None:
@@ -836,8 +845,8 @@ def test_every_other_step_of_a_device() -> None:
     timed = DeviceTime(device.event, every=2)
     for number in range(1, 7):
         device_step(device, timed, number, 1, 0)
-        timed.toggle_waiting()
-        timed.toggle_waiting()
+        timed.wait(True)
+        timed.wait(False)
     timed.begin()
     device.catch_up()
     sample = timed.take()
@@ -960,28 +969,28 @@ class Reduced:
 
 
 def test_what_comes_behind_the_own_gradients_is_waiting(clock: Clock) -> None:
-    marks: list[float] = []
-    waiting = Waiting(lambda: marks.append(clock()), clock)
+    marks: list[tuple[bool, float]] = []
+    waiting = Waiting(lambda begins: marks.append((begins, clock())), clock)
     module = Reduced(clock, lambda: clock.sleep(5))
     for number in (1, 2):
         clock.now = 0
         loss = module.loss()
         waiting.backward(loss, loss.backward)
         assert waiting.seconds == 5 * number
-        assert marks == [1, 6] * number
+        assert marks == [(True, 1), (False, 6)] * number
     close(module.weight.grad, torch.full((3,), 4.0))  # type: ignore[arg-type]
 
 
 def test_two_passes_from_one_loss(clock: Clock) -> None:
-    marks: list[float] = []
-    waiting = Waiting(lambda: marks.append(clock()), clock)
+    marks: list[tuple[bool, float]] = []
+    waiting = Waiting(lambda begins: marks.append((begins, clock())), clock)
     module = Reduced(clock, lambda: clock.sleep(5))
     clock.now = 0
     loss = module.loss()
     for retain in (True, True, False):
         waiting.backward(loss, lambda retain=retain: loss.backward(retain_graph=retain))
     assert waiting.seconds == 15
-    assert marks == [1, 6, 7, 12, 13, 18]
+    assert marks == [(True, 1), (False, 6), (True, 7), (False, 12), (True, 13), (False, 18)]
 
 
 @pytest.mark.usefixtures("slow_wait")
@@ -1002,7 +1011,7 @@ def test_collectives_in_a_backward_pass_count_once(clock: Clock, waiting: Waitin
 @pytest.mark.parametrize("loss", [torch.ones(1), None, {"loss": 1}])
 def test_a_loss_without_a_gradient(waiting: Waiting, clock: Clock, loss: Any) -> None:
     calls: list[float] = []
-    waiting._mark = lambda: calls.append(0)
+    waiting._mark = lambda begins: calls.append(0)
     waiting.backward(loss, lambda: clock.sleep(1))
     assert (waiting.seconds, calls) == (0, [])
 

@@ -38,6 +38,7 @@ Backend = Literal["auto", "cupti", "cuda_events", "timer"]
 _REPORT = "straggler report"
 _STOP = "stop for stragglers"
 _KEPT = "stragglers"
+_LEAST_STEPS = 10  # in a report: medians of less are noise
 _MOST = 100  # that are named in one line or event
 
 
@@ -71,8 +72,8 @@ class StragglerDetection(SessionCallback):
     ranks exchange their medians, and rank 0 prints the report that NeMo's users know, and gives it to the loggers.
 
     Args:
-        report_time_interval: Seconds between two reports. Names and defaults are those of NVRx's callback and NeMo's
-            recipe ``straggler_det_callback`` where not said otherwise.
+        report_time_interval: Seconds between two reports; more where 10 steps take longer. Names and defaults are those
+            of NVRx's callback and NeMo's recipe ``straggler_det_callback`` where not said otherwise.
         calc_relative_gpu_perf: Whether ranks are compared with the fastest one.
         calc_individual_gpu_perf: Whether ranks are compared with what they were.
         num_gpu_perf_scores_to_print: How many of the worst and the best scores are printed; 0: only stragglers are.
@@ -177,12 +178,13 @@ class _Measuring:
         else:
             stream: Any = torch.get_device_module(device)
             self._time = DeviceTime(lambda: stream.Event(enable_timing=True), settings.profiling_interval)
-            self._waiting = Waiting(self._time.toggle_waiting)
+            self._waiting = Waiting(self._time.wait)
         self._exchange = _exchange(session.trainer) if session.trainer.world_size > 1 else Exchange()
         self._history = History(str(place))
         self._streaks = Streaks(settings.min_consecutive_reports)
         self._panels = wandb_panels.Panels()
         self._stopped_for: set[str] = set()
+        self._has_said_so = False
         self._due = math.inf
         self._is_cold = True
         session.handlers[_REPORT] = self._report
@@ -266,7 +268,7 @@ class _Measuring:
         self._time.enter(CALLBACKS)
 
     def _look_at_the_clock(self) -> None:
-        if time.monotonic() >= self._due:
+        if time.monotonic() >= self._due and len(self._time) >= _LEAST_STEPS:
             self._due = math.inf  # until it is made
             self.session.agreement.request(_REPORT, {}, Needs.TRAINING)
 
@@ -322,14 +324,14 @@ class _Measuring:
         if stragglers:
             log.warning("Slow after step %d: %s.", report.step, _named(stragglers))
         if report.missing:
-            log.warning("No steps were measured on %d ranks: %s.", len(report.missing), _some(report.missing))
+            log.warning("No steps were measured on rank %s.", _some(report.missing))
         if settings.num_gpu_perf_scores_to_print > 0:
-            if settings.calc_relative_gpu_perf:
-                scores = _formatted(report.relative, report.places, settings.num_gpu_perf_scores_to_print)
-                log.info("\nGPU relative performance:\n%s", scores)
-            if settings.calc_individual_gpu_perf:
-                scores = _formatted(report.individual, report.places, settings.num_gpu_perf_scores_to_print)
-                log.info("\nGPU individual performance:\n%s", scores)
+            for kind, wanted, scores in (
+                ("relative", settings.calc_relative_gpu_perf and len(report.places) > 1, report.relative),
+                ("individual", settings.calc_individual_gpu_perf, report.individual),
+            ):
+                if wanted and (lines := _formatted(scores, report.places, settings.num_gpu_perf_scores_to_print)):
+                    log.info("\nGPU %s performance:\n%s", kind, lines)
 
     def _log(self, report: Report, stragglers: Sequence[Straggler]) -> None:
         trainer = self.session.trainer
@@ -339,17 +341,22 @@ class _Measuring:
         if self.settings.calc_individual_gpu_perf:
             metrics.update(_extremes("gpu_individual_perf", report.individual))
         step = _lightning.logged_step(trainer)
-        for logger in trainer.loggers:
-            if metrics:
-                logger.log_metrics(metrics, step=step)
-        self._panels.show(trainer.loggers, report, stragglers, step)
+        try:
+            for logger in trainer.loggers:
+                if metrics:
+                    logger.log_metrics(metrics, step=step)
+            self._panels.show(trainer.loggers, report, stragglers, step, self.settings.gpu_relative_perf_threshold)
+        except Exception:  # a report is not worth the training
+            log.exception("A logger could not take the straggler report.")
 
     # -- stopping ------------------------------------------------------------------------------------------------------
 
     def _consider_stopping(self, stragglers: Sequence[Straggler]) -> None:
         new = [each for each in stragglers if str(each.place) not in self._stopped_for]
         if not new:
-            log.warning("The run has been stopped for these devices before, and goes on with them.")
+            if not self._has_said_so:
+                self._has_said_so = True
+                log.warning("The run has been stopped for these devices before, and goes on with them.")
             return
         log.error("Detected stragglers. Terminating training...")
         self.session.agreement.request(
@@ -364,7 +371,7 @@ class _Measuring:
 
     def _stop(self, event: Event) -> None:
         session = self.session
-        session.save("straggler")
+        path = session.save("straggler")
         reason, ranks = str(event.payload["reason"]), event.payload["ranks"]
         if session.rank == 0:
             session.ledger.record(
@@ -375,6 +382,7 @@ class _Measuring:
                 devices=event.payload["devices"],
                 reason=reason,
             )
+            log.error("Saved: %s. Started again, the run goes on from there (with AutoResume).", path or "nothing")
         is_suspect = self._has_several_nodes and session.rank in ranks
         raise StragglersFound(f"too slow: {reason}", reason if is_suspect else "")
 

@@ -89,6 +89,10 @@ class HostTime:
         """The step under way does not count: the first one of a fit, say, which is slow in its own way."""
         self._spent = None
 
+    def __len__(self) -> int:
+        """How many steps are known since they were taken last."""
+        return len(self._steps)
+
     def take(self) -> Sample:
         """The steps since the last call."""
         return _take(self._steps)
@@ -113,6 +117,8 @@ class DeviceTime:
         self._every = every
         self._count = 0
         self._marks: list[tuple[Any, int]] = []
+        self._section = DATA
+        self._waits = 0
         self._under_way: deque[list[tuple[Any, int]]] = deque(maxlen=self._UNDER_WAY)
         self._steps: deque[tuple[float, ...]] = deque(maxlen=_LIMIT)
 
@@ -125,21 +131,29 @@ class DeviceTime:
             if self._marks:
                 self._under_way.append([*self._marks, (event, DATA)])
             self._marks = [(event, DATA)] if is_timed else []
+        self._section, self._waits = DATA, 0
         self._look()
 
     def enter(self, section: int) -> None:
         """The step goes on to one of :data:`SECTIONS`."""
+        self._section = section
         if self._marks:
             self._marks.append((self._event(), section))
 
-    def toggle_waiting(self) -> None:
-        """The device has computed its own part of a backward pass, or all of it is over."""
-        if self._marks:
-            self.enter(COMPUTE if self._marks[-1][1] == _WAITING else _WAITING)
+    def wait(self, begins: bool) -> None:
+        """The device begins to wait for others, or has waited; waits may lie within each other."""
+        before = self._waits
+        self._waits += 1 if begins else -1
+        if self._marks and bool(before) != bool(self._waits):
+            self._marks.append((self._event(), _WAITING if begins else self._section))
 
     def drop(self) -> None:
         """The step under way does not count."""
         self._marks = []
+
+    def __len__(self) -> int:
+        """How many steps are known since they were taken last."""
+        return len(self._steps)
 
     def take(self) -> Sample:
         """The steps since the last call whose events have happened."""

@@ -40,8 +40,8 @@ class Straggler:
     cause: str
 
     def __str__(self) -> str:
-        than = "the fastest" if self.kind == "relative" else "what it was"
-        return f"rank {self.rank} on {self.place}, {self.score:.2f} of {than}, {self.cause}"
+        than = "the fastest rank's speed" if self.kind == "relative" else "its own best speed"
+        return f"rank {self.rank} on {self.place} at {self.score:.2f} of {than}, in {self.cause}"
 
 
 @dataclass(frozen=True)

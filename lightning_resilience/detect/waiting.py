@@ -30,11 +30,14 @@ class Waiting:
     Waits within compiled code do not count.
 
     Args:
-        mark: Called when a backward pass has computed this rank's gradients, and again when it is over.
+        mark: Called with whether the wait for others begins, or ends: for the streams of a device, which wait where the
+            host does not. May be called within.
         clock: Gives seconds.
     """
 
-    def __init__(self, mark: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, mark: Callable[[bool], None] = lambda begins: None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.seconds = 0.0
         """So far."""
         self._mark = mark
@@ -56,17 +59,20 @@ class Waiting:
             setattr(*self._replaced.pop())
 
     def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        clock, thread = self._clock, self._thread
+        clock, thread, mark = self._clock, self._thread, self._mark
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # a clock cannot be traced
                 return wait(*args, **kwargs)
+            if threading.get_ident() != thread:  # threads of ours wait for others too, beside the training
+                return wait(*args, **kwargs)
             began = clock()
+            mark(True)
             try:
                 return wait(*args, **kwargs)
             finally:
-                if threading.get_ident() == thread:  # threads of ours wait for others too, beside the training
-                    self.seconds += clock() - began
+                mark(False)
+                self.seconds += clock() - began
 
         return timed
 
@@ -84,8 +90,7 @@ class Waiting:
         for at, waited in self._computed:
             # Not in addition to the collectives in it that were counted.
             self.seconds = waited + self._clock() - at
-            if self._mark is not None:
-                self._mark()
+            self._mark(False)
 
     def _begun(self, gradient: torch.Tensor) -> None:
         # What is to be called at the end of a backward pass is called in the order in which it was asked for, and
@@ -96,5 +101,4 @@ class Waiting:
         if self._computed:
             return  # the second pass from one loss, which has the hook twice
         self._computed.append((self._clock(), self.seconds))
-        if self._mark is not None:
-            self._mark()
+        self._mark(True)

@@ -434,8 +434,6 @@ class Launch:
 
     def _defaults(self) -> dict[str, str]:
         """What the user's own environment goes before: Weights & Biases goes on with one run over all restarts."""
-        if not self.settings.is_owner:  # W&B is for rank 0, and one process names the run
-            return {}
         return {"WANDB_RUN_ID": self._run_directory.identity(), "WANDB_RESUME": "allow"}
 
 
