@@ -155,6 +155,7 @@ def create_json(path: str | os.PathLike[str], content: dict[str, Any]) -> bool:
         return False
     except OSError:  # storage without hard links: then the last one counts
         write_json(path, content)
+        return read_json(path) == content
     finally:
         written.unlink(missing_ok=True)
     sync_directory(path.parent)

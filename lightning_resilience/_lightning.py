@@ -462,7 +462,6 @@ def on_sections_of_step(
     ready: Callable[[], None],
     begin: Callable[[], None],
     end: Callable[[], None],
-    backward: Callable[[Any, Callable[[], None]], None],
 ) -> None:
     """Has functions called where a training step goes on to something else.
 
@@ -472,24 +471,15 @@ def on_sections_of_step(
         ready: Called when a batch is there, on its device.
         begin: Called before its forward and backward pass and optimizer steps.
         end: Called behind them, before any hook of the batch's end.
-        backward: Called in place of each backward pass in which DDP waits for other ranks, with the loss and what does
-            it.
     """
-    connector, strategy, loop = trainer._logger_connector, trainer.strategy, trainer.fit_loop.epoch_loop
-    on_batch_start, run_backward = connector.on_batch_start, strategy.backward
+    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
+    on_batch_start = connector.on_batch_start
 
     def on_ready(*args: Any, **kwargs: Any) -> None:
         ready()
         on_batch_start(*args, **kwargs)
 
-    def on_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
-        results: list[Any] = []
-        backward(loss, lambda: results.append(run_backward(loss, *args, **kwargs)))
-        return results[0]
-
     patches.set(connector, "on_batch_start", on_ready)
-    if isinstance(strategy.model, DistributedDataParallel):
-        patches.set(strategy, "backward", on_backward)
     for optimization in (loop.automatic_optimization, loop.manual_optimization):
         patches.set(optimization, "run", _between(optimization.run, begin, end))
 
@@ -497,9 +487,10 @@ def on_sections_of_step(
 def _between(run: Callable[..., Any], begin: Callable[[], None], end: Callable[[], None]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         begin()
-        result = run(*args, **kwargs)
-        end()
-        return result
+        try:
+            return run(*args, **kwargs)
+        finally:
+            end()
 
     return wrapper
 

@@ -274,12 +274,19 @@ class FitSession:
             if self._resumed is not None and (mine := self._resumed["mine"]) is not None:
                 for name, value in mine.get("kept", {}).items():
                     if name in self.kept:
-                        self.kept[name][1](value)
+                        self._take_back(name, value)
             if not self._silenced:
                 self._silenced = True
                 _lightning.silence_resume_warning(self.trainer, self.patches)
         _lightning.restore_checkpoint(self.trainer, None if path is None else str(path), checkpoint)
         self._checkpoint = checkpoint
+
+    def _take_back(self, name: str, value: Any) -> None:
+        try:
+            self.kept[name][1](value)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            # Of another version, say: what is kept beside the training is not worth a resume that fails.
+            log.warning("What was kept of %s cannot be understood, and is forgotten (%s).", name, error)
 
     def _before_training_state(self) -> None:
         """Lightning restores loops and optimizers: from what it has loaded, which a search in between has dropped."""

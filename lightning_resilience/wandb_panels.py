@@ -102,8 +102,10 @@ class Panels:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from there."""
-        self._steps = list(state["steps"])
-        self._nodes = {node: list(scores) for node, scores in state["nodes"].items()}
+        steps = [int(step) for step in state["steps"]]
+        nodes = {str(node): list(scores) for node, scores in state["nodes"].items()}
+        self._nodes = {node: scores for node, scores in nodes.items() if len(scores) == len(steps)}
+        self._steps = steps
 
 
 _COLUMNS: list[str | int] = [

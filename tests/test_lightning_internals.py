@@ -147,6 +147,8 @@ NOT_LIGHTNING = {
     "_buffers",  # torch: of a module, by their names
     "_step_supports_amp_scaling",  # torch: by which a GradScaler knows an optimizer that skips steps on its device
     "_broadcast_coalesced",  # torch.distributed: what DDP waits for in the forward pass
+    "_allgather_base",  # torch.distributed: what all_gather_into_tensor calls
+    "_reduce_scatter_base",
     "_execution_engine",  # torch.autograd: what FSDP2 asks, too, to be called at the end of a backward pass
     "_exit",  # os: ends the process at once
     "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone
@@ -157,7 +159,6 @@ NOT_LIGHTNING = {
     "_post_accumulate_grad_hooks",
     "_dtypes",  # the Flight Recorder's names
     "_all_gather_base",
-    "_reduce_scatter_base",
     "_pydevd",  # names of files, by which debuggers and the standard library are known
     "_bootstrap",
     "_worker_loop",

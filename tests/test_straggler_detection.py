@@ -25,13 +25,11 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch.distributed import _functional_collectives as functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_resilience import AutoResume, StragglerDetection, _nvrx, session
 from lightning_resilience.agreement import Needs
 from lightning_resilience.callbacks import straggler_detection
-from lightning_resilience.callbacks.straggler_detection import StragglersFound
 from lightning_resilience.detect.own_time import Sample
 from lightning_resilience.detect.place import Place
 from lightning_resilience.ledger import Ledger, read_ledger
@@ -42,7 +40,7 @@ from tests.test_exact_resume import killed_and_resumed, make, some, undisturbed
 RANKS = 4
 STEPS = 12
 PACE = 0.002
-AT = 0.04
+AT = 0.1
 """Seconds of that part of a step of which one rank needs twice as many. What the ranks do to each other's is less."""
 CAUSES = {"data": "data loading", "compute": "compute", "callback": "callbacks"}
 
@@ -575,18 +573,28 @@ def listening(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, SystemExit])
-def test_nothing_is_left_on_the_collectives(error: type[BaseException] | None, tmp_path: Path) -> None:
+def test_nothing_is_left_on_the_collectives(
+    error: type[BaseException] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Fails(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            assert (torch.distributed.Work.wait, functional.wait_tensor) != before
+            assert vars(torch.distributed.Work)["wait"] is not before
             if error is not None and batch_idx == 20:
                 raise error("on purpose")
 
-    before = torch.distributed.Work.wait, functional.wait_tensor
+    class Measuring(straggler_detection._Measuring):
+        """One rank waits for nobody, and has nothing replaced."""
+
+        def start(self) -> None:
+            super().start()
+            self._waiting.start()
+
+    monkeypatch.setattr(straggler_detection, "_Measuring", Measuring)
+    before = vars(torch.distributed.Work)["wait"]
     detection = StragglerDetection(1e6)
     with contextlib.nullcontext() if error is None else pytest.raises(error):
         trainer_with(tmp_path, ReportsAt(10), detection, Fails()).fit(Short())
-    assert (torch.distributed.Work.wait, functional.wait_tensor) == before
+    assert vars(torch.distributed.Work)["wait"] is before
     assert "_measuring" not in vars(detection)
 
 
@@ -599,31 +607,20 @@ def test_a_callback_with_a_report_can_be_copied(tmp_path: Path) -> None:
         trainer_with(tmp_path, ReportsAt(30), twin).fit(Short())
 
 
-def test_one_process_stops_because_of_what_it_was_and_goes_on(tmp_path: Path) -> None:
+def test_what_most_ranks_are_is_no_straggler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Longer sequences, say: the only rank is slower than it was, which is said, and goes on."""
 
     class Slow(L.Callback):
         def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-            if 10 <= batch_idx < 36:
+            if batch_idx >= 10:
                 time.sleep(0.05)
 
-    def fit() -> tuple[Short, StragglerDetection]:
-        module, detection = Short(), StragglerDetection(1e6)
-        session._fits_begun.clear()  # as in a process of its own
-        trainer_with(tmp_path, ReportsAt(10, 20), Slow(), AutoResume(), detection).fit(module)
-        return module, detection
-
-    with pytest.raises(StragglersFound, match=r"too slow: rank 0 on .* of its own best speed, in callbacks") as found:
-        fit()
-    assert found.value.code == 1
-    assert found.value.suspects_this_node == ""
-    assert RunDirectory(tmp_path / "resilience").fit(0).outcome.status == "failed"
-    resumed, _ = fit()
-    plain = Short()
-    trainer_with(tmp_path).fit(plain)
-    assert resumed.net.weight.tolist() == plain.net.weight.tolist()
-    (stop,) = found_in({"run_dir": tmp_path / "resilience"}, "straggler_stop")
-    (back,) = found_in({"run_dir": tmp_path / "resilience"}, "resumed")
-    assert 20 <= stop["step"] == back["step"] < 40
+    module = Short()
+    with listening(caplog):
+        trainer_with(tmp_path, ReportsAt(10, 20, 30), Slow(), AutoResume(), StragglerDetection(1e6)).fit(module)
+    assert caplog.text.count("Some GPUs performance dropped") == 2
+    assert caplog.text.count("that is no straggler, and the run is not stopped") == 1
+    assert found_in({"run_dir": tmp_path / "resilience"}, "straggler_stop") == []
 
 
 @pytest.mark.parametrize(
@@ -772,7 +769,9 @@ class Fit:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp: Path, others: list[Any]) -> None:
         monkeypatch.setattr(straggler_detection.Place, "of", staticmethod(lambda device: Place("n", "GPU 1")))
-        monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
+        monkeypatch.setattr(
+            torch, "get_device_module", lambda device: SimpleNamespace(Event=Event, current_stream=lambda: None)
+        )
         strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
         self.trainer = SimpleNamespace(strategy=strategy, world_size=1, global_step=20, loggers=[])
         self.others, self.rank, self.index = others, 0, 0
@@ -845,8 +844,8 @@ def test_slow_kernels_are_told_of_though_the_steps_are_as_before(
         for _ in range(7):  # the first is not measured, and the last not over
             a_step(measured, 0.25, 0.5, 1.0)
         fit.handlers["straggler report"](None)
-        assert manager.calls == ["start", "stop"] * 7
-        assert measured._history.kernels == {"gemm": 3.0}
+        assert manager.calls == ["start", "stop"] * (6 if factor == 1.0 else 7), "only for steps that are timed"
+        assert [*measured._history.kernels.values()] == [3.0]
         report = measured.settings.report
         assert report.seconds[0].tolist() == [0.25, 1.0, 0.5]
         assert (report.individual.tolist(), report.step_individual.tolist()) == ([1 / factor], [1.0])

@@ -7,11 +7,13 @@ import importlib
 import json
 import math
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -22,8 +24,18 @@ from torch.autograd import Variable
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from lightning_resilience.detect.own_time import CALLBACKS, COMPUTE, DATA, SECTIONS, DeviceTime, HostTime, Sample
+from lightning_resilience.detect.own_time import (
+    CALLBACKS,
+    COMPUTE,
+    DATA,
+    NO_PART,
+    SECTIONS,
+    DeviceTime,
+    HostTime,
+    Sample,
+)
 from lightning_resilience.detect.place import Place
 from lightning_resilience.detect.scores import PerformanceScores, fastest, lost, scores
 from lightning_resilience.detect.stragglers import (
@@ -33,6 +45,7 @@ from lightning_resilience.detect.stragglers import (
     Report,
     Straggler,
     Streaks,
+    _number,
     make_report,
 )
 from lightning_resilience.detect.waiting import Waiting
@@ -379,7 +392,7 @@ def test_the_best_is_remembered() -> None:
     close(history.observe(Sample(of(2, 1, nan), of(1, 1, 1), 1)), of(1, 1, 3))
     close(history.observe_kernels(Kernels.of({"a": (2, 1), "b": (3, 1)})), of(2, 3))
     close(history.observe_kernels(Kernels.of({"c": (5, 1), "b": (1, 1), "a": (4, 1)})), of(5, 1, 2))
-    assert history.kernels == {"a": 2, "b": 1, "c": 5}
+    assert history.kernels == {_number("a"): 2, _number("b"): 1, _number("c"): 5}
     close(history.observe_kernels(Kernels.of({"c": (6, 1)})), of(5))
     close(history.observe_kernels(Kernels.of({"a": (3, 1)})), of(2))
 
@@ -539,6 +552,29 @@ def test_sections_of_several_ranks() -> None:
     assert list(made.places) == places(3)
 
 
+def test_ranks_that_are_fast_at_different_things_are_equally_fast() -> None:
+    made = reports([[None] * 2], [Sample.of(rows([10, 20, 0])), Sample.of(rows([20, 10, 0]))])[0]
+    close(made.relative, of(1, 1))
+    assert made.slow("relative", 0.7) == []
+
+
+def test_a_wait_that_was_not_noticed_accuses_nobody() -> None:
+    """One rank is slow with its data; the others wait for it while they compute, and nothing says so."""
+    samples = [Sample.of(rows([1, 40, 1]))] * 7 + [Sample.of(rows([21, 20, 1]))]
+    made = reports([[None] * 8], samples)[0]
+    assert made.slow("relative", 0.7) == []
+
+
+@pytest.mark.parametrize(("count", "late_every"), [(100, 4), (1000, 8), (12, 2)])
+def test_a_loader_that_is_late_now_and_then_counts_and_one_long_pause_does_not(count: int, late_every: int) -> None:
+    steps = [[0.3 if step % late_every == 0 else 0.0, 0.02, 0.001] for step in range(count)]
+    sample = Sample.of(torch.tensor(steps, dtype=torch.float64))
+    assert float(sample.total) == pytest.approx(0.3 / late_every + 0.021, rel=0.4)
+    calm = torch.tensor([[0.001, 0.02, 0.001]] * count, dtype=torch.float64)
+    calm[count // 2, 2] = 60.0
+    assert float(Sample.of(calm).total) == pytest.approx(0.022)
+
+
 def test_kernels_in_any_order_and_some_unknown_to_rank_0() -> None:
     """Relative scores are of what rank 0 runs, individual ones of what the rank itself does."""
     first: list[Times] = [
@@ -595,7 +631,7 @@ def test_a_rank_without_steps_is_missing_and_nobody_else_minds() -> None:
 def test_a_sample_of_no_steps_is_of_the_same_type_as_others() -> None:
     clock = Clock()
     idle = HostTime(Waiting(clock=clock), clock=clock).take()
-    close(idle.medians, of(nan, nan, nan))
+    close(idle.typical, of(nan, nan, nan))
     made = reports([[None] * 2], [Sample.of(rows([1, 1, 1])), idle])[0]
     close(made.relative, of(1, nan))
 
@@ -643,8 +679,8 @@ def test_the_host_tells_sections_apart(clock: Clock, waiting: Waiting) -> None:
         step(clock, timed, data, compute, callbacks)
     timed.begin()
     sample = timed.take()
-    close(sample.medians, of(2, 2, 8))
-    close(sample.weights, of(6, 6, 24))
+    close(sample.typical, of(1, 2, 4))
+    close(sample.weights, of(3, 6, 12))
     assert sample.steps == 3
 
 
@@ -655,7 +691,7 @@ def test_a_step_is_complete_when_the_next_one_begins(clock: Clock, waiting: Wait
     clock.sleep(3)  # such as a validation
     timed.begin()
     sample = timed.take()
-    close(sample.medians, of(1, 2, 7))
+    close(sample.typical, of(1, 2, 7))
     assert (sample.steps, timed.take().steps) == (1, 0)
 
 
@@ -667,7 +703,7 @@ def test_waiting_is_nobodys_own_time(clock: Clock, waiting: Waiting) -> None:
         clock.sleep(own + 10)
         waiting.seconds += 10
     timed.begin()
-    close(timed.take().medians, of(1, 2, 4))
+    close(timed.take().typical, of(1, 2, 4))
 
 
 def test_every_third_step(clock: Clock, waiting: Waiting) -> None:
@@ -677,8 +713,8 @@ def test_every_third_step(clock: Clock, waiting: Waiting) -> None:
     timed.begin()
     sample = timed.take()
     assert sample.steps == 3
-    close(sample.medians, of(6, 1, 0))
-    close(sample.weights, of(18, 3, 0))
+    close(sample.typical, of(3, 1, 0))
+    close(sample.weights, of(9, 3, 0))
 
 
 def test_a_dropped_step_does_not_count(clock: Clock, waiting: Waiting) -> None:
@@ -693,7 +729,7 @@ def test_a_dropped_step_does_not_count(clock: Clock, waiting: Waiting) -> None:
     timed.begin()
     sample = timed.take()
     assert sample.steps == 2
-    close(sample.weights, of(4, 2, 2))
+    close(sample.weights, of(2, 2, 2))
 
 
 def test_the_host_remembers_so_many_steps(clock: Clock, waiting: Waiting) -> None:
@@ -703,11 +739,25 @@ def test_the_host_remembers_so_many_steps(clock: Clock, waiting: Waiting) -> Non
         clock.sleep(number)
     sample = timed.take()
     assert sample.steps == 8192
-    close(sample.medians[:1], of((10_000 - 8192 + 9_999) / 2))
+    close(sample.typical[:1], of(10_000 - 8192 + 63 * 32 + 15.5))  # the 64th of 256 blocks
 
 
-def test_of_two_steps_the_median_is_in_the_middle() -> None:
-    close(Sample.of(rows([1, 2, 3], [3, 2, 9])).medians, of(2, 2, 6))
+def test_what_else_a_node_has_to_do_does_not_count() -> None:
+    """As long as a quarter of the blocks of steps are without it."""
+    close(Sample.of(rows([3, 2, 9], [1, 2, 3])).typical, of(1, 2, 3))
+    steps = [[1.0, 1.0, 1.0]] * 40 + [[1.0, 9.0, 1.0]] * 60
+    close(Sample.of(rows(*steps)).typical, of(1, 1, 1))
+
+
+def test_a_validation_is_no_part_of_a_step(clock: Clock, waiting: Waiting) -> None:
+    timed = HostTime(waiting, clock=clock)
+    step(clock, timed, 1, 2, 4)
+    timed.enter(NO_PART)
+    clock.sleep(50)
+    timed.enter(CALLBACKS)
+    clock.sleep(1)
+    timed.begin()
+    close(timed.take().typical, of(1, 2, 5))
 
 
 # -- own time, by events of a device -----------------------------------------------------------------------------------
@@ -768,8 +818,8 @@ def test_the_device_tells_sections_apart() -> None:
     device.catch_up()
     sample = timed.take()
     assert sample.steps == 3
-    close(sample.medians, of(2, 2, 8))
-    close(sample.weights, of(6, 6, 24))
+    close(sample.typical, of(1, 2, 4))
+    close(sample.weights, of(3, 6, 12))
     assert timed.take().steps == 0
 
 
@@ -781,9 +831,9 @@ def test_steps_are_taken_as_far_as_the_device_is() -> None:
     device.catch_up(6)  # all of the second step but for its end
     assert timed.take().steps == 1
     device.catch_up(7)
-    close(timed.take().medians, of(1, 1, 1))
+    close(timed.take().typical, of(1, 1, 1))
     device.catch_up()
-    close(timed.take().medians, of(2, 1, 1))
+    close(timed.take().typical, of(2, 1, 1))
 
 
 def test_a_later_step_that_is_ready_waits_for_an_earlier_one() -> None:
@@ -809,7 +859,7 @@ def test_a_host_that_is_far_ahead_loses_the_oldest() -> None:
     device.catch_up()
     sample = timed.take()
     assert sample.steps == 64
-    close(sample.medians[:1], of((36 + 99) / 2))
+    close(sample.typical[:1], of(55))  # the mean of 49 to 61, the second of five blocks
 
 
 def test_a_device_that_waits_does_not_compute() -> None:
@@ -837,7 +887,7 @@ def test_a_device_that_waits_does_not_compute() -> None:
     device.compute(0.25)
     timed.begin()
     device.catch_up()
-    close(timed.take().medians, of(1, 9, 0.75))
+    close(timed.take().typical, of(1, 9, 0.75))
 
 
 def test_every_other_step_of_a_device() -> None:
@@ -851,7 +901,7 @@ def test_every_other_step_of_a_device() -> None:
     device.catch_up()
     sample = timed.take()
     assert sample.steps == 3
-    close(sample.medians, of(4, 1, 0))
+    close(sample.typical, of(2, 1, 0))
     assert len(device.events) == 3 * 6, "a step that is not timed has no events"
 
 
@@ -867,7 +917,7 @@ def test_a_dropped_step_of_a_device_does_not_count() -> None:
     device.catch_up()
     sample = timed.take()
     assert sample.steps == 2
-    close(sample.weights, of(4, 2, 2))
+    close(sample.weights, of(2, 2, 2))
 
 
 def test_a_device_is_remembered_for_so_many_steps() -> None:
@@ -881,7 +931,7 @@ def test_a_device_is_remembered_for_so_many_steps() -> None:
     device.catch_up()
     sample = timed.take()
     assert sample.steps == 8192
-    close(sample.medians[:1], of((8 + 8199) / 2))
+    close(sample.typical[:1], of(8 + 63 * 32 + 15.5))
 
 
 # -- waiting: what is counted ------------------------------------------------------------------------------------------
@@ -972,12 +1022,14 @@ def test_what_comes_behind_the_own_gradients_is_waiting(clock: Clock) -> None:
     marks: list[tuple[bool, float]] = []
     waiting = Waiting(lambda begins: marks.append((begins, clock())), clock)
     module = Reduced(clock, lambda: clock.sleep(5))
+    waiting.start()
     for number in (1, 2):
         clock.now = 0
         loss = module.loss()
-        waiting.backward(loss, loss.backward)
+        loss.backward()
         assert waiting.seconds == 5 * number
         assert marks == [(True, 1), (False, 6)] * number
+    waiting.stop()
     close(module.weight.grad, torch.full((3,), 4.0))  # type: ignore[arg-type]
 
 
@@ -987,9 +1039,12 @@ def test_two_passes_from_one_loss(clock: Clock) -> None:
     module = Reduced(clock, lambda: clock.sleep(5))
     clock.now = 0
     loss = module.loss()
+    waiting.start()
     for retain in (True, True, False):
-        waiting.backward(loss, lambda retain=retain: loss.backward(retain_graph=retain))
+        loss.backward(retain_graph=retain)
+    waiting.stop()
     assert waiting.seconds == 15
+    assert not loss._backward_hooks
     assert marks == [(True, 1), (False, 6), (True, 7), (False, 12), (True, 13), (False, 18)]
 
 
@@ -1003,32 +1058,81 @@ def test_collectives_in_a_backward_pass_count_once(clock: Clock, waiting: Waitin
     module.before = dist.barrier  # such as one that gathers parameters, before the own gradients are there
     waiting.start()
     loss = module.loss()
-    waiting.backward(loss, loss.backward)
+    loss.backward()
     waiting.stop()
     assert waiting.seconds == 2 + 3
-
-
-@pytest.mark.parametrize("loss", [torch.ones(1), None, {"loss": 1}])
-def test_a_loss_without_a_gradient(waiting: Waiting, clock: Clock, loss: Any) -> None:
-    calls: list[float] = []
-    waiting._mark = lambda begins: calls.append(0)
-    waiting.backward(loss, lambda: clock.sleep(1))
-    assert (waiting.seconds, calls) == (0, [])
 
 
 def test_a_backward_pass_that_fails_is_forgotten(clock: Clock, waiting: Waiting) -> None:
     module = Reduced(clock, lambda: clock.sleep(5))
 
     def fails() -> None:
-        module.loss().backward()
         raise RuntimeError("out of memory")
 
+    waiting.start()
+    module.before = fails
     with pytest.raises(RuntimeError, match="out of memory"):
-        waiting.backward(module.loss(), fails)
+        module.loss().backward()
     assert waiting.seconds == 0
-    loss = module.loss()
-    waiting.backward(loss, loss.backward)
+    module.before = lambda: None
+    module.loss().backward()
+    waiting.stop()
     assert waiting.seconds == 5
+
+
+@pytest.mark.parametrize("mark", [None, lambda begins: None])
+def test_collectives_work_as_before_when_it_is_over(mark: Any) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for _ in range(2):
+            waiting = Waiting(mark)
+            waiting.start()
+            dist.barrier()
+            waiting.stop()
+            tensor = torch.ones(2)
+            dist.barrier()
+            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, async_op=True).wait()
+            dist.broadcast(tensor, 0)
+            dist.all_gather_object([None], 3)
+            assert (functional.all_reduce(tensor, "sum", dist.group.WORLD) * 2).tolist() == [2, 2]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_pass_within_a_pass(clock: Clock, waiting: Waiting) -> None:
+    """Reentrant checkpointing: what DDP waits for is then part of the inner one."""
+    module = Reduced(clock, lambda: clock.sleep(5))
+
+    class Within(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, tensor: Tensor) -> Tensor:
+            return tensor.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: Tensor) -> Tensor:
+            with torch.enable_grad():
+                torch.autograd.backward(module.loss())
+            clock.sleep(2)
+            return gradient
+
+    waiting.start()
+    before = clock()
+    Within.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    waiting.stop()
+    assert waiting.seconds == 5
+    assert clock() - before == 8
+
+
+def test_compiled_backward_passes_are_left_alone(
+    clock: Clock, waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Reduced(clock, lambda: clock.sleep(5))
+    monkeypatch.setitem(sys.modules, "torch._dynamo.compiled_autograd", SimpleNamespace(compiled_autograd_enabled=True))
+    waiting.start()
+    module.loss().backward()
+    waiting.stop()
+    assert waiting.seconds == 0
 
 
 def test_collectives_of_compiled_code_compile_as_before() -> None:
@@ -1119,7 +1223,7 @@ def ddp() -> Step:
 
     def run(nap: Callable[[], None], waiting: Waiting) -> None:
         loss = model(torch.ones(2, 4), nap)
-        waiting.backward(loss, loss.backward)
+        loss.backward()
 
     return run
 
@@ -1132,9 +1236,30 @@ def accumulates() -> Step:
         for number in range(3):
             with model.no_sync() if number < 2 else nullcontext():
                 loss = model(torch.ones(2, 4), nap if number == 0 else lambda: None)
-                waiting.backward(loss, loss.backward)
+                loss.backward()
 
     return run
+
+
+def recomputes() -> Step:
+    """With reentrant checkpointing DDP waits in a backward pass within the backward pass."""
+    model = DistributedDataParallel(Recomputed())
+
+    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+        loss = model(torch.ones(2, 4, requires_grad=True), nap)
+        loss.backward()
+
+    return run
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def forward(self, batch: Tensor, nap: Callable[[], None]) -> Tensor:
+        nap()
+        return checkpoint(self.one, batch, use_reentrant=True).sum()
 
 
 def has_buffers() -> Step:
@@ -1144,7 +1269,7 @@ def has_buffers() -> Step:
     def run(nap: Callable[[], None], waiting: Waiting) -> None:
         nap()
         loss = model(torch.ones(2, 4)).sum()
-        waiting.backward(loss, loss.backward)
+        loss.backward()
 
     return run
 
@@ -1174,6 +1299,7 @@ STEPS: dict[str, tuple[Callable[[], Step], int]] = {
     "DDP, the first rank": (ddp, 0),
     "DDP that accumulates": (accumulates, 1),
     "DDP with buffers": (has_buffers, 0),
+    "DDP that recomputes": (recomputes, 1),
     "FSDP2, forward pass": (fsdp2("forward"), 1),
     "FSDP2, backward pass": (fsdp2("backward"), 1),
 }

@@ -13,7 +13,7 @@ import torch
 
 from lightning_resilience import _lightning, _nvrx, wandb_panels
 from lightning_resilience.agreement import Event, Needs
-from lightning_resilience.detect.own_time import CALLBACKS, COMPUTE, DeviceTime, HostTime
+from lightning_resilience.detect.own_time import CALLBACKS, COMPUTE, NO_PART, DeviceTime, HostTime
 from lightning_resilience.detect.place import Place
 from lightning_resilience.detect.stragglers import (
     Exchange,
@@ -26,10 +26,10 @@ from lightning_resilience.detect.stragglers import (
 )
 from lightning_resilience.detect.waiting import Waiting
 from lightning_resilience.ledger import read_ledger
-from lightning_resilience.session import FitSession, SessionCallback
+from lightning_resilience.session import FitSession, SessionCallback, session_of
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +159,16 @@ class StragglerDetection(SessionCallback):
         """Starts to measure."""
         self._measuring.start()
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A validation between two steps is no part of either."""
+        if session_of(trainer, self):
+            self._measuring.enter(NO_PART)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """It is over."""
+        if session_of(trainer, self):
+            self._measuring.enter(CALLBACKS)
+
 
 class _Measuring:
     """What ``StragglerDetection`` does in one fit."""
@@ -169,7 +179,7 @@ class _Measuring:
         device = session.trainer.strategy.root_device
         place = Place.of(device)
         self._places: list[Place] = session.gather(place)
-        self._has_several_nodes = len({each.node for each in self._places}) > 1
+        self._nodes = len({each.node for each in self._places})
         self._profiler = self._choose()
         self._time: HostTime | DeviceTime
         if self.backend == "timer":
@@ -177,14 +187,17 @@ class _Measuring:
             self._time = HostTime(self._waiting, settings.profiling_interval)
         else:
             stream: Any = torch.get_device_module(device)
-            self._time = DeviceTime(lambda: stream.Event(enable_timing=True), settings.profiling_interval)
+            self._time = DeviceTime(
+                lambda: stream.Event(enable_timing=True), settings.profiling_interval, stream.current_stream
+            )
             self._waiting = Waiting(self._time.wait)
         self._exchange = _exchange(session.trainer) if session.trainer.world_size > 1 else Exchange()
-        self._history = History(str(place))
+        self._history = History(f"{place}, {self.backend}, {session.trainer.world_size} ranks")
         self._streaks = Streaks(settings.min_consecutive_reports)
         self._panels = wandb_panels.Panels()
         self._stopped_for: set[str] = set()
-        self._has_said_so = False
+        self._profiles = False
+        self._said: set[str] = set()
         self._due = math.inf
         self._is_cold = True
         session.handlers[_REPORT] = self._report
@@ -199,7 +212,7 @@ class _Measuring:
         asked, device = settings.backend, session.trainer.strategy.root_device
         if asked in ("cupti", "cuda_events") and device.type != "cuda":
             raise ValueError(f"backend={asked!r} measures CUDA devices, and this fit runs on {device.type}.")
-        self.backend: Backend = "timer" if device.type == "cpu" or asked == "timer" else "cuda_events"
+        self.backend: Backend = "timer" if device.type != "cuda" or asked == "timer" else "cuda_events"
         if device.type != "cuda" or asked not in ("auto", "cupti"):
             return None
         profiler, problem = _nvrx.kernel_profiler()
@@ -224,9 +237,9 @@ class _Measuring:
             ready=lambda: self._time.enter(CALLBACKS),
             begin=self._begin_computing,
             end=self._end_computing,
-            backward=self._waiting.backward,
         )
-        self._waiting.start()
+        if trainer.world_size > 1:
+            self._waiting.start()
         session.before_batch.append(self._begin_step)
         session.at_gone_back.append(self._cool)
         if session.rank == 0:
@@ -253,17 +266,23 @@ class _Measuring:
         else:
             self._time.begin()
 
+    def enter(self, section: int) -> None:
+        """The step goes on to something else."""
+        self._time.enter(section)
+
     def _cool(self) -> None:
         self._time.drop()
         self._is_cold = True
 
     def _begin_computing(self) -> None:
         self._time.enter(COMPUTE)
-        if self._profiler is not None:
+        if self._profiler is not None and self._time.is_timed:
             self._profiler.start()
+            self._profiles = True
 
     def _end_computing(self) -> None:
-        if self._profiler is not None:
+        if self._profiler is not None and self._profiles:
+            self._profiles = False
             self._profiler.stop()
         self._time.enter(CALLBACKS)
 
@@ -353,10 +372,15 @@ class _Measuring:
 
     def _consider_stopping(self, stragglers: Sequence[Straggler]) -> None:
         new = [each for each in stragglers if str(each.place) not in self._stopped_for]
+        ranks = {each.rank for each in new}
         if not new:
-            if not self._has_said_so:
-                self._has_said_so = True
-                log.warning("The run has been stopped for these devices before, and goes on with them.")
+            self._say_once("The run has been stopped for these devices before, and goes on with them.")
+            return
+        if 2 * len(ranks) > len(self._places):
+            self._say_once("More than half of the ranks are slow: that is no straggler, and the run is not stopped.")
+            return
+        if not self.session.tiers.uses_global:
+            self._say_once("The run is not stopped: without AutoResume it would begin anew.")
             return
         log.error("Detected stragglers. Terminating training...")
         self.session.agreement.request(
@@ -364,14 +388,23 @@ class _Measuring:
             {
                 "reason": _named(new),
                 "devices": _devices(new),
-                "ranks": sorted({each.rank for each in new}),
+                "ranks": sorted(ranks),
             },
             Needs.CLEAN | Needs.TRAINING,
         )
 
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            log.warning(line)
+
     def _stop(self, event: Event) -> None:
         session = self.session
         path = session.save("straggler")
+        if path is None:  # on all ranks
+            if session.rank == 0:
+                log.error("The run goes on with its stragglers, since it cannot be saved.")
+            return
         reason, ranks = str(event.payload["reason"]), event.payload["ranks"]
         if session.rank == 0:
             session.ledger.record(
@@ -382,8 +415,10 @@ class _Measuring:
                 devices=event.payload["devices"],
                 reason=reason,
             )
-            log.error("Saved: %s. Started again, the run goes on from there (with AutoResume).", path or "nothing")
-        is_suspect = self._has_several_nodes and session.rank in ranks
+            log.error("Saved: %s. Started again, the run goes on from there.", path)
+        session.gather(None)  # no rank leaves, and has the others killed, before that is written
+        nodes = {self._places[rank].node for rank in ranks}
+        is_suspect = 2 * len(nodes) <= self._nodes and session.rank in ranks
         raise StragglersFound(f"too slow: {reason}", reason if is_suspect else "")
 
 

@@ -21,6 +21,12 @@ SECTIONS = ("data loading", "compute", "callbacks")
 
 DATA, COMPUTE, CALLBACKS = range(len(SECTIONS))
 
+NO_PART = -1
+"""What counts for no section: a validation, and on a device waiting for others."""
+
+_BLOCK = 32
+_LEAST_BLOCKS = 5
+
 _LIMIT = 8192
 """Steps that are remembered until the next report; as many entries as NVRx keeps of a section."""
 
@@ -30,23 +36,37 @@ class Sample:
     """What the steps since the last report were like.
 
     Attributes:
-        medians: Seconds of one step, by section; NaN: there was none.
-        weights: Seconds of all of them: the median times their number, so that a long validation between two steps does
-            not outweigh what happens in every step.
+        typical: Seconds of one step, by section; NaN: there was none.
+        weights: Seconds of all of them: of the typical one times their number, so that a long validation between two
+            steps does not outweigh what happens in every step.
         steps: How many they are.
     """
 
-    medians: torch.Tensor
+    typical: torch.Tensor
     weights: torch.Tensor
     steps: int
 
+    @property
+    def total(self) -> torch.Tensor:
+        """Seconds of one step, all sections together."""
+        return self.typical.sum()
+
     @staticmethod
     def of(steps: torch.Tensor) -> Sample:
-        """The sample of seconds by step and section, of shape ``(steps, sections)``."""
-        if not len(steps):
+        """The sample of seconds by step and section, of shape ``(steps, sections)``.
+
+        Of blocks of consecutive steps the means, and of those the one that a quarter of them are faster than. With
+        several workers a data loader is late once in several steps, of which the median of single steps would not know.
+        A quarter, and not half: what else the node has to do now and then makes a rank slower, but nothing faster.
+        """
+        count = len(steps)
+        if not count:
             return Sample(steps.new_full(steps.shape[1:], torch.nan), steps.new_zeros(steps.shape[1:]), 0)
-        medians = steps.quantile(0.5, dim=0)  # not median(), which of two takes the smaller
-        return Sample(medians, medians * len(steps), len(steps))
+        blocks = steps.tensor_split(min(count, max(_LEAST_BLOCKS, count // _BLOCK)))
+        means = torch.stack([block.mean(dim=0) for block in blocks])
+        means = means[means.sum(dim=1).argsort(stable=True)]  # as whole steps, so that the sections belong together
+        typical = means[(len(means) - 1) // 4]
+        return Sample(typical, typical * count, count)
 
 
 class HostTime:
@@ -73,13 +93,13 @@ class HostTime:
         now = self._clock() - self._waiting.seconds
         if (spent := self._spent) is not None:
             spent[self._section] += now - self._since
-            self._steps.append(tuple(spent))
+            self._steps.append(tuple(spent[:-1]))
         self._section, self._since = DATA, now
         self._count += 1
-        self._spent = [0.0] * len(SECTIONS) if self._count % self._every == 0 else None
+        self._spent = [0.0] * (len(SECTIONS) + 1) if self._count % self._every == 0 else None
 
     def enter(self, section: int) -> None:
-        """The step goes on to one of :data:`SECTIONS`."""
+        """The step goes on to one of :data:`SECTIONS`, or to what is :data:`NO_PART` of it."""
         if (spent := self._spent) is not None:
             now = self._clock() - self._waiting.seconds
             spent[self._section] += now - self._since
@@ -92,6 +112,11 @@ class HostTime:
     def __len__(self) -> int:
         """How many steps are known since they were taken last."""
         return len(self._steps)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the step under way is."""
+        return self._spent is not None
 
     def take(self) -> Sample:
         """The steps since the last call."""
@@ -107,13 +132,16 @@ class DeviceTime:
     Args:
         event: Makes an event that keeps its time, such as ``torch.cuda.Event(enable_timing=True)``.
         every: Every how many steps one is timed.
+        stream: Gives the stream of this moment. Waits of others than that of the step do not hold it up.
     """
 
     _UNDER_WAY = 64
     """Steps whose events may not have happened yet. A host that is further ahead loses the oldest."""
 
-    def __init__(self, event: Callable[[], Any], every: int = 1) -> None:
+    def __init__(self, event: Callable[[], Any], every: int = 1, stream: Callable[[], Any] = lambda: None) -> None:
         self._make = event
+        self._get_stream = stream
+        self._stream: Any = None
         self._every = every
         self._count = 0
         self._marks: list[tuple[Any, int]] = []
@@ -131,21 +159,23 @@ class DeviceTime:
             if self._marks:
                 self._under_way.append([*self._marks, (event, DATA)])
             self._marks = [(event, DATA)] if is_timed else []
-        self._section, self._waits = DATA, 0
+        self._section, self._waits, self._stream = DATA, 0, self._get_stream()
         self._look()
 
     def enter(self, section: int) -> None:
-        """The step goes on to one of :data:`SECTIONS`."""
+        """The step goes on to one of :data:`SECTIONS`, or to what is :data:`NO_PART` of it."""
         self._section = section
         if self._marks:
             self._marks.append((self._event(), section))
 
     def wait(self, begins: bool) -> None:
         """The device begins to wait for others, or has waited; waits may lie within each other."""
+        if self._get_stream() != self._stream:
+            return
         before = self._waits
         self._waits += 1 if begins else -1
         if self._marks and bool(before) != bool(self._waits):
-            self._marks.append((self._event(), _WAITING if begins else self._section))
+            self._marks.append((self._event(), NO_PART if begins else self._section))
 
     def drop(self) -> None:
         """The step under way does not count."""
@@ -154,6 +184,11 @@ class DeviceTime:
     def __len__(self) -> int:
         """How many steps are known since they were taken last."""
         return len(self._steps)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the step under way is."""
+        return bool(self._marks)
 
     def take(self) -> Sample:
         """The steps since the last call whose events have happened."""
@@ -168,13 +203,13 @@ class DeviceTime:
     def _look(self) -> None:
         while self._under_way and self._under_way[0][-1][0].query():
             marks = self._under_way.popleft()
-            spent = [0.0] * (len(SECTIONS) + 1)  # the last one is waiting
-            for (begin, section), (end, _) in pairwise(marks):
-                spent[section] += begin.elapsed_time(end) / 1000
+            spent = [0.0] * (len(SECTIONS) + 1)  # the last one for what is no part
+            try:
+                for (begin, section), (end, _) in pairwise(marks):
+                    spent[section] += max(begin.elapsed_time(end), 0.0) / 1000
+            except RuntimeError:
+                continue  # an event of another stream, which has not happened yet
             self._steps.append(tuple(spent[:-1]))
-
-
-_WAITING = -1
 
 
 def _take(steps: deque[tuple[float, ...]]) -> Sample:

@@ -53,11 +53,13 @@ class Report:
         places: Where each rank runs.
         relative: Its speed beside the fastest, of 1.
         individual: Its speed beside the best that it ever had, of 1.
-        step_relative: The same as ``relative``, of all of its step. Different where ``relative`` is that of kernels.
-        step_individual: The same as ``individual``, of all of its step.
+        step_relative: The time of a whole step of the fastest rank, as a part of this one's. The same as ``relative``
+            where that is not of kernels. Not by section: ranks that are fast at different things are equally fast, and
+            a wait that was not noticed makes all ranks alike, and accuses none.
+        step_individual: The same, beside the best that it ever had.
         seconds: What a step takes by section, in the median; of shape ``(ranks, sections)``.
-        relative_lost: What each section takes from ``step_relative``, of the same shape.
-        individual_lost: What each section takes from ``step_individual``, of the same shape.
+        relative_lost: How much of a step is lost in each section, beside the rank that is fastest in it; same shape.
+        individual_lost: The same, beside the best that the rank ever had in each.
         elapsed: Seconds that it has taken to make.
     """
 
@@ -119,20 +121,20 @@ class Kernels:
     """What the kernels of a device have taken since the last report.
 
     Attributes:
-        names: Of the kernels.
+        numbers: Of the kernels, made of their names, which are long.
         medians: Their times, in any one unit.
         weights: The time spent in each in total.
     """
 
-    names: Sequence[str]
+    numbers: Sequence[int]
     medians: torch.Tensor
     weights: torch.Tensor
 
     @staticmethod
     def of(times: Mapping[str, tuple[float, float]]) -> Kernels:
-        """Of the median and the total time of each kernel."""
+        """Of the median and the total time of each kernel, by its name."""
         medians, weights = torch.tensor([*times.values()], dtype=torch.float64).reshape(-1, 2).unbind(1)
-        return Kernels([*times], medians, weights)
+        return Kernels([_number(name) for name in times], medians, weights)
 
 
 @dataclass
@@ -141,35 +143,45 @@ class History:
 
     Attributes:
         device: On which.
+        total: Of a whole step.
         sections: Of :data:`~lightning_resilience.detect.own_time.SECTIONS`.
-        kernels: By name.
+        kernels: By the numbers made of their names.
     """
 
     device: str
+    total: torch.Tensor = field(default_factory=lambda: torch.tensor(torch.inf).double())
     sections: torch.Tensor = field(default_factory=lambda: torch.full((len(SECTIONS),), torch.inf).double())
-    kernels: dict[str, float] = field(default_factory=dict)
+    kernels: dict[int, float] = field(default_factory=dict)
 
     def observe(self, sample: Sample) -> torch.Tensor:
         """Learns from the sections; returns the smallest medians."""
-        self.sections = torch.minimum(self.sections, sample.medians.nan_to_num(nan=torch.inf))
+        self.total = torch.fmin(self.total, sample.total)
+        self.sections = torch.fmin(self.sections, sample.typical)
         return self.sections
 
     def observe_kernels(self, kernels: Kernels) -> torch.Tensor:
         """Learns from the kernels; returns their smallest medians, in their order."""
-        known = [self.kernels.get(name, torch.inf) for name in kernels.names]
+        known = [self.kernels.get(number, torch.inf) for number in kernels.numbers]
         best = torch.fmin(torch.tensor(known, dtype=torch.float64), kernels.medians)
-        self.kernels.update(zip(kernels.names, best.tolist(), strict=True))
+        self.kernels.update(zip(kernels.numbers, best.tolist(), strict=True))
         return best
 
     def state_dict(self) -> dict[str, Any]:
         """In plain types."""
-        return {"device": self.device, "sections": self.sections.tolist(), "kernels": dict(self.kernels)}
+        return {
+            "device": self.device,
+            "total": float(self.total),
+            "sections": self.sections.tolist(),
+            "kernels": [[*self.kernels], [*self.kernels.values()]],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from there, if that was on the same device: another one has a past of its own."""
         if state["device"] == self.device and len(state["sections"]) == len(SECTIONS):
-            self.sections = torch.tensor(state["sections"], dtype=torch.float64)
-            self.kernels = {str(name): float(best) for name, best in state["kernels"].items()}
+            numbers, bests = state["kernels"]
+            self.sections = torch.fmin(torch.tensor(state["sections"], dtype=torch.float64), self.sections)
+            self.total = torch.fmin(torch.tensor(state["total"], dtype=torch.float64), self.total)
+            self.kernels = {int(number): float(best) for number, best in zip(numbers, bests, strict=True)}
 
 
 def make_report(
@@ -190,19 +202,20 @@ def make_report(
     """
     began = time.perf_counter()
     best = history.observe(sample)
-    medians, weights = sample.medians, sample.weights
+    medians, weights, total = sample.typical, sample.weights, sample.total
+    own_times = torch.cat([medians, total.unsqueeze(0)])
     if kernels is not None:
         best_kernels, aligned = history.observe_kernels(kernels), _align(kernels, exchange)
-        smallest = exchange.smallest(torch.cat([medians, aligned.medians]).nan_to_num(nan=torch.inf))
-        reference = smallest[: len(SECTIONS)]
+        smallest = exchange.smallest(torch.cat([own_times, aligned.medians]).nan_to_num(nan=torch.inf))
         of_kernels = (
-            scores(aligned.medians, aligned.weights, smallest[len(SECTIONS) :]),
+            scores(aligned.medians, aligned.weights, smallest[len(own_times) :]),
             scores(kernels.medians, kernels.weights, best_kernels),
         )
     else:
-        reference = exchange.smallest(medians.nan_to_num(nan=torch.inf))
+        smallest = exchange.smallest(own_times.nan_to_num(nan=torch.inf))
         of_kernels = None
-    of_step = scores(medians, weights, reference), scores(medians, weights, best)
+    reference, fastest = smallest[: len(SECTIONS)], smallest[len(SECTIONS)]
+    of_step = tuple(scores(total.unsqueeze(0), total.unsqueeze(0), each) for each in (fastest, history.total))
     own = torch.cat(
         [
             torch.stack([*(of_kernels or of_step), *of_step]),
@@ -231,11 +244,8 @@ def make_report(
 
 
 def _align(kernels: Kernels, exchange: Exchange) -> Kernels:
-    """This rank's kernels in the order of rank 0's: what rank 0 does not run is not compared.
-
-    Names are long, and are known to the others by numbers made of them.
-    """
-    own = torch.tensor([_number(name) for name in kernels.names], dtype=torch.int64)
+    """This rank's kernels in the order of rank 0's: what rank 0 does not run is not compared."""
+    own = torch.tensor(kernels.numbers, dtype=torch.int64)
     count = exchange.from_rank_0(torch.tensor([len(own)]))
     theirs = exchange.from_rank_0(own if len(own) == int(count) else own.new_empty(int(count)))
     place = {number: index for index, number in enumerate(own.tolist())}

@@ -6,6 +6,7 @@ which one that is.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,24 @@ _WAITS: tuple[tuple[Any, str], ...] = (
     (torch.distributed.Work, "wait"),
     (functional, "wait_tensor"),
     (torch.distributed, "_broadcast_coalesced"),  # of DDP's buffers, in the forward pass
+    (torch.distributed, "monitored_barrier"),
+)
+# With NCCL these have the stream of the device wait, and give nothing back that could be waited for.
+_ON_DEVICE = (
+    "allgather",
+    "_allgather_base",
+    "allreduce",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "scatter",
+    "send",
 )
 
 
@@ -26,79 +45,101 @@ class Waiting:
     """Adds up how long the thread that made this has waited for other ranks.
 
     Counted are collectives that Python code waits for (``torch.distributed``, FSDP2, DTensor, torchmetrics), and what
-    DDP waits for in C++ when a rank has computed its own gradients. On an accelerator the host waits for none of these.
-    Waits within compiled code do not count.
+    DDP waits for in C++ when a rank has computed its own gradients. Waits within compiled code do not count.
 
     Args:
-        mark: Called with whether the wait for others begins, or ends: for the streams of a device, which wait where the
-            host does not. May be called within.
+        mark: For a device, whose streams wait where the host does not: called with whether a wait begins, or ends; also
+            within each other.
         clock: Gives seconds.
     """
 
     def __init__(
-        self, mark: Callable[[bool], None] = lambda begins: None, clock: Callable[[], float] = time.perf_counter
+        self, mark: Callable[[bool], None] | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.seconds = 0.0
         """So far."""
-        self._mark = mark
+        self._mark = mark if mark is not None else lambda begins: None
+        self._on_device = mark is not None
         self._clock = clock
         self._thread = threading.get_ident()
-        self._computed: list[tuple[float, float]] = []
+        self._depth = 0
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def start(self) -> None:
         """Counts from now on."""
         for owner, name in _WAITS:
-            wait = getattr(owner, name)
-            self._replaced.append((owner, name, wait))
-            setattr(owner, name, self._timed(wait))
+            self._replace(owner, name, self._timed)
+        if self._on_device:
+            for name in _ON_DEVICE:
+                self._replace(torch.distributed.ProcessGroup, name, self._timed)
+        self._replace(torch.autograd, "backward", self._with_an_end)
 
     def stop(self) -> None:
         """Counts no more."""
         while self._replaced:
             setattr(*self._replaced.pop())
 
-    def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        clock, thread, mark = self._clock, self._thread, self._mark
+    def _replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+        # As it is in the class: what getattr() gives of a C++ method would not be one when it is put back.
+        self._replaced.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, around(getattr(owner, name)))
 
+    def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # a clock cannot be traced
                 return wait(*args, **kwargs)
-            if threading.get_ident() != thread:  # threads of ours wait for others too, beside the training
+            if threading.get_ident() != self._thread:  # threads of ours wait for others too, beside the training
                 return wait(*args, **kwargs)
-            began = clock()
-            mark(True)
+            began = self._clock()
+            self._depth += 1
+            self._mark(True)
             try:
                 return wait(*args, **kwargs)
             finally:
-                mark(False)
-                self.seconds += clock() - began
+                self._mark(False)
+                self._depth -= 1
+                if self._depth == 0:
+                    self.seconds += self._clock() - began
 
         return timed
 
-    def backward(self, loss: Any, run: Callable[[], None]) -> None:
-        """Runs a backward pass; what comes behind the last of this rank's own gradients is waiting.
+    def _with_an_end(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A backward pass, in which what comes behind the last of this rank's own gradients is waiting."""
 
-        Args:
-            loss: What it begins with.
-            run: Does it.
-        """
-        self._computed.clear()
-        if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            loss.register_hook(self._begun)  # type: ignore[no-untyped-call]
-        run()
-        for at, waited in self._computed:
-            # Not in addition to the collectives in it that were counted.
-            self.seconds = waited + self._clock() - at
-            self._mark(False)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread or _is_compiled():
+                return run(tensors, *args, **kwargs)
+            ended: list[tuple[float, float]] = []
 
-    def _begun(self, gradient: torch.Tensor) -> None:
-        # What is to be called at the end of a backward pass is called in the order in which it was asked for, and
-        # nobody can ask before the gradient of the loss is there. DDP asks for its own wait when all gradients are.
-        Variable._execution_engine.queue_callback(self._own_end)
+            def own_end() -> None:
+                if not ended:
+                    ended.append((self._clock(), self.seconds))
+                    self._mark(True)
 
-    def _own_end(self) -> None:
-        if self._computed:
-            return  # the second pass from one loss, which has the hook twice
-        self._computed.append((self._clock(), self.seconds))
-        self._mark(True)
+            # What is to be called at the end of a backward pass is called in the order in which it was asked for, and
+            # nobody can ask before the gradient of the loss is there. DDP asks for its own wait when all gradients are.
+            roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            hooks: list[Any] = [
+                root.register_hook(  # type: ignore[no-untyped-call]
+                    lambda gradient: Variable._execution_engine.queue_callback(own_end)
+                )
+                for root in roots
+                if isinstance(root, torch.Tensor) and root.requires_grad
+            ]
+            try:
+                return run(tensors, *args, **kwargs)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+                for at, waited in ended:
+                    # Not in addition to the collectives in it that were counted.
+                    self.seconds = waited + self._clock() - at
+                    self._mark(False)
+
+        return backward
+
+
+def _is_compiled() -> bool:
+    """Whether backward passes are compiled: then nothing can be asked to be called at their end."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(compiled, "compiled_autograd_enabled", False))
