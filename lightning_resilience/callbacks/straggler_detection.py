@@ -38,7 +38,7 @@ Backend = Literal["auto", "cupti", "cuda_events", "timer"]
 _REPORT = "straggler report"
 _STOP = "stop for stragglers"
 _KEPT = "stragglers"
-_LEAST_STEPS = 10  # in a report: medians of less are noise
+_LEAST_STEPS = 10  # in a report: what is typical of less is noise
 _MOST = 100  # that are named in one line or event
 
 
@@ -69,7 +69,8 @@ class StragglerDetection(SessionCallback):
     and callbacks are told apart.
 
     A healthy step reads a clock a few times. Every ``report_time_interval``, at a boundary that all ranks agree on, the
-    ranks exchange their medians, and rank 0 prints the report that NeMo's users know, and gives it to the loggers.
+    ranks exchange what their steps take, and rank 0 prints the report that NeMo's users know, and gives it to the
+    loggers.
 
     Args:
         report_time_interval: Seconds between two reports; more where 10 steps take longer. Names and defaults are those
@@ -80,7 +81,8 @@ class StragglerDetection(SessionCallback):
         gpu_relative_perf_threshold: A relative score below this makes a straggler.
         gpu_individual_perf_threshold: An individual score below this makes a straggler.
         stop_if_detected: Whether the run saves and ends because of a straggler, once for every device, so that it can
-            be restarted elsewhere. Megatron-Bridge's default is ``False``.
+            be restarted elsewhere; not without :class:`~lightning_resilience.AutoResume`, nor if more than half of the
+            ranks are slow. Megatron-Bridge's default is ``False``.
         enable_logging: Whether the Trainer's loggers get the scores.
         profiling_interval: Every how many steps one is measured.
         backend: ``"timer"``: the host's clock. ``"cuda_events"``: the device's. ``"cupti"``: NVRx's profiler of the

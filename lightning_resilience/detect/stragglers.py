@@ -1,6 +1,6 @@
 """Which rank is slow, by how much and at what: from what each rank has measured of its own work. No Trainer.
 
-Every rank makes its own scores, against the fastest medians of all ranks; only these few numbers go to rank 0. So a
+Every rank makes its own scores, against the fastest of all ranks; only these few numbers go to rank 0. So a
 report costs rank 0 about the same, however many kernels are measured and whatever they are called.
 """
 
@@ -57,7 +57,7 @@ class Report:
             where that is not of kernels. Not by section: ranks that are fast at different things are equally fast, and
             a wait that was not noticed makes all ranks alike, and accuses none.
         step_individual: The same, beside the best that it ever had.
-        seconds: What a step takes by section, in the median; of shape ``(ranks, sections)``.
+        seconds: What a step takes by section; of shape ``(ranks, sections)``.
         relative_lost: How much of a step is lost in each section, beside the rank that is fastest in it; same shape.
         individual_lost: The same, beside the best that the rank ever had in each.
         elapsed: Seconds that it has taken to make.
@@ -139,7 +139,7 @@ class Kernels:
 
 @dataclass
 class History:
-    """The smallest medians that a rank ever had, on one device.
+    """The best that a rank ever was, on one device.
 
     Attributes:
         device: On which.
@@ -154,7 +154,7 @@ class History:
     kernels: dict[int, float] = field(default_factory=dict)
 
     def observe(self, sample: Sample) -> torch.Tensor:
-        """Learns from the sections; returns the smallest medians."""
+        """Learns from the sections; returns the best of each."""
         self.total = torch.fmin(self.total, sample.total)
         self.sections = torch.fmin(self.sections, sample.typical)
         return self.sections
@@ -202,8 +202,8 @@ def make_report(
     """
     began = time.perf_counter()
     best = history.observe(sample)
-    medians, weights, total = sample.typical, sample.weights, sample.total
-    own_times = torch.cat([medians, total.unsqueeze(0)])
+    typical, weights, total = sample.typical, sample.weights, sample.total
+    own_times = torch.cat([typical, total.unsqueeze(0)])
     if kernels is not None:
         best_kernels, aligned = history.observe_kernels(kernels), _align(kernels, exchange)
         smallest = exchange.smallest(torch.cat([own_times, aligned.medians]).nan_to_num(nan=torch.inf))
@@ -219,9 +219,9 @@ def make_report(
     own = torch.cat(
         [
             torch.stack([*(of_kernels or of_step), *of_step]),
-            medians,
-            lost(medians, weights, reference),
-            lost(medians, weights, best),
+            typical,
+            lost(typical, weights, reference),
+            lost(typical, weights, best),
         ]
     )
     matrix = exchange.gather(own)
