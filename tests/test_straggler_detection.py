@@ -32,6 +32,7 @@ from lightning_resilience.agreement import Needs
 from lightning_resilience.callbacks import straggler_detection
 from lightning_resilience.detect.own_time import Sample
 from lightning_resilience.detect.place import Place
+from lightning_resilience.detect.stragglers import Straggler
 from lightning_resilience.ledger import Ledger, read_ledger
 from lightning_resilience.run_directory import RunDirectory
 from tests.harness import CONTEXT, Ranks, free_port, result, run, samples
@@ -621,6 +622,23 @@ def test_what_most_ranks_are_is_no_straggler(tmp_path: Path, caplog: pytest.LogC
     assert caplog.text.count("Some GPUs performance dropped") == 2
     assert caplog.text.count("that is no straggler, and the run is not stopped") == 1
     assert found_in({"run_dir": tmp_path / "resilience"}, "straggler_stop") == []
+
+
+@pytest.mark.parametrize(("slow", "asked"), [([0], [0]), ([0, 1], [1]), ([0, 1, 2], []), ([3], [])])
+def test_those_that_are_not_new_count_for_what_most_ranks_are(slow: list[int], asked: list[int]) -> None:
+    """Of four ranks; for the devices of some of them the run was stopped before."""
+    places = [Place("n", f"GPU {rank}") for rank in range(4)]
+    requests: list[dict[str, Any]] = []
+    agreement = SimpleNamespace(request=lambda kind, payload, needs: requests.append(payload))
+    measuring = SimpleNamespace(
+        _stopped_for={str(places[3])} | ({str(places[0])} if len(slow) > 1 else set()),
+        _places=places,
+        _say_once=lambda line: None,
+        session=SimpleNamespace(agreement=agreement, tiers=SimpleNamespace(uses_global=True)),
+    )
+    stragglers = [Straggler(rank, places[rank], "relative", 0.5, "compute") for rank in slow]
+    straggler_detection._Measuring._consider_stopping(measuring, stragglers)
+    assert [payload["ranks"] for payload in requests] == ([asked] if asked else [])
 
 
 @pytest.mark.parametrize(

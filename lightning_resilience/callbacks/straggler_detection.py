@@ -374,11 +374,10 @@ class _Measuring:
 
     def _consider_stopping(self, stragglers: Sequence[Straggler]) -> None:
         new = [each for each in stragglers if str(each.place) not in self._stopped_for]
-        ranks = {each.rank for each in new}
         if not new:
             self._say_once("The run has been stopped for these devices before, and goes on with them.")
             return
-        if 2 * len(ranks) > len(self._places):
+        if 2 * len({each.rank for each in stragglers}) > len(self._places):  # also those that are not new
             self._say_once("More than half of the ranks are slow: that is no straggler, and the run is not stopped.")
             return
         if not self.session.tiers.uses_global:
@@ -390,7 +389,7 @@ class _Measuring:
             {
                 "reason": _named(new),
                 "devices": _devices(new),
-                "ranks": sorted(ranks),
+                "ranks": sorted({each.rank for each in new}),
             },
             Needs.CLEAN | Needs.TRAINING,
         )

@@ -1,7 +1,7 @@
 """Which rank is slow, by how much and at what: from what each rank has measured of its own work. No Trainer.
 
-Every rank makes its own scores, against the fastest of all ranks; only these few numbers go to rank 0. So a
-report costs rank 0 about the same, however many kernels are measured and whatever they are called.
+Every rank makes its own scores, against the fastest of all ranks; only these few numbers go to rank 0. So a report
+costs rank 0 about the same, however many kernels are measured and whatever they are called.
 """
 
 from __future__ import annotations
