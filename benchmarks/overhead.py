@@ -35,9 +35,20 @@ from lightning_resilience import (
     StragglerDetection,
     session,
 )
+from lightning_resilience.detect.own_time import Bursts
 from lightning_resilience.detect.progress import Progress
 
 TOGGLE = 10
+BACKWARD = torch.autograd.backward
+
+
+class EveryStepWithSeveralRanks(StragglerDetection):
+    """Times every step, and looks for waits at the end of its backward pass, as where there is somebody to wait for."""
+
+    def started(self, session: session.FitSession) -> None:
+        super().started(session)
+        self._measuring._time._bursts = Bursts()
+        self._measuring._waiting.start()
 
 
 class Model(L.LightningModule):
@@ -98,6 +109,8 @@ def ours_on(trainer: L.Trainer, on: bool) -> None:
         vars(owner).pop(name, None)
         if on and patch is not None:
             setattr(owner, name, patch)
+    backward = vars(fit).setdefault("_benchmark_waits", torch.autograd.backward)
+    torch.autograd.backward = backward if on else BACKWARD
 
 
 def measure(make: Callable[[], list[L.Callback]], steps: int, set_on: Callable[[L.Trainer, bool], None]) -> Toggle:
@@ -172,13 +185,14 @@ def main() -> None:
         "FaultTolerance": lambda: [FaultTolerance(autoresume=False)],
         "LocalCheckpoint, no save due": lambda: [LocalCheckpoint(train_time_interval=3600)],
         "NaNGuard": lambda: [NaNGuard()],
-        "StragglerDetection, no report due": lambda: [StragglerDetection(report_time_interval=3600)],
+        "StragglerDetection, no report due": lambda: [StragglerDetection()],
+        "the same, in steps that are timed": lambda: [EveryStepWithSeveralRanks()],
         "all together": lambda: [
             FaultTolerance(),
             Preemption(),
             LocalCheckpoint(train_time_interval=3600),
             NaNGuard(),
-            StragglerDetection(report_time_interval=3600),
+            StragglerDetection(),
             AutoResume(),
         ],
     }

@@ -25,7 +25,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from overhead import measure, ours_on, row
+from overhead import EveryStepWithSeveralRanks, measure, ours_on, row
 
 from lightning_resilience import Preemption, StragglerDetection, wandb_panels
 from lightning_resilience.callbacks.straggler_detection import _formatted
@@ -39,10 +39,8 @@ def step(steps: int, repeat: int) -> None:
     variants: dict[str, Callable[[], list[L.Callback]]] = {
         "an empty Callback": lambda: [L.Callback()],
         "Preemption": lambda: [Preemption()],
-        "StragglerDetection": lambda: [StragglerDetection(report_time_interval=3600)],
-        "StragglerDetection(profiling_interval=10)": lambda: [
-            StragglerDetection(report_time_interval=3600, profiling_interval=10)
-        ],
+        "StragglerDetection": lambda: [StragglerDetection()],
+        "the same, in steps that are timed": lambda: [EveryStepWithSeveralRanks()],
     }
     runs: dict[str, list[Any]] = {name: [] for name in variants}
     for _ in range(repeat):
@@ -77,8 +75,10 @@ class Ranks:
         kernels = dict(zip(self.names, zip(self.medians, self.totals, strict=True), strict=True))
         sample = Sample.of(torch.rand(1000, len(SECTIONS), generator=self.generator, dtype=torch.float64))
         history = History("device")
-        matrix = torch.rand(self.count, 4 + 3 * len(SECTIONS), generator=self.generator, dtype=torch.float64)
-        matrix[:, :4] = self.speed[:, None]
+        matrix = torch.rand(self.count, 4 + 2 * len(SECTIONS), generator=self.generator, dtype=torch.float64)
+        matrix[:, :3] = self.speed[:, None]
+        matrix[:, 3] = 0.01
+        matrix[:, 4 : 4 + len(SECTIONS)] = 0.1 / self.speed[:, None]
         sent = [each.clone() for each in matrix]
 
         def gather(own: torch.Tensor) -> torch.Tensor:

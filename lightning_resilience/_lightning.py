@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,25 @@ def adopt_namespaces() -> None:
 
 
 adopt_namespaces()
+
+
+def callbacks_named(trainer: Trainer, names: Collection[str]) -> list[Any]:
+    """The callbacks of ``trainer`` whose class, or a base of it, has one of ``names``: without importing that."""
+    return [each for each in callbacks(trainer) if any(cls.__name__ in names for cls in type(each).__mro__)]
+
+
+def collective_timeout(trainer: Trainer) -> float | None:
+    """Seconds after which torch gives up a collective of ``trainer``, as its strategy was told; ``None``: not known."""
+    timeout = getattr(trainer.strategy, "_timeout", None)
+    return timeout.total_seconds() if timeout is not None and trainer.world_size > 1 else None
+
+
+def wandb_logger(**settings: Any) -> Any:
+    """A ``WandbLogger`` of the Lightning package that the script uses: a Trainer takes no other's."""
+    package = "lightning.pytorch"
+    if package not in sys.modules and "pytorch_lightning" in sys.modules:
+        package = "pytorch_lightning"
+    return importlib.import_module(f"{package}.loggers").WandbLogger(**settings)
 
 
 class _Patch:
@@ -476,7 +496,8 @@ def on_sections_of_step(
     on_batch_start = connector.on_batch_start
 
     def on_ready(*args: Any, **kwargs: Any) -> None:
-        ready()
+        if trainer.training:  # a validation in between has batches too
+            ready()
         on_batch_start(*args, **kwargs)
 
     patches.set(connector, "on_batch_start", on_ready)
@@ -560,9 +581,8 @@ def hold_weight_averaging(trainer: Trainer) -> None:
 
     It averages after every step that is counted, also where the weights are what they were.
     """
-    for callback in callbacks(trainer):
-        if any(cls.__name__ == "WeightAveraging" for cls in type(callback).__mro__):
-            callback._latest_update_step = trainer.global_step
+    for callback in callbacks_named(trainer, ("WeightAveraging",)):
+        callback._latest_update_step = trainer.global_step
 
 
 def accumulation_window_complete(trainer: Trainer) -> bool:

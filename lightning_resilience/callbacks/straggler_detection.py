@@ -7,13 +7,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from lightning_resilience import _lightning, _nvrx, wandb_panels
 from lightning_resilience.agreement import Event, Needs
-from lightning_resilience.detect.own_time import CALLBACKS, COMPUTE, NO_PART, DeviceTime, HostTime
+from lightning_resilience.detect.own_time import CALLBACKS, COMPUTE, NO_PART, Bursts, DeviceTime, HostTime
 from lightning_resilience.detect.place import Place
 from lightning_resilience.detect.stragglers import (
     Exchange,
@@ -65,8 +66,8 @@ class StragglerDetection(SessionCallback):
     """Names the ranks that the others wait for.
 
     What counts is a rank's own work: the time that it does not wait for others. A score of 0.5 says that a rank takes
-    twice as long for it as the fastest one (relative), or as itself at its best (individual). Data loading, computing
-    and callbacks are told apart.
+    twice as long for it as the others (relative), or as itself at its best (individual). Data loading, computing and
+    callbacks are told apart.
 
     A healthy step reads a clock a few times. Every ``report_time_interval``, at a boundary that all ranks agree on, the
     ranks exchange what their steps take, and rank 0 prints the report that NeMo's users know, and gives it to the
@@ -75,7 +76,7 @@ class StragglerDetection(SessionCallback):
     Args:
         report_time_interval: Seconds between two reports; more where 10 steps take longer. Names and defaults are those
             of NVRx's callback and NeMo's recipe ``straggler_det_callback`` where not said otherwise.
-        calc_relative_gpu_perf: Whether ranks are compared with the fastest one.
+        calc_relative_gpu_perf: Whether ranks are compared with each other.
         calc_individual_gpu_perf: Whether ranks are compared with what they were.
         num_gpu_perf_scores_to_print: How many of the worst and the best scores are printed; 0: only stragglers are.
         gpu_relative_perf_threshold: A relative score below this makes a straggler.
@@ -84,7 +85,8 @@ class StragglerDetection(SessionCallback):
             be restarted elsewhere; not without :class:`~lightning_resilience.AutoResume`, nor if more than half of the
             ranks are slow. Megatron-Bridge's default is ``False``.
         enable_logging: Whether the Trainer's loggers get the scores.
-        profiling_interval: Every how many steps one is measured.
+        profiling_interval: Every how many steps one is measured. Where steps are short, also of those only as many in a
+            row as a report needs: up to 256 times 32.
         backend: ``"timer"``: the host's clock. ``"cuda_events"``: the device's. ``"cupti"``: NVRx's profiler of the
             device's kernels, beside the events. ``"auto"``: the last one of these that works here.
         min_consecutive_reports: How many reports in a row must name a rank. NVRx has 1.
@@ -94,6 +96,8 @@ class StragglerDetection(SessionCallback):
     Raises:
         ValueError: If an argument makes no sense, or the backend does not work here.
     """
+
+    same_as = ("StragglerDetectionCallback",)
 
     def __init__(
         self,
@@ -183,15 +187,14 @@ class _Measuring:
         self._places: list[Place] = session.gather(place)
         self._nodes = len({each.node for each in self._places})
         self._profiler = self._choose()
+        bursts = Bursts(settings.profiling_interval, settings.report_time_interval)
         self._time: HostTime | DeviceTime
         if self.backend == "timer":
             self._waiting = Waiting()
-            self._time = HostTime(self._waiting, settings.profiling_interval)
+            self._time = HostTime(self._waiting, bursts)
         else:
             stream: Any = torch.get_device_module(device)
-            self._time = DeviceTime(
-                lambda: stream.Event(enable_timing=True), settings.profiling_interval, stream.current_stream
-            )
+            self._time = DeviceTime(lambda: stream.Event(enable_timing=True), bursts, stream.current_stream)
             self._waiting = Waiting(self._time.wait)
         self._exchange = _exchange(session.trainer) if session.trainer.world_size > 1 else Exchange()
         self._history = History(f"{place}, {self.backend}, {session.trainer.world_size} ranks")
@@ -236,9 +239,9 @@ class _Measuring:
         _lightning.on_sections_of_step(
             trainer,
             session.patches,
-            ready=lambda: self._time.enter(CALLBACKS),
-            begin=self._begin_computing,
-            end=self._end_computing,
+            ready=partial(self._time.enter, CALLBACKS),
+            begin=self._begin_kernels if self._profiler is not None else partial(self._time.enter, COMPUTE),
+            end=self._end_kernels if self._profiler is not None else partial(self._time.enter, CALLBACKS),
         )
         if trainer.world_size > 1:
             self._waiting.start()
@@ -252,7 +255,7 @@ class _Measuring:
                 for device in event.get("devices", ())
             }
             self._due = time.monotonic() + self.settings.report_time_interval
-            session.at_boundary.append(lambda clean: self._look_at_the_clock())
+            session.at_boundary.append(self._look_at_the_clock)
 
     def leave(self) -> None:
         """The fit has ended, one way or another."""
@@ -267,6 +270,7 @@ class _Measuring:
             self._is_cold = False  # the first step is slow in its own way
         else:
             self._time.begin()
+            self._waiting.counts = self._time.is_timed
 
     def enter(self, section: int) -> None:
         """The step goes on to something else."""
@@ -276,19 +280,19 @@ class _Measuring:
         self._time.drop()
         self._is_cold = True
 
-    def _begin_computing(self) -> None:
+    def _begin_kernels(self) -> None:
         self._time.enter(COMPUTE)
         if self._profiler is not None and self._time.is_timed:
             self._profiler.start()
             self._profiles = True
 
-    def _end_computing(self) -> None:
+    def _end_kernels(self) -> None:
         if self._profiler is not None and self._profiles:
             self._profiles = False
             self._profiler.stop()
         self._time.enter(CALLBACKS)
 
-    def _look_at_the_clock(self) -> None:
+    def _look_at_the_clock(self, is_clean: bool) -> None:
         if time.monotonic() >= self._due and len(self._time) >= _LEAST_STEPS:
             self._due = math.inf  # until it is made
             self.session.agreement.request(_REPORT, {}, Needs.TRAINING)

@@ -5,6 +5,7 @@ The sections tell a slow data loader, a slow callback and slow computing apart.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -37,13 +38,12 @@ class Sample:
 
     Attributes:
         typical: Seconds of one step, by section; NaN: there was none.
-        weights: Seconds of all of them: of the typical one times their number, so that a long validation between two
-            steps does not outweigh what happens in every step.
+        error: By how many seconds a whole step would differ in another sample as large: the standard error of the mean.
         steps: How many they are.
     """
 
     typical: torch.Tensor
-    weights: torch.Tensor
+    error: torch.Tensor
     steps: int
 
     @property
@@ -61,12 +61,45 @@ class Sample:
         """
         count = len(steps)
         if not count:
-            return Sample(steps.new_full(steps.shape[1:], torch.nan), steps.new_zeros(steps.shape[1:]), 0)
+            return Sample(steps.new_full(steps.shape[1:], torch.nan), steps.new_tensor(torch.nan), 0)
         blocks = steps.tensor_split(min(count, max(_LEAST_BLOCKS, count // _BLOCK)))
         means = torch.stack([block.mean(dim=0) for block in blocks])
         means = means[means.sum(dim=1).argsort(stable=True)]  # as whole steps, so that the sections belong together
-        typical = means[(len(means) - 1) // 4]
-        return Sample(typical, typical * count, count)
+        totals = steps.sum(dim=1)
+        error = totals.std() / count**0.5 if count > 1 else totals[0]  # nothing is known of one
+        return Sample(means[(len(means) - 1) // 4], error, count)
+
+
+class Bursts:
+    """Says which steps are timed: with short steps not all of them, but always some in a row.
+
+    Single ones at regular distances would know nothing of, or nothing but, what comes back at that distance: the one
+    slow worker of a data loader.
+
+    Args:
+        every: Every how many steps one is timed within a burst.
+        until_report: Seconds until the next report, which is to be made of at most 256 bursts; 0: all steps are timed.
+        clock: Gives seconds.
+    """
+
+    def __init__(
+        self, every: int = 1, until_report: float = 0.0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._every = every
+        self._distance = until_report / (_LIMIT // _BLOCK)
+        self._clock = clock
+        self._began = -math.inf
+        self._left = 0
+
+    def takes_next(self) -> bool:
+        """Whether the step that begins now is timed."""
+        if not self._left:
+            now = self._clock()
+            if now < self._began + self._distance:
+                return False
+            self._began, self._left = now, _BLOCK * self._every
+        self._left -= 1
+        return self._left % self._every == 0
 
 
 class HostTime:
@@ -74,29 +107,28 @@ class HostTime:
 
     Args:
         waiting: Whose time does not count.
-        every: Every how many steps one is timed.
+        bursts: Which steps are timed.
         clock: Gives seconds; the same as that of ``waiting``.
     """
 
-    def __init__(self, waiting: Waiting, every: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, waiting: Waiting, bursts: Bursts, clock: Callable[[], float] = time.perf_counter) -> None:
         self._waiting = waiting
-        self._every = every
+        self._bursts = bursts
         self._clock = clock
         self._steps: deque[tuple[float, ...]] = deque(maxlen=_LIMIT)
-        self._count = 0
         self._section = DATA
         self._since = 0.0
         self._spent: list[float] | None = None
 
     def begin(self) -> None:
         """A step begins, with its data; the one before it is complete."""
-        now = self._clock() - self._waiting.seconds
         if (spent := self._spent) is not None:
-            spent[self._section] += now - self._since
+            self.enter(DATA)
             self._steps.append(tuple(spent[:-1]))
-        self._section, self._since = DATA, now
-        self._count += 1
-        self._spent = [0.0] * (len(SECTIONS) + 1) if self._count % self._every == 0 else None
+            self._spent = None
+        if self._bursts.takes_next():
+            self._section, self._since = DATA, self._clock() - self._waiting.seconds
+            self._spent = [0.0] * (len(SECTIONS) + 1)
 
     def enter(self, section: int) -> None:
         """The step goes on to one of :data:`SECTIONS`, or to what is :data:`NO_PART` of it."""
@@ -131,19 +163,18 @@ class DeviceTime:
 
     Args:
         event: Makes an event that keeps its time, such as ``torch.cuda.Event(enable_timing=True)``.
-        every: Every how many steps one is timed.
+        bursts: Which steps are timed.
         stream: Gives the stream of this moment. Waits of others than that of the step do not hold it up.
     """
 
     _UNDER_WAY = 64
     """Steps whose events may not have happened yet. A host that is further ahead loses the oldest."""
 
-    def __init__(self, event: Callable[[], Any], every: int = 1, stream: Callable[[], Any] = lambda: None) -> None:
+    def __init__(self, event: Callable[[], Any], bursts: Bursts, stream: Callable[[], Any] = lambda: None) -> None:
         self._make = event
         self._get_stream = stream
         self._stream: Any = None
-        self._every = every
-        self._count = 0
+        self._bursts = bursts
         self._marks: list[tuple[Any, int]] = []
         self._section = DATA
         self._waits = 0
@@ -152,8 +183,7 @@ class DeviceTime:
 
     def begin(self) -> None:
         """A step begins, with its data; the one before it is complete."""
-        self._count += 1
-        is_timed = self._count % self._every == 0
+        is_timed = self._bursts.takes_next()
         if self._marks or is_timed:
             event = self._event()
             if self._marks:

@@ -1,7 +1,7 @@
 """Which rank is slow, by how much and at what: from what each rank has measured of its own work. No Trainer.
 
-Every rank makes its own scores, against the fastest of all ranks; only these few numbers go to rank 0. So a report
-costs rank 0 about the same, however many kernels are measured and whatever they are called.
+Only a few numbers of each rank go to rank 0. So a report costs it about the same, however many kernels are measured and
+whatever they are called.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from lightning_resilience.detect.place import Place
 from lightning_resilience.detect.scores import lost, scores
 
 Kind = Literal["relative", "individual"]
+
+_CERTAINTY = 2.0
+"""How many standard errors a step must be too slow. Of 512 healthy ranks whose steps vary by half, one would be found
+slow in most reports of 10 steps with 1 and in every tenth with 2, and of 20 steps in none."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Straggler:
     cause: str
 
     def __str__(self) -> str:
-        than = "the fastest rank's speed" if self.kind == "relative" else "its own best speed"
+        than = "the other ranks' speed" if self.kind == "relative" else "its own best speed"
         return f"rank {self.rank} on {self.place} at {self.score:.2f} of {than}, in {self.cause}"
 
 
@@ -51,15 +55,17 @@ class Report:
     Attributes:
         step: ``trainer.global_step`` at which it was made.
         places: Where each rank runs.
-        relative: Its speed beside the fastest, of 1.
-        individual: Its speed beside the best that it ever had, of 1.
-        step_relative: The time of a whole step of the fastest rank, as a part of this one's. The same as ``relative``
-            where that is not of kernels. Not by section: ranks that are fast at different things are equally fast, and
-            a wait that was not noticed makes all ranks alike, and accuses none.
+        relative: Its speed beside the others', up to 1: of its kernels where they are measured, else of its steps.
+        individual: Its speed beside the best that it ever had, up to 1.
+        step_relative: The time of a whole step of the middle rank, as a part of this one's. Not of the fastest: of many
+            ranks whose steps vary, one is always fast by chance. And not by section: ranks that are fast at different
+            things are equally fast.
         step_individual: The same, beside the best that it ever had.
+        noise: The standard error of a rank's step, as a part of it.
         seconds: What a step takes by section; of shape ``(ranks, sections)``.
-        relative_lost: How much of a step is lost in each section, beside the rank that is fastest in it; same shape.
+        relative_lost: How much of a step is lost in each section, beside the rank that is the middle one there.
         individual_lost: The same, beside the best that the rank ever had in each.
+        of_kernels: Whether kernels were measured.
         elapsed: Seconds that it has taken to make.
     """
 
@@ -69,9 +75,11 @@ class Report:
     individual: torch.Tensor
     step_relative: torch.Tensor
     step_individual: torch.Tensor
+    noise: torch.Tensor
     seconds: torch.Tensor
     relative_lost: torch.Tensor
     individual_lost: torch.Tensor
+    of_kernels: bool = False
     elapsed: float = 0.0
 
     @property
@@ -80,16 +88,21 @@ class Report:
         return _ranks(torch.isnan(torch.fmin(self.relative, self.step_relative)))
 
     def slow(self, kind: Kind, threshold: float) -> list[Straggler]:
-        """Ranks with a score of ``kind`` below ``threshold``, the slowest first."""
+        """Ranks with a score of ``kind`` below ``threshold``, the slowest first.
+
+        A rank whose steps vary so much that it may just have had bad luck is none of them.
+        """
         if kind == "relative":
             score, of_step, by_section = self.relative, self.step_relative, self.relative_lost
         else:
             score, of_step, by_section = self.individual, self.step_individual, self.individual_lost
+        at_least = (of_step / (1 - _CERTAINTY * self.noise).clamp(min=1e-9)).clamp(max=1)
+        is_slow = (at_least < threshold) | (score < threshold if self.of_kernels else torch.tensor(False))
         worst = torch.fmin(score, of_step)
-        ranks = (worst < threshold).nonzero().flatten()
+        ranks = is_slow.nonzero().flatten()
         ranks = ranks[worst[ranks].argsort(stable=True)]
         # Where only the kernels are slow, no section need have lost anything.
-        causes = torch.where(of_step[ranks] < threshold, by_section[ranks].argmax(1), COMPUTE)
+        causes = torch.where(at_least[ranks] < threshold, by_section[ranks].argmax(1), COMPUTE)
         return [
             Straggler(rank, self.places[rank], kind, each, SECTIONS[cause])
             for rank, each, cause in zip(ranks.tolist(), worst[ranks].tolist(), causes.tolist(), strict=True)
@@ -202,45 +215,42 @@ def make_report(
     """
     began = time.perf_counter()
     best = history.observe(sample)
-    typical, weights, total = sample.typical, sample.weights, sample.total
-    own_times = torch.cat([typical, total.unsqueeze(0)])
+    typical, total = sample.typical, sample.total
+    of_kernels = [torch.full_like(total, torch.nan)] * 2
     if kernels is not None:
         best_kernels, aligned = history.observe_kernels(kernels), _align(kernels, exchange)
-        smallest = exchange.smallest(torch.cat([own_times, aligned.medians]).nan_to_num(nan=torch.inf))
-        of_kernels = (
-            scores(aligned.medians, aligned.weights, smallest[len(own_times) :]),
+        fastest = exchange.smallest(aligned.medians.nan_to_num(nan=torch.inf))
+        of_kernels = [
+            scores(aligned.medians, aligned.weights, fastest),
             scores(kernels.medians, kernels.weights, best_kernels),
-        )
-    else:
-        smallest = exchange.smallest(own_times.nan_to_num(nan=torch.inf))
-        of_kernels = None
-    reference, fastest = smallest[: len(SECTIONS)], smallest[len(SECTIONS)]
-    of_step = tuple(scores(total.unsqueeze(0), total.unsqueeze(0), each) for each in (fastest, history.total))
-    own = torch.cat(
-        [
-            torch.stack([*(of_kernels or of_step), *of_step]),
-            typical,
-            lost(typical, weights, reference),
-            lost(typical, weights, best),
         ]
-    )
-    matrix = exchange.gather(own)
+    own = [*of_kernels, _speed(total, history.total), sample.error / total]
+    matrix = exchange.gather(torch.cat([torch.stack(own), typical, lost(typical, typical, best)]))
     if matrix is None:
         return None
-    relative, individual, step_relative, step_individual = matrix[:, :4].unbind(1)
-    seconds, relative_lost, individual_lost = matrix[:, 4:].reshape(len(matrix), 3, len(SECTIONS)).unbind(1)
+    relative, individual, step_individual, noise = matrix[:, : len(own)].unbind(1)
+    seconds, individual_lost = matrix[:, len(own) :].reshape(len(matrix), 2, len(SECTIONS)).unbind(1)
+    totals = seconds.sum(1)
+    step_relative = _speed(totals, totals.nanmedian())
     return Report(
         step,
         places,
-        relative,
-        individual,
+        relative if kernels is not None else step_relative,
+        individual if kernels is not None else step_individual,
         step_relative,
         step_individual,
+        noise,
         seconds,
-        relative_lost,
-        individual_lost,
-        time.perf_counter() - began,
+        relative_lost=lost(seconds, seconds, seconds.nanmedian(dim=0).values),
+        individual_lost=individual_lost,
+        of_kernels=kernels is not None,
+        elapsed=time.perf_counter() - began,
     )
+
+
+def _speed(seconds: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The score of one signal."""
+    return scores(seconds.unsqueeze(-1), seconds.unsqueeze(-1), reference)
 
 
 def _align(kernels: Kernels, exchange: Exchange) -> Kernels:

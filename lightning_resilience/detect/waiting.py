@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge
 from torch.distributed import _functional_collectives as functional
 
 _WAITS: tuple[tuple[Any, str], ...] = (
@@ -21,6 +22,7 @@ _WAITS: tuple[tuple[Any, str], ...] = (
     (functional, "wait_tensor"),
     (torch.distributed, "_broadcast_coalesced"),  # of DDP's buffers, in the forward pass
     (torch.distributed, "monitored_barrier"),
+    (torch._C.Future, "wait"),  # of a collective's, or of a DDP hook's
 )
 # With NCCL these have the stream of the device wait, and give nothing back that could be waited for.
 _ON_DEVICE = (
@@ -58,15 +60,17 @@ class Waiting:
     ) -> None:
         self.seconds = 0.0
         """So far."""
+        self.counts = True
+        """Whether it adds up what is waited now; to be changed where nothing is."""
         self._mark = mark if mark is not None else lambda begins: None
         self._on_device = mark is not None
         self._clock = clock
         self._thread = threading.get_ident()
         self._depth = 0
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def start(self) -> None:
-        """Counts from now on."""
+        """Counts from now on; once."""
         for owner, name in _WAITS:
             self._replace(owner, name, self._timed)
         if self._on_device:
@@ -76,19 +80,23 @@ class Waiting:
 
     def stop(self) -> None:
         """Counts no more."""
+        self.counts = False  # whoever holds one of ours, since it has put its own around, goes on without us
         while self._replaced:
-            setattr(*self._replaced.pop())
+            owner, name, original, own = self._replaced.pop()
+            if vars(owner)[name] is own:
+                setattr(owner, name, original)
 
     def _replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
         # As it is in the class: what getattr() gives of a C++ method would not be one when it is put back.
-        self._replaced.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, around(getattr(owner, name)))
+        own = around(getattr(owner, name))
+        self._replaced.append((owner, name, vars(owner)[name], own))
+        setattr(owner, name, own)
 
     def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # a clock cannot be traced
                 return wait(*args, **kwargs)
-            if threading.get_ident() != self._thread:  # threads of ours wait for others too, beside the training
+            if not self._is_counted():
                 return wait(*args, **kwargs)
             began = self._clock()
             self._depth += 1
@@ -103,37 +111,43 @@ class Waiting:
 
         return timed
 
+    def _is_counted(self) -> bool:
+        # Threads of ours wait for others too, beside the training.
+        return self.counts and threading.get_ident() == self._thread
+
     def _with_an_end(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A backward pass, in which what comes behind the last of this rank's own gradients is waiting."""
+        queue_callback = Variable._execution_engine.queue_callback
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread or _is_compiled():
+            if not self._is_counted() or _is_compiled():
                 return run(tensors, *args, **kwargs)
-            ended: list[tuple[float, float]] = []
+            ended: float | None = None
+            waited = 0.0
 
             def own_end() -> None:
-                if not ended:
-                    ended.append((self._clock(), self.seconds))
+                nonlocal ended, waited
+                if ended is None:
+                    ended, waited = self._clock(), self.seconds
                     self._mark(True)
+
+            def ask(gradients: Any) -> None:
+                queue_callback(own_end)
 
             # What is to be called at the end of a backward pass is called in the order in which it was asked for, and
             # nobody can ask before the gradient of the loss is there. DDP asks for its own wait when all gradients are.
-            roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            hooks: list[Any] = [
-                root.register_hook(  # type: ignore[no-untyped-call]
-                    lambda gradient: Variable._execution_engine.queue_callback(own_end)
-                )
-                for root in roots
-                if isinstance(root, torch.Tensor) and root.requires_grad
-            ]
+            roots = (tensors,) if isinstance(tensors, torch.Tensor | GradientEdge) else tuple(tensors)
+            nodes: list[Any] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+            hooks = [node.register_prehook(ask) for node in nodes if node is not None]
             try:
-                return run(tensors, *args, **kwargs)
+                return run(roots, *args, **kwargs)
             finally:
                 for hook in hooks:
                     hook.remove()
-                for at, waited in ended:
+                if ended is not None and self._depth == 0:
                     # Not in addition to the collectives in it that were counted.
-                    self.seconds = waited + self._clock() - at
+                    self.seconds = waited + self._clock() - ended
+                if ended is not None:
                     self._mark(False)
 
         return backward
