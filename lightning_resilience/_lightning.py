@@ -96,10 +96,11 @@ def collective_timeout(trainer: Trainer) -> float | None:
 
 
 def wandb_logger(**settings: Any) -> Any:
-    """A ``WandbLogger`` of the Lightning package that the script uses: a Trainer takes no other's."""
-    package = "lightning.pytorch"
-    if package not in sys.modules and "pytorch_lightning" in sys.modules:
-        package = "pytorch_lightning"
+    """A ``WandbLogger`` of the Lightning package that the script uses: a Trainer takes no other's.
+
+    Of two that were imported, the script has imported the first one; this file may have imported the other.
+    """
+    package = next(name for name in sys.modules if name in ("lightning.pytorch", "pytorch_lightning"))
     return importlib.import_module(f"{package}.loggers").WandbLogger(**settings)
 
 

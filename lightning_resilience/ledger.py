@@ -41,7 +41,7 @@ class Ledger:
             event: What happened, one word or two joined by an underscore: ``start``, ``resumed``, ``saved``...
             **fields: What else is known, JSON-serialisable.
         """
-        line = {"event": event, "time": time.time(), "rank": self.rank, "node": platform.node(), **fields}
+        line = {"event": event, "time": time.time(), "rank": self.rank, "node": node_name(), **fields}
         data = json.dumps(line, default=str).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,6 +61,11 @@ class Ledger:
                     "The ledger %s cannot be written (%s); events are only logged from here on.", self.path, error
                 )
             log.warning("Ledger event: %s", data.decode())
+
+
+def node_name() -> str:
+    """The name of this node: in a Slurm job that which Slurm knows it by, else that of the host."""
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def read_ledger(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

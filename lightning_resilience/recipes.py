@@ -1,36 +1,227 @@
-"""Presets: the callbacks that belong together, for a Trainer in code or for every Trainer of a launched script."""
+"""Presets: the callbacks that belong together, and what the launcher of the same run does.
+
+For a Trainer in code, or for every Trainer of a script under ``lightning-resilience launch --recipe NAME``. Imports
+neither torch nor Lightning before a recipe is made: the launcher only reads :data:`JOBS`.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
+import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-from lightning_resilience.run_directory import WORKER_PID_VARIABLE
+from lightning_resilience.detect.timeouts import SectionTimeouts
+from lightning_resilience.launch.budget import Budget
+from lightning_resilience.run_directory import WORKER_PID_VARIABLE, RunDirectory
+from lightning_resilience.signals import DEFAULT_GRACE_PERIOD_S
 
 if TYPE_CHECKING:
-    from lightning_resilience._lightning import ResilienceCallback
+    from lightning.pytorch.loggers import WandbLogger
+
+    from lightning_resilience import (
+        AutoResume,
+        FaultTolerance,
+        LocalCheckpoint,
+        NaNGuard,
+        Preemption,
+        StragglerDetection,
+    )
+    from lightning_resilience.faults import SimulatedFault
+    from lightning_resilience.session import SessionCallback
 
 RECIPE_VARIABLE = "LIGHTNING_RESILIENCE_RECIPE"
 """Environment variable in which ``lightning-resilience launch`` names the recipe for the script's Trainers."""
 
+_NAME_WIDTH = 20
 
-def nemo(run_dir: str | os.PathLike[str] | None = None) -> list[ResilienceCallback]:
-    """NeMo's defaults: resume automatically, save every 15 minutes, stop in order on SIGTERM, find and survive hangs.
 
-    Stragglers are reported every 5 minutes, and the run ends for one that is below 0.7 in two reports in a row (in
-    NeMo's, in one). Beyond NeMo's: a verified copy of the state on every node every few seconds, where there is room
-    for it, and steps that would spoil the model do not happen.
+@dataclass(frozen=True)
+class Job:
+    """What the launcher of a run does. These are the defaults of ``lightning-resilience launch`` with that recipe.
+
+    Attributes:
+        budget: How often it restarts and retries. Three restarts inside the job and two job retries are the
+            ``num_in_job_restarts`` and ``num_job_retries_on_failure`` of NeMo's ``FaultTolerancePlugin``, where two
+            retries make two runs; here they make three.
+        grace_period_s: Seconds from the signal that asks the workers to stop to their end. 600 is KempnerForge's
+            shutdown deadline.
+        section_timeouts: When a rank counts as hung; Megatron-Bridge's values, until they are calculated.
+    """
+
+    budget: Budget = field(default_factory=Budget)
+    grace_period_s: float = DEFAULT_GRACE_PERIOD_S
+    section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
+
+    @property
+    def options(self) -> list[str]:
+        """The options of ``lightning-resilience launch`` that say the same."""
+        return [
+            f"--in-job-restarts={self.budget.in_job_restarts}",
+            f"--job-retries={self.budget.job_retries}",
+            f"--max-failures-per-day={self.budget.max_failures_per_day}",
+            f"--grace-period={self.grace_period_s:g}",
+            f"--section-timeouts={self.section_timeouts}",
+        ]
+
+
+JOBS: dict[str, Job] = {
+    "nemo": Job(),
+    # Google Cloud and Kubernetes give 30 seconds, AWS 120. A machine that is taken away without a signal counts as a
+    # failure of that day.
+    "preemptible": Job(Budget(max_failures_per_day=200), grace_period_s=25.0),
+    # Nobody waits at a workstation for another node, and who presses Ctrl-C wants it to end.
+    "workstation": Job(Budget(job_retries=0), grace_period_s=60.0),
+    "drill": Job(),
+}
+"""What the launcher does with each recipe."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Callbacks that belong together, and what the launcher of the same run does. ``None``: without that callback.
+
+    To change a field, take ``dataclasses.replace``::
+
+        recipe = replace(recipes.nemo("runs/gpt"), nan_guard=NaNGuard(action="rollback"), straggler_detection=None)
+
+    Attributes:
+        name: What it is called.
+        run_dir: The run directory on storage that all nodes share; ``None``: the launcher's, else ``resilience`` in
+            the Trainer's ``default_root_dir``.
+        auto_resume: Saves and resumes the whole state. The others rely on it.
+        fault_tolerance: Finds hangs.
+        preemption: Stops in order on a signal.
+        local_checkpoint: Saves to the nodes themselves.
+        nan_guard: Keeps bad numbers out of the model.
+        straggler_detection: Names slow ranks.
+        job: What the launcher does. A launcher knows it of the recipe that ``--recipe`` names; of one that was changed
+            in code it has to be told: ``job.options`` says how.
+
+    Raises:
+        ValueError: If the parts cannot work together.
+    """
+
+    name: str
+    run_dir: str | os.PathLike[str] | None
+    auto_resume: AutoResume
+    fault_tolerance: FaultTolerance | None = None
+    preemption: Preemption | None = None
+    local_checkpoint: LocalCheckpoint | None = None
+    nan_guard: NaNGuard | None = None
+    straggler_detection: StragglerDetection | None = None
+    job: Job = field(default_factory=Job)
+
+    def __post_init__(self) -> None:
+        for part in fields(self):
+            callback = getattr(self, part.name)
+            own = getattr(callback, "run_dir", None)
+            if own is None or part.name == "run_dir":
+                continue
+            if self.run_dir is None or os.path.abspath(own) != os.path.abspath(self.run_dir):
+                raise ValueError(
+                    f"{type(callback).__name__} has run_dir={os.fspath(own)!r}, and the recipe "
+                    f"{None if self.run_dir is None else os.fspath(self.run_dir)!r}: a run has one run directory, and "
+                    "the recipe's is enough."
+                )
+        if self.auto_resume is None:
+            raise ValueError("A recipe needs auto_resume: without it every restart begins anew.")
+        watched = self.fault_tolerance and self.fault_tolerance.section_timeouts
+        if watched and watched != self.job.section_timeouts:
+            raise ValueError(
+                "fault_tolerance.section_timeouts and job.section_timeouts differ: the ranks and their launcher would "
+                "judge by different limits. Leave the callback's out, or give both the same."
+            )
+
+    @property
+    def callbacks(self) -> list[SessionCallback]:
+        """For the Trainer: ``Trainer(callbacks=recipe.callbacks)``, or ``[*recipe.callbacks, ...]`` with others.
+
+        Every time new ones, with the recipe's run directory.
+        """
+        parts = (
+            self.fault_tolerance,
+            self.preemption,
+            self.local_checkpoint,
+            self.nan_guard,
+            self.straggler_detection,
+            self.auto_resume,
+        )
+        callbacks: list[SessionCallback] = [copy(part) for part in parts if part is not None]
+        for callback in callbacks:
+            callback.run_dir = self.run_dir
+        return callbacks
+
+    def wandb_logger(self, **settings: Any) -> WandbLogger:
+        """A logger whose W&B run is one over all restarts and requeues of this run, also offline.
+
+        Under ``lightning-resilience launch`` every ``WandbLogger`` is.
+
+        Args:
+            **settings: What ``WandbLogger`` takes: ``project``, ``name``, ``offline``, ``config``...
+
+        Raises:
+            ValueError: If the recipe has no ``run_dir``, where the run's identity is kept.
+        """
+        if self.run_dir is None:
+            raise ValueError("wandb_logger() needs the recipe's run_dir: the identity of the W&B run is kept there.")
+        from lightning_resilience import _lightning
+
+        directory = RunDirectory(self.run_dir)
+        kept = {"id": directory.identity(), "resume": "allow", "save_dir": os.fspath(directory.path)}
+        logger: WandbLogger = _lightning.wandb_logger(**kept | settings)
+        return logger
+
+    def __str__(self) -> str:
+        where = "the launcher's, else the Trainer's" if self.run_dir is None else os.fspath(self.run_dir)
+        lines = [f"recipe {self.name}", f"  {'run directory':{_NAME_WIDTH}}{where}"]
+        for callback in self.callbacks:
+            does = (inspect.getdoc(callback) or "").partition("\n")[0].replace("``", "")
+            lines.append(f"  {type(callback).__name__:{_NAME_WIDTH}}{does}")
+            lines += [f"  {'':{_NAME_WIDTH}}  {option}" for option in _changed(callback)]
+        first, *others = self.job.options
+        lines.append(f"  {'launch':{_NAME_WIDTH}}{first}")
+        return "\n".join([*lines, *(f"  {'':{_NAME_WIDTH}}{option}" for option in others)])
+
+
+def _changed(callback: Any) -> list[str]:
+    """The options of a callback that are not its defaults, as ``name=value``."""
+    return [
+        f"{name}={_shown(value)}"
+        for name, parameter in inspect.signature(type(callback)).parameters.items()
+        if name != "run_dir" and (value := getattr(callback, name)) != parameter.default
+    ]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_shown, value))
+    if is_dataclass(value):
+        given = ((part, getattr(value, part.name)) for part in fields(value))
+        return ", ".join(f"{part.name} {own}" for part, own in given if own != part.default)
+    return str(getattr(value, "name", value))
+
+
+def nemo(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
+    """NeMo's defaults, for a cluster: resume automatically, save every 15 minutes, find hangs and stragglers.
+
+    Timeouts are calculated from what sections take. Stragglers are reported every 5 minutes, and the run ends for one
+    below 0.7 in two reports in a row (in NeMo's, in one). Beyond NeMo's: a verified copy of the state on every node
+    every few seconds, replicated with several nodes, where there is room for it, and steps that would spoil the model
+    do not happen.
 
     Args:
-        run_dir: The run directory on storage that all nodes share; see
-            :class:`~lightning_resilience.callbacks.AutoResume`.
+        run_dir: The run directory on storage that all nodes share; see :class:`Recipe`.
 
     Example::
 
-        trainer = Trainer(callbacks=recipes.nemo("runs/gpt"))
+        trainer = Trainer(callbacks=recipes.nemo("runs/gpt").callbacks)
     """
-    from lightning_resilience.callbacks import (
+    from lightning_resilience import (
         AutoResume,
         FaultTolerance,
         LocalCheckpoint,
@@ -39,21 +230,119 @@ def nemo(run_dir: str | os.PathLike[str] | None = None) -> list[ResilienceCallba
         StragglerDetection,
     )
 
-    return [
-        FaultTolerance(run_dir=run_dir),
-        Preemption(run_dir=run_dir),
-        LocalCheckpoint(run_dir=run_dir),
-        NaNGuard(run_dir=run_dir),
-        StragglerDetection(min_consecutive_reports=2, run_dir=run_dir),
-        AutoResume(run_dir=run_dir),
-    ]
+    return Recipe(
+        name="nemo",
+        run_dir=run_dir,
+        fault_tolerance=FaultTolerance(),
+        preemption=Preemption(),
+        local_checkpoint=LocalCheckpoint(),
+        nan_guard=NaNGuard(),
+        straggler_detection=StragglerDetection(min_consecutive_reports=2),
+        auto_resume=AutoResume(),
+        job=JOBS["nemo"],
+    )
 
 
-RECIPES: dict[str, Callable[..., list[ResilienceCallback]]] = {"nemo": nemo}
+def preemptible(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
+    """For machines that are taken away at short notice (spot instances): short grace, frequent saves of both kinds.
+
+    Like :func:`nemo`, with a global save every 5 minutes, written in the background, since the memory of a machine
+    that is taken away goes with it; and with 25 seconds of grace.
+
+    Args:
+        run_dir: The run directory on storage that all nodes share; see :class:`Recipe`.
+    """
+    from lightning_resilience import AutoResume, Preemption
+
+    job = JOBS["preemptible"]
+    return replace(
+        nemo(run_dir),
+        name="preemptible",
+        preemption=Preemption(grace_period_s=job.grace_period_s),
+        auto_resume=AutoResume(train_time_interval=timedelta(minutes=5), async_save=True),
+        job=job,
+    )
+
+
+def workstation(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
+    """For one machine, no launcher needed: Ctrl-C, a closed terminal or a crash loses little; the same command goes on.
+
+    Without local checkpoints and stragglers, which are for several nodes. What hangs is ended with a diagnosis; who
+    wants it restarted as well starts the script by ``lightning-resilience launch --recipe workstation``.
+
+    Args:
+        run_dir: The run directory; see :class:`Recipe`.
+    """
+    from lightning_resilience import AutoResume, FaultTolerance, NaNGuard, Preemption
+
+    job = JOBS["workstation"]
+    return Recipe(
+        name="workstation",
+        run_dir=run_dir,
+        fault_tolerance=FaultTolerance(),
+        preemption=Preemption(
+            signals=(signal.SIGTERM, signal.SIGINT, signal.SIGHUP), grace_period_s=job.grace_period_s
+        ),
+        nan_guard=NaNGuard(),
+        auto_resume=AutoResume(),
+        job=job,
+    )
+
+
+def drill(
+    run_dir: str | os.PathLike[str] | None = None,
+    fault: SimulatedFault | None = None,
+    recipe: Callable[..., Recipe] = nemo,
+) -> Recipe:
+    """A recipe with a fault on purpose, once per run: a rehearsal on the machines of the real run.
+
+    Args:
+        run_dir: The run directory on storage that all nodes share; see :class:`Recipe`. Not that of the real run.
+        fault: What happens, to which rank and when. Default: a rank is killed or hangs, one to two minutes after the
+            training has begun.
+        recipe: Which recipe is rehearsed.
+    """
+    from lightning_resilience import FaultTolerance
+    from lightning_resilience.faults import SimulatedFault
+
+    fault = fault or SimulatedFault(fault_type="random", base_delay_s=60.0, rand_delay_s=60.0)
+    return replace(recipe(run_dir), name="drill", fault_tolerance=FaultTolerance(simulated_fault_params=fault))
+
+
+def straggler_det_callback(
+    straggler_report_time_interval: float = 300.0,
+    stop_if_detected_straggler: bool = True,
+    gpu_relative_perf_threshold: float = 0.7,
+    gpu_individual_perf_threshold: float = 0.7,
+) -> StragglerDetection:
+    """:class:`~lightning_resilience.StragglerDetection` by the names of NeMo's function of the same name.
+
+    Args:
+        straggler_report_time_interval: Its ``report_time_interval``, in seconds.
+        stop_if_detected_straggler: Its ``stop_if_detected``.
+        gpu_relative_perf_threshold: The same.
+        gpu_individual_perf_threshold: The same.
+    """
+    from lightning_resilience import StragglerDetection
+
+    return StragglerDetection(
+        report_time_interval=straggler_report_time_interval,
+        stop_if_detected=stop_if_detected_straggler,
+        gpu_relative_perf_threshold=gpu_relative_perf_threshold,
+        gpu_individual_perf_threshold=gpu_individual_perf_threshold,
+    )
+
+
+RECIPES: dict[str, Callable[..., Recipe]] = {
+    "nemo": nemo,
+    "preemptible": preemptible,
+    "workstation": workstation,
+    "drill": drill,
+}
 """The recipes by the names that ``launch --recipe`` takes."""
 
 
-def callbacks_factory() -> list[ResilienceCallback]:
+def callbacks_factory() -> list[SessionCallback]:
     """The ``callbacks_factory`` entry point of both Lightning packages, which every ``Trainer()`` of theirs calls.
 
     Returns:
@@ -69,7 +358,7 @@ def callbacks_factory() -> list[ResilienceCallback]:
         return []
     if name not in RECIPES:
         raise ValueError(f"{RECIPE_VARIABLE}={name!r} is not a recipe; there are: {', '.join(RECIPES)}.")
-    callbacks = RECIPES[name]()
+    callbacks = RECIPES[name]().callbacks
     for callback in callbacks:
         callback.injected = True
     return callbacks

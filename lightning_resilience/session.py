@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -1082,6 +1082,8 @@ class SessionCallback(_lightning.ResilienceCallback):
     """
 
     run_dir: str | os.PathLike[str] | None = None
+    same_as: ClassVar[tuple[str, ...]] = ()
+    """Names of other packages' callbacks that do the same: both in one Trainer would act on each other."""
 
     def joined(self, session: FitSession) -> None:
         """Called in the ``setup`` of a fit: says what this callback does in ``session``."""
@@ -1139,6 +1141,17 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
     # One acts: the user's own, if there is one. Of injected ones there may be several, since a list of callbacks that
     # is used for a second Trainer still holds those of the first.
     if callback is not min(alike, key=lambda other: other.injected):
+        return None
+    if foreign := _lightning.callbacks_named(trainer, kind.same_as):
+        theirs = f"{type(foreign[0]).__module__}.{type(foreign[0]).__name__}"
+        reason = (
+            f"{theirs} and {kind.__name__} do the same: two at once would act on each other. Take one of them out of "
+            "the Trainer."
+        )
+        if not callback.injected:
+            raise ValueError(reason)
+        if trainer.is_global_zero:
+            log.warning("%s %s does nothing in this fit.", reason, kind.__name__)
         return None
     session = _sessions.get(trainer)
     if session is None:

@@ -43,6 +43,7 @@ from lightning_resilience.checkpoint.store import PartWriter
 from lightning_resilience.detect import health, progress, timeouts
 from lightning_resilience.detect.place import Place
 from lightning_resilience.detect.witness import node_directory
+from lightning_resilience.ledger import node_name
 from lightning_resilience.run_directory import RunDirectory
 
 BATCH = 4
@@ -99,6 +100,7 @@ DEFAULTS: dict[str, Any] = {
     "device": None,  # what this process trains on, as it says
     "spoils": [],  # {"step": 23, "rank": 1, "what": "loss"}, or "gradient"
     "without": None,  # [[epoch, batch]]: what the loader leaves out
+    "collective_timeout_s": None,  # of DDP's process group
     "second_group": False,  # an all-reduce of its own in every step
     "floor_s": None,  # calculated timeouts may be as short as this
     "ping_within_s": None,  # how long a health check between steps may take
@@ -118,6 +120,8 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
         if event["at"] != at or event.get("step", 0) != step or event.get("rank", rank) != rank:
             continue
         if event.get("fit", config.get("fit")) != config.get("fit"):
+            continue
+        if event.get("node", node_name()) != node_name():
             continue
         if event.get("after", 0) > config.setdefault("furthest", 0):
             continue
@@ -597,6 +601,8 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         options["plugins"] = [AsyncCheckpointIO(SlowWriter(config["slow_writer_s"]))]
     if config["slurm"]:
         options["plugins"] = [SLURMEnvironment(auto_requeue=True)]
+    if config["collective_timeout_s"]:
+        options["strategy"] = L.strategies.DDPStrategy(timeout=timedelta(seconds=config["collective_timeout_s"]))
     if config["sharded"]:
         size = config["data_parallel"] or world_size
         options["strategy"] = L.strategies.ModelParallelStrategy(size, world_size // size)

@@ -621,6 +621,14 @@ def test_without_auto_resume_there_is_a_warning(tmp_path: Path, with_it: bool) -
     assert ("There is no AutoResume" in runs(config)) == (not with_it)
 
 
+@pytest.mark.parametrize(("timeout", "is_too_short"), [(1800, False), (180, True)])
+def test_a_collective_that_is_given_up_before_the_step_is_overdue(
+    tmp_path: Path, timeout: int, is_too_short: bool
+) -> None:
+    config = watched(tmp_path, trainer={"max_steps": 2, "devices": 2}, collective_timeout_s=timeout, limits="step:180")
+    assert ("torch gives a collective up after 180 s" in runs(config)) == is_too_short
+
+
 def test_a_sick_node_is_named_before_it_joins(tmp_path: Path) -> None:
     config = watched(tmp_path, sick_rank=1, trainer={"devices": 2})
     output = fails(config)

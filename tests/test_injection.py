@@ -127,7 +127,7 @@ def test_nothing_without_the_environment(monkeypatch: pytest.MonkeyPatch, packag
 
 def test_an_unknown_recipe_is_named(launched: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RECIPE_VARIABLE, "neno")
-    with pytest.raises(ValueError, match=r"'neno' is not a recipe; there are: nemo\."):
+    with pytest.raises(ValueError, match=r"'neno' is not a recipe; there are: nemo, preemptible, workstation, drill\."):
         make_trainer()
 
 
@@ -179,7 +179,7 @@ def test_a_list_of_callbacks_used_again_and_again(launched: RunDirectory) -> Non
         outcome = launched.fit(number).outcome
         assert outcome is not None
         assert (outcome.status, outcome.step) == ("finished", 24)
-    assert len(callbacks) == 1 + 3 * len(recipes.nemo())
+    assert len(callbacks) == 1 + 3 * len(recipes.nemo().callbacks)
 
 
 # -- unmodified scripts -----------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "DDPStrategy": (
         lambda t: importlib.import_module(f"{package_of(t)}.strategies").DDPStrategy(),
-        {"_model_averager"},
+        {"_model_averager", "_timeout"},
     ),
     "AsyncCheckpointIO": (
         lambda t: async_checkpoint_io(package_of(t)),

@@ -48,12 +48,12 @@ class FaultTolerance(SessionCallback):
     two batches, of training and of validation. A watchdog, one process for each node, reads that: it needs neither the
     help of a rank nor its interpreter lock. The sections cover the whole fit:
 
-    =================  ==================================================================================
-    ``setup``          from ``setup`` to the end of the first batch: restoring, the place in the data, compilers
-    ``step``           a whole batch: fetching it, forward, backward, collectives, optimizer, every callback
-    ``checkpointing``  every save, by whomever, and waiting for saves in the background
-    ``out_of_section`` the rest: the ends of epochs and validations, new data-loader iterators
-    =================  ==================================================================================
+    ==================  ==================================================================================
+    ``setup``           from ``setup`` to the end of the first batch: restoring, the place in the data, compilers
+    ``step``            a whole batch: fetching it, forward, backward, collectives, optimizer, every callback
+    ``checkpointing``   every save, by whomever, and waiting for saves in the background
+    ``out_of_section``  the rest: the ends of epochs and validations, new data-loader iterators
+    ==================  ==================================================================================
 
     When a rank is overdue, the watchdog collects what is known of all ranks (their Python stacks, what the kernel says,
     torch's Flight Recorder) in ``RUN_DIR/diagnostics``, says in one line which rank is stuck and how, and ends the
@@ -89,6 +89,8 @@ class FaultTolerance(SessionCallback):
     Raises:
         ValueError: If an argument makes no sense.
     """
+
+    same_as = ("FaultToleranceCallback", "FaultToleranceSectionsCallback")
 
     def __init__(
         self,
@@ -489,6 +491,14 @@ class _Watching:
             log.warning(
                 "Restarted gloo ranks may meet the addresses of the attempt before, and hang. Set "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, or use lightning-resilience launch."
+            )
+        gives_up, limit = _lightning.collective_timeout(trainer), self.timeouts.by_section()["step"]
+        if watching and gives_up is not None and gives_up <= limit:
+            log.warning(
+                "torch gives a collective up after %g s (the strategy's timeout), before a step of %g s counts as "
+                "hung: a hang ends without a diagnosis. Give the strategy a longer timeout, or the step a shorter one.",
+                gives_up,
+                limit,
             )
         if self.settings.autoresume and not any(isinstance(c, AutoResume) for c in _lightning.callbacks(trainer)):
             log.warning(

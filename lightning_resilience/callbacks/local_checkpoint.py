@@ -81,6 +81,8 @@ class LocalCheckpoint(SessionCallback):
         ValueError: If an argument makes no sense, or the states will not fit where they are to be kept.
     """
 
+    same_as = ("LocalCheckpointCallback",)
+
     def __init__(
         self,
         dir: str | os.PathLike[str] | None = None,

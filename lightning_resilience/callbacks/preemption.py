@@ -53,6 +53,8 @@ class Preemption(SessionCallback):
         ValueError: If an argument makes no sense.
     """
 
+    same_as = ("PreemptionCallback",)
+
     def __init__(
         self,
         signals: Sequence[signal.Signals | int | str] = (signal.SIGTERM,),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass
 
 import torch
+
+from lightning_resilience.ledger import node_name
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class Place:
     """A node and a device on it.
 
     Attributes:
-        node: Its host name.
+        node: Its name, see :func:`~lightning_resilience.ledger.node_name`.
         device: A GPU by its UUID, which it keeps wherever the driver lists it; others by torch's name.
     """
 
@@ -26,7 +27,7 @@ class Place:
         name = str(device)
         if device.type == "cuda":
             name = f"GPU {torch.cuda.get_device_properties(device).uuid}"
-        return Place(platform.node(), name)
+        return Place(node_name(), name)
 
     def __str__(self) -> str:
         return f"{self.node} ({self.device})"

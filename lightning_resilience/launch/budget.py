@@ -166,6 +166,16 @@ def last_recurrence(events: Iterable[Event]) -> str | None:
     return _History(events).recurrence()
 
 
+def spent(events: Iterable[Event]) -> tuple[int, int]:
+    """How many failures without progress the last job has had, and how often the job was retried after such.
+
+    Args:
+        events: The run's ledger, oldest first.
+    """
+    history = _History(events)
+    return history.failures_in_job, history.job_retries
+
+
 def _int(event: Event, name: str) -> int | None:
     value = event.get(name)
     return value if isinstance(value, int) else None

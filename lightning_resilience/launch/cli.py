@@ -1,19 +1,22 @@
-"""The command line: ``lightning-resilience launch``, ``report``, ``diagnose``, ``watch`` and ``inspect``."""
+"""The command line: ``lightning-resilience launch``, ``slurm``, ``status``, ``report`` and the rest."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_resilience import __version__
 from lightning_resilience.detect.timeouts import SectionTimeouts
-from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, say
+from lightning_resilience.launch.slurm import get_slurm_info
+from lightning_resilience.launch.slurm_script import PREEMPT_TIME_S, BatchScript
+from lightning_resilience.launch.status import status
 from lightning_resilience.launch.view import diagnoses, ranks_now, watch
+from lightning_resilience.recipes import JOBS
 from lightning_resilience.report import report
-from lightning_resilience.signals import DEFAULT_GRACE_PERIOD_S
 
 _EXIT_CODES = """exit codes of launch:
   0   the run has finished
@@ -37,10 +40,15 @@ def main(arguments: list[str] | None = None) -> None:
         text, good = inspect(options.path)
         print(text)
         sys.exit(0 if good else 1)
+    if options.action == "slurm":
+        _slurm(options, parser)
+        return
     if options.action != "launch":
         if not Path(options.run_dir).is_dir():
             parser.error(f"{options.run_dir} is not a directory; a run directory was expected")
-        if options.action == "report":
+        if options.action == "status":
+            print(status(options.run_dir))
+        elif options.action == "report":
             print(report(options.run_dir))
         elif options.action == "diagnose":
             print(diagnoses(options.run_dir, options.number))
@@ -61,60 +69,53 @@ def _parser() -> argparse.ArgumentParser:
         prog="lightning-resilience", description="Runs PyTorch Lightning scripts that survive what kills training runs."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="{launch,report,diagnose,watch,inspect}")
+    nemo = JOBS["nemo"]
+    names = "{launch,slurm,status,report,diagnose,watch,inspect}"
+    actions = parser.add_subparsers(dest="action", required=True, metavar=names)
 
-    launch = actions.add_parser(
-        "launch",
-        help="run a script until it has finished, restarting what fails",
-        description="Runs a training script and restarts it, inside the job and as a new job, until it has finished or "
-        "keeps failing without progress. The same command again resumes a run that was interrupted.",
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    launch = argparse.ArgumentParser(add_help=False)  # what launch and slurm have in common
+    launch.add_argument(
+        "--recipe",
+        choices=list(JOBS),
+        default="nemo",
+        help="the callbacks that every Trainer gets; the defaults given here are those of nemo (default: %(default)s)",
     )
-    launch.add_argument("--recipe", choices=["nemo"], default="nemo", help="the callbacks that every Trainer gets")
     launch.add_argument("--run-dir", type=Path, help="identity of the run, on storage that all nodes share")
     launch.add_argument(
         "--nproc-per-node", type=_count_or_auto, default="auto", metavar="N|auto", help="workers a node"
     )
-    launch.add_argument("--nnodes", type=_nodes, default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")
-    launch.add_argument("--node-rank", type=_count, metavar="R", help="number of this node; 0 decides for all")
-    launch.add_argument(
-        "--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="where the nodes meet: the first node"
-    )
     launch.add_argument(
         "--in-job-restarts",
         type=_count,
-        default=Budget.in_job_restarts,
         metavar="N",
-        help="successive failures without progress after which the workers are restarted (default: %(default)s)",
+        help="successive failures without progress after which the workers are restarted "
+        f"(default: {nemo.budget.in_job_restarts})",
     )
     launch.add_argument(
         "--job-retries",
         type=_count,
-        default=Budget.job_retries,
         metavar="N",
-        help="how often the job is retried after those; 2 retries are 3 runs (default: %(default)s)",
+        help=f"how often the job is retried after those; 2 retries are 3 runs (default: {nemo.budget.job_retries})",
     )
     launch.add_argument(
         "--max-failures-per-day",
         type=_count,
-        default=Budget.max_failures_per_day,
         metavar="N",
-        help="failures in 24 hours that are recovered from, whatever the progress (default: %(default)s)",
+        help="failures in 24 hours that are recovered from, whatever the progress "
+        f"(default: {nemo.budget.max_failures_per_day})",
     )
     launch.add_argument(
         "--grace-period",
         type=_seconds,
-        default=DEFAULT_GRACE_PERIOD_S,
         metavar="SECONDS",
-        help="how long the workers have to save and stop when asked to (default: %(default)g)",
+        help=f"how long the workers have to save and stop when asked to (default: {nemo.grace_period_s:g})",
     )
     launch.add_argument(
         "--section-timeouts",
         default="",
         metavar="NAME:SECONDS,...",
         help="how long a worker may take in a section without a sign of progress until it counts as hung; none: for "
-        f"ever (default: {SectionTimeouts()})",
+        f"ever (default: {nemo.section_timeouts})",
     )
     launch.add_argument(
         "--out-of-section-timeout",
@@ -130,6 +131,73 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     launch.add_argument("script", help="the training script (or module)")
     launch.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+
+    here = actions.add_parser(
+        "launch",
+        parents=[launch],
+        help="run a script until it has finished, restarting what fails",
+        description="Runs a training script and restarts it, inside the job and as a new job, until it has finished or "
+        "keeps failing without progress. The same command again resumes a run that was interrupted.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    here.add_argument("--nnodes", type=_nodes, default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")
+    here.add_argument(
+        "--node-rank",
+        type=_node_rank,
+        metavar="R|slurm",
+        help="number of this node; 0 decides for all; slurm: as Slurm counts the nodes of this step",
+    )
+    here.add_argument(
+        "--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="where the nodes meet: the first node"
+    )
+    here.add_argument(
+        "--retries-in-new-job",
+        action="store_true",
+        help="end with 75 where the job is to be retried or a node is to be avoided, and not begin again here",
+    )
+
+    slurm = actions.add_parser(
+        "slurm",
+        parents=[launch],
+        help="make the batch script that runs a script under Slurm until it has finished",
+        description="Prints a batch script for sbatch, or submits it. The job launches the training script on every "
+        "node, and is requeued until it has finished or keeps failing.",
+    )
+    slurm.add_argument("--nodes", type=_at_least_one, default=1, metavar="N", help="nodes (default: %(default)s)")
+    slurm.add_argument("--gpus-per-node", type=_at_least_one, metavar="N", help="GPUs of each, one worker for each GPU")
+    slurm.add_argument("--time", metavar="LIMIT", help="time limit of one job, as sbatch's (default: the partition's)")
+    slurm.add_argument("--partition", metavar="NAME", help="as sbatch's")
+    slurm.add_argument("--account", metavar="NAME", help="as sbatch's")
+    slurm.add_argument("--job-name", metavar="NAME", help="as sbatch's (default: the script's name)")
+    slurm.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION", help="another of sbatch's: --sbatch=--qos=high"
+    )
+    slurm.add_argument(
+        "--env-setup", action="append", default=[], metavar="LINE", help="a line of the batch script before the start"
+    )
+    slurm.add_argument(
+        "--python", default=sys.executable, metavar="PATH", help="interpreter on the nodes (default: this one)"
+    )
+    slurm.add_argument(
+        "--preempt-time",
+        type=_at_least_one,
+        default=PREEMPT_TIME_S,
+        metavar="SECONDS",
+        help="how long before the time limit the workers are told to save, at least (default: %(default)s)",
+    )
+    slurm.add_argument(
+        "--max-requeues", type=_count, default=100, metavar="N", help="of the job, in all (default: %(default)s)"
+    )
+    slurm.add_argument("--submit", action="store_true", help="submit the script and not print it")
+    slurm.set_defaults(launch_actions=[each for each in launch._actions if each.option_strings])
+
+    looked = actions.add_parser(
+        "status",
+        help="show the jobs that a run has had, what is safe and what is left of its budget",
+        description="Prints one line for every job or launch of a run, and its state now.",
+    )
+    looked.add_argument("run_dir", metavar="RUN_DIR")
 
     shown = actions.add_parser(
         "report",
@@ -177,8 +245,9 @@ def _settings(options: argparse.Namespace, parser: argparse.ArgumentParser) -> L
     timeouts = [options.section_timeouts] if options.section_timeouts else []
     if options.out_of_section_timeout is not None:
         timeouts.append(f"out_of_section:{options.out_of_section_timeout}")
+    job = JOBS[options.recipe]
     try:
-        section_timeouts = SectionTimeouts.parse(",".join(timeouts))
+        section_timeouts = SectionTimeouts.parse(",".join(timeouts)) if timeouts else job.section_timeouts
     except ValueError as error:
         parser.error(f"--section-timeouts and --out-of-section-timeout: {error}")
     name = options.script if options.module else Path(options.script).stem
@@ -190,17 +259,97 @@ def _settings(options: argparse.Namespace, parser: argparse.ArgumentParser) -> L
         nnodes=options.nnodes,
         node_rank=options.node_rank,
         rdzv_endpoint=options.rdzv_endpoint,
-        budget=Budget(options.in_job_restarts, options.job_retries, options.max_failures_per_day),
-        grace_period_s=options.grace_period,
+        budget=replace(
+            job.budget,
+            **{
+                name: given
+                for name in ("in_job_restarts", "job_retries", "max_failures_per_day")
+                if (given := getattr(options, name)) is not None
+            },
+        ),
+        grace_period_s=job.grace_period_s if options.grace_period is None else options.grace_period,
         section_timeouts=section_timeouts,
         local_dir=None if options.local_dir is None else options.local_dir.expanduser().absolute(),
+        retries_in_new_job=options.retries_in_new_job,
     )
+
+
+def _slurm(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Prints the batch script, or submits it."""
+    script = _batch_script(options, parser)
+    try:
+        if not options.submit:
+            script.make_output_directory()
+            print(script.render(), end="")
+            return
+        job_id = script.submit()
+    except OSError as error:
+        say(f"Refused: {error}.")
+        sys.exit(1)
+    print(job_id)
+    say(f"Job {job_id} is submitted. lightning-resilience status {script.run_dir} shows how it goes.")
+
+
+def _batch_script(options: argparse.Namespace, parser: argparse.ArgumentParser) -> BatchScript:
+    if options.nproc_per_node == "auto" and options.gpus_per_node is not None:
+        options.nproc_per_node = str(options.gpus_per_node)
+    settings = _settings(argparse.Namespace(**vars(options), **_ONE_NODE), parser)  # says what is wrong with them
+    try:
+        return BatchScript(
+            launch=[*_forwarded(options), *settings.command],
+            run_dir=settings.run_dir,
+            directory=Path.cwd(),
+            nodes=options.nodes,
+            job_name=options.job_name or settings.run_dir.name,
+            time=options.time,
+            gpus_per_node=options.gpus_per_node,
+            partition=options.partition,
+            account=options.account,
+            sbatch=options.sbatch,
+            env_setup=options.env_setup,
+            preempt_time_s=options.preempt_time,
+            grace_period_s=options.grace_period,
+            max_requeues=options.max_requeues,
+            python=options.python,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+
+
+_ONE_NODE = {"nnodes": "1", "node_rank": None, "rdzv_endpoint": None, "retries_in_new_job": True}
+_NOT_FORWARDED = ("run_dir", "grace_period", "module")  # the batch script has its own say, or the command holds it
+
+
+def _forwarded(options: argparse.Namespace) -> list[str]:
+    """The options of ``launch`` that were given, as its command line takes them."""
+    forwarded = []
+    for action in options.launch_actions:
+        value = getattr(options, action.dest)
+        if action.dest not in _NOT_FORWARDED and value != action.default:
+            value = value.expanduser().absolute() if isinstance(value, Path) else value
+            forwarded.append(f"{action.option_strings[0]}={value}")
+    return forwarded
 
 
 def _count(text: str) -> int:
     if not re.fullmatch(r"[0-9]+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return int(text)
+
+
+def _at_least_one(text: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _node_rank(text: str) -> int:
+    if text != "slurm":
+        return _count(text)
+    slurm = get_slurm_info()
+    if slurm is None or slurm.node_rank is None:
+        raise argparse.ArgumentTypeError("Slurm has not numbered this process's node; start it with srun")
+    return slurm.node_rank
 
 
 def _count_or_auto(text: str) -> str:

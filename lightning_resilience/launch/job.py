@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +19,7 @@ from lightning_resilience import _nvrx, signals
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience._processes import describe_process, is_running
 from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
-from lightning_resilience.launch.budget import Budget, highest_verified_step
+from lightning_resilience.launch.budget import Budget, Decision, highest_verified_step
 from lightning_resilience.launch.nodes import (
     FIRST_NODE_WITHIN_S,
     OWNER_LOST_AFTER_S,
@@ -61,6 +61,8 @@ class LaunchSettings:
         grace_period_s: How long the workers have to save and end when they are told to.
         section_timeouts: How long a worker may take in each section of the run until it counts as hung.
         local_dir: Where every node keeps its local checkpoints; ``None``: in node memory.
+        retries_in_new_job: End as interrupted where the job is to be retried, or a node is to be avoided: whoever has
+            started this launch gets a new job for it, on other nodes perhaps.
     """
 
     command: list[str]
@@ -74,6 +76,7 @@ class LaunchSettings:
     grace_period_s: float = signals.DEFAULT_GRACE_PERIOD_S
     section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
     local_dir: Path | None = None
+    retries_in_new_job: bool = False
 
     @property
     def is_single_node(self) -> bool:
@@ -211,8 +214,28 @@ class Launch:
                 return self._end(outcome)
             self._ledger.record("failure", run_id=run_id, exit_code=exit_code, reason=outcome.reason)
             following = self.settings.budget.decide(read_ledger(self._ledger.path), time.time())
+            if (reason := self._why_in_a_new_job(following, run_id)) is not None:
+                return self._end(Outcome("interrupted", f"{reason} ({outcome.reason})", details={"new_job": True}))
             if following.action != "give_up":
                 say(f"Failed: {outcome.reason}. Next: {following.reason}.")
+
+    def _why_in_a_new_job(self, following: Decision, run_id: str) -> str | None:
+        """Why the workers are to be started again in a new job and not in this one, if so."""
+        if not self.settings.retries_in_new_job or following.action == "give_up":
+            return None
+        if following.action == "retry":
+            return f"retry {following.job_attempt} of {self.settings.budget.job_retries} in a new job"
+        nodes = self._nodes_to_avoid(run_id)
+        return f"to be started again in a new job, without {', '.join(nodes)}" if nodes else None
+
+    def _nodes_to_avoid(self, run_id: str) -> list[str]:
+        """The nodes that a rank on them has asked to go on without, since these workers were started."""
+        if self.settings.is_single_node:
+            return []  # there is no other node to compare it to
+        events = list(read_ledger(self._ledger.path))
+        begun = next((index for index, event in enumerate(events) if event.get("run_id") == run_id), 0)
+        asked = (event for event in events[begun:] if event["event"] == "workload_request")
+        return sorted({str(event.get("node")) for event in asked if event.get("action") == "exclude_this_node"})
 
     def _finished_before(self) -> Outcome | None:
         """The outcome, if the whole run had finished with the very same command."""
@@ -240,6 +263,7 @@ class Launch:
             nproc_per_node=self.settings.nproc_per_node,
             slurm_job_id=slurm.job_id if slurm else None,
             slurm_restart_count=slurm.restart_count if slurm else None,
+            budget=asdict(self.settings.budget),
         )
         step = highest_verified_step(events)
         safe = "no checkpoint yet" if step is None else f"step {step} is safe"
@@ -283,6 +307,8 @@ class Launch:
         self._board.beat()
         if ":" not in self.settings.nnodes and any(exit_code != 0 for exit_code in self._other_nodes(run_id)):
             return True  # with a fixed number of nodes the others would wait for that one in vain
+        if self.settings.retries_in_new_job and self._nodes_to_avoid(run_id):
+            return True  # its elastic launcher would start the workers on the same nodes
         return self.settings.budget.decide(read_ledger(self._ledger.path), time.time()).action != "start"
 
     def _wait_for_nodes(self, run_id: str) -> int:
@@ -311,7 +337,8 @@ class Launch:
         exit_code = {"finished": 0, "interrupted": signals.EXIT_INTERRUPTED, "failed": 1, "halted": 1}[outcome.status]
         if outcome.status == "halted" and outcome.details.get("exit_code") in _VERDICT_EXIT_CODES:
             exit_code = outcome.details["exit_code"]
-        self._ledger.record("exit", status=outcome.status, exit_code=exit_code, reason=outcome.reason)
+        new_job = {"new_job": True} if outcome.details.get("new_job") else {}
+        self._ledger.record("exit", status=outcome.status, exit_code=exit_code, reason=outcome.reason, **new_job)
         if not self.settings.is_single_node:
             self._board.finish(exit_code)
         then = {
@@ -337,8 +364,9 @@ class Launch:
                 self._write_record(ended={"run_id": run_id, "exit_code": exit_code})
                 decision = self._board.wait_for(decision, OWNER_LOST_AFTER_S, lambda: self._stop.now)
         except FirstNodeMissing as missing:
-            say(f"Failed: {missing}")
-            return signals.EXIT_INTERRUPTED if self._stop else 1
+            # Whether the run has failed is the first node's to say: with a new one it goes on.
+            say(f"Interrupted: {missing} (exit code {signals.EXIT_INTERRUPTED})")
+            return signals.EXIT_INTERRUPTED
         if decision is None or decision.exit_code is None:
             return signals.EXIT_INTERRUPTED
         say(f"The first node ended the run (exit code {decision.exit_code}).")

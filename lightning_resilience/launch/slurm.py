@@ -1,11 +1,14 @@
-"""What Slurm says about the job this process runs in. Imports nothing but the standard library."""
+"""What Slurm says about its jobs. Imports nothing but the standard library."""
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+_COMMAND_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -88,3 +91,61 @@ def _on_node(counts: str | None, node_rank: int) -> int | None:
         if node_rank < first:
             return int(match[1])
     return None
+
+
+def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
+    """Runs one of Slurm's commands, and never waits for longer than a minute.
+
+    Args:
+        command: Its name and arguments.
+
+    Returns:
+        How it ended. One that is missing or does not answer counts as failed, with the reason as its error output.
+    """
+    try:
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND_WITHIN_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+def show_job(job_id: str) -> dict[str, str]:
+    """What ``scontrol show job`` says about a job; empty if it says nothing.
+
+    Args:
+        job_id: Its id.
+    """
+    shown = run_slurm("scontrol", "--oneliner", "show", "job", job_id)
+    return dict(re.findall(r"(?:^|\s)([A-Za-z]+)=(\S*)", shown.stdout)) if shown.returncode == 0 else {}
+
+
+def node_names(node_list: str) -> list[str]:
+    """The names of nodes in Slurm's own notation, in its order.
+
+    Args:
+        node_list: Such as ``node[01-04]``.
+    """
+    shown = run_slurm("scontrol", "show", "hostnames", node_list)
+    return shown.stdout.split() if shown.returncode == 0 else []
+
+
+def lost_nodes(node_list: str) -> list[str]:
+    """Which of these nodes Slurm has lost.
+
+    Args:
+        node_list: In Slurm's own notation.
+    """
+    shown = run_slurm("sinfo", "--noheader", "--Node", f"--nodes={node_list}", "--states=down,fail", "--format=%N")
+    return sorted(set(shown.stdout.split())) if shown.returncode == 0 else []
+
+
+def usable_nodes(partition: str) -> int | None:
+    """How many nodes of a partition can be given to a job, now or once they are free; ``None`` if that is unknown.
+
+    Args:
+        partition: Its name.
+    """
+    states = "idle,alloc,mix,comp"
+    shown = run_slurm("sinfo", "--noheader", "--Node", f"--partition={partition}", f"--states={states}", "--format=%N")
+    return len(set(shown.stdout.split())) if shown.returncode == 0 else None

@@ -1,0 +1,301 @@
+"""The presets: what is in them, that each trains and survives, and that the files to copy say the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import pytorch_lightning
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_resilience import AutoResume, FaultTolerance, NaNGuard, Preemption, StragglerDetection, recipes, session
+from lightning_resilience.detect.timeouts import SectionTimeouts
+from lightning_resilience.faults import SimulatedFault
+from lightning_resilience.launch.budget import Budget
+from lightning_resilience.launch.cli import _parser, _settings
+from lightning_resilience.recipes import JOBS, RECIPE_VARIABLE, RECIPES, Job
+from lightning_resilience.run_directory import RUN_DIR_VARIABLE, RunDirectory
+from tests.harness import result, run, samples
+from tests.test_exact_resume import make, undisturbed
+
+FILES = Path(__file__).parents[1] / "recipes"
+each_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def options(callback: Any) -> dict[str, Any]:
+    """What a callback was given, but for the run directory, which one callback of several has."""
+    return {name: value for name, value in vars(callback).items() if name != "run_dir"}
+
+
+# -- what they are -----------------------------------------------------------------------------------------------------
+
+
+def test_nemos_defaults() -> None:
+    """As in NeMo's recipes and plugins."""
+    recipe = recipes.nemo("runs/gpt")
+    assert recipe.job.budget == Budget(in_job_restarts=3, job_retries=2)
+    watch, stragglers = recipe.fault_tolerance, recipe.straggler_detection
+    assert watch is not None
+    assert stragglers is not None
+    assert (watch.autoresume, watch.calculate_timeouts) == (True, True)
+    assert stragglers.report_time_interval == 300
+    assert (stragglers.gpu_relative_perf_threshold, stragglers.gpu_individual_perf_threshold) == (0.7, 0.7)
+    assert stragglers.num_gpu_perf_scores_to_print == 5
+    assert stragglers.stop_if_detected
+    assert recipe.preemption is not None
+    assert recipe.preemption.signals == (signal.SIGTERM,)
+
+
+@each_recipe
+def test_a_recipe_has_its_launchers_settings_and_the_run_directory(name: str) -> None:
+    recipe = RECIPES[name]("runs/gpt")
+    assert recipe.name == name
+    assert recipe.job == JOBS[name]
+    assert {callback.run_dir for callback in recipe.callbacks} == {"runs/gpt"}
+    assert isinstance(recipe.callbacks[-1], AutoResume)
+    assert {callback.run_dir for callback in RECIPES[name]().callbacks} == {None}
+    if recipe.preemption is not None:
+        assert recipe.preemption.grace_period_s == recipe.job.grace_period_s
+
+
+@each_recipe
+def test_a_recipe_prints_what_is_not_a_default(name: str) -> None:
+    text = str(RECIPES[name]("runs/gpt"))
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[0] == f"recipe {name}"
+    assert "run directory       runs/gpt" in lines
+    assert max(map(len, text.splitlines())) <= 140
+    if name == "preemptible":
+        assert {"grace_period_s=25.0", "train_time_interval=0:05:00", "async_save=True"} <= set(lines)
+    if name == "workstation":
+        assert "signals=SIGTERM, SIGINT, SIGHUP" in lines
+        assert "StragglerDetection" not in text
+    if name == "drill":
+        assert "simulated_fault_params=fault_type random, base_delay_s 60.0, rand_delay_s 60.0" in lines
+    assert "keep=2" not in text
+    assert f"--grace-period={JOBS[name].grace_period_s:g}" in lines
+
+
+def test_a_recipe_is_changed_field_by_field() -> None:
+    recipe = dataclasses.replace(
+        recipes.nemo("runs/gpt"), nan_guard=None, straggler_detection=recipes.straggler_det_callback(60, False)
+    )
+    kinds = [type(callback).__name__ for callback in recipe.callbacks]
+    assert kinds == ["FaultTolerance", "Preemption", "LocalCheckpoint", "StragglerDetection", "AutoResume"]
+    found = recipe.callbacks[3]
+    assert isinstance(found, StragglerDetection)
+    assert (found.report_time_interval, found.stop_if_detected) == (60, False)
+    moved = dataclasses.replace(recipe, run_dir="runs/other")
+    assert {callback.run_dir for callback in moved.callbacks} == {"runs/other"}
+    assert {callback.run_dir for callback in recipe.callbacks} == {"runs/gpt"}
+
+
+def test_the_default_of_nemos_straggler_function() -> None:
+    assert options(recipes.straggler_det_callback()) == options(StragglerDetection())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"nan_guard": NaNGuard(run_dir="runs/other")}, "NaNGuard has run_dir='runs/other', and the recipe 'runs/gpt'"),
+        ({"run_dir": None, "preemption": Preemption(run_dir="a")}, "Preemption has run_dir='a', and the recipe None"),
+        ({"auto_resume": None}, "needs auto_resume"),
+        ({"fault_tolerance": FaultTolerance(section_timeouts={"step": 60})}, "differ"),
+    ],
+)
+def test_what_cannot_work_together_is_refused_at_once(change: dict[str, Any], words: str) -> None:
+    recipe = recipes.nemo("runs/gpt")
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(recipe, **change)
+
+
+def test_the_same_limits_in_both_places_are_no_contradiction() -> None:
+    limits = SectionTimeouts(step=60)
+    recipe = dataclasses.replace(
+        recipes.nemo(), fault_tolerance=FaultTolerance(section_timeouts=limits), job=Job(section_timeouts=limits)
+    )
+    assert "--section-timeouts=setup:600,step:60,checkpointing:420,out_of_section:300" in recipe.job.options
+
+
+def test_a_drill_of_another_recipe() -> None:
+    fault = SimulatedFault(fault_type="nan_loss", at_step=3)
+    recipe = recipes.drill("runs/drill", fault, recipes.workstation)
+    assert recipe.fault_tolerance is not None
+    assert recipe.fault_tolerance.simulated_fault_params == fault
+    assert recipe.straggler_detection is None
+
+
+# -- the launcher ------------------------------------------------------------------------------------------------------
+
+
+@each_recipe
+def test_launch_takes_the_settings_of_the_recipe(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    parser = _parser()
+    settings = _settings(parser.parse_args(["launch", "--recipe", name, str(script)]), parser)
+    job = JOBS[name]
+    assert settings.recipe == name
+    assert (settings.budget, settings.grace_period_s, settings.section_timeouts) == (
+        job.budget,
+        job.grace_period_s,
+        job.section_timeouts,
+    )
+
+
+def test_the_options_of_a_job_say_what_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    job = Job(Budget(1, 0, 7), 12.5, SectionTimeouts(step=9.5, setup=None))
+    parser = _parser()
+    settings = _settings(parser.parse_args(["launch", *job.options, str(script)]), parser)
+    assert Job(settings.budget, settings.grace_period_s, settings.section_timeouts) == job
+
+
+def test_one_option_leaves_the_recipes_others(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    parser = _parser()
+    given = ["launch", "--recipe", "preemptible", "--job-retries", "0", "--out-of-section-timeout", "5", str(script)]
+    settings = _settings(parser.parse_args(given), parser)
+    assert settings.budget == dataclasses.replace(JOBS["preemptible"].budget, job_retries=0)
+    assert settings.grace_period_s == 25
+    assert settings.section_timeouts == SectionTimeouts(out_of_section=5)
+
+
+def test_the_launcher_reads_them_without_torch_and_lightning() -> None:
+    code = "import sys, lightning_resilience.launch.cli; print(sorted({'torch', 'lightning'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# -- what they are for -------------------------------------------------------------------------------------------------
+
+
+@each_recipe
+def test_a_run_is_killed_and_stopped_and_ends_as_if_undisturbed(name: str, tmp_path: Path) -> None:
+    options = {"callbacks": [], "trainer": {"devices": 2}, "validation": True}
+    events = [
+        {"at": "train", "step": 13, "rank": 1, "do": "SIGKILL", "once": True},
+        {"at": "train", "step": 23, "rank": 0, "do": "SIGTERM", "once": True},
+    ]
+    config = make(tmp_path, "disturbed", events=events, **options)
+    environment = {RECIPE_VARIABLE: name, RUN_DIR_VARIABLE: config["run_dir"]}
+    ends = [run(config, tmp_path / "disturbed", environment=environment) for _ in range(3)]
+    assert -signal.SIGKILL in ends[0][0], ends[0][1]
+    assert "Preemption detected" in ends[1][1]
+    assert ends[1][0] == ends[2][0] == [0, 0], ends[2][1]
+    assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
+
+
+# -- files to copy -----------------------------------------------------------------------------------------------------
+
+
+class Model(L.LightningModule):
+    pass
+
+
+def of_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    monkeypatch.setattr(sys, "argv", ["main.py"])
+    common = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_checkpointing=false"]
+    cli = LightningCLI(Model, run=False, save_config_callback=None, args=[f"--config={path}", *common])  # type: ignore[no-untyped-call]
+    return [callback for callback in cli.trainer.callbacks if type(callback).__module__.startswith("lightning_resil")]
+
+
+@each_recipe
+def test_the_yaml_of_a_recipe_makes_its_callbacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = RECIPES[name]()
+    found = of_file(FILES / "cli" / f"{name}.yaml", monkeypatch)
+    assert [type(callback) for callback in found] == [type(callback) for callback in recipe.callbacks]
+    for callback, expected in zip(found, recipe.callbacks, strict=True):
+        assert options(callback) == options(expected)
+    assert len({callback.run_dir for callback in found} - {None}) == 1
+
+
+def test_every_recipe_and_no_other_has_a_file() -> None:
+    assert {path.stem for path in (FILES / "cli").glob("*.yaml")} == set(RECIPES)
+
+
+# -- two callbacks for one thing ---------------------------------------------------------------------------------------
+
+FOREIGN = {
+    "FaultToleranceSectionsCallback": "FaultTolerance",
+    "FaultToleranceCallback": "FaultTolerance",
+    "StragglerDetectionCallback": "StragglerDetection",
+    "LocalCheckpointCallback": "LocalCheckpoint",
+    "PreemptionCallback": "Preemption",
+}
+
+
+def fit(trainer_callbacks: list[Any], package: Any, folder: Path) -> None:
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from pytorch_lightning.demos.boring_classes import BoringModel as OldBoringModel
+
+    trainer = package.Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        callbacks=trainer_callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit((BoringModel if package is L else OldBoringModel)())
+
+
+@pytest.mark.parametrize("package", [L, pytorch_lightning], ids=["lightning", "pytorch_lightning"])
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_a_callback_of_others_that_does_the_same_is_refused(foreign: str, package: Any, tmp_path: Path) -> None:
+    theirs = type("Special", (type(foreign, (package.Callback,), {}),), {})()
+    ours = next(each for each in recipes.nemo(tmp_path / "run").callbacks if type(each).__name__ == FOREIGN[foreign])
+    session._fits_begun.clear()
+    with pytest.raises(ValueError, match=f"Special and {FOREIGN[foreign]} do the same"):
+        fit([theirs, ours], package, tmp_path)
+    ours.injected = True
+    session._fits_begun.clear()
+    fit([theirs, ours], package, tmp_path)  # a launched script has its reasons
+
+
+# -- Weights & Biases --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_one_wandb_run_over_all_processes_of_a_run(package: str, tmp_path: Path) -> None:
+    code = f"""
+import json, sys
+import {package} as package
+from lightning_resilience import recipes
+logger = recipes.nemo(sys.argv[1]).wandb_logger(project="gpt", offline=True)
+assert isinstance(logger, sys.modules["{package}"].loggers.WandbLogger)
+logger.log_metrics({{"x": 1.0}})
+print(json.dumps([logger.version, logger.experiment.id, logger.save_dir, logger.experiment.project]))
+"""
+    ran = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "run")],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"WANDB_SILENT": "true"},
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        ran.append(json.loads(done.stdout.splitlines()[-1]))
+    identity = RunDirectory(tmp_path / "run").identity()
+    assert ran == [[identity, identity, str(tmp_path / "run"), "gpt"]] * 2
+    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) == 2
+
+
+def test_a_wandb_logger_needs_the_place_of_the_run() -> None:
+    with pytest.raises(ValueError, match="needs the recipe's run_dir"):
+        recipes.nemo().wandb_logger()
