@@ -15,7 +15,18 @@ from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import RunDirectory
 
 _COMMON = ("event", "time", "rank", "node", "step", "fit")
-_TOO_LONG = ("slurm", "versions", "elastic_run_id", "launch_id", "run_id", "attempt", "host", "pid")
+_TOO_LONG = (
+    "slurm",
+    "versions",
+    "budget",
+    "elastic_run_id",
+    "saved_at",
+    "launch_id",
+    "run_id",
+    "attempt",
+    "host",
+    "pid",
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,8 @@ def interruptions(events: Iterable[Event]) -> list[Interruption]:
         saves = [step for event, step in steps if event["event"] == "saved"]
         # What was resumed is the state of a save, or the one with which the interrupted workers had begun themselves.
         states = [event for event in past if event["event"] in ("saved", "resumed") and _step(event) == resumed]
-        lost_since = states[-1] if states else before[0]
+        saved_at = None if began is None else began.get("saved_at")
+        lost_since = saved_at if isinstance(saved_at, float) else _time(states[-1] if states else before[0])
         kind, reason = _cause(before)
         found.append(
             Interruption(
@@ -73,7 +85,7 @@ def interruptions(events: Iterable[Event]) -> list[Interruption]:
                 saved_step=saves[-1] if saves else None,
                 reached_step=max((step for _, step in steps), default=None),
                 resumed_step=resumed,
-                seconds_lost=None if began is None else max(0.0, _time(began) - _time(lost_since)),
+                seconds_lost=None if began is None else max(0.0, _time(began) - lost_since),
             )
         )
     return found
@@ -148,7 +160,7 @@ def _cause(before: list[Event]) -> tuple[str, str]:
     if "launcher_killed" in kinds:
         return "launcher killed", "the launcher was killed, and its workers with it"
     exits = [event for event in before if event["event"] == "exit"]
-    if exits and exits[-1].get("status") == "interrupted":
+    if exits and exits[-1].get("status") == "interrupted" and not exits[-1].get("new_job"):
         return "preempted", str(exits[-1].get("reason", ""))
     faults = faults_of(before)
     failures = [event for event in before if event["event"] == "failure"]

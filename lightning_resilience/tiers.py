@@ -223,6 +223,7 @@ class Tiers:
     def _load_local(self, generation: Generation) -> tuple[Path, dict[str, Any] | None] | None:
         assert self.local is not None
         session = self._session
+        saved_at = self.local.saved_at(generation)  # no event was recorded then: local saves are too many
         checkpoint = self.local.load(generation)
         self._report_bad()
         if checkpoint is None:
@@ -235,7 +236,13 @@ class Tiers:
         self.loaded = _Loaded(generation.step, generation.name, None)
         if session.trainer.is_global_zero:
             session.ledger.record(
-                self._event, fit=session.index, step=generation.step, path=name, tier=tier, generation=generation.name
+                self._event,
+                fit=session.index,
+                step=generation.step,
+                path=name,
+                tier=tier,
+                generation=generation.name,
+                saved_at=saved_at,
             )
             log.info("Resuming from step %d (local checkpoint %s).", generation.step, name)
         return Path(name), checkpoint

@@ -225,6 +225,21 @@ def test_what_always_crashes_ends_with_the_budget_and_the_reason(launcher: Launc
     assert len(launcher.events("start")) == 5, "a person who launches it again has a fresh budget"
 
 
+@pytest.mark.parametrize(
+    ("end", "reason"), [("TooSlow(1)", "rank 3 is too slow"), ("SystemExit(1)", "the script ended by sys.exit(1)")]
+)
+def test_an_exit_that_says_why(launcher: Launcher, end: str, reason: str) -> None:
+    launcher.script(
+        f"""
+        class TooSlow(SystemExit):
+            def __str__(self): return "rank 3 is too slow"
+        raise {end}
+        """
+    )
+    assert launcher.run("--in-job-restarts=0", "--job-retries=0", "script.py") == 1
+    assert [event["reason"] for event in launcher.events("fault")] == [reason]
+
+
 def test_progress_refills_the_budget_until_the_day_is_spent(launcher: Launcher) -> None:
     launcher.script(
         """

@@ -227,6 +227,16 @@ def test_what_each_interruption_cost(tmp_path: Path) -> None:
     )
 
 
+def test_what_was_lost_since_a_local_save(tmp_path: Path) -> None:
+    """Of which there was no event: the resume says when it was."""
+    story = [
+        {**event, "tier": "local", "saved_at": 1055.0} if event["event"] == "resumed" else event for event in STORY
+    ]
+    crash, preempted, killed = interruptions(read_ledger(ledger_of(tmp_path, *story) / "ledger.jsonl"))
+    assert crash.seconds_lost == 1090.0 - 1055.0
+    assert (preempted.seconds_lost, killed.seconds_lost) == (1160.0 - 1055.0, 1200.0 - 1055.0)
+
+
 def test_a_report_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = ledger_of(tmp_path, *STORY)
     RunDirectory(run_dir).outcome = Outcome("finished", "the script ended")

@@ -218,6 +218,13 @@ class LocalTier:
             "world_size": generation.world_size,
         }
 
+    def saved_at(self, generation: Generation) -> float | None:
+        """When this rank's part was written here, in seconds since the epoch; ``None``: it is not here."""
+        try:
+            return self._path(generation, rank_part(self.place.rank)).stat().st_mtime
+        except OSError:
+            return None
+
     def _path(self, generation: Generation, part: str) -> Path:
         return self.store.directory / f"step-{generation.step:012d}-{generation.name}" / f"{part}.shard"
 

@@ -117,7 +117,7 @@ def ranks_now(run_dir: str | os.PathLike[str]) -> str:
                 str(about["pid"]),
                 stay.section,
                 str(stay.step),
-                f"{now - stay.since:.1f} s",
+                f"{max(0.0, now - stay.since):.1f} s",
                 f"{stay.timeout:g} s",
                 f"in {milliseconds:.1f} ms" if answers else "no",
                 "yes" if python else "no",

@@ -47,7 +47,10 @@ def main() -> None:
         if exit_request.code is None or exit_request.code == 0:
             outcome = Outcome("finished", "the script ended by sys.exit")
         else:
-            outcome = Outcome("failed", f"the script ended by sys.exit({exit_request.code!r})")
+            reason = str(exit_request)  # an exception of ours that ends the process says why
+            if reason == str(exit_request.code):
+                reason = f"the script ended by sys.exit({exit_request.code!r})"
+            outcome = Outcome("failed", reason)
             fault = _describe(exit_request)
             if not isinstance(exit_request.code, int):
                 print(exit_request.code, file=sys.stderr)  # as Python does
