@@ -5,12 +5,13 @@ READY := .venv/.ready
 # Newer NVRx wheels want a newer glibc than many machines have. Their Python files run anywhere.
 NVRX_LATEST := 0.7.0
 LATEST := .nvrx-latest
+NEMO_RUN := .nemo-run
 
 # One thread for each process: the ranks share the cores, and results do not depend on how many there are.
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kills test-nvrx-latest check bench clean
+.PHONY: help demo test test-kills test-slurm test-nvrx-latest test-nemo-run check bench docs clean
 
 help: ## Show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 25
@@ -24,9 +25,15 @@ test: $(READY) ## Run all tests
 test-kills: $(READY) ## The long tests: kills at random instants, every signal, every hang, every drill
 	@$(BIN)/python -m pytest -m campaign
 
+test-slurm: $(READY) ## Run whole chains of jobs on a real Slurm that it starts here (root; about 7 minutes)
+	@$(BIN)/python -m pytest -m 'slurm and not campaign' -rs
+
 test-nvrx-latest: $(LATEST)/.ready ## Run the tests that depend on NVRx with its newest version (about 3 minutes)
 	@$(LATEST)/bin/python -c 'from lightning_resilience._nvrx import installed_version as v; print("NVRx", *v()); assert v() == tuple(map(int, "$(NVRX_LATEST)".split(".")))'
 	@$(LATEST)/bin/python -m pytest -m 'nvrx and not campaign'
+
+test-nemo-run: $(NEMO_RUN)/.ready ## Run the tests of the plugins for NeMo-Run, on a real Slurm too (about 7 minutes)
+	@$(NEMO_RUN)/bin/python -m pytest -m 'not campaign' tests/test_nemo_run.py
 
 check: $(READY) ## Check style and types
 	$(BIN)/ruff check
@@ -36,8 +43,12 @@ check: $(READY) ## Check style and types
 bench: $(READY) ## Measure what a healthy training step pays
 	@$(BIN)/python benchmarks/overhead.py
 
+docs: .venv/.docs-ready ## Build the documentation in docs/_build (broken links and names are errors)
+	@PYTHONWARNINGS=ignore::FutureWarning $(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --builder html docs docs/_build
+	@echo "Open docs/_build/index.html"
+
 clean: ## Remove the environment, caches and everything the demo has written
-	rm -rf .venv $(LATEST) .mypy_cache .pytest_cache .ruff_cache runs build dist *.egg-info
+	rm -rf .venv $(LATEST) $(NEMO_RUN) .mypy_cache .pytest_cache .ruff_cache runs build dist docs/_build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -46,6 +57,10 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt torch
 	@$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+.venv/.docs-ready: $(READY)
+	@$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
 	@touch $@
 
 # An environment in front of .venv, so that whatever a test starts finds the newer version.
@@ -59,4 +74,15 @@ $(LATEST)/.ready: $(READY) Makefile
 	$$install --no-deps --platform manylinux_2_39_x86_64 --python-version 3.12 nvidia-resiliency-ext==$(NVRX_LATEST); \
 	$$install grpcio protobuf httpx; \
 	echo "import site; site.addsitedir('$$base')" > $$latest/base.pth
+	@touch $@
+
+# The same with NeMo-Run, which brings half a gigabyte of packages that nothing else here needs.
+$(NEMO_RUN)/.ready: $(READY) Makefile
+	@echo "Setting up $(NEMO_RUN) ..."
+	@rm -rf $(NEMO_RUN) && $(BIN)/python -m venv --without-pip $(NEMO_RUN)
+	@set -e; \
+	packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	base=$$($(BIN)/python -c "$$packages"); own=$$($(NEMO_RUN)/bin/python -c "$$packages"); \
+	$(BIN)/pip install -qq --disable-pip-version-check --target $$own nemo-run==0.11.1 leptonai==0.27.3; \
+	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
 	@touch $@

@@ -1,0 +1,253 @@
+"""What the documentation says: its code runs, its commands parse, its tables and log lines are the program's."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from sybil import Example, Sybil
+from sybil.parsers.markdown import CodeBlockParser
+from torch.utils.data import DataLoader
+
+import lightning_resilience
+from lightning_resilience import recipes
+from lightning_resilience.launch import cli
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md", ROOT / "benchmarks/README.md"]
+LINKED = {*PAGES, *ROOT.glob("*.md"), *ROOT.glob("*/README.md")}
+COMPILED_ONLY = re.compile(r"<!-- only compiled: .+ -->\s*\Z")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+# --- Python ---
+
+
+def run_block(example: Example) -> None:
+    # Blank lines before it, so that a traceback names the line of the page.
+    source = "\n" * (example.line + example.parsed.line_offset) + example.parsed
+    code = compile(source, example.path, "exec")
+    if not COMPILED_ONLY.search(example.document.text[: example.region.start]):
+        exec(code, example.namespace)
+
+
+def train_loader() -> DataLoader[torch.Tensor]:
+    return DataLoader(RandomDataset(32, 16))
+
+
+@each_page
+def test_python_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of a page runs, after the ones before it, in an empty folder.
+
+    A fragment may use what its reader has or knows: Lightning, the names of this package, a model and its data. What a
+    script does as ``__main__`` does not happen, and a block behind ``<!-- only compiled: why -->`` does not run.
+    """
+    monkeypatch.chdir(tmp_path)
+    document = Sybil(parsers=[CodeBlockParser(language="python", evaluator=run_block)]).parse(page)
+    document.namespace.update({name: getattr(lightning_resilience, name) for name in lightning_resilience.__all__})
+    document.namespace.update({"L": L, "Trainer": L.Trainer, "torch": torch, "__name__": "page"})
+    document.namespace.update({"model": BoringModel(), "data": train_loader()})
+    for example in document.examples():
+        example.evaluate()
+
+
+# --- commands ---
+
+
+def fenced(text: str, *languages: str) -> Iterator[str]:
+    for match in re.finditer(r"^( *)```([^\n]*)\n(.*?)^\1```", text, flags=re.MULTILINE | re.DOTALL):
+        if match[2].strip() in languages:
+            yield match[3]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    for block in fenced(text, "", "bash", "sh", "console", "yaml"):
+        for line in block.replace("\\\n", " ").splitlines():
+            # Also behind srun, in a job script. What has [...] is a pattern of commands and none.
+            match = re.search(r"(?:^|\s)(lightning-resilience (?:launch|slurm|[a-z]+) [^#|>]*)", line)
+            if match and not re.match(r"\s*(\[|#)", line) and "[" not in match[1]:
+                yield shlex.split(match[1])[1:]
+
+
+def subparsers() -> dict[str, Any]:
+    actions = cli._parser()._actions
+    return next(action.choices for action in actions if isinstance(action.choices, dict))
+
+
+@each_page
+def test_commands_parse(page: Path) -> None:
+    text = page.read_text()
+    for arguments in commands(text):
+        try:
+            cli._parser().parse_args(arguments)
+        except SystemExit:
+            pytest.fail(f"{name_of(page)}: the command line is refused: lightning-resilience {shlex.join(arguments)}")
+    prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for match in re.finditer(r"`lightning-resilience\s+([a-z]+)([^`]*)`", prose):
+        assert match[1] in subparsers(), f"{name_of(page)}: there is no {match[0]}"
+        own = match[2].split(" -- ")[0]
+        for option in re.findall(r"--[a-z-]+", own):
+            assert option in subparsers()[match[1]]._option_string_actions, f"{name_of(page)}: {match[0]}"
+
+
+def test_the_launchers_page_has_every_option() -> None:
+    page = (ROOT / "docs" / "launch.md").read_text()
+    described = {option for name, *_ in table(page, "Options") for option in re.findall(r"`(--?[a-z-]+)", name)}
+    assert described == set(subparsers()["launch"]._option_string_actions) - {"-h", "--help"}
+
+
+# --- tables ---
+
+
+def table(text: str, heading: str) -> list[list[str]]:
+    """The rows of the first table below a heading, without its head."""
+    section = re.split(rf"^#+ {heading}$", text, maxsplit=1, flags=re.MULTILINE)[1]
+    found = re.search(r"(?:^\|.*\n)+", section, flags=re.MULTILINE)
+    assert found is not None, f"no table below {heading}"
+    lines = found[0].strip().splitlines()
+    return [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [
+        ("auto-resume.md", "AutoResume"),
+        ("bad-numbers.md", "NaNGuard"),
+        ("hangs.md", "FaultTolerance"),
+        ("local-checkpoints.md", "LocalCheckpoint"),
+        ("preemption.md", "Preemption"),
+        ("stragglers.md", "StragglerDetection"),
+    ],
+)
+def test_every_option_of_a_callback_is_described_with_its_default(page: str, name: str) -> None:
+    parameters = inspect.signature(getattr(lightning_resilience, name)).parameters
+    rows = {row[0].strip("`"): row[1] for row in table((ROOT / "docs" / page).read_text(), "Options")}
+    assert list(rows) == list(parameters)
+    for option, said in rows.items():
+        default = parameters[option].default
+        if said.startswith("`"):
+            assert ast.literal_eval(said.strip("`")) == default, f"{page}: {option}"
+        else:  # in words, where None or a type of its own says too little
+            assert not isinstance(default, (bool, int, float, str)), f"{page}: {option} is {default!r}"
+
+
+@pytest.mark.nvrx
+@pytest.mark.parametrize(
+    ("page", "module", "name"),
+    [
+        ("migrate-from-nvrx.md", "fault_tolerance_callback", "FaultToleranceCallback"),
+        ("migrate-from-nvrx.md", "fault_tolerance_sections_callback", "FaultToleranceSectionsCallback"),
+        ("migrate-from-nvrx.md", "straggler_det_callback", "StragglerDetectionCallback"),
+        ("migrate-from-nvrx.md", "local_checkpoint_callback", "LocalCheckpointCallback"),
+        ("migrate-from-nvrx.md", "local_checkpoint_callback", "HierarchicalCheckpointIO"),
+        ("migrate-from-nvrx.md", "_utils", "SimulatedFaultParams"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_every_name_of_nvrx_is_there(page: str, module: str, name: str) -> None:
+    theirs = pytest.importorskip(f"nvidia_resiliency_ext.ptl_resiliency.{module}")
+    text = (ROOT / "docs" / page).read_text()
+    rows = table(text, f"`{name}`")
+    named = {found for row in rows for found in re.findall(r"`(\w+)", row[0])}
+    assert named == set(inspect.signature(getattr(theirs, name)).parameters)
+
+
+def test_the_recipes_are_what_their_page_says() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    assert str(recipes.preemptible("runs/gpt")) in [block.strip() for block in fenced(page, "text")]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    said = {cells[0]: cells[1:] for cells in lines}
+    names = re.findall(r"`(\w+)`", " ".join(lines[0]))
+    assert names == list(recipes.RECIPES)
+    for place, name in enumerate(names):
+        job = recipes.JOBS[name]
+        assert said["grace period"][place] == f"{job.grace_period_s:g} s"
+        assert said["restarts inside the job"][place] == str(job.budget.in_job_restarts)
+        assert said["job retries"][place] == str(job.budget.job_retries)
+        assert said["failures in a day"][place] == str(job.budget.max_failures_per_day)
+
+
+# --- log lines ---
+
+
+@cache
+def messages() -> list[re.Pattern[str]]:
+    """Everything in the package that could be a message, with its blanks."""
+    patterns = set()
+    for file in (ROOT / "lightning_resilience").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts: list[str | None] = [node.value]
+            elif isinstance(node, ast.JoinedStr):
+                parts = [each.value if isinstance(each, ast.Constant) else None for each in node.values]  # type: ignore[misc]
+            else:
+                continue
+            words = re.sub(r"%[-.\d]*[a-z]", "", "".join(part or "" for part in parts))
+            if len(re.findall(r"[A-Za-z]", words)) >= 8 and " " in words.strip():
+                pieces = [
+                    ".*" if part is None else re.sub(r"%[-\\.\d]*[srdgf]", ".*", re.escape(part)) for part in parts
+                ]
+                patterns.add("".join(pieces).removeprefix(re.escape("[lightning-resilience] ")))
+    return [re.compile(pattern) for pattern in patterns]
+
+
+@each_page
+def test_log_lines_are_the_programs(page: Path) -> None:
+    """What stands in a block ``log`` behind our name begins as some message of the package does."""
+    for block in fenced(page.read_text(), "log"):
+        for line in block.splitlines():
+            said = re.match(r"\[lightning-resilience\] (?:Hang: rank .*?\) (?:is )?)?(.*)", line)
+            assert said is None or any(pattern.match(said[1]) for pattern in messages()), f"{name_of(page)}: {line}"
+
+
+def test_what_one_will_see_is_shown() -> None:
+    """The words in the table of what can happen are in the lines below it, where its first column leads."""
+    page = (ROOT / "docs" / "what-can-happen.md").read_text()
+    shown = page[page.index("\n## ") :]
+    for event, _, words, _ in table(page, ".*"):
+        assert not words or words.strip("`") in shown, f"{event}: {words}"
+
+
+# --- links ---
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", sorted(LINKED), ids=name_of)
+def test_links_between_files_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", path):
+            continue
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{name_of(page)} links to {target}"
+        assert not anchor or file.suffix != ".md" or anchor in anchors(file), f"{name_of(page)} links to {target}"
+
+
+def test_every_name_that_is_exported_is_in_the_reference() -> None:
+    reference = (ROOT / "docs" / "api.md").read_text()
+    described = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", reference, flags=re.MULTILINE))
+    assert {f"lightning_resilience.{name}" for name in lightning_resilience.__all__} <= described
