@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_resilience.launch.budget import Event, verified_step
 
@@ -69,6 +69,7 @@ def slices_of(events: Iterable[Event]) -> list[Slice]:
     """
     slices: list[Slice] = []
     highest: dict[int, int] = {}
+    begun: set[Any] = set()  # the fits of a run without launcher; no process begins the same one twice
     safe: int | None = None
     for event in events:
         time = _seconds(event)
@@ -80,13 +81,17 @@ def slices_of(events: Iterable[Event]) -> list[Slice]:
                 current = Slice(time, job_id, _int(event, "restart_count"), nodes, safe, safe, excluded=excluded)
                 slices.append(current)
             case "launch":
-                if current is None or current.launched or current.ended is not None:
+                if current is None or current.job_id is None or current.launched or current.ended is not None:
                     id_ = event.get("slurm_job_id")
                     current = Slice(time, None if id_ is None else str(id_), _int(event, "slurm_restart_count"))
                     current.step_before = current.step_after = safe
                     slices.append(current)
                 current.launched = True
-        if current is None:  # the events of a run without launcher
+            case "fresh" | "resumed" if current is None or (not current.launched and event.get("fit") in begun):
+                current = Slice(time, step_before=safe, step_after=safe)  # of a run that was started without launcher
+                slices.append(current)
+                begun = set()
+        if current is None:
             continue
         current.last_seen = time
         if (verified := verified_step(event)) is not None:
@@ -100,6 +105,10 @@ def slices_of(events: Iterable[Event]) -> list[Slice]:
                 current.worker_groups += 1
                 if not current.nodes and isinstance(event.get("node"), str):
                     current.nodes = [event["node"]]
+            case "fresh" | "resumed":
+                begun.add(event.get("fit"))
+            case "interrupted" | "finished" if not current.launched:
+                current.exit = event | {"status": event["event"]}
             case "workload_request" if event.get("action") == "exclude_this_node":
                 node = str(event.get("node"))
                 current.suspects = [*(each for each in current.suspects if each != node), node]

@@ -207,6 +207,8 @@ class Launch:
             if not self.settings.is_single_node:
                 self._board.publish(run_id, decision.max_restarts, decision.job_attempt)
             exit_code = self._run_workers(run_id, decision.max_restarts, decision.job_attempt, self._watch_nodes)
+            if exit_code != 0 and self._has_stopped(run_id):
+                exit_code = 0  # it was this launch that has ended its elastic launcher
             if exit_code == 0 and not self.settings.is_single_node:
                 exit_code = self._wait_for_nodes(run_id)
             outcome = self._verdict(exit_code, run_id)
@@ -307,9 +309,19 @@ class Launch:
         self._board.beat()
         if ":" not in self.settings.nnodes and any(exit_code != 0 for exit_code in self._other_nodes(run_id)):
             return True  # with a fixed number of nodes the others would wait for that one in vain
+        if self._has_stopped(run_id):
+            return True  # else its elastic launcher would wait five minutes for that of a node that was told to stop
         if self.settings.retries_in_new_job and self._nodes_to_avoid(run_id):
             return True  # its elastic launcher would start the workers on the same nodes
         return self.settings.budget.decide(read_ledger(self._ledger.path), time.time()).action != "start"
+
+    def _has_stopped(self, run_id: str) -> bool:
+        """Whether the ranks have stopped together and saved, and the other nodes have nothing left to do."""
+        said = self._run_directory.outcome
+        if said is None or said.status != "interrupted" or said.details.get("elastic_run_id") != run_id:
+            return False
+        others = self._other_nodes(run_id)
+        return self.settings.nnodes == str(len(others) + 1) and len(others) > 0 and not any(others)
 
     def _wait_for_nodes(self, run_id: str) -> int:
         """How the other nodes' workers ended: their launchers do not tell each other."""

@@ -1,0 +1,684 @@
+"""The batch script, what its one command decides, and the table of slices: without Slurm.
+
+``tests/slurm`` runs the same on a real one. Here ``srun`` and ``scontrol`` are small programs: every decision is taken
+by the module that ships, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_resilience.launch import cli, status
+from lightning_resilience.launch.chain import Slice, current_chain, nodes_to_exclude, slices_of, why_it_must_end
+from lightning_resilience.launch.job import Launch, LaunchSettings
+from lightning_resilience.launch.slurm_job import COMMENT_EVERY_S, Comment
+from lightning_resilience.launch.slurm_script import BatchScript, seconds_of
+from lightning_resilience.ledger import Ledger, node_name, read_ledger
+from lightning_resilience.report import interruptions
+from tests.test_launch import Launcher, launcher
+
+__all__ = ["launcher"]  # a fixture
+
+PATIENCE_S = 30.0
+
+
+# The script
+
+
+def render(tmp_path: Path, **changes: Any) -> str:
+    given: dict[str, Any] = {"launch": ["train.py"], "run_dir": tmp_path / "run", "directory": tmp_path}
+    return BatchScript(**given | changes).render()
+
+
+def sbatch_options(script: str) -> list[str]:
+    """The options as sbatch reads them."""
+    lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    return [word for line in lines for word in shlex.split(line)]
+
+
+def test_the_script_holds_what_the_job_needs(tmp_path: Path) -> None:
+    script = render(
+        tmp_path, nodes=4, time="4:00:00", gpus_per_node=8, partition="gpu", account="me", sbatch=["--qos=high"]
+    )
+    assert {
+        "--nodes=4",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=8",
+        "--time=4:00:00",
+        "--partition=gpu",
+        "--account=me",
+        "--qos=high",
+        "--requeue",
+        "--open-mode=append",
+        "--signal=TERM@60",
+        f"--output={tmp_path}/run/slurm/%j.out",
+        f"--chdir={tmp_path}",
+    } <= set(sbatch_options(script))
+
+
+def test_whatever_is_put_into_the_script_comes_out_of_the_shell_again(tmp_path: Path) -> None:
+    """With an interpreter that says what it was given, run by bash as Slurm does."""
+    folder = tmp_path / "a user's $HOME; `x`"
+    folder.mkdir()
+    python = folder / "pyth on"
+    python.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    python.chmod(0o755)
+    arguments = ["my train.py", "--name=it's", '{"a": "$HOME \\ `id`"}', "", "*", "--", "new\nline", "é"]
+    script = BatchScript(
+        launch=arguments, run_dir=folder / "run", directory=folder, python=str(python), env_setup=["export SEEN='a b'"]
+    )
+    done = subprocess.run(["bash", "-c", script.render()], capture_output=True, text=True, timeout=30, check=True)
+    said = done.stdout.split("\0")[:-1]
+    assert said[:2] == ["-m", "lightning_resilience.launch.slurm_job"]
+    assert said[2] == f"--run-dir={folder / 'run'}"
+    assert said[said.index("--") + 2 :] == arguments
+    assert f"--output={folder}/run/slurm/%j.out" in sbatch_options(script.render())
+
+
+def test_a_percent_sign_in_the_path_is_no_pattern_of_slurms(tmp_path: Path) -> None:
+    options = sbatch_options(render(tmp_path, run_dir=tmp_path / "lr%j"))
+    assert f"--output={tmp_path}/lr%%j/slurm/%j.out" in options
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"preempt_time_s": 19}, "must be 20 to 65535"),
+        ({"preempt_time_s": 70000}, "must be 20 to 65535"),
+        ({"grace_period_s": 51.0}, "use --preempt-time 61"),
+        ({"time": "2:00"}, "no time to train"),
+        ({"time": "five"}, "hours:minutes:seconds"),
+        ({"sbatch": ["--signal=B:USR1@30"]}, "given by this command itself"),
+        ({"sbatch": ["--no-requeue"]}, "given by this command itself"),
+        ({"sbatch": ["-N4"]}, "given by this command itself"),
+        ({"sbatch": ["qos=high"]}, "is no option"),
+        ({"job_name": 'a"b'}, "#SBATCH line"),
+        ({"sbatch": ["--comment=a\nrm -rf /"]}, "#SBATCH line"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        render(tmp_path, **changes)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("1:30:00", 5400),
+        ("2-3", 183600),
+        ("2-03:30", 185400),
+        ("2-03:30:10", 185410),
+        ("UNLIMITED", None),
+    ],
+)
+def test_time_limits_are_read_as_slurm_reads_them(time: str, seconds: int | None) -> None:
+    assert seconds_of(time) == seconds
+
+
+def test_the_command_line_gives_launch_what_was_given_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    options = ["--nodes=2", "--gpus-per-node=8", "--job-retries=0", "--local-dir=local", "--env-setup=module load x"]
+    cli.main(["slurm", *options, "train.py", "--job-retries", "5"])
+    script = capsys.readouterr().out
+    words = shlex.split(script[script.index("exec ") :])
+    assert words[words.index("--") + 1 :] == [
+        "--grace-period=50",
+        "--nproc-per-node=8",
+        "--job-retries=0",
+        f"--local-dir={tmp_path}/local",
+        "train.py",
+        "--job-retries",
+        "5",
+    ]
+    assert "\nmodule load x\n" in script
+    assert (tmp_path / "runs/train/slurm").is_dir()  # Slurm would not make it, and the job would end without a word
+
+
+def test_launch_reads_its_rank_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_NODEID", "3")
+    options = cli._parser().parse_args(["launch", "--node-rank=slurm", "train.py"])
+    assert options.node_rank == 3
+    monkeypatch.delenv("SLURM_NODEID")
+    with pytest.raises(SystemExit):
+        cli._parser().parse_args(["launch", "--node-rank=slurm", "train.py"])
+
+
+# The batch step
+
+SRUN = """#!{python}
+import json, os, sys, time
+from lightning_resilience.ledger import Ledger
+ledger = Ledger({ledger!r}, rank=None)
+json.dump(sys.argv[1:], open({folder!r} + "/srun", "w"))
+step = json.load(open({folder!r} + "/step"))
+for event in step["events"]:
+    ledger.record(**event)
+open({folder!r} + "/ready", "w").close()
+time.sleep(step.get("takes", 0))
+sys.exit(step["exit_code"])
+"""
+
+SCONTROL = """#!{python}
+import json, os, signal, sys
+words = sys.argv[1:]
+with open({folder!r} + "/scontrol", "a") as file:
+    file.write(json.dumps(words) + "\\n")
+job = json.load(open({folder!r} + "/job"))
+if words[0] == "show":
+    first, last = words[2][2:-1].split("-")
+    print("\\n".join(words[2][0] + str(n) for n in range(int(first), int(last) + 1)))
+elif words[0] == "--oneliner":
+    print(" ".join(f"{{k}}={{v}}" for k, v in job["says"].items()))
+elif words[0] == "update" and words[2].startswith("ExcNodeList"):
+    if len(open({folder!r} + "/scontrol").read().split("ExcNodeList")) < 3:
+        os.kill(os.getpid(), signal.SIGTERM)  # Slurm ends all that the job runs
+elif words[0] == "requeue":
+    tries = open({folder!r} + "/scontrol").read().count('"requeue"')
+    if tries <= job["refuses"]:
+        os.kill(os.getppid(), signal.SIGTERM)
+        sys.exit("no")
+    os.kill(os.getppid(), signal.SIGTERM)
+"""
+
+SINFO = """#!{python}
+import sys
+if not any("down" in word for word in sys.argv):
+    print("n1\\nn2\\nn3\\nn4\\nn5")
+"""
+
+
+class Batch:
+    """Batch steps of one job on four nodes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.ledger = Ledger(self.run_dir / "ledger.jsonl", rank=None)
+        (folder / "bin").mkdir()
+        for name, text in {"srun": SRUN, "scontrol": SCONTROL, "sinfo": SINFO}.items():
+            program = folder / "bin" / name
+            program.write_text(text.format(python=sys.executable, folder=str(folder), ledger=str(self.ledger.path)))
+            program.chmod(0o755)
+        self.job(JobState="RUNNING")
+
+    def job(self, refuses: int = 0, **says: str) -> None:
+        says = {"Restarts": "0", "ExcNodeList": "(null)", **says}
+        (self.folder / "job").write_text(json.dumps({"says": says, "refuses": refuses}))
+
+    def start(
+        self,
+        *events: dict[str, Any],
+        exit_code: int = 0,
+        restarts: int = 0,
+        options: list[str] | None = None,
+        **step: Any,
+    ) -> subprocess.Popen[str]:
+        (self.folder / "step").write_text(json.dumps({"events": events, "exit_code": exit_code, **step}))
+        (self.folder / "ready").unlink(missing_ok=True)
+        (self.folder / "scontrol").write_text("")
+        job = {
+            "SLURM_JOB_ID": "17",
+            "SLURM_JOB_NODELIST": "n[1-4]",
+            "SLURM_JOB_NUM_NODES": "4",
+            "SLURM_RESTART_COUNT": str(restarts),
+            "SLURM_JOB_PARTITION": "gpu",
+            "SLURM_CPUS_PER_TASK": "7",
+        }
+        path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "lightning_resilience.launch.slurm_job", f"--run-dir={self.run_dir}"),
+                *(options or []),
+                *("--", "--grace-period=50", "train.py", "--lr", "a b"),
+            ],
+            env=os.environ | job | {"PATH": path},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *events: dict[str, Any], **step: Any) -> tuple[int, str]:
+        process = self.start(*events, **step)
+        try:
+            _, said = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+        return process.returncode, said
+
+    def asked(self, what: str) -> list[list[str]]:
+        """What scontrol was asked for."""
+        lines = [json.loads(line) for line in (self.folder / "scontrol").read_text().splitlines()]
+        return [line for line in lines if line[0] == what]
+
+    def comments(self) -> list[str]:
+        words = [word for line in self.asked("update") for word in line]
+        return [word.removeprefix("Comment=") for word in words if word.startswith("Comment=")]
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Batch:
+    return Batch(tmp_path)
+
+
+def exits(code: int, reason: str = "so it is", **fields: Any) -> dict[str, Any]:
+    status = {0: "finished", 75: "interrupted"}.get(code, "failed")
+    return {"event": "exit", "status": status, "exit_code": code, "reason": reason, **fields}
+
+
+SAVED = {"event": "saved", "fit": 0, "step": 5}
+
+
+def test_the_steps_get_the_same_command_line_on_all_nodes(batch: Batch) -> None:
+    assert batch.run(exits(0))[0] == 0
+    words = json.loads((batch.folder / "srun").read_text())
+    assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0"} <= set(words)
+    launch = words[words.index("launch") :]
+    assert launch[1:3] == ["--nnodes=4", "--node-rank=slurm"]
+    assert launch[3].startswith("--rdzv-endpoint=")
+    assert launch[4:] == [
+        *("--retries-in-new-job", f"--run-dir={batch.run_dir}", "--grace-period=50", "train.py", "--lr", "a b")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("events", "srun", "code", "requeued", "how"),
+    [
+        ([exits(0)], 0, 0, False, "finished"),
+        ([exits(0)], 1, 0, False, "finished"),  # another node's trouble, after the run had finished
+        ([exits(75)], 75, 75, True, "told to stop"),
+        ([exits(75, new_job=True)], 75, 75, True, "failed"),
+        ([exits(1)], 1, 1, False, "failed, exit code 1"),
+        ([exits(16)], 16, 16, False, "failed, exit code 16"),
+        ([exits(17)], 17, 17, False, "failed, exit code 17"),
+        ([], 137, 75, True, "launch lost"),
+        ([], 1, 75, True, "launch lost"),
+        ([], 0, 75, True, "launch lost"),  # srun says nothing that can be believed
+        ([], 2, 2, False, "refused"),
+    ],
+)
+def test_what_follows_is_decided_by_what_launch_has_recorded(
+    batch: Batch, events: list[dict[str, Any]], srun: int, code: int, requeued: bool, how: str
+) -> None:
+    returned, said = batch.run(*events, exit_code=srun)
+    assert returned == code, said
+    assert bool(batch.asked("requeue")) is requeued
+    assert slices_of(read_ledger(batch.ledger.path))[-1].how == how
+    if not requeued and code:
+        assert batch.comments()[-1].startswith(how)
+
+
+def test_an_earlier_slices_end_is_not_taken_for_this_ones(batch: Batch) -> None:
+    batch.ledger.record(**exits(1))
+    assert batch.run(exit_code=137)[0] == 75
+    assert batch.asked("requeue")
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        {"JobState": "CANCELLED"},
+        {
+            "JobState": "COMPLETING",  # all that Slurm says as long as this process is there
+            "StartTime": "2026-01-01T10:00:00",
+            "EndTime": "2026-01-01T10:30:00",
+            "TimeLimit": "01:00:00",
+        },
+    ],
+)
+def test_a_cancelled_job_is_not_requeued(batch: Batch, says: dict[str, str]) -> None:
+    batch.job(**says)
+    assert batch.run(exits(75), exit_code=75)[0] == 75
+    assert not batch.asked("requeue")
+    assert slices_of(read_ledger(batch.ledger.path))[-1].how == "cancelled"
+    assert batch.run(exits(0))[0] == 0  # unless it has finished all the same
+
+
+@pytest.mark.parametrize(
+    ("says", "how"),
+    [
+        ({"PreemptTime": "2026-01-01T10:30:00"}, "preempted"),
+        ({"PreemptTime": "2026-01-01T10:30:00", "JobState": "COMPLETING"}, "preempted"),
+        ({"EndTime": "2026-01-01T10:30:00"}, "time limit"),
+        (
+            {
+                "JobState": "COMPLETING",
+                "StartTime": "2026-01-01T10:00:00",
+                "EndTime": "2026-01-01T11:00:05",
+                "TimeLimit": "01:00:00",
+            },
+            "time limit",
+        ),
+        ({"EndTime": "2126-01-01T10:30:00"}, "told to stop"),
+    ],
+)
+def test_it_says_who_has_stopped_the_run(batch: Batch, says: dict[str, str], how: str) -> None:
+    batch.job(**{"JobState": "RUNNING", **says})
+    batch.run(exits(75), exit_code=75)
+    assert batch.asked("requeue")
+    assert slices_of(read_ledger(batch.ledger.path))[-1].how == how
+
+
+def test_a_job_that_slurm_has_requeued_is_not_requeued_again(batch: Batch) -> None:
+    batch.job(JobState="COMPLETING", Restarts="1")
+    process = batch.start(exits(75), exit_code=75)
+    try:
+        while not any(event["event"] == "slice_end" for event in read_ledger(batch.ledger.path)):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)  # Slurm's
+        assert process.wait(PATIENCE_S) == 75
+    finally:
+        process.kill()
+    assert not batch.asked("requeue")
+
+
+def test_sigterm_does_not_end_the_batch_step_before_its_steps(batch: Batch) -> None:
+    process = batch.start(exits(0), takes=1.0)
+    try:
+        while not (batch.folder / "ready").exists():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        process.kill()
+
+
+def test_a_job_is_requeued_so_often_and_not_more(batch: Batch) -> None:
+    for restarts in range(3):
+        assert batch.run({**SAVED, "step": restarts}, exits(75), exit_code=75, restarts=restarts)[0] == 75
+        assert batch.asked("requeue")
+    code, said = batch.run({**SAVED, "step": 9}, exits(75), exit_code=75, restarts=3, options=["--max-requeues=3"])
+    assert code == 1
+    assert not batch.asked("requeue")
+    assert "--max-requeues=3" in said
+    assert "--max-requeues=3" in batch.comments()[-1]
+
+
+def test_a_job_that_slurm_requeues_itself_is_not_started_too_often(batch: Batch) -> None:
+    """One that is killed before it can say anything is never asked at its end."""
+    for restarts in range(10):
+        batch.ledger.record("slice_start", slurm_job_id="17", restart_count=restarts, nodes=["n1"])
+    code, said = batch.run(exits(0), restarts=10)
+    assert code == 1
+    assert not (batch.folder / "srun").exists()
+    assert "10 slices in a row" in said
+    assert batch.run(exits(0))[0] == 0  # whoever submits it again has decided to
+
+
+def test_ten_slices_without_a_new_step_are_the_end(batch: Batch) -> None:
+    batch.run(SAVED, exits(75), exit_code=75)
+    for _ in range(9):
+        batch.ledger.record("slice_start", slurm_job_id="17", restart_count=1, nodes=["n1"])
+        batch.ledger.record("saved", fit=0, step=5)  # the same again
+        batch.ledger.record("slice_end", how="preempted", then="requeue")
+    code, said = batch.run(exits(75), exit_code=75, restarts=9)
+    assert code == 1
+    assert "10 slices in a row" in said
+
+
+def test_ten_slices_with_progress_are_not(batch: Batch) -> None:
+    for step in range(12):
+        batch.ledger.record("slice_start", slurm_job_id="17", restart_count=step, nodes=["n1"])
+        batch.ledger.record("saved", fit=0, step=step)
+        batch.ledger.record("slice_end", how="preempted", then="requeue")
+    assert batch.run(exits(75), exit_code=75, restarts=12)[0] == 75
+    assert batch.asked("requeue")
+
+
+@pytest.mark.parametrize(("restarts", "code", "requeued"), [(0, 1, False), (1, 75, True), (100, 1, False)])
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_ledger_that_cannot_be_used(batch: Batch, restarts: int, code: int, requeued: bool, readable: bool) -> None:
+    """At first that is a mistake of the user's. Later it is a node that has lost the shared storage."""
+    if readable:
+        batch.run_dir.mkdir()
+        batch.ledger.path.symlink_to("/dev/null")  # where what is written is lost
+    else:
+        batch.ledger.path.mkdir(parents=True)
+    returned, said = batch.run(exits(75), exit_code=75, restarts=restarts)
+    assert returned == code, said
+    assert str(batch.ledger.path) in said
+    assert bool(batch.asked("requeue")) is requeued
+    assert not (batch.folder / "srun").exists()
+
+
+def test_a_controller_that_does_not_answer_is_asked_again(batch: Batch) -> None:
+    batch.job(refuses=1, JobState="RUNNING")
+    assert batch.run(exits(75), exit_code=75)[0] == 75
+    assert len(batch.asked("requeue")) == 2
+
+
+def suspect(node: str) -> dict[str, Any]:
+    return {"event": "workload_request", "action": "exclude_this_node", "node": node}
+
+
+def test_a_node_that_is_to_blame_is_excluded_beside_the_users_own(batch: Batch) -> None:
+    batch.job(JobState="RUNNING", ExcNodeList="x[1-2]")
+    batch.ledger.record("slice_start", slurm_job_id="17", restart_count=0, nodes=["n1"])
+    batch.ledger.record("slice_end", how="failed", then="requeue", excluded=["x2"])
+    code, said = batch.run(suspect("n3"), exits(75, new_job=True), exit_code=75)
+    assert code == 75
+    assert ["update", "JobId=17", "ExcNodeList=x1,n3"] in batch.asked("update")
+    assert "without n3" in said
+    assert (
+        len([line for line in batch.asked("update") if line[2].startswith("ExcNodeList")]) == 2
+    )  # the first was ended
+    assert not any(event["event"] == "exclusion_failed" for event in read_ledger(batch.ledger.path))
+    requeued = [line[0] for line in map(json.loads, (batch.folder / "scontrol").read_text().splitlines())]
+    assert requeued.index("requeue") < len(requeued) - 1  # only a pending job's list can be changed
+    assert slices_of(read_ledger(batch.ledger.path))[-1].excluded == ["n3"]
+    batch.ledger.record("slice_start", slurm_job_id="17", restart_count=2, nodes=["n1"])
+    assert slices_of(read_ledger(batch.ledger.path))[-1].excluded == ["n3"]
+    batch.ledger.record("slice_start", slurm_job_id="18", restart_count=0, nodes=["n1"])
+    assert slices_of(read_ledger(batch.ledger.path))[-1].excluded == []  # Slurm knows nothing of it there
+
+
+# What the ledger says
+
+
+def slice_on(nodes: list[str], suspects: list[str], excluded: list[str] | None = None) -> Slice:
+    return Slice(0.0, nodes=nodes, suspects=suspects, excluded=excluded or [])
+
+
+EIGHT = [f"n{number}" for number in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("last", "usable", "excluded"),
+    [
+        (slice_on(["n1", "n2"], ["n2"]), 3, ["n2"]),
+        (slice_on(["n1", "n2"], ["n2"]), 2, []),  # there would never be two nodes again
+        (slice_on(["n1", "n2"], ["n2"]), None, []),
+        (slice_on(["n1"], ["n1"]), 9, []),
+        (slice_on(["n1", "n2"], ["n9"]), 9, []),
+        (slice_on(["n1", "n2"], ["n2"], ["n3"]), 9, ["n2"]),  # a quarter, and one at least
+        (slice_on(EIGHT, ["n2"], ["n9"]), 99, ["n9", "n2"]),
+        (slice_on(EIGHT, ["n2", "n3", "n4"]), 99, ["n3", "n4"]),
+        (slice_on(EIGHT, [], ["n9"]), 99, ["n9"]),
+    ],
+)
+def test_nodes_are_excluded_within_bounds(last: Slice, usable: int | None, excluded: list[str]) -> None:
+    assert nodes_to_exclude(last, usable) == excluded
+
+
+def test_a_chain_begins_where_the_run_had_ended() -> None:
+    slices = [Slice(0.0, then=then) for then in ("requeue", "end", "requeue", None, "end")]
+    assert len(current_chain(slices)) == 3
+    assert current_chain([]) == []
+
+
+def test_requeues_that_left_no_line_count() -> None:
+    assert why_it_must_end([Slice(0.0, advanced=True)], 100, 100) is not None
+    assert why_it_must_end([Slice(0.0, advanced=True)], 99, 100) is None
+
+
+def test_a_comment_is_set_when_it_is_new_and_not_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    clock = [1000.0]
+    monkeypatch.setattr("lightning_resilience.launch.slurm_job.run_slurm", lambda *words: shown.append(words[-1]))
+    monkeypatch.setattr("lightning_resilience.launch.slurm_job.time.monotonic", lambda: clock[0])
+    comment = Comment("17")
+    for text in ("a", "a", "b"):
+        comment.show(text)
+    assert shown == ["Comment=a"]
+    clock[0] += COMMENT_EVERY_S
+    comment.show("b")
+    comment.show("the end", now=True)
+    assert shown == ["Comment=a", "Comment=b", "Comment=the end"]
+
+
+def test_slurms_name_of_a_node_goes_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu-17")
+    assert node_name() == "gpu-17"
+
+
+def test_the_table_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status.shutil, "which", lambda name: None)
+    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    budget = {"in_job_restarts": 3, "job_retries": 2, "max_failures_per_day": 50}
+    nodes = ["n1", "n2"]
+    ledger.record("slice_start", slurm_job_id="17", restart_count=0, nodes=nodes)
+    ledger.record("launch", slurm_job_id="17", budget=budget)
+    ledger.record("job_start", run_id="a")
+    ledger.record("start", elastic_run_id="a")
+    ledger.record("saved", fit=0, step=120)
+    ledger.record(**suspect("n2"))
+    ledger.record(**exits(75, new_job=True))
+    ledger.record("slice_end", how="failed", then="requeue", excluded=["n2"], reason="slow")
+    ledger.record("slice_start", slurm_job_id="17", restart_count=1, nodes=["n1", "n3"])
+    ledger.record("launch", slurm_job_id="17", budget=budget)  # and here Slurm lost the node
+    ledger.record("slice_start", slurm_job_id="17", restart_count=2, nodes=["n1", "n3"])
+    ledger.record("launch", slurm_job_id="17", budget=budget)
+    ledger.record("job_start", run_id="b")
+    ledger.record("start", elastic_run_id="b")
+    ledger.record("failure", run_id="b")
+    shown = status.status(tmp_path)
+    rows = [line.split() for line in shown.splitlines()[3:6]]
+    assert [row[1] for row in rows] == ["17", "17.1", "17.2"]
+    assert shown.splitlines()[3].endswith("failed  requeued without n2")
+    assert "- -> 120" in shown.splitlines()[3]
+    assert shown.splitlines()[4].endswith("killed  requeued by Slurm")
+    assert "step 120" in shown
+    assert "2 of 3 restarts and 2 of 2 job retries left" in shown
+    assert "Excluded  n2" in shown
+    assert max(map(len, shown.splitlines())) <= 120
+    assert status.progress_line(list(read_ledger(ledger.path))) == "step 120 safe, restart 1 of 3, slice 3"
+
+
+def test_the_table_of_a_run_without_slurm(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    assert "no run has been launched" in status.status(tmp_path)
+    for code in (75, 0):
+        ledger.record("launch", slurm_job_id=None)
+        ledger.record("start", elastic_run_id="a")
+        ledger.record(**exits(code))
+    rows = status.status(tmp_path).splitlines()[3:5]
+    assert rows[0].endswith("interrupted  launched again")
+    assert rows[1].endswith("finished     -")
+
+
+# Retries as new jobs
+
+
+def test_two_retries_in_new_jobs_are_three_runs(launcher: Launcher) -> None:
+    launcher.script('ledger.record("ran"); raise RuntimeError("boom")')
+    options = ["--retries-in-new-job", "--in-job-restarts=1", "--job-retries=2", "script.py"]
+    assert [launcher.run(*options) for _ in range(3)] == [75, 75, 1]
+    assert [event["retry"] for event in launcher.events("job_start")] == [False, True, True]
+    assert len(launcher.events("ran")) == 6
+    assert "retry 1 of 2 in a new job" in launcher.stderr(0)
+    assert "no progress in 3 jobs" in launcher.stderr(2)
+    assert [event.get("new_job") for event in launcher.events("exit")] == [True, True, None]
+    kinds = [each.kind for each in interruptions(list(read_ledger(launcher.run_directory.ledger)))]
+    assert set(kinds) == {"crash"}  # and not preemptions, although the launch has ended with 75
+
+
+def test_interruptions_between_retries_spend_none(launcher: Launcher) -> None:
+    launcher.script(
+        """
+        if os.path.exists("fails"): raise RuntimeError("boom")
+        raise signals.Interrupted("told to")
+        """
+    )
+    options = ["--retries-in-new-job", "--in-job-restarts=0", "--job-retries=1", "script.py"]
+    (launcher.folder / "fails").touch()
+    assert launcher.run(*options) == 75
+    (launcher.folder / "fails").unlink()
+    for _ in range(3):
+        assert launcher.run(*options) == 75
+        assert launcher.events("exit")[-1].get("new_job") is None
+    (launcher.folder / "fails").touch()
+    assert launcher.run(*options) == 1  # the one retry has begun with the second launch
+    assert [event["retry"] for event in launcher.events("job_start")] == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("new_job", [True, False])
+def test_a_node_to_avoid_is_avoided_in_a_new_job_only(tmp_path: Path, new_job: bool) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    settings = LaunchSettings(
+        ["train.py"], tmp_path, nnodes="2", node_rank=0, rdzv_endpoint="n1:1", retries_in_new_job=new_job
+    )
+    launch = Launch(settings)
+    ledger.record(**suspect("n9"))  # of an earlier start of the workers
+    ledger.record("job_start", run_id="a")
+    following = settings.budget.decide(read_ledger(ledger.path), time.time())
+    assert launch._why_in_a_new_job(following, "a") is None
+    assert launch._watch_nodes("a") is False
+    ledger.record(**SAVED)
+    ledger.record(**suspect("n2"))
+    ledger.record("failure", run_id="a")
+    following = settings.budget.decide(read_ledger(ledger.path), time.time())
+    reason = launch._why_in_a_new_job(following, "a")
+    assert (reason is not None and "without n2" in reason) is new_job
+    assert launch._watch_nodes("a") is new_job
+
+
+def test_the_table_of_a_run_without_launcher(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for event, step in (("fresh", 0), ("saved", 13), ("interrupted", 13), ("resumed", 13), ("finished", 48)):
+        ledger.record(event, fit=0, step=step)
+    ledger.record("fresh", fit=1)  # the script's next fit
+    rows = status.status(tmp_path).splitlines()[3:]
+    assert rows[0].endswith("- -> 13     0       interrupted  launched again")
+    assert "13 ->" in rows[1]
+    assert rows[2] == ""
+    ledger.record("launch", slurm_job_id=None)
+    assert len(slices_of(read_ledger(ledger.path))) == 3
+
+
+# The page
+
+
+def test_the_page_has_every_option_and_the_script_is_what_is_rendered() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "slurm.md").read_text()
+    actions = cli._parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    own = set(actions["slurm"]._option_string_actions) - set(actions["launch"]._option_string_actions)
+    rows = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `--"))
+    assert {option for option in own if f"`{option}`" not in rows} == set()
+    script = BatchScript(
+        launch=["--nproc-per-node=8", "train.py", "--lr", "3e-4"],
+        run_dir=Path("/shared/runs/gpt"),
+        directory=Path("/home/me/gpt"),
+        nodes=2,
+        job_name="gpt",
+        time="4:00:00",
+        gpus_per_node=8,
+        partition="gpu",
+        python="/shared/venv/bin/python",
+    )
+    assert script.render().splitlines()[2:] == page.split("```bash\n")[1].split("```")[0].splitlines()[2:]
