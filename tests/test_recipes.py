@@ -16,11 +16,20 @@ import pytest
 import pytorch_lightning
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_resilience import AutoResume, FaultTolerance, NaNGuard, Preemption, StragglerDetection, recipes, session
+from lightning_resilience import (
+    AutoResume,
+    FaultTolerance,
+    NaNGuard,
+    Preemption,
+    StragglerDetection,
+    __version__,
+    recipes,
+    session,
+)
 from lightning_resilience.detect.timeouts import SectionTimeouts
 from lightning_resilience.faults import SimulatedFault
 from lightning_resilience.launch.budget import Budget
-from lightning_resilience.launch.cli import _parser, _settings
+from lightning_resilience.launch.cli import _batch_script, _parser, _settings
 from lightning_resilience.recipes import JOBS, RECIPE_VARIABLE, RECIPES, Job
 from lightning_resilience.run_directory import RUN_DIR_VARIABLE, RunDirectory
 from tests.harness import result, run, samples
@@ -222,6 +231,34 @@ def test_the_yaml_of_a_recipe_makes_its_callbacks(name: str, monkeypatch: pytest
 
 def test_every_recipe_and_no_other_has_a_file() -> None:
     assert {path.stem for path in (FILES / "cli").glob("*.yaml")} == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", ["nemo", "preemptible"])
+def test_the_batch_script_of_a_recipe_is_what_the_command_prints(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    parser = _parser()
+    given = ["--nodes=2", "--gpus-per-node=8", "--time=4:00:00", "--run-dir=/shared/runs/gpt", "--python=python"]
+    script = _batch_script(parser.parse_args(["slurm", f"--recipe={name}", *given, "train.py"]), parser).render()
+    script = script.replace(f"--chdir={tmp_path}", "--chdir=/shared/code/gpt")
+    script = script.replace(f"lightning-resilience {__version__}", "`lightning-resilience slurm`")
+    assert (FILES / "slurm" / f"{name}.sbatch").read_text() == script
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lead", "grace"),
+    [("nemo", 60, 50), ("nemo", 900, 600), ("preemptible", 60, 25), ("preemptible", 30, 20)],
+)
+def test_a_job_gives_no_more_grace_than_its_recipe(
+    recipe: str, lead: int, grace: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    parser = _parser()
+    given = ["slurm", f"--recipe={recipe}", f"--preempt-time={lead}", "--run-dir=run", "train.py"]
+    assert f" --grace-period={grace} " in _batch_script(parser.parse_args(given), parser).render()
 
 
 # -- two callbacks for one thing ---------------------------------------------------------------------------------------

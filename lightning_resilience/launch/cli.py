@@ -12,7 +12,7 @@ from lightning_resilience import __version__
 from lightning_resilience.detect.timeouts import SectionTimeouts
 from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, say
 from lightning_resilience.launch.slurm import get_slurm_info
-from lightning_resilience.launch.slurm_script import PREEMPT_TIME_S, BatchScript
+from lightning_resilience.launch.slurm_script import AFTER_GRACE_S, PREEMPT_TIME_S, BatchScript
 from lightning_resilience.launch.status import status
 from lightning_resilience.launch.view import diagnoses, ranks_now, watch
 from lightning_resilience.recipes import JOBS
@@ -294,6 +294,9 @@ def _batch_script(options: argparse.Namespace, parser: argparse.ArgumentParser) 
     if options.nproc_per_node == "auto" and options.gpus_per_node is not None:
         options.nproc_per_node = str(options.gpus_per_node)
     settings = _settings(argparse.Namespace(**vars(options), **_ONE_NODE), parser)  # says what is wrong with them
+    grace_period_s = options.grace_period
+    if grace_period_s is None and settings.grace_period_s < options.preempt_time - AFTER_GRACE_S:
+        grace_period_s = settings.grace_period_s  # the recipe's, which is shorter than what Slurm leaves
     try:
         return BatchScript(
             launch=[*_forwarded(options), *settings.command],
@@ -308,7 +311,7 @@ def _batch_script(options: argparse.Namespace, parser: argparse.ArgumentParser) 
             sbatch=options.sbatch,
             env_setup=options.env_setup,
             preempt_time_s=options.preempt_time,
-            grace_period_s=options.grace_period,
+            grace_period_s=grace_period_s,
             max_requeues=options.max_requeues,
             python=options.python,
         )

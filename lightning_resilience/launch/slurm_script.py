@@ -16,7 +16,7 @@ from lightning_resilience._files import make_directory
 PREEMPT_TIME_S = 60
 """Seconds from SIGTERM to the time limit; NeMo's ``preempt_time``."""
 
-_AFTER_GRACE_S = 10  # the workers have ended by then; the launches and srun come after them
+AFTER_GRACE_S = 10  # the workers have ended by then; the launches and srun come after them
 _SHORTEST_GRACE_S = 10
 _SIGNAL_EARLY_S = 60  # Slurm looks at the limits only now and then, and sends the signal up to so much too early
 _NAME = re.compile(r"--?(?P<name>[A-Za-z-]+)")
@@ -68,17 +68,17 @@ class BatchScript:
     python: str = field(default_factory=lambda: sys.executable)
 
     def __post_init__(self) -> None:
-        least = _SHORTEST_GRACE_S + _AFTER_GRACE_S
+        least = _SHORTEST_GRACE_S + AFTER_GRACE_S
         if not least <= self.preempt_time_s <= 65535:
             raise ValueError(
                 f"--preempt-time {self.preempt_time_s}: it must be {least} to 65535 s, since the workers have "
-                f"{_AFTER_GRACE_S} s less than that to save"
+                f"{AFTER_GRACE_S} s less than that to save"
             )
-        if self.grace_s > self.preempt_time_s - _AFTER_GRACE_S:
+        if self.grace_s > self.preempt_time_s - AFTER_GRACE_S:
             raise ValueError(
                 f"--grace-period {self.grace_s:g} does not fit: the time limit may come {self.preempt_time_s} s after "
-                f"SIGTERM, and ending takes {_AFTER_GRACE_S} s; use --preempt-time "
-                f"{self.grace_s + _AFTER_GRACE_S:.0f}, or a shorter grace period"
+                f"SIGTERM, and ending takes {AFTER_GRACE_S} s; use --preempt-time "
+                f"{self.grace_s + AFTER_GRACE_S:.0f}, or a shorter grace period"
             )
         limit = None if self.time is None else seconds_of(self.time)
         if limit is not None and limit <= self.preempt_time_s + _SIGNAL_EARLY_S:
@@ -103,7 +103,7 @@ class BatchScript:
     @property
     def grace_s(self) -> float:
         """How long the workers have to save after SIGTERM."""
-        return self.preempt_time_s - _AFTER_GRACE_S if self.grace_period_s is None else self.grace_period_s
+        return self.preempt_time_s - AFTER_GRACE_S if self.grace_period_s is None else self.grace_period_s
 
     @property
     def path(self) -> Path:
