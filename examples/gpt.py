@@ -23,6 +23,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -139,12 +140,15 @@ class Progress(L.Callback):
             print(f"step {trainer.global_step:4d} validation loss {loss:.3f}", flush=True)
 
 
-def main(arguments: Sequence[str] | None = None, callbacks: Sequence[L.Callback] = ()) -> None:
+def main(
+    arguments: Sequence[str] | None = None, callbacks: Sequence[L.Callback] = (), logger: Logger | bool = False
+) -> None:
     """Trains.
 
     Args:
         arguments: The command line; default: this process's.
         callbacks: More callbacks for the Trainer.
+        logger: The Trainer's logger.
     """
     parser = argparse.ArgumentParser(description="Trains a small byte-level GPT on the standard library's source.")
     parser.add_argument("--out", default="runs/gpt", help="where the checkpoints go (default: %(default)s)")
@@ -181,7 +185,8 @@ def main(arguments: Sequence[str] | None = None, callbacks: Sequence[L.Callback]
             *callbacks,
         ],
         default_root_dir=options.out,
-        logger=False,
+        logger=logger,
+        log_every_n_steps=options.print_every,
         enable_progress_bar=False,
         enable_model_summary=False,
     )

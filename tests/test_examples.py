@@ -1,0 +1,210 @@
+"""The examples do what their page says: its commands, in a short form, and the lines that it quotes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_resilience.run_directory import LOCAL_DIR_VARIABLE
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "examples" / "README.md").read_text()
+PATIENCE_S = 120.0
+# Full saves are rare, so that the newest one at a fault is one of the local ones, of which a few may be under way.
+SMALL = ["--steps=200", "--layers=1", "--width=32", "--batch-size=2", "--save-every=90", "--validate-every=1000"]
+SMALL += ["--print-every=1", "--accelerator=cpu"]
+AT_STEP = 150
+FOREIGN = ("LIGHTNING_RESILIENCE_", "WANDB_", "SLURM_")
+
+
+def blocks(heading: str, language: str = "") -> list[str]:
+    """The code blocks of a section of the page."""
+    section = re.split(rf"^## {heading}$", PAGE, maxsplit=1, flags=re.MULTILINE)[1].split("\n## ")[0]
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    return [block for of, block in found if of == language]
+
+
+def command(heading: str, number: int = 0) -> list[str]:
+    """The command of a section's block of that number; of several lines the last."""
+    return shlex.split(blocks(heading)[number].replace("\\\n", " ").strip().splitlines()[-1])
+
+
+class Examples:
+    """Runs commands in a folder in which the examples seem to lie."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("examples", "recipes"):
+            (folder / name).symlink_to(ROOT / name)
+        self.runs: list[tuple[subprocess.Popen[bytes], Path]] = []
+
+    def start(self, arguments: list[str]) -> subprocess.Popen[bytes]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}",
+            "PYTHONUNBUFFERED": "1",
+            LOCAL_DIR_VARIABLE: str(self.folder / "node"),
+        }
+        log = self.folder / f"log-{len(self.runs)}"
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                arguments, cwd=self.folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+        self.runs.append((process, log))
+        return process
+
+    def said(self, number: int = -1) -> str:
+        return self.runs[number][1].read_text(errors="replace")
+
+    def run(self, arguments: list[str]) -> str:
+        """Runs to the end, with success, and returns what was said."""
+        assert self.start(arguments).wait(PATIENCE_S) == 0, self.said()
+        return self.said()
+
+    def wait_for(self, text: str, has_ended: bool = False) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.said():
+            assert has_ended or self.runs[-1][0].poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Iterator[Examples]:
+    examples = Examples(tmp_path)
+    yield examples
+    for process, _ in examples.runs:
+        process.kill()  # what a launch has started goes with it
+        process.wait()
+
+
+def digest(said: str) -> str:
+    found = re.findall(r"sha256 of the weights: (\w{64})", said)
+    assert len(found) == 1, said
+    return str(found[0])
+
+
+def pattern(line: str) -> str:
+    """A quoted line with everything open that differs between two runs: numbers, paths, hosts, what is cut."""
+    words = (re.escape(word) if re.fullmatch(r"[^\d/]+", word) else r"\S+" for word in line.split(" "))
+    gap = re.escape("[...]")
+    return " ".join(words).replace(f" {gap} ", ".*").replace(gap, ".*")
+
+
+def says(said: str, heading: str, number: int = 0) -> None:
+    """Every line of the section's ``log`` block of that number was said, in that order."""
+    place = 0
+    for line in blocks(heading, "log")[number].splitlines():
+        found = re.compile(pattern(line)).search(said, place)
+        assert found is not None, f"after {place} characters nobody said {line!r}:\n{said}"
+        place = found.end()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What was said by the plain training, without this package."""
+    torchrun = blocks("A script that knows nothing of all this")[0].splitlines()[1]
+    return Examples(tmp_path_factory.mktemp("undisturbed")).run([*shlex.split(torchrun), *SMALL])
+
+
+def test_a_script_that_knows_nothing(examples: Examples, undisturbed: str) -> None:
+    heading = "A script that knows nothing of all this"
+    said = examples.run([*command(heading), *SMALL])
+    says(said, heading)
+    assert digest(said) == digest(undisturbed)
+
+
+def test_a_fault_on_purpose(examples: Examples, undisturbed: str) -> None:
+    heading = "A fault on purpose"
+    said = examples.run([*command(heading), *SMALL, f"--at-step={AT_STEP}"])
+    says(said, heading)
+    assert digest(said) == digest(undisturbed)
+
+
+def test_a_hang_on_purpose(examples: Examples, undisturbed: str) -> None:
+    heading = "A fault on purpose"
+    said = examples.run([*command(heading, 1), *SMALL, f"--at-step={AT_STEP}"])
+    says(said, heading, 1)
+    assert digest(said) == digest(undisturbed)
+
+
+def test_local_checkpoints(examples: Examples, undisturbed: str) -> None:
+    heading = "Local checkpoints"
+    arguments = [*command(heading), *SMALL, "--save-locally-every=2"]
+    launch = examples.start(arguments)
+    examples.wait_for("step  100 of")
+    launch.kill()
+    examples.wait_for("The launcher is gone", has_ended=True)
+    said = examples.run(arguments)
+    says(examples.said(0), heading)
+    says(said, heading, 1)
+    assert digest(said) == digest(undisturbed)
+
+
+def test_a_slow_rank(examples: Examples) -> None:
+    heading = "A slow rank"
+    says(examples.run([*command(heading), *SMALL, "--steps=150"]), heading)
+    assert list(examples.folder.glob("wandb/offline-run-*"))
+
+
+@pytest.mark.campaign
+def test_a_slow_rank_without_an_end(examples: Examples) -> None:
+    arguments = [word for word in command("A slow rank") if not word.startswith(("--stop", "--wandb"))]
+    said = examples.run([*arguments, *SMALL, "--steps=80"])
+    assert re.search(r"Slow after step \d+: rank 1 on", said), said
+    assert "Detected stragglers" not in said
+    assert not (examples.folder / "wandb").exists()
+
+
+def test_fsdp(examples: Examples) -> None:
+    said = examples.run([*command("FSDP2"), "--steps=40"])
+    says(said, "FSDP2")
+    alone = ["torchrun", "--nproc-per-node=2", "examples/fsdp.py", "--steps=40"]
+    assert digest(said) == digest(examples.run(alone))
+
+
+def test_one_wandb_run(examples: Examples, undisturbed: str) -> None:
+    heading = "One Weights & Biases run"
+    said = examples.run([*command(heading), *SMALL, f"--kill-at-step={AT_STEP}"])
+    assert "Restart 1 inside the job" in said
+    assert digest(said) == digest(undisturbed)
+    [quoted] = blocks(heading, "text")
+    folders = [str(path.relative_to(examples.folder)) for path in examples.folder.glob("runs/*/wandb/offline-run-*")]
+    identities = {folder.rpartition("-")[2] for folder in folders}
+    assert (len(folders), len(identities)) == (len(quoted.splitlines()), 1)
+    assert {folder.rpartition("/")[0] for folder in quoted.splitlines()} == {
+        folder.rpartition("/")[0] for folder in folders
+    }
+
+
+def test_a_lightning_cli_is_interrupted_and_goes_on(examples: Examples) -> None:
+    heading = "A LightningCLI"
+    short = "--trainer.max_steps=3000"
+    interrupted = examples.start([*command(heading), short])
+    examples.wait_for("Total estimated model params size")
+    interrupted.send_signal(signal.SIGINT)
+    assert interrupted.wait(PATIENCE_S) == 75, examples.said()
+    says(examples.said(), heading)
+    said = examples.run([*command(heading), short])
+    says(said, heading, 1)
+    assert digest(said) == digest(
+        examples.run([*command(heading)[:-1], "--trainer.callbacks.run_dir=runs/other", short])
+    )
+
+
+def test_a_lightning_cli_takes_callbacks_from_the_command_line(examples: Examples) -> None:
+    said = examples.run([*command("A LightningCLI", 1), "--print_config"])
+    found = re.findall(r"class_path: lightning_resilience\.(\w+)", said)
+    assert found == ["AutoResume", "NaNGuard"]
+    assert "run_dir: runs/cli-2" in said
+    assert "action: rollback" in said
