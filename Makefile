@@ -32,7 +32,7 @@ test-nvrx-latest: $(LATEST)/.ready ## Run the tests that depend on NVRx with its
 	@$(LATEST)/bin/python -c 'from lightning_resilience._nvrx import installed_version as v; print("NVRx", *v()); assert v() == tuple(map(int, "$(NVRX_LATEST)".split(".")))'
 	@$(LATEST)/bin/python -m pytest -m 'nvrx and not campaign'
 
-test-nemo-run: $(NEMO_RUN)/.ready ## Run the tests of the plugins for NeMo-Run, on a real Slurm too (about 7 minutes)
+test-nemo-run: $(NEMO_RUN)/.ready ## Run the tests of the plugins for NeMo-Run, on a real Slurm too (root; about 12 minutes)
 	@$(NEMO_RUN)/bin/python -m pytest -m 'not campaign' tests/test_nemo_run.py
 
 check: $(READY) ## Check style and types

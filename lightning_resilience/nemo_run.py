@@ -1,0 +1,380 @@
+"""Plugins for `NeMo-Run <https://github.com/NVIDIA-NeMo/Run>`_ by the names and arguments of NeMo's own.
+
+Needs ``pip install 'lightning-resilience[nemo-run]'``; nothing else of this package imports this module.
+
+NeMo-Run asks an executor's launcher to rewrite the command of a task. Ours makes of it a script that runs
+``lightning-resilience launch`` with that command, once on every node, inside the task's container if it has one. What
+follows when it has ended is decided in the batch script, where ``scontrol`` is: in a trap at its end. NeMo-Run's own
+rule there (requeue after any exit code but 0, as often as ``retries`` says) is switched off by ``retries = 0``, since
+it takes a preemption for a failure and a failure for good for one to be tried again.
+
+The trap goes by a file, which the first node's script writes, and not by the exit code of srun: that is the highest of
+all nodes, and a launch that was killed leaves one too.
+
+===================================  ===============================================================
+the file says                        then
+===================================  ===============================================================
+0: finished                          the job ends with 0
+75: interrupted, or to be retried    the job is requeued
+as a new job
+any other exit code                  the job ends with it, and is not requeued
+a signal, or nothing but that the    the job is requeued
+launch has begun: it was killed
+nothing: it never began              the job is requeued, but not more than twice in a row
+===================================  ===============================================================
+
+SIGTERM to the batch shell itself means that Slurm ends the job and everything in it: because somebody cancels it, its
+time is up, or its nodes are taken away. Then nothing is decided here; Slurm requeues a job whose nodes it took itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+try:
+    import nemo_run as run
+    from nemo_run.core.execution.launcher import SlurmTemplate
+except ImportError as error:
+    raise ImportError(
+        f"NeMo-Run cannot be imported ({error}); install it with: pip install 'lightning-resilience[nemo-run]'"
+    ) from error
+
+from lightning_resilience import AutoResume, Preemption
+from lightning_resilience.detect.timeouts import SectionTimeouts
+from lightning_resilience.recipes import JOBS
+from lightning_resilience.signals import GRACE_PERIOD_VARIABLE
+
+HEAD_NODE_VARIABLE = "LIGHTNING_RESILIENCE_HEAD_NODE"
+"""Environment variable in which the batch script tells the steps the address of the first node."""
+
+_AFTER_GRACE_S = 10  # the workers have ended by then; the launch comes after them
+_SHORTEST_GRACE_S = 10
+_BEGIN_TRIES = 3
+_PORTS = (20000, 12000)  # the first and how many: below those that Linux gives to connections
+
+_STEP = """\
+# Made by lightning-resilience. Runs once on every node.
+grace=()
+if [ -n "${{{grace_variable}:-}}" ]; then grace=("--grace-period=${grace_variable}"); fi
+command=(launch {options} "${{grace[@]}}")
+"""
+
+_LOCAL_STEP = """\
+exec {python} -m lightning_resilience.launch.cli "${{command[@]}}" {script}
+"""
+
+_SLURM_STEP = """\
+if [ "${{SLURM_JOB_NUM_NODES:-1}}" -gt 1 ]; then
+    port=$(( {first_port} + (SLURM_JOB_ID + ${{SLURM_RESTART_COUNT:-0}}) % {ports} ))
+    command+=(--nnodes="$SLURM_JOB_NUM_NODES" --node-rank=slurm --rdzv-endpoint="${head_variable}:$port")
+fi
+say() {{ if [ "${{SLURM_NODEID:-0}}" = 0 ]; then echo "$1" > {verdict}; fi; }}
+say begun
+trap : TERM INT HUP USR1  # they are for the launch, which gets them as well; this shell waits for it
+{python} -m lightning_resilience.launch.cli "${{command[@]}}" {script}
+code=$?
+say "$code"
+exit "$code"
+"""
+
+_BATCH = """\
+# lightning-resilience: the job is ended or requeued by what the launch on the first node has written here.
+resilience_verdict={verdict}
+rm -f "$resilience_verdict"
+export {head_variable}="${{{head_node_ip}%% *}}"
+if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
+resilience_end() {{
+    local code=$? verdict why tries
+    trap - EXIT
+    set +evx
+    verdict=$(cat "$resilience_verdict" 2> /dev/null)
+    if [ -n "$verdict" ]; then rm -f "$resilience_verdict.tries"; fi
+    case $verdict in
+        75) why='interrupted, or to be retried in a new job' ;;
+        begun | 12[89] | 1[3-9][0-9] | 2[0-9][0-9]) why='the launch was killed' ;;
+        '')
+            echo x >> "$resilience_verdict.tries"
+            tries=$(wc -l < "$resilience_verdict.tries")
+            why="the launch has not begun (srun ended with $code)"
+            if [ "${{tries:-{begin_tries}}}" -ge {begin_tries} ]; then
+                echo "[lightning-resilience] The job ends: $why, $tries times in a row."
+                if [ "$code" -eq 0 ]; then code=1; fi
+                exit "$code"
+            fi ;;
+        *) echo "[lightning-resilience] The job ends with $verdict."; exit "$verdict" ;;
+    esac
+    if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_requeues} ]; then
+        echo "[lightning-resilience] The job ends: $why, and it has been requeued {max_requeues} times."
+        exit 1
+    fi
+    echo "[lightning-resilience] Requeuing the job: $why."
+    for _ in {{1..60}}; do
+        if scontrol requeue "$SLURM_JOB_ID"; then
+            # A job whose script ends before Slurm has taken it back counts as completed.
+            for _ in {{1..600}}; do sleep 1; done
+            exit 75
+        fi
+        sleep 10
+    done
+    echo '[lightning-resilience] The job could not be requeued; run the experiment again, with the same run_dir.'
+    exit 75
+}}
+trap resilience_end EXIT
+trap 'trap - EXIT; exit 143' TERM
+"""
+
+
+@dataclass(kw_only=True)
+class ResilientLaunch(SlurmTemplate):  # type: ignore[misc]  # NeMo-Run has no types
+    """Rewrites the command of a task into one that ``lightning-resilience launch`` runs.
+
+    A ``SlurmTemplate``, because ``SlurmExecutor`` asks only those to rewrite a command.
+
+    Args:
+        options: The options of ``launch``, without nodes and the grace period, which only the job knows.
+        verdict: The file in which the first node's script says how the launch has ended; ``None``: this is no Slurm
+            job, and nobody asks.
+    """
+
+    template_inline: str | None = "{{command}}"
+    options: list[str] = field(default_factory=list)
+    verdict: str | None = None
+
+    def transform(self, cmd: list[str]) -> Any:
+        """The script that runs the launch.
+
+        Args:
+            cmd: The interpreter, the script (or ``-m`` and the module), and its arguments. Under Slurm NeMo-Run takes
+                them as shell text, and so does this; elsewhere as they are.
+        """
+        python, *script = cmd
+        options = shlex.join(self.options)
+        step = _STEP.format(options=options, grace_variable=GRACE_PERIOD_VARIABLE)
+        if self.verdict is None:
+            return run.Script(inline=step + _LOCAL_STEP.format(python=shlex.quote(python), script=shlex.join(script)))
+        first_port, ports = _PORTS
+        return run.Script(
+            inline=step
+            + _SLURM_STEP.format(
+                python=python,
+                script=" ".join(script),
+                verdict=shlex.quote(self.verdict),
+                head_variable=HEAD_NODE_VARIABLE,
+                first_port=first_port,
+                ports=ports,
+            )
+        )
+
+
+def _has_our_launcher(executor: Any) -> bool:
+    return isinstance(executor.launcher, ResilientLaunch)
+
+
+# A LocalExecutor never asks its launcher, although nothing in the way it starts tasks hinders it. For all of them, and
+# not for the one at hand: an experiment that is reset makes its executors anew, and does not call the plugins again.
+run.LocalExecutor.supports_launcher_transform = _has_our_launcher
+
+
+@dataclass(kw_only=True)
+class FaultTolerancePlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no types
+    """Runs a task by ``lightning-resilience launch``: failures are restarted, and a Slurm job is requeued if it helps.
+
+    Every Trainer of the task gets the callbacks of the recipe. For a ``run.Partial``, and for a ``run.Script`` that is
+    a Python script or module; on a ``SlurmExecutor`` or a ``LocalExecutor``.
+
+    Args:
+        num_in_job_restarts: Successive failures without progress after which the workers are restarted in the job.
+        num_job_retries_on_failure: How often the job is retried after those: 2 retries are 3 runs. Preemptions and
+            time limits are not counted.
+        initial_rank_heartbeat_timeout: Seconds that a rank may take to the end of its first batch.
+        rank_heartbeat_timeout: Seconds that a rank may take for a batch.
+        section_timeouts: The same and more, as ``launch --section-timeouts`` takes them; goes before the other two.
+        run_dir: Identity of the run, on storage that all nodes share, as its path is inside the container. Default:
+            ``lightning-resilience`` in the task's folder of the experiment, which another experiment does not find.
+        recipe: Which callbacks the Trainers get, as ``launch --recipe``.
+        max_requeues: How often the Slurm job may be requeued, for whatever reason.
+
+    Raises:
+        ValueError: If the arguments make no sense.
+    """
+
+    num_in_job_restarts: int = 3
+    num_job_retries_on_failure: int = 2
+    initial_rank_heartbeat_timeout: float | None = 1800
+    rank_heartbeat_timeout: float | None = 300
+    section_timeouts: str | None = None
+    run_dir: str | None = None
+    recipe: str = "nemo"
+    max_requeues: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("num_in_job_restarts", "num_job_retries_on_failure", "max_requeues"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}.")
+        if self.recipe not in JOBS:
+            raise ValueError(f"recipe={self.recipe!r} is none; there are: {', '.join(JOBS)}.")
+        if self.section_timeouts is None:
+            self._timeouts = SectionTimeouts(self.initial_rank_heartbeat_timeout, self.rank_heartbeat_timeout)
+        else:
+            self._timeouts = SectionTimeouts.parse(self.section_timeouts)
+
+    def setup(self, task: Any, executor: Any) -> None:
+        """Gives the executor the launcher; NeMo-Run calls this.
+
+        Args:
+            task: What is to be run.
+            executor: Where; changed in place.
+
+        Raises:
+            ValueError: If this task or this executor cannot be run so.
+        """
+        _check_task(task)
+        if executor.launcher:
+            raise ValueError(
+                f"The executor has launcher={executor.launcher!r} already, and FaultTolerancePlugin brings its own for "
+                "one task: leave the launcher out, and give every task of a group an executor of its own."
+            )
+        if isinstance(executor, run.SlurmExecutor):
+            self._set_up_slurm(executor)
+        elif isinstance(executor, run.LocalExecutor):
+            self._set_up_local(executor)
+        else:
+            raise ValueError(
+                f"FaultTolerancePlugin works with SlurmExecutor and LocalExecutor, not with {type(executor).__name__}."
+            )
+
+    def _set_up_local(self, executor: Any) -> None:
+        if executor.nodes != 1:
+            raise ValueError(f"LocalExecutor(nodes={executor.nodes}): it starts tasks on this machine only, one node.")
+        folder = Path(executor.job_dir)
+        executor.launcher = ResilientLaunch(options=self._options(folder, executor.nproc_per_node()))
+
+    def _set_up_slurm(self, executor: Any) -> None:
+        if executor.heterogeneous or executor.run_as_group or executor.array is not None:
+            raise ValueError(
+                "FaultTolerancePlugin works for one task in one Slurm job, not for groups of tasks, heterogeneous jobs "
+                "or job arrays: every run has a launch of its own."
+            )
+        folder = Path(executor.tunnel.job_dir) / Path(executor.job_dir).name
+        verdict = str(folder / f"{executor.job_name}_launch_ended")
+        if executor.container_image is not None:  # by the name that the batch script knows, which NeMo-Run's is not
+            executor.container_mounts.append(f"{folder}:{folder}")
+        options = ["--retries-in-new-job", *self._options(folder, _one_task_per_node(executor))]
+        executor.launcher = ResilientLaunch(options=options, verdict=verdict)
+        executor.retries = 0
+        batch = _BATCH.format(
+            verdict=shlex.quote(verdict),
+            max_requeues=self.max_requeues,
+            begin_tries=_BEGIN_TRIES,
+            head_node_ip=executor.HEAD_NODE_IP_VAR,
+            head_variable=HEAD_NODE_VARIABLE,
+        )
+        executor.setup_lines = "\n".join(filter(None, [executor.setup_lines, batch]))
+        # After NeMo-Run's own, so these hold: no node is ended because another one has, the launches tell each other.
+        executor.srun_args = ["--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", *(executor.srun_args or [])]
+
+    def _options(self, folder: Path, workers: int) -> list[str]:
+        return [
+            f"--run-dir={self.run_dir or folder / 'lightning-resilience'}",
+            f"--recipe={self.recipe}",
+            f"--nproc-per-node={workers}",
+            f"--in-job-restarts={self.num_in_job_restarts}",
+            f"--job-retries={self.num_job_retries_on_failure}",
+            f"--section-timeouts={self._timeouts}",
+        ]
+
+
+@dataclass(kw_only=True)
+class PreemptionPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no types
+    """Has Slurm send a signal before the time limit, tells the task how long it has to save, and adds the callback.
+
+    The job is requeued after that if :class:`FaultTolerancePlugin` is there too, in either order.
+
+    Args:
+        preempt_time: Seconds from the signal to the time limit, at least.
+        sig: The signal.
+        callbacks: What the Trainer of a ``run.Partial`` gets, each a ``run.Config``. Default: ``Preemption`` and
+            ``AutoResume``. A Trainer that has one of the same class keeps it.
+
+    Raises:
+        ValueError: If there would be no time to save.
+    """
+
+    preempt_time: int = 60
+    sig: signal.Signals = signal.SIGTERM
+    callbacks: list[Any] | None = None
+
+    def __post_init__(self) -> None:
+        least = _SHORTEST_GRACE_S + _AFTER_GRACE_S
+        if not least <= self.preempt_time <= 65535:
+            raise ValueError(
+                f"preempt_time={self.preempt_time}: it must be {least} to 65535 s, since the workers have "
+                f"{_AFTER_GRACE_S} s less than that to save."
+            )
+
+    def setup(self, task: Any, executor: Any) -> None:
+        """Changes the task and the executor; NeMo-Run calls this.
+
+        Args:
+            task: What is to be run; changed in place.
+            executor: Where; changed in place.
+        """
+        executor.env_vars[GRACE_PERIOD_VARIABLE] = str(self.preempt_time - _AFTER_GRACE_S)
+        if isinstance(executor, run.SlurmExecutor):
+            # Without "B:" the signal goes to the processes of the steps, as that of a preemption does.
+            executor.signal = f"{signal.Signals(self.sig).name.removeprefix('SIG')}@{self.preempt_time}"
+        if not isinstance(task, run.Script):
+            _add_callbacks(task, self.callbacks if self.callbacks is not None else self._own_callbacks())
+
+    def _own_callbacks(self) -> list[Any]:
+        return [run.Config(Preemption, signals=[signal.Signals(self.sig).name]), run.Config(AutoResume)]
+
+
+def _check_task(task: Any) -> None:
+    if not isinstance(task, run.Script):
+        return
+    if task.inline:
+        raise ValueError("An inline run.Script cannot be launched: put it into a file, run.Script(path=...).")
+    if "python" not in os.path.basename(task.entrypoint.split()[0]):
+        raise ValueError(
+            f"run.Script({task.path!r}, entrypoint={task.entrypoint!r}): the launch runs Python scripts; use "
+            "entrypoint='python' and the training script itself."
+        )
+
+
+def _one_task_per_node(executor: Any) -> int:
+    """Has one task on each node, with the resources of all: the launch, which starts the workers itself.
+
+    Returns:
+        How many workers.
+    """
+    for name in ("nodes", "ntasks_per_node"):
+        if not isinstance(getattr(executor, name), int):
+            raise ValueError(f"SlurmExecutor({name}={getattr(executor, name)!r}): one number was expected.")
+    tasks = executor.ntasks_per_node
+    workers = executor.torchrun_nproc_per_node or (executor.nproc_per_node() if tasks == 1 else tasks)
+    executor.ntasks_per_node = 1
+    for name in ("cpus_per_task", "gpus_per_task"):
+        if getattr(executor, name) is not None:
+            setattr(executor, name, getattr(executor, name) * tasks)
+    return int(workers)
+
+
+def _add_callbacks(task: Any, callbacks: Sequence[Any]) -> None:
+    """Adds callbacks to the Trainer of a configured task, if it has one."""
+    trainer = getattr(task, "trainer", None)
+    if trainer is None:
+        return
+    present = list(getattr(trainer, "callbacks", None) or [])
+    classes = [_class_of(each) for each in present]
+    trainer.callbacks = [*present, *(each for each in callbacks if _class_of(each) not in classes)]
+
+
+def _class_of(callback: Any) -> Any:
+    return getattr(callback, "__fn_or_cls__", type(callback))
