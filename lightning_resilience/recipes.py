@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 RECIPE_VARIABLE = "LIGHTNING_RESILIENCE_RECIPE"
 """Environment variable in which ``lightning-resilience launch`` names the recipe for the script's Trainers."""
 
+NO_RECIPE = "none"
+"""What ``launch --recipe`` takes for a script that brings all its callbacks itself."""
+
 _NAME_WIDTH = 20
 
 
@@ -77,8 +80,21 @@ JOBS: dict[str, Job] = {
     # Nobody waits at a workstation for another node, and who presses Ctrl-C wants it to end.
     "workstation": Job(Budget(job_retries=0), grace_period_s=60.0),
     "drill": Job(),
+    NO_RECIPE: Job(),
 }
 """What the launcher does with each recipe."""
+
+
+_PARTS = {
+    "auto_resume": "AutoResume",
+    "fault_tolerance": "FaultTolerance",
+    "preemption": "Preemption",
+    "local_checkpoint": "LocalCheckpoint",
+    "nan_guard": "NaNGuard",
+    "straggler_detection": "StragglerDetection",
+    "job": "Job",
+}
+"""The classes of a recipe's fields: by name, since they are imported when a recipe is made."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +133,10 @@ class Recipe:
     job: Job = field(default_factory=Job)
 
     def __post_init__(self) -> None:
+        for name, kind in _PARTS.items():
+            part = getattr(self, name)
+            if part is not None and kind not in (cls.__name__ for cls in type(part).__mro__):
+                raise TypeError(f"{name} must be {'a' if kind[0] not in 'AEIOU' else 'an'} {kind}(...), not {part!r}.")
         for part in fields(self):
             callback = getattr(self, part.name)
             own = getattr(callback, "run_dir", None)
@@ -193,7 +213,7 @@ def _changed(callback: Any) -> list[str]:
     return [
         f"{name}={_shown(value)}"
         for name, parameter in inspect.signature(type(callback)).parameters.items()
-        if name != "run_dir" and (value := getattr(callback, name)) != parameter.default
+        if name != "run_dir" and (value := getattr(callback, name, parameter.default)) != parameter.default
     ]
 
 
@@ -306,7 +326,13 @@ def drill(
     from lightning_resilience.faults import SimulatedFault
 
     fault = fault or SimulatedFault(fault_type="random", base_delay_s=60.0, rand_delay_s=60.0)
-    return replace(recipe(run_dir), name="drill", fault_tolerance=FaultTolerance(simulated_fault_params=fault))
+    rehearsed = recipe(run_dir)
+    limits = rehearsed.fault_tolerance.section_timeouts if rehearsed.fault_tolerance is not None else None
+    return replace(
+        rehearsed,
+        name="drill",
+        fault_tolerance=FaultTolerance(simulated_fault_params=fault, section_timeouts=limits),
+    )
 
 
 def straggler_det_callback(
@@ -354,7 +380,7 @@ def callbacks_factory() -> list[SessionCallback]:
     name = os.environ.get(RECIPE_VARIABLE)
     if os.environ.get(WORKER_PID_VARIABLE, str(os.getpid())) != str(os.getpid()):
         name = None  # a child process of the launched script
-    if not name:
+    if not name or name == NO_RECIPE:
         return []
     if name not in RECIPES:
         raise ValueError(f"{RECIPE_VARIABLE}={name!r} is not a recipe; there are: {', '.join(RECIPES)}.")

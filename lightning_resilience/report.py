@@ -15,6 +15,7 @@ from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import RunDirectory
 
 _COMMON = ("event", "time", "rank", "node", "step", "fit")
+_LAST_WORDS = ("fault", "interrupted", "halted", "straggler_stop")
 _TOO_LONG = (
     "slurm",
     "versions",
@@ -41,6 +42,8 @@ class Interruption:
         reached_step: The furthest step known of the workers it ended.
         resumed_step: The step from which their successors went on; 0 if from the beginning.
         seconds_lost: From the moment whose state was resumed until training went on from it.
+        is_reached_known: Whether the workers have said at their end how far they were. Those that were killed have not,
+            and got as far as ``reached_step`` at least.
     """
 
     time: float
@@ -50,6 +53,7 @@ class Interruption:
     reached_step: int | None
     resumed_step: int | None
     seconds_lost: float | None
+    is_reached_known: bool = True
 
     @property
     def steps_lost(self) -> int | None:
@@ -86,6 +90,7 @@ def interruptions(events: Iterable[Event]) -> list[Interruption]:
                 reached_step=max((step for _, step in steps), default=None),
                 resumed_step=resumed,
                 seconds_lost=None if began is None else max(0.0, _time(began) - lost_since),
+                is_reached_known=any(event["event"] in _LAST_WORDS for event, _ in steps),
             )
         )
     return found
@@ -148,8 +153,13 @@ def report(run_dir: str | os.PathLike[str]) -> str:
     seconds = [each.seconds_lost for each in found if each.seconds_lost is not None]
     total = _time(events[-1]) - _time(events[0])
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "0"
-    lines.append(f"Interruptions: {counts}. Steps lost: {sum(steps)}. Seconds lost: {sum(seconds):.1f} of {total:.1f}.")
+    at_least = "" if all(each.is_reached_known for each in found) else "at least "
+    lines.append(
+        f"Interruptions: {counts}. Steps lost: {at_least}{sum(steps)}. Seconds lost: {sum(seconds):.1f} of {total:.1f}."
+    )
     outcome = run_directory.outcome
+    if outcome is None and events[-1]["event"] == "finished":  # without our launcher only the fits have one
+        outcome = run_directory.fits[-1].outcome if run_directory.fits else None
     lines.append(f"Outcome: {outcome.status} ({outcome.reason})" if outcome else "Outcome: none; running, or killed.")
     return "\n".join(lines)
 
@@ -184,12 +194,17 @@ def _timeline_row(event: Event) -> list[str]:
 
 
 def _interruption_row(each: Interruption) -> list[str]:
-    numbers = (each.saved_step, each.reached_step, each.resumed_step, each.steps_lost)
+    at_least = "" if each.is_reached_known else ">="
+    numbers = [each.saved_step, each.reached_step, each.resumed_step, each.steps_lost]
+    saved, reached, resumed, lost = ("-" if number is None else str(number) for number in numbers)
     seconds = "-" if each.seconds_lost is None else f"{each.seconds_lost:.1f}"
     return [
         _clock(each.time),
         each.kind,
-        *("-" if number is None else str(number) for number in numbers),
+        saved,
+        reached if each.reached_step is None else at_least + reached,
+        resumed,
+        lost if each.steps_lost is None else at_least + lost,
         seconds,
         _short(each.reason, 80),
     ]

@@ -137,7 +137,12 @@ class FitSession:
         self.protect_workers = False
         """Whether data-loader workers ignore the signals that ask the run to stop."""
 
-        path = run_dir or os.environ.get(RUN_DIR_VARIABLE) or os.path.join(trainer.default_root_dir, "resilience")
+        launched = os.environ.get(RUN_DIR_VARIABLE)  # the launcher counts by what is recorded there, and nowhere else
+        if launched and run_dir and os.path.realpath(launched) != os.path.realpath(run_dir) and trainer.is_global_zero:
+            log.warning(
+                "This run was launched with --run-dir %s: run_dir=%s of its callbacks is not used.", launched, run_dir
+            )
+        path = launched or run_dir or os.path.join(trainer.default_root_dir, "resilience")
         common: dict[str, Any] = {}
         if trainer.is_global_zero:
             self.run = RunDirectory(path)
@@ -377,7 +382,7 @@ class FitSession:
         self._check_data(data_position.describe_data(loaders))
         if self.trainer.is_global_zero:
             for reason in data_position.inexact_loaders(loaders):
-                log.warning("A resume in the middle of an epoch will not be exact: %s", reason)
+                log.warning("A resume may not be exact: %s", reason)
         mine = self._resumed["mine"] if self._resumed is not None else None
         if self._resumed is not None:
             _lightning.set_epoch_of_samplers(self.trainer, self._resumed["epoch"])

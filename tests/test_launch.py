@@ -240,6 +240,16 @@ def test_an_exit_that_says_why(launcher: Launcher, end: str, reason: str) -> Non
     assert [event["reason"] for event in launcher.events("fault")] == [reason]
 
 
+def test_a_trainer_of_another_size_than_the_launch_is_not_tried_again(launcher: Launcher) -> None:
+    words = (
+        "You set `devices=4` and `num_nodes=2` in Lightning, but the product (4 * 2) does not match the world size (1)."
+    )
+    launcher.script(f"raise ValueError({words!r})")
+    assert launcher.run("script.py") == 1
+    assert len(launcher.events("start")) == 1
+    assert "give launch --nproc-per-node 4 --nnodes 2, or the Trainer other numbers" in launcher.stderr()
+
+
 def test_progress_refills_the_budget_until_the_day_is_spent(launcher: Launcher) -> None:
     launcher.script(
         """
@@ -502,10 +512,15 @@ def test_without_a_ledger_nothing_is_restarted(launcher: Launcher) -> None:
 def test_a_run_directory_that_cannot_be_made_is_refused(launcher: Launcher) -> None:
     launcher.script("")
     launcher.run_directory.path.write_text("a file")
+    assert launcher.run() == 2
+    assert "is a file, and must be a directory" in launcher.stderr()
+    launcher.run_directory.path.unlink()
+    (launcher.folder / "file").touch()
+    launcher.run_directory = RunDirectory(launcher.folder / "file" / "run")
     assert launcher.run() == 1
     assert "Refused: " in launcher.stderr()
     assert "Traceback" not in launcher.stderr()
-    launcher.run_directory.path.unlink()
+    launcher.run_directory = RunDirectory(launcher.folder / "run")
 
 
 @pytest.mark.parametrize(

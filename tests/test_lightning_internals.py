@@ -150,6 +150,8 @@ NOT_LIGHTNING = {
     "_allgather_base",  # torch.distributed: what all_gather_into_tensor calls
     "_reduce_scatter_base",
     "_execution_engine",  # torch.autograd: what FSDP2 asks, too, to be called at the end of a backward pass
+    "_actions",  # argparse: the options of a parser
+    "_launch_ended",  # a file of nemo_run.py
     "_exit",  # os: ends the process at once
     "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone
     "_comm_hooks",  # torch: see reduction_order.py

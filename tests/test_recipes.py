@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -124,6 +125,49 @@ def test_what_cannot_work_together_is_refused_at_once(change: dict[str, Any], wo
     recipe = recipes.nemo("runs/gpt")
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(recipe, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"nan_guard": NaNGuard}, "nan_guard must be a NaNGuard"),
+        ({"preemption": NaNGuard()}, "preemption must be a Preemption"),
+        ({"auto_resume": True}, "auto_resume must be an AutoResume"),
+        ({"job": "nemo"}, "job must be a Job"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_at_once(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        dataclasses.replace(recipes.nemo("runs/gpt"), **change)
+
+
+def test_a_drill_keeps_the_limits_of_what_it_rehearses() -> None:
+    def own(run_dir: Any) -> recipes.Recipe:
+        limits = SectionTimeouts(step=60)
+        watch = FaultTolerance(section_timeouts=limits)
+        return dataclasses.replace(recipes.nemo(run_dir), fault_tolerance=watch, job=Job(section_timeouts=limits))
+
+    watch = recipes.drill("runs/drill", recipe=own).fault_tolerance
+    assert watch is not None
+    assert watch.section_timeouts == SectionTimeouts(step=60)
+
+
+def test_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RECIPE_VARIABLE, "none")
+    assert recipes.callbacks_factory() == []
+
+
+def test_the_launchers_run_directory_goes_before_the_scripts_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its launcher counts by what is recorded in its own."""
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path / "launched"))
+    monkeypatch.setattr(logging.getLogger("lightning_resilience"), "propagate", True)
+    session._fits_begun.clear()
+    fit([AutoResume(run_dir=tmp_path / "own")], L, tmp_path)
+    assert len(RunDirectory(tmp_path / "launched").fits) == 1
+    assert not (tmp_path / "own").exists()
+    assert "of its callbacks is not used" in caplog.text
 
 
 def test_the_same_limits_in_both_places_are_no_contradiction() -> None:

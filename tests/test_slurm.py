@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience.launch import cli, status
+from lightning_resilience.launch import cli, slurm_job, status
 from lightning_resilience.launch.chain import Slice, current_chain, nodes_to_exclude, slices_of, why_it_must_end
 from lightning_resilience.launch.job import Launch, LaunchSettings
+from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.slurm_job import COMMENT_EVERY_S, Comment
 from lightning_resilience.launch.slurm_script import BatchScript, seconds_of
 from lightning_resilience.ledger import Ledger, node_name, read_ledger
@@ -486,6 +487,35 @@ def test_a_node_that_is_to_blame_is_excluded_beside_the_users_own(batch: Batch) 
     assert slices_of(read_ledger(batch.ledger.path))[-1].excluded == ["n3"]
     batch.ledger.record("slice_start", slurm_job_id="18", restart_count=0, nodes=["n1"])
     assert slices_of(read_ledger(batch.ledger.path))[-1].excluded == []  # Slurm knows nothing of it there
+
+
+def test_a_job_that_is_cancelled_while_its_requeue_is_refused_is_not_asked_for_again(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [{"JobState": "RUNNING", "Restarts": "0"}] * 2 + [{"JobState": "CANCELLED by 0", "Restarts": "0"}]
+    asked: list[str] = []
+    monkeypatch.setattr(slurm_job, "show_job", lambda job_id: states.pop(0) if len(states) > 1 else states[0])
+    monkeypatch.setattr(slurm_job, "_ASK_AGAIN_S", 0.01)
+
+    def refuse(*command: str) -> subprocess.CompletedProcess[str]:
+        asked.append(command[1])
+        return subprocess.CompletedProcess(command, 1, "", "busy")
+
+    monkeypatch.setattr(slurm_job, "run_slurm", refuse)
+    slurm = get_slurm_info({"SLURM_JOB_ID": "17"})
+    assert slurm is not None
+    step = slurm_job.BatchStep(slurm, batch.run_dir, [], 100, 60.0)
+    assert step._requeue(slurm_job.End("preempted", "requeue", 1, "told to"), [], []) == 75
+    assert asked.count("requeue") == 1
+    assert slices_of(read_ledger(batch.ledger.path)) == []
+
+
+@pytest.mark.parametrize("field", ["ReqNodeList", "Features"])
+def test_no_node_is_excluded_from_a_job_that_asks_for_certain_ones(batch: Batch, field: str) -> None:
+    batch.job(JobState="RUNNING", ExcNodeList="(null)", **{field: "n3"})
+    code, said = batch.run(suspect("n3"), exits(75, new_job=True), exit_code=75)
+    assert code == 75
+    assert "without n3" not in said
 
 
 # What the ledger says

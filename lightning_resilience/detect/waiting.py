@@ -22,7 +22,7 @@ _WAITS: tuple[tuple[Any, str], ...] = (
     (functional, "wait_tensor"),
     (torch.distributed, "_broadcast_coalesced"),  # of DDP's buffers, in the forward pass
     (torch.distributed, "monitored_barrier"),
-    (torch._C.Future, "wait"),  # of a collective's, or of a DDP hook's
+    (torch.futures.Future.__bases__[0], "wait"),  # of a collective's, or of a DDP hook's
 )
 # With NCCL these have the stream of the device wait, and give nothing back that could be waited for.
 _ON_DEVICE = (

@@ -80,9 +80,15 @@ def _parser() -> argparse.ArgumentParser:
         default="nemo",
         help="the callbacks that every Trainer gets; the defaults given here are those of nemo (default: %(default)s)",
     )
-    launch.add_argument("--run-dir", type=Path, help="identity of the run, on storage that all nodes share")
     launch.add_argument(
-        "--nproc-per-node", type=_count_or_auto, default="auto", metavar="N|auto", help="workers a node"
+        "--run-dir", type=Path, help="identity of the run, on storage that all nodes share (default: runs/SCRIPT)"
+    )
+    launch.add_argument(
+        "--nproc-per-node",
+        type=_count_or_auto,
+        default="auto",
+        metavar="N|auto",
+        help="workers a node; auto: one for each accelerator, or one (default: auto)",
     )
     launch.add_argument(
         "--in-job-restarts",
@@ -245,6 +251,8 @@ def _settings(options: argparse.Namespace, parser: argparse.ArgumentParser) -> L
     timeouts = [options.section_timeouts] if options.section_timeouts else []
     if options.out_of_section_timeout is not None:
         timeouts.append(f"out_of_section:{options.out_of_section_timeout}")
+    if options.run_dir is not None and options.run_dir.exists() and not options.run_dir.is_dir():
+        parser.error(f"--run-dir {options.run_dir} is a file, and must be a directory, or not there yet")
     job = JOBS[options.recipe]
     try:
         section_timeouts = SectionTimeouts.parse(",".join(timeouts)) if timeouts else job.section_timeouts

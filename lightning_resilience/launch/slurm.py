@@ -104,7 +104,13 @@ def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
     """
     try:
         return subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND_WITHIN_S, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_WITHIN_S,
+            check=False,
+            env=os.environ | {"SLURM_TIME_FORMAT": "standard"},  # which a user may have set to another
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 1, "", str(error))
@@ -140,12 +146,12 @@ def lost_nodes(node_list: str) -> list[str]:
     return sorted(set(shown.stdout.split())) if shown.returncode == 0 else []
 
 
-def usable_nodes(partition: str) -> int | None:
-    """How many nodes of a partition can be given to a job, now or once they are free; ``None`` if that is unknown.
+def usable_nodes(partition: str) -> list[str] | None:
+    """The nodes of a partition that can be given to a job, now or once they are free; ``None`` if that is unknown.
 
     Args:
         partition: Its name.
     """
     states = "idle,alloc,mix,comp"
     shown = run_slurm("sinfo", "--noheader", "--Node", f"--partition={partition}", f"--states={states}", "--format=%N")
-    return len(set(shown.stdout.split())) if shown.returncode == 0 else None
+    return sorted(set(shown.stdout.split())) if shown.returncode == 0 else None

@@ -148,6 +148,7 @@ class BatchStep:
         self._ledger = Ledger(RunDirectory(run_dir).ledger, rank=None)
         self._comment = Comment(slurm.job_id)
         self._terms = 0
+        self._has_run = False
 
     def run(self) -> int:
         """Runs the slice and returns the exit code of the job, unless Slurm ends this process before."""
@@ -173,6 +174,7 @@ class BatchStep:
         command = self.command()
         say(f"Slice {len(before) + 1} on {', '.join(nodes) or self.slurm.node_list}.")
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=_environment())
+        self._has_run = True
         while (exit_code := process.poll()) is None:
             self._show_progress()
             time.sleep(_POLL_S)
@@ -207,8 +209,8 @@ class BatchStep:
         return why_it_must_end(chain, 0, self.max_requeues)
 
     def _without_ledger(self, reason: str) -> int:
-        """Ends the job at its first start: a mistake. Later a node has lost the storage, and another may have it."""
-        if 0 < self.slurm.restart_count < self.max_requeues:
+        """Ends the job before anything has run: a mistake. Later a node has lost the storage, another may have it."""
+        if (self._has_run or self.slurm.restart_count > 0) and self.slurm.restart_count < self.max_requeues:
             return self._requeue(End("storage lost", "requeue", 1, reason), [], [])
         say(f"The job ends with 1: {reason}.")
         self._comment.show(reason, now=True)
@@ -216,7 +218,7 @@ class BatchStep:
 
     def _show_progress(self) -> None:
         if self._comment.is_due:
-            with suppress(OSError):
+            with suppress(Exception):  # a comment is not worth the run
                 self._comment.show(progress_line(self._events()))
 
     def _how_it_ended(self, srun_exit_code: int, events: Sequence[Event], job: dict[str, str]) -> End:
@@ -226,7 +228,9 @@ class BatchStep:
                 return End("refused", "end", _EXIT_USAGE, "launch has refused its command line; see the output above")
             reason = f"the launch was lost, and has recorded nothing (srun ended with {srun_exit_code})"
             return End("launch lost", "requeue", 1, reason)
-        reason, exit_code = str(exits[-1].get("reason")), int(exits[-1].get("exit_code", 1))
+        reason, exit_code = str(exits[-1].get("reason")), exits[-1].get("exit_code")
+        if not isinstance(exit_code, int):
+            exit_code = 1
         if exit_code == 0:
             return End("finished", "end", 0, reason)
         if exit_code != EXIT_INTERRUPTED:
@@ -262,18 +266,29 @@ class BatchStep:
     def _follow(self, end: End) -> int:
         """Does what follows, and returns the exit code of the job, unless Slurm ends this process before."""
         slices = slices_of(self._events())
+        if not slices:
+            raise OSError(f"{self._ledger.path} has lost what was in it")
         excluded = slices[-1].excluded
         if end.then == "requeue":
             stop = why_it_must_end(current_chain(slices), self.slurm.restart_count, self.max_requeues)
             if stop is not None:
                 end = End(end.how, "end", 1, f"{stop}; the last one: {end.reason}")
             elif slices[-1].suspects:
-                excluded = nodes_to_exclude(slices[-1], usable_nodes(self.slurm.partition or ""))
+                excluded = nodes_to_exclude(slices[-1], self._usable_nodes(excluded))
         if end.then == "end":
             return self._end(end)
         self._ledger.record("slice_end", how=end.how, then="requeue", reason=end.reason, excluded=excluded)
         self._comment.show(f"{progress_line(self._events())}; {end.how}, requeued", now=True)
         return self._requeue(end, slices[-1].excluded, excluded)
+
+    def _usable_nodes(self, excluded: Sequence[str]) -> int | None:
+        """How many nodes the job could be given, without those that its user excludes; ``None``: that is unknown."""
+        job = show_job(self.slurm.job_id)
+        kept, usable = _nodes_in(job, "ExcNodeList"), usable_nodes(self.slurm.partition or "")
+        is_picky = any(job.get(field, "(null)") != "(null)" for field in ("ReqNodeList", "Features"))
+        if usable is None or kept is None or is_picky:
+            return None
+        return len(set(usable) - (set(kept) - set(excluded)))
 
     def _end(self, end: End) -> int:
         self._ledger.record("slice_end", how=end.how, then="end", exit_code=end.exit_code, reason=end.reason)
@@ -288,9 +303,10 @@ class BatchStep:
         say(f"Requeuing the job{without} ({end.how}): {end.reason}.")
         deadline = time.monotonic() + _ASK_FOR_S
         job_id = self.slurm.job_id
-        listed = show_job(job_id).get("ExcNodeList", "(null)")
-        kept = [] if listed == "(null)" else node_names(listed)
-        while not self._is_requeued(show_job(job_id)):
+        kept = _nodes_in(show_job(job_id), "ExcNodeList")
+        while not self._is_requeued(job := show_job(job_id)):
+            if self._is_cancelled(job):
+                return self._end(End("cancelled", "end", EXIT_INTERRUPTED, "the job was cancelled"))
             self._terms = 0
             asked = run_slurm("scontrol", "requeue", job_id)
             if asked.returncode == 0:
@@ -299,7 +315,7 @@ class BatchStep:
                 reason = f"the job could not be requeued ({asked.stderr.strip()}); submit it again, and it goes on"
                 return self._end(End(end.how, "end", EXIT_INTERRUPTED, reason))
             self._wait_for_term(min(deadline, time.monotonic() + _ASK_AGAIN_S))  # it may have ended scontrol, too
-        if is_new:
+        if is_new and kept is not None:  # else its user's own would be forgotten
             self._exclude([*(node for node in kept if node not in before), *excluded])
         self._wait_for_term(deadline)  # Slurm's, which has taken the job back
         return EXIT_INTERRUPTED
@@ -318,6 +334,14 @@ class BatchStep:
             time.sleep(0.2)
         say(f"Slurm does not exclude {', '.join(nodes)}: {asked.stderr.strip()}")
         self._ledger.record("exclusion_failed", nodes=list(nodes), reason=asked.stderr.strip())
+
+
+def _nodes_in(job: dict[str, str], field: str) -> list[str] | None:
+    """The nodes in a field of what scontrol shows of a job; ``None``: it cannot be told."""
+    listed = job.get(field)
+    if listed == "(null)":
+        return []
+    return (node_names(listed) or None) if listed else None
 
 
 def _this_node() -> str:

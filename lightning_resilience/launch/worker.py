@@ -6,6 +6,7 @@ Imports neither torch nor Lightning, so that signals are noticed from the script
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 import sysconfig
@@ -24,6 +25,12 @@ from lightning_resilience.run_directory import RUN_DIR_VARIABLE, WORKER_PID_VARI
 
 JOB_ATTEMPT_VARIABLE = "LIGHTNING_RESILIENCE_JOB_ATTEMPT"
 """Environment variable with the number of the job retry: 0 is the first job."""
+
+
+# Lightning raises it when a Trainer is made, before anything of ours is there.
+_WORLD_SIZE_MISMATCH = re.compile(
+    r"You set `devices=(?P<devices>\d+)` and `num_nodes=(?P<nodes>\d+)`.* does not match the world size", re.DOTALL
+)
 
 
 def main() -> None:
@@ -56,6 +63,15 @@ def main() -> None:
                 print(exit_request.code, file=sys.stderr)  # as Python does
     except BaseException as error:
         outcome = Outcome("failed", traceback.format_exception_only(type(error), error)[-1].strip())
+        if mismatch := _WORLD_SIZE_MISMATCH.search(str(error)):
+            # Every attempt would end like this one.
+            trainer = f"Trainer(devices={mismatch['devices']}, num_nodes={mismatch['nodes']})"
+            workers = os.environ.get("WORLD_SIZE")
+            outcome = Outcome(
+                "halted",
+                f"the script makes a {trainer}, and launch has made a world of {workers}: give launch "
+                f"--nproc-per-node {mismatch['devices']} --nnodes {mismatch['nodes']}, or the Trainer other numbers",
+            )
         fault = _describe(error)
         _show(error)
 

@@ -6,8 +6,10 @@ The oracle is the same everywhere: the weights in the end are bitwise those of a
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -123,6 +125,29 @@ def test_a_slow_node_is_not_given_to_the_run_again(chain: Chain) -> None:
     assert retries(chain) == [False, False]
     assert "without n2" in chain.status()
     chain.note("a node is slow")
+
+
+def test_the_example(chain: Chain) -> None:
+    page = (Path(__file__).parents[2] / "examples" / "README.md").read_text()
+    submit, status = page.split("## On Slurm")[1].split("```")[1].strip().splitlines()
+    chain.folder.joinpath("examples").symlink_to(Path(__file__).parents[2] / "examples")
+    small = ["--steps=40", "--layers=1", "--width=32", "--batch-size=2", "--accelerator=cpu"]
+    done = subprocess.run(
+        [*COMMAND, *shlex.split(submit)[1:], *small],
+        env=chain.cluster.environment,
+        cwd=chain.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    chain.jobs.append(done.stdout.strip())
+    chain.run_dir = chain.folder / "runs" / "slurm"
+    chain.wait_for_end(chain.jobs[0], "COMPLETED")
+    assert status == "lightning-resilience status runs/slurm"
+    assert ends(chain) == ["finished"]
+    assert "slice  job  nodes" in chain.status()
 
 
 def test_a_job_that_a_person_cancels_saves_and_stays_cancelled(chain: Chain) -> None:
