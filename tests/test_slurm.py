@@ -552,6 +552,46 @@ def test_a_chain_begins_where_the_run_had_ended() -> None:
     assert current_chain([]) == []
 
 
+def test_what_other_jobs_and_people_have_made_is_no_part_of_a_chain(batch: Batch) -> None:
+    slices = [Slice(0.0, job_id=job_id) for job_id in (None, None, "16", "17", "17")]
+    assert current_chain(slices) == slices[3:]
+    assert current_chain(slices[:2]) == slices[:2]
+    for number in range(12):  # by hand, or jobs that have never said how they end
+        batch.ledger.record("slice_start", slurm_job_id=str(number), restart_count=0, nodes=["n1"])
+    code, said = batch.run(exits(0))
+    assert code == 0, said
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ("--comment=a b", '--comment="a b"'),
+        ("--comment=a #b", '--comment="a #b"'),
+        ("--qos=high", "--qos=high"),
+        ("-C big", "-C big"),
+        ("--exclusive", "--exclusive"),
+    ],
+)
+def test_other_options_of_sbatch_are_quoted(tmp_path: Path, option: str, line: str) -> None:
+    assert f"#SBATCH {line}" in render(tmp_path, sbatch=[option]).splitlines()
+
+
+@pytest.mark.parametrize("option", ["-oout.txt", "--sig=USR1@9", "--time=1", "-t1", "--node=4"])
+def test_what_is_ours_in_another_spelling_is_refused(tmp_path: Path, option: str) -> None:
+    with pytest.raises(ValueError, match="is given by this command itself"):
+        render(tmp_path, sbatch=[option])
+
+
+@pytest.mark.parametrize("field", ["account", "partition"])
+def test_a_line_break_makes_no_option_of_its_own(tmp_path: Path, field: str) -> None:
+    with pytest.raises(ValueError, match="line break"):
+        render(tmp_path, **{field: "a\n#SBATCH --nodes=9"})
+
+
+def test_no_time_limit(tmp_path: Path) -> None:
+    assert "#SBATCH --time=0" in render(tmp_path, time="0").splitlines()
+
+
 def test_requeues_that_left_no_line_count() -> None:
     assert why_it_must_end([Slice(0.0, advanced=True)], 100, 100) is not None
     assert why_it_must_end([Slice(0.0, advanced=True)], 99, 100) is None

@@ -1,7 +1,7 @@
 """The slices of a run: what it has made of each job that it was given, computed from the ledger alone.
 
-A *slice* is one start of a Slurm job, or one call of ``launch`` outside of Slurm. The *chain* is what has been since
-the run last ended for good: finished, given up, or stopped by a person.
+A *slice* is one start of a Slurm job, or one call of ``launch`` outside of Slurm. The *chain* is what the last job has
+made since it was submitted, or since the run last ended for good.
 """
 
 from __future__ import annotations
@@ -123,7 +123,12 @@ def slices_of(events: Iterable[Event]) -> list[Slice]:
 
 def current_chain(slices: Sequence[Slice]) -> list[Slice]:
     """Those that belong together with the last one."""
-    begin = max((index + 1 for index, each in enumerate(slices[:-1]) if each.then == "end"), default=0)
+    if not slices:
+        return []
+    # A job that a person has submitted, or a launch by hand, has a count of its own.
+    job_id = slices[-1].job_id
+    apart = (index + 1 for index, each in enumerate(slices[:-1]) if each.then == "end" or each.job_id != job_id)
+    begin = max(apart, default=0)
     return list(slices[begin:])
 
 

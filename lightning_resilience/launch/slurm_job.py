@@ -204,7 +204,7 @@ class BatchStep:
     def _why_not(self, before: Sequence[Slice]) -> str | None:
         """Why this slice must not begin: those that Slurm has requeued itself have not been asked at their end."""
         chain = current_chain(before)
-        if not chain or chain[-1].then == "end":
+        if not chain or chain[-1].then == "end" or chain[-1].job_id != self.slurm.job_id:
             return None
         return why_it_must_end(chain, 0, self.max_requeues)
 

@@ -19,10 +19,10 @@ PREEMPT_TIME_S = 60
 AFTER_GRACE_S = 10  # the workers have ended by then; the launches and srun come after them
 _SHORTEST_GRACE_S = 10
 _SIGNAL_EARLY_S = 60  # Slurm looks at the limits only now and then, and sends the signal up to so much too early
-_NAME = re.compile(r"--?(?P<name>[A-Za-z-]+)")
+_NAME = re.compile(r"--(?P<long>[A-Za-z-]+)|-(?P<short>[A-Za-z])")
 _OURS = (
     *("nodes", "N", "ntasks", "n", "ntasks-per-node", "signal", "requeue", "no-requeue", "open-mode", "output", "o"),
-    *("chdir", "D", "array", "a", "wrap"),
+    *("chdir", "D", "array", "a", "wrap", "time", "t"),
 )
 
 
@@ -90,11 +90,13 @@ class BatchScript:
             name = _NAME.match(option)
             if name is None:
                 raise ValueError(f"--sbatch {option!r} is no option: give it as --sbatch=--name=value")
-            if name["name"] in _OURS:
+            given = name["long"] or name["short"]
+            if given in _OURS or (len(given) > 1 and any(own.startswith(given) for own in _OURS)):  # sbatch takes both
                 raise ValueError(
                     f"--sbatch={option}: {name[0]} is given by this command itself, or it would not work with it"
                 )
-        for text in (self.job_name, str(self.run_dir), str(self.directory), *self.sbatch):
+        texts = (self.job_name, str(self.run_dir), str(self.directory), self.account, self.partition, *self.sbatch)
+        for text in filter(None, texts):
             if "\n" in text or '"' in text or "\\" in text:
                 raise ValueError(
                     f"{text!r} holds a quote, a backslash or a line break, which #SBATCH lines cannot hold"
@@ -175,7 +177,18 @@ class BatchScript:
             "output": f"{str(self.run_dir).replace('%', '%%')}/slurm/%j.out",
         }
         given = [_option(name, value) for name, value in values.items() if value is not None]
-        return [*given, "--requeue", *(_option(name, value) for name, value in late.items()), *self.sbatch]
+        return [
+            *given,
+            "--requeue",
+            *(_option(name, value) for name, value in late.items()),
+            *map(_quoted, self.sbatch),
+        ]
+
+
+def _quoted(option: str) -> str:
+    """An option as the user has written it, its value in quotes if it needs them."""
+    name, equals, value = option.partition("=")
+    return _option(name.removeprefix("--"), value) if equals and name.startswith("--") else option
 
 
 def _option(name: str, value: object) -> str:
@@ -192,7 +205,7 @@ def seconds_of(time: str) -> int | None:
     Raises:
         ValueError: If it is none.
     """
-    if time.upper() in ("UNLIMITED", "INFINITE"):
+    if time.upper() in ("UNLIMITED", "INFINITE", "0"):
         return None
     match = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})", time)
     if match is None:
