@@ -556,6 +556,7 @@ def test_what_other_jobs_and_people_have_made_is_no_part_of_a_chain(batch: Batch
     slices = [Slice(0.0, job_id=job_id) for job_id in (None, None, "16", "17", "17")]
     assert current_chain(slices) == slices[3:]
     assert current_chain(slices[:2]) == slices[:2]
+    batch.job(JobState="NODE_FAIL")
     for number in range(12):  # by hand, or jobs that have never said how they end
         batch.ledger.record("slice_start", slurm_job_id=str(number), restart_count=0, nodes=["n1"])
     code, said = batch.run(exits(0))
@@ -590,6 +591,17 @@ def test_a_line_break_makes_no_option_of_its_own(tmp_path: Path, field: str) -> 
 
 def test_no_time_limit(tmp_path: Path) -> None:
     assert "#SBATCH --time=0" in render(tmp_path, time="0").splitlines()
+
+
+def test_two_jobs_in_one_run_directory_are_one_too_many(batch: Batch) -> None:
+    batch.job(JobState="RUNNING")
+    batch.ledger.record("slice_start", slurm_job_id="16", restart_count=0, nodes=["n1"])
+    code, said = batch.run(exits(0))
+    assert code == 1
+    assert "job 16 is at work in" in said
+    assert len(slices_of(read_ledger(batch.ledger.path))) == 1
+    batch.ledger.record("slice_end", how="preempted", then="requeue", reason="told to")
+    assert batch.run(exits(0))[0] == 0
 
 
 def test_requeues_that_left_no_line_count() -> None:

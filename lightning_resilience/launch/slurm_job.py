@@ -161,6 +161,11 @@ class BatchStep:
 
     def _run(self) -> int:
         before = slices_of(self._events())
+        if (other := self._other_job(before)) is not None:
+            refusal = f"job {other} is at work in {self._ledger.path.parent}; cancel one of the two"
+            say(f"Refused: {refusal}.")  # and nothing is recorded: the slice there is the other one's
+            self._comment.show(refusal, now=True)
+            return 1
         if reason := self._why_not(before):
             return self._end(End("not started", "end", 1, reason))
         nodes = node_names(self.slurm.node_list or "")
@@ -200,6 +205,13 @@ class BatchStep:
 
     def _events(self) -> list[Event]:
         return list(read_ledger(self._ledger.path))
+
+    def _other_job(self, before: Sequence[Slice]) -> str | None:
+        """Another job that works in this run directory now."""
+        last = before[-1].job_id if before and before[-1].ended is None else None
+        if last in (None, self.slurm.job_id):
+            return None
+        return last if show_job(str(last)).get("JobState") in ("RUNNING", "COMPLETING", "SUSPENDED") else None
 
     def _why_not(self, before: Sequence[Slice]) -> str | None:
         """Why this slice must not begin: those that Slurm has requeued itself have not been asked at their end."""
