@@ -47,16 +47,15 @@ except ImportError as error:
 
 from lightning_resilience import AutoResume, Preemption
 from lightning_resilience.detect.timeouts import SectionTimeouts
+from lightning_resilience.launch.slurm_job import PORTS
+from lightning_resilience.launch.slurm_script import AFTER_GRACE_S, SHORTEST_GRACE_S
 from lightning_resilience.recipes import JOBS
 from lightning_resilience.signals import GRACE_PERIOD_VARIABLE
 
 HEAD_NODE_VARIABLE = "LIGHTNING_RESILIENCE_HEAD_NODE"
 """Environment variable in which the batch script tells the steps the address of the first node."""
 
-_AFTER_GRACE_S = 10  # the workers have ended by then; the launch comes after them
-_SHORTEST_GRACE_S = 10
 _BEGIN_TRIES = 3
-_PORTS = (20000, 12000)  # the first and how many: below those that Linux gives to connections
 
 _STEP = """\
 # Made by lightning-resilience. Runs once on every node.
@@ -158,7 +157,6 @@ class ResilientLaunch(SlurmTemplate):  # type: ignore[misc]  # NeMo-Run has no t
         step = _STEP.format(options=options, grace_variable=GRACE_PERIOD_VARIABLE)
         if self.verdict is None:
             return run.Script(inline=step + _LOCAL_STEP.format(python=shlex.quote(python), script=shlex.join(script)))
-        first_port, ports = _PORTS
         return run.Script(
             inline=step
             + _SLURM_STEP.format(
@@ -166,8 +164,8 @@ class ResilientLaunch(SlurmTemplate):  # type: ignore[misc]  # NeMo-Run has no t
                 script=" ".join(script),
                 verdict=shlex.quote(self.verdict),
                 head_variable=HEAD_NODE_VARIABLE,
-                first_port=first_port,
-                ports=ports,
+                first_port=PORTS.start,
+                ports=len(PORTS),
             )
         )
 
@@ -311,11 +309,11 @@ class PreemptionPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no typ
     callbacks: list[Any] | None = None
 
     def __post_init__(self) -> None:
-        least = _SHORTEST_GRACE_S + _AFTER_GRACE_S
+        least = SHORTEST_GRACE_S + AFTER_GRACE_S
         if not least <= self.preempt_time <= 65535:
             raise ValueError(
                 f"preempt_time={self.preempt_time}: it must be {least} to 65535 s, since the workers have "
-                f"{_AFTER_GRACE_S} s less than that to save."
+                f"{AFTER_GRACE_S} s less than that to save."
             )
 
     def setup(self, task: Any, executor: Any) -> None:
@@ -325,7 +323,7 @@ class PreemptionPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no typ
             task: What is to be run; changed in place.
             executor: Where; changed in place.
         """
-        executor.env_vars[GRACE_PERIOD_VARIABLE] = str(self.preempt_time - _AFTER_GRACE_S)
+        executor.env_vars[GRACE_PERIOD_VARIABLE] = str(self.preempt_time - AFTER_GRACE_S)
         if isinstance(executor, run.SlurmExecutor):
             # Without "B:" the signal goes to the processes of the steps, as that of a preemption does.
             executor.signal = f"{signal.Signals(self.sig).name.removeprefix('SIG')}@{self.preempt_time}"

@@ -107,8 +107,8 @@ class Recipe:
 
     Attributes:
         name: What it is called.
-        run_dir: The run directory on storage that all nodes share; ``None``: the launcher's, else ``resilience`` in
-            the Trainer's ``default_root_dir``.
+        run_dir: The run directory on storage that all nodes share; ``None``: ``resilience`` in the Trainer's
+            ``default_root_dir``. A launcher's goes before it.
         auto_resume: Saves and resumes the whole state. The others rely on it.
         fault_tolerance: Finds hangs.
         preemption: Stops in order on a signal.

@@ -40,8 +40,8 @@ class AutoResume(SessionCallback):
     is saved at the next boundary.
 
     Args:
-        run_dir: The run directory on storage that all nodes share. Default: the launcher's, else ``resilience`` in the
-            Trainer's ``default_root_dir``.
+        run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
+            ``default_root_dir``. A launcher's goes before it.
         every_n_train_steps: Also save whenever ``trainer.global_step`` is a multiple of this. Default: no.
         train_time_interval: Also save when this much time has passed since the last save; a number is in seconds, and
             YAML takes ``0:15:00``. Default: 15 minutes, as in NeMo's ``default_log`` recipe; ``None``: no.

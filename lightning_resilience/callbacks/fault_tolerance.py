@@ -83,8 +83,8 @@ class FaultTolerance(SessionCallback):
             have been started by ``ft_launcher``), ``watchdog`` (nobody), ``auto`` (NVRx's where they are).
         health_check_interval_steps: Every so many steps all ranks meet in a small collective with a deadline
             (KempnerForge's ``nccl_health_check_interval``); 0: never.
-        run_dir: The run directory on storage that all nodes share. Default: the launcher's, else ``resilience`` in the
-            Trainer's ``default_root_dir``.
+        run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
+            ``default_root_dir``. A launcher's goes before it.
 
     Raises:
         ValueError: If an argument makes no sense.

@@ -74,8 +74,8 @@ class LocalCheckpoint(SessionCallback):
         replication_jump: Distance of two ranks that keep copies of each other's parts. Default: ranks of a node.
         probation_steps: A verdict that the training has gone wrong (:meth:`condemn`) within as many optimizer steps
             after a resume counts against the checkpoint that was loaded.
-        run_dir: The run directory on storage that all nodes share. Default: the launcher's, else ``resilience`` in the
-            Trainer's ``default_root_dir``.
+        run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
+            ``default_root_dir``. A launcher's goes before it.
 
     Raises:
         ValueError: If an argument makes no sense, or the states will not fit where they are to be kept.

@@ -96,8 +96,8 @@ class NaNGuard(SessionCallback):
             twice, and steps in which the results differ are counted. Both make the host wait in every step, and need
             automatic optimization without accumulation.
         max_reruns: How many restarts a batch is worth if there are no other devices.
-        run_dir: The run directory on storage that all nodes share. Default: the launcher's, else ``resilience`` in the
-            Trainer's ``default_root_dir``.
+        run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
+            ``default_root_dir``. A launcher's goes before it.
 
     Raises:
         ValueError: If an argument makes no sense, or the optimizer or the strategy does not allow what is asked.

@@ -46,8 +46,8 @@ class Preemption(SessionCallback):
             deadline; a launcher that knows a shorter one sets it.
         enable_exit_handler_for_data_loader: Whether data-loader workers ignore the signals, so that a signal to the
             whole process group does not fail the step in progress (Megatron-Bridge's name).
-        run_dir: The run directory on storage that all nodes share. Default: the launcher's, else ``resilience`` in the
-            Trainer's ``default_root_dir``.
+        run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
+            ``default_root_dir``. A launcher's goes before it.
 
     Raises:
         ValueError: If an argument makes no sense.

@@ -90,8 +90,8 @@ class StragglerDetection(SessionCallback):
         backend: ``"timer"``: the host's clock. ``"cuda_events"``: the device's. ``"cupti"``: NVRx's profiler of the
             device's kernels, beside the events. ``"auto"``: the last one of these that works here.
         min_consecutive_reports: How many reports in a row must name a rank. NVRx has 1.
-        run_dir: The run directory on storage that all nodes share. Default: the launcher's, else ``resilience`` in the
-            Trainer's ``default_root_dir``.
+        run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
+            ``default_root_dir``. A launcher's goes before it.
 
     Raises:
         ValueError: If an argument makes no sense, or the backend does not work here.

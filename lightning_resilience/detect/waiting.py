@@ -136,7 +136,7 @@ class Waiting:
 
             # What is to be called at the end of a backward pass is called in the order in which it was asked for, and
             # nobody can ask before the gradient of the loss is there. DDP asks for its own wait when all gradients are.
-            roots = (tensors,) if isinstance(tensors, torch.Tensor | GradientEdge) else tuple(tensors)
+            roots = (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
             nodes: list[Any] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
             hooks = [node.register_prehook(ask) for node in nodes if node is not None]
             try:

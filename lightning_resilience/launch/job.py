@@ -31,10 +31,8 @@ from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, Reaper, en
 from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.worker import JOB_ATTEMPT_VARIABLE, first_fault
 from lightning_resilience.ledger import Ledger, read_ledger
+from lightning_resilience.recipes import RECIPE_VARIABLE
 from lightning_resilience.run_directory import LOCAL_DIR_VARIABLE, RUN_DIR_VARIABLE, Outcome, RunDirectory
-
-RECIPE_VARIABLE = "LIGHTNING_RESILIENCE_RECIPE"
-"""Environment variable with the name of the recipe whose callbacks register themselves in the workers."""
 
 _VERDICT_EXIT_CODES = (16, 17)  # Megatron's: a fault that came again, and one that did not
 _LEFTOVERS_PATIENCE_S = 5.0

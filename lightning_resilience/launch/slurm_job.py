@@ -73,7 +73,7 @@ _EXCLUDE_TRIES = 10
 _COMMENT_LENGTH = 400
 _LIMIT_IS_NEAR_S = 90.0  # Slurm looks at time limits only now and then: it warns up to 60 s too early
 _EXIT_USAGE = 2  # argparse's
-_PORTS = range(20000, 32000)  # below those that Linux gives to connections
+PORTS = range(20000, 32000)  # below those that Linux gives to connections
 
 
 @dataclass(frozen=True)
@@ -368,11 +368,11 @@ def _this_node() -> str:
 
 def _free_port() -> int:
     """A port that nothing on this node listens on now."""
-    for port in random.SystemRandom().sample(_PORTS, 100):
+    for port in random.SystemRandom().sample(PORTS, 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             return port
-    raise OSError(f"no free port among {_PORTS.start} to {_PORTS.stop - 1} on {platform.node()}")
+    raise OSError(f"no free port among {PORTS.start} to {PORTS.stop - 1} on {platform.node()}")
 
 
 def _environment() -> dict[str, str]:

@@ -17,7 +17,7 @@ PREEMPT_TIME_S = 60
 """Seconds from SIGTERM to the time limit; NeMo's ``preempt_time``."""
 
 AFTER_GRACE_S = 10  # the workers have ended by then; the launches and srun come after them
-_SHORTEST_GRACE_S = 10
+SHORTEST_GRACE_S = 10
 _SIGNAL_EARLY_S = 60  # Slurm looks at the limits only now and then, and sends the signal up to so much too early
 _NAME = re.compile(r"--(?P<long>[A-Za-z-]+)|-(?P<short>[A-Za-z])")
 _OURS = (
@@ -68,7 +68,7 @@ class BatchScript:
     python: str = field(default_factory=lambda: sys.executable)
 
     def __post_init__(self) -> None:
-        least = _SHORTEST_GRACE_S + AFTER_GRACE_S
+        least = SHORTEST_GRACE_S + AFTER_GRACE_S
         if not least <= self.preempt_time_s <= 65535:
             raise ValueError(
                 f"--preempt-time {self.preempt_time_s}: it must be {least} to 65535 s, since the workers have "

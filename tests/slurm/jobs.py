@@ -40,8 +40,13 @@ class Chain:
 
     def script(self, *options: str, **changes: Any) -> str:
         """The batch script for the test program."""
+        config = json.dumps(self.config(**changes))
+        return self.call("slurm", *self._options(*options), str(harness.PROGRAM), config)
+
+    def call(self, *arguments: str) -> str:
+        """Calls our command line, and returns what it prints."""
         done = subprocess.run(
-            [*COMMAND, "slurm", *self._options(*options), str(harness.PROGRAM), json.dumps(self.config(**changes))],
+            [*COMMAND, *arguments],
             env=self.cluster.environment,
             cwd=self.folder,
             capture_output=True,
@@ -92,9 +97,7 @@ class Chain:
         return "\n".join(path.read_text(errors="replace")[-6000:] for path in files)
 
     def status(self) -> str:
-        command = [*COMMAND, "status", str(self.run_dir)]
-        environment = self.cluster.environment
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+        return self.call("status", str(self.run_dir))
 
     def check_weights(self) -> None:
         """The oracle: what came out is bitwise what comes out when nothing happens."""

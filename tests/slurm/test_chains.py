@@ -5,17 +5,14 @@ The oracle is the same everywhere: the weights in the end are bitwise those of a
 
 from __future__ import annotations
 
-import json
 import shlex
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests import harness
 from tests.slurm.cluster import wait_until
-from tests.slurm.jobs import COMMAND, Chain
+from tests.slurm.jobs import Chain
 
 pytestmark = pytest.mark.slurm
 
@@ -132,17 +129,7 @@ def test_the_example(chain: Chain) -> None:
     submit, status = page.split("## On Slurm")[1].split("```")[1].strip().splitlines()
     chain.folder.joinpath("examples").symlink_to(Path(__file__).parents[2] / "examples")
     small = ["--steps=40", "--layers=1", "--width=32", "--batch-size=2", "--accelerator=cpu"]
-    done = subprocess.run(
-        [*COMMAND, *shlex.split(submit)[1:], *small],
-        env=chain.cluster.environment,
-        cwd=chain.folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    chain.jobs.append(done.stdout.strip())
+    chain.jobs.append(chain.call(*shlex.split(submit)[1:], *small).strip())
     chain.run_dir = chain.folder / "runs" / "slurm"
     chain.wait_for_end(chain.jobs[0], "COMPLETED")
     assert status == "lightning-resilience status runs/slurm"
@@ -151,17 +138,7 @@ def test_the_example(chain: Chain) -> None:
 
 
 def test_a_job_that_a_person_cancels_saves_and_stays_cancelled(chain: Chain) -> None:
-    done = subprocess.run(
-        [*COMMAND, "slurm", *chain._options("--submit"), str(harness.PROGRAM), json.dumps(chain.config(**SLOW))],
-        env=chain.cluster.environment,
-        cwd=chain.folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    job_id = done.stdout.strip()
+    job_id = chain.script("--submit", **SLOW).strip()
     chain.jobs.append(job_id)
     chain.wait_for("saved", step=10)
     assert f"job {job_id} is RUNNING on n[1-2]" in chain.status()
