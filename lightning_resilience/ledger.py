@@ -13,10 +13,23 @@ import os
 import platform
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("time", "saved_at", "seconds", "limit"), (int, float)),
+    **dict.fromkeys(("fit", "step", "verified_step", "rank", "world_size", "nodes"), int),
+    **dict.fromkeys(("restart_count", "slurm_restart_count", "job_attempt"), int),
+    **dict.fromkeys(("node", "elastic_run_id", "run_id", "slurm_job_id", "tier", "kind", "place", "section"), str),
+    **dict.fromkeys(("reason", "action", "status", "how", "then"), str),
+    **dict.fromkeys(("node_list", "excluded", "devices"), list),
+    **dict.fromkeys(("budget", "fault"), dict),
+}
+"""What the readers rely on; any of them may be missing or null."""
+_LAST_TIME = datetime(9999, 1, 1).timestamp()
 
 
 class Ledger:
@@ -73,6 +86,9 @@ def read_ledger(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
     Args:
         path: The ledger's file. A missing file has no events.
+
+    Raises:
+        OSError: If it cannot be read.
     """
     try:
         file = open(path, "rb")
@@ -82,7 +98,20 @@ def read_ledger(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(event, dict) and isinstance(event.get("event"), str):
-                yield event
+            if _is_event(event):
+                yield event | {"time": float(event.get("time") or 0.0)}
+
+
+def _is_event(line: Any) -> bool:
+    """Whether a line is an event as :class:`Ledger` writes them, in what the readers rely on."""
+    if not isinstance(line, dict) or not isinstance(line.get("event"), str):
+        return False
+    known = {name: value for name, value in line.items() if name in _TYPES and value is not None}
+    return (
+        all(isinstance(value, _TYPES[name]) and not isinstance(value, bool) for name, value in known.items())
+        and all(value >= 0 for value in known.values() if isinstance(value, (int, float)))
+        and all(isinstance(each, str) for name in ("node_list", "excluded", "devices") for each in known.get(name, ()))
+        and known.get("time", 0) <= _LAST_TIME
+    )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_resilience.detect.timeouts import SectionTimeouts
 from lightning_resilience.launch.budget import Budget
@@ -175,6 +175,9 @@ class Recipe:
         for callback in callbacks:
             callback.run_dir = self.run_dir
         return callbacks
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("A recipe is not a list: give the Trainer recipe.callbacks, or [*recipe.callbacks, ...].")
 
     def wandb_logger(self, **settings: Any) -> WandbLogger:
         """A logger whose W&B run is one over all restarts and requeues of this run, also offline.

@@ -72,24 +72,26 @@ def interruptions(events: Iterable[Event]) -> list[Interruption]:
         if not _was_interrupted(before, after):
             continue
         began = next((event for event in after if event["event"] in ("resumed", "fresh")), None)
-        resumed = None if began is None else (_step(began) if began["event"] == "resumed" else 0)
+        resumed = None if began is None else (began.get("step") if began["event"] == "resumed" else 0)
         fit = None if began is None else began.get("fit")
-        steps = [(event, step) for event in before if event.get("fit") == fit and (step := _step(event)) is not None]
+        steps = [
+            (event, step) for event in before if event.get("fit") == fit and (step := event.get("step")) is not None
+        ]
         saves = [step for event, step in steps if event["event"] == "saved"]
         # What was resumed is the state of a save, or the one with which the interrupted workers had begun themselves.
-        states = [event for event in past if event["event"] in ("saved", "resumed") and _step(event) == resumed]
+        states = [event for event in past if event["event"] in ("saved", "resumed") and event.get("step") == resumed]
         saved_at = None if began is None else began.get("saved_at")
-        lost_since = saved_at if isinstance(saved_at, float) else _time(states[-1] if states else before[0])
+        lost_since = (states[-1] if states else before[0])["time"] if saved_at is None else saved_at
         kind, reason = _cause(before)
         found.append(
             Interruption(
-                time=_time(before[-1]),
+                time=before[-1]["time"],
                 kind=kind,
                 reason=reason,
                 saved_step=saves[-1] if saves else None,
                 reached_step=max((step for _, step in steps), default=None),
                 resumed_step=resumed,
-                seconds_lost=None if began is None else max(0.0, _time(began) - lost_since),
+                seconds_lost=None if began is None else max(0.0, began["time"] - lost_since),
                 is_reached_known=any(event["event"] in _LAST_WORDS for event, _ in steps),
             )
         )
@@ -151,7 +153,7 @@ def report(run_dir: str | os.PathLike[str]) -> str:
     kinds = {kind: sum(1 for each in found if each.kind == kind) for kind in dict.fromkeys(each.kind for each in found)}
     steps = [each.steps_lost for each in found if each.steps_lost is not None]
     seconds = [each.seconds_lost for each in found if each.seconds_lost is not None]
-    total = _time(events[-1]) - _time(events[0])
+    total = events[-1]["time"] - events[0]["time"]
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "0"
     at_least = "" if all(each.is_reached_known for each in found) else "at least "
     lines.append(
@@ -184,7 +186,7 @@ def _timeline_row(event: Event) -> list[str]:
     rank, step, fit = event.get("rank"), event.get("step"), event.get("fit")
     details = {name: value for name, value in event.items() if name not in (*_COMMON, *_TOO_LONG) and value is not None}
     return [
-        _clock(_time(event)),
+        _clock(event["time"]),
         event["event"],
         "launcher" if rank is None else f"rank {rank}",
         str(event.get("node", "")),
@@ -230,13 +232,3 @@ def _short(text: str, limit: int) -> str:
 
 def _clock(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _time(event: Event) -> float:
-    time = event.get("time")
-    return float(time) if isinstance(time, (int, float)) else 0.0
-
-
-def _step(event: Event) -> int | None:
-    step = event.get("step")
-    return step if isinstance(step, int) else None

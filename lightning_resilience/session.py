@@ -66,6 +66,10 @@ class _GoBack(Exception):
         self.choice = choice
 
 
+class AnotherFit(RuntimeError):
+    """The run directory holds another fit than the script has now: every attempt would end like this one."""
+
+
 class FitSession:
     """One ``trainer.fit`` of a run.
 
@@ -318,7 +322,7 @@ class FitSession:
             return
         different = [key for key in mine if recorded.get(key) != mine[key]]
         if different:
-            raise RuntimeError(
+            raise AnotherFit(
                 f"{self.fit.path} holds another fit: its {' and '.join(different)} differ (recorded module: "
                 f"{recorded.get('module')}, this one: {mine['module']}). Fits are told apart by their order in the "
                 "script. If the script or the model has changed, give the run another directory (--run-dir, run_dir=)."
@@ -332,7 +336,7 @@ class FitSession:
                 self.fit.fingerprint = {**fingerprint, "data": data}
         elif fingerprint["data"] != data:
             if self._resumed is not None and self._resumed["final"] and self.finished_before():
-                raise RuntimeError(
+                raise AnotherFit(
                     f"{self.fit.path} holds a finished fit of other training data (another length, or other indices of "
                     "a Subset), whose weights would be taken for this one's. Fits are told apart by their order: have "
                     "the script make all of them every time (a finished one is restored, not trained), split the data "
@@ -572,6 +576,8 @@ class FitSession:
         reason = f"{kind}: {exception}"
         self.ledger.record("fault", kind=kind, fit=self.index, step=self.trainer.global_step, reason=reason)
         verdicts = [verdict for hook in self.at_failure if (verdict := hook(exception)) is not None]
+        if isinstance(exception, AnotherFit):
+            verdicts.append(str(exception))
         if verdicts:
             # Before the peers learn of the failure: they must not retry it.
             self.end("halted", verdicts[0], {"exit_code": getattr(exception, "exit_code", 1)})

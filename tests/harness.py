@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -11,10 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 PROGRAM = Path(__file__).with_name("program.py")
+_WHERE_ARE_YOU = signal.SIGRTMIN + 5
 CONTEXT = multiprocessing.get_context("forkserver")
 """For every test that starts processes. There is one server for all, and who sets other imports takes these from it."""
 CONTEXT.set_forkserver_preload(
@@ -41,6 +46,7 @@ def _rank(config: dict[str, Any], environment: dict[str, str], output: str) -> N
     fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
+    faulthandler.register(_WHERE_ARE_YOU, all_threads=True)  # the data-loader workers inherit it
     os.environ.update(environment)
     from tests.program import main
 
@@ -84,12 +90,24 @@ class Ranks:
                 time.sleep(0.3)
                 self.kill(signal.SIGKILL)
             if time.monotonic() > deadline:
+                self._ask_where_they_are()
                 self.kill(signal.SIGKILL)
                 for p in self.processes:
                     p.join()
                 raise AssertionError(f"still running after {timeout_s} s:\n{self.text()}")
             time.sleep(0.02)
         return [p.exitcode for p in self.processes]
+
+    def _ask_where_they_are(self) -> None:
+        """Has every process that is left write its stacks."""
+        for rank in self.processes:
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(rank.pid)
+                for each in [process, *process.children(recursive=True)]:
+                    with open(self.output, "a") as output:
+                        print(f"\nProcess {each.pid}, child of {each.ppid()}, {each.status()}:", file=output)
+                    each.send_signal(_WHERE_ARE_YOU)
+                    time.sleep(0.3)
 
     def text(self) -> str:
         return self.output.read_text(errors="replace") if self.output.exists() else ""

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, end_processes, processes_of
-from lightning_resilience.ledger import read_ledger
+from lightning_resilience.ledger import Ledger, read_ledger
 from lightning_resilience.run_directory import Outcome, RunDirectory
 
 PATIENCE_S = 60.0
@@ -248,6 +248,38 @@ def test_a_trainer_of_another_size_than_the_launch_is_not_tried_again(launcher: 
     assert launcher.run("script.py") == 1
     assert len(launcher.events("start")) == 1
     assert "give launch --nproc-per-node 4 --nnodes 2, or the Trainer other numbers" in launcher.stderr()
+
+
+FIT = """
+    import lightning.pytorch as L, torch
+    from torch.utils.data import DataLoader, TensorDataset
+    class Model(L.LightningModule):
+        def __init__(self, width):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, width)
+        def training_step(self, batch, batch_idx): return self.layer(batch[0]).sum()
+        def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)
+    width, epochs = map(int, sys.argv[1:])
+    quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
+    L.Trainer(max_epochs=epochs, **quiet).fit(Model(width), DataLoader(TensorDataset(torch.ones(4, 4))))
+"""
+
+
+@pytest.mark.parametrize(
+    ("width", "epochs", "reason"),
+    [
+        ("2", "1", "has come to epoch 2, and the script's Trainer ends at max_epochs=1: give it more, or launch"),
+        ("3", "4", "holds another fit: its parameters differ"),
+    ],
+)
+def test_a_script_that_cannot_go_on_with_the_run_is_not_tried_again(
+    launcher: Launcher, width: str, epochs: str, reason: str
+) -> None:
+    launcher.script(FIT)
+    assert launcher.run("--recipe=workstation", "script.py", "2", "2") == 0
+    assert launcher.run("--recipe=workstation", "script.py", width, epochs) == 1
+    assert len(launcher.events("start")) == 2
+    assert reason in launcher.stderr()
 
 
 def test_progress_refills_the_budget_until_the_day_is_spent(launcher: Launcher) -> None:
@@ -523,6 +555,43 @@ def test_a_run_directory_that_cannot_be_made_is_refused(launcher: Launcher) -> N
     launcher.run_directory = RunDirectory(launcher.folder / "run")
 
 
+@pytest.mark.parametrize("before", [[], ["--"]])
+def test_a_scripts_own_arguments_are_left_as_they_are(launcher: Launcher, before: list[str]) -> None:
+    launcher.script("ledger.record('ran', said=sys.argv[1:])")
+    assert launcher.run(*before, "script.py", "--lr", "3", "--", "--recipe", "--", "-m") == 0
+    assert [event["said"] for event in launcher.events("ran")] == [["--lr", "3", "--", "--recipe", "--", "-m"]]
+
+
+@pytest.mark.parametrize("action", ["launch", "status", "report"])
+def test_a_ledger_that_cannot_be_read_is_said(launcher: Launcher, action: str) -> None:
+    launcher.script("")
+    launcher.run_directory.ledger.mkdir(parents=True)
+    directory = str(launcher.run_directory.path)
+    arguments = [f"--run-dir={directory}", "script.py"] if action == "launch" else [directory]
+    command = [sys.executable, "-m", "lightning_resilience.launch.cli", action, *arguments]
+    done = subprocess.run(command, cwd=launcher.folder, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("[lightning-resilience] Refused: ")
+    assert "ledger.jsonl" in done.stderr
+    assert "Traceback" not in done.stderr
+    launcher.run_directory.ledger.rmdir()
+
+
+def test_whoever_reads_a_report_may_stop_at_any_line(launcher: Launcher) -> None:
+    ledger = Ledger(launcher.run_directory.ledger)
+    for _ in range(2000):
+        ledger.record("saved", step=1, path="x" * 60)  # more than a pipe holds
+    command = [sys.executable, "-m", "lightning_resilience.launch.cli", "report", str(launcher.run_directory.path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline().startswith("Run ")
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(60) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -538,7 +607,9 @@ def test_a_run_directory_that_cannot_be_made_is_refused(launcher: Launcher) -> N
         (["--out-of-section-timeout=soon", "script.py"], "out_of_section must be seconds, or none, not 'soon'"),
         (["--section-timeouts=out_of_section:9", "--out-of-section-timeout=8", "script.py"], "two timeouts for"),
         (["--recipe=unknown", "script.py"], "invalid choice"),
-        ([], "required: script"),
+        ([], "required: SCRIPT"),
+        (["--grace-perod=5", "script.py"], "there is no option --grace-perod; did you mean --grace-period?"),
+        (["--frobnicate", "5", "script.py"], "there is no option --frobnicate\n"),
     ],
 )
 def test_bad_arguments(

@@ -7,15 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_resilience.launch.budget import Budget
+from lightning_resilience.launch.chain import slices_of
 from lightning_resilience.launch.cli import main
 from lightning_resilience.launch.job_info import log_job_info
 from lightning_resilience.launch.slurm import get_slurm_info
+from lightning_resilience.launch.status import progress_line, status
+from lightning_resilience.launch.worker import first_fault
 from lightning_resilience.ledger import Ledger, read_ledger
 from lightning_resilience.report import Interruption, interruptions, report
 from lightning_resilience.run_directory import Outcome, RunDirectory
@@ -180,8 +185,8 @@ def test_the_facts_of_a_job_are_logged_recorded_and_returned(
 
 def ledger_of(tmp_path: Path, *events: dict[str, Any]) -> Path:
     with open(tmp_path / "ledger.jsonl", "w") as file:
-        for time, event in enumerate(events):
-            file.write(json.dumps({"time": 1000.0 + 10 * time, "rank": 0, "node": "n1"} | event) + "\n")
+        for number, event in enumerate(events):
+            file.write(json.dumps({"time": 1000.0 + 10 * number, "rank": 0, "node": "n1"} | event) + "\n")
     return tmp_path
 
 
@@ -318,6 +323,52 @@ def test_a_run_at_work_and_failures_of_different_kinds_are_no_repetition(tmp_pat
 def test_an_empty_or_torn_ledger_is_reported(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "ledger.jsonl").write_bytes(content)
     assert report(tmp_path)
+
+
+ODD = [None, True, -1, 1.5, 1e20, 10**30, float("nan"), float("inf"), "abc", "", [], [[1]], [None], {}, {"a": []}]
+MORE: tuple[dict[str, Any], ...] = (
+    {"event": "slice_start", "slurm_job_id": "7", "restart_count": 1, "node_list": ["n1", "n2"]},
+    {"event": "launch", "slurm_job_id": "7", "slurm_restart_count": 1, "budget": {"in_job_restarts": 1}},
+    {"event": "job_start", "run_id": "a", "retry": True, "max_restarts": 3},
+    {"event": "start", "elastic_run_id": "a", "restart_count": 0, "world_size": 2, "nodes": 2, "verified_step": 3},
+    {"event": "resumed", "fit": 0, "step": 10, "tier": "global", "saved_at": 1000.5},
+    {"event": "saved", "fit": 0, "step": 20, "tier": "local", "seconds": 0.5},
+    {"event": "workload_request", "action": "exclude_this_node", "reason": "slow"},
+    {"event": "straggler_stop", "fit": 0, "step": 21, "devices": ["a"], "reason": "slow"},
+    {"event": "fault", "kind": "hang", "place": "a.py:1", "section": "step", "limit": 3.0, "reason": "no"},
+    {"event": "fault", "elastic_run_id": "a", "restart_count": 0, "reason": "no", "rank": 1},
+    {"event": "start", "elastic_run_id": "a", "restart_count": 1, "world_size": 3},
+    {"event": "failure", "run_id": "a", "exit_code": 1, "reason": "no"},
+    {"event": "exit", "status": "interrupted", "exit_code": 75, "new_job": True, "reason": "no"},
+    {"event": "slice_end", "how": "failed", "then": "requeue", "excluded": ["n2"], "reason": "no"},
+    {"event": "slice_start", "slurm_job_id": "7", "restart_count": 2, "node_list": ["n1"]},
+)
+
+
+def test_no_odd_line_keeps_a_reader_from_the_others(tmp_path: Path) -> None:
+    story = [*STORY, *MORE]
+    reports = set()
+    for number, event in enumerate(story):
+        for name in ("time", "node", *event):
+            for odd in ODD:
+                if name == "event" and isinstance(odd, str):
+                    continue
+                ledger_of(tmp_path, *story[:number], event | {name: odd}, *story[number + 1 :])
+                events = list(read_ledger(tmp_path / "ledger.jsonl"))
+                assert len(events) >= len(story) - 1
+                Budget().decide(events, time.time())
+                slices_of(events)
+                first_fault(events, "a", 0)
+                reports.add(report(tmp_path))
+                assert status(tmp_path)
+                assert progress_line(events)
+    assert len(reports) > 100
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"event": "saved", "step": 1' + "0" * 5000 + "}"])
+def test_a_line_that_cannot_be_parsed_is_skipped(tmp_path: Path, line: str) -> None:
+    (tmp_path / "ledger.jsonl").write_text(f'{line}\n{{"event": "start"}}\n')
+    assert [event["event"] for event in read_ledger(tmp_path / "ledger.jsonl")] == ["start"]
 
 
 def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from lightning_resilience import (
 from lightning_resilience.detect.timeouts import SectionTimeouts
 from lightning_resilience.faults import SimulatedFault
 from lightning_resilience.launch.budget import Budget
-from lightning_resilience.launch.cli import _batch_script, _parser, _settings
+from lightning_resilience.launch.cli import _batch_script, _parse, launch_settings
 from lightning_resilience.recipes import JOBS, RECIPE_VARIABLE, RECIPES, Job
 from lightning_resilience.run_directory import RUN_DIR_VARIABLE, RunDirectory
 from tests.harness import result, run, samples
@@ -92,6 +93,11 @@ def test_a_recipe_prints_what_is_not_a_default(name: str) -> None:
         assert "simulated_fault_params=fault_type random, base_delay_s 60.0, rand_delay_s 60.0" in lines
     assert "keep=2" not in text
     assert f"--grace-period={JOBS[name].grace_period_s:g}" in lines
+
+
+def test_a_recipe_that_is_taken_for_its_callbacks_says_so() -> None:
+    with pytest.raises(TypeError, match=re.escape("give the Trainer recipe.callbacks")):
+        L.Trainer(callbacks=recipes.nemo())  # type: ignore[arg-type]
 
 
 def test_a_recipe_is_changed_field_by_field() -> None:
@@ -193,8 +199,7 @@ def test_a_drill_of_another_recipe() -> None:
 def test_launch_takes_the_settings_of_the_recipe(name: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    parser = _parser()
-    settings = _settings(parser.parse_args(["launch", "--recipe", name, str(script)]), parser)
+    settings = launch_settings(["--recipe", name, str(script)])
     job = JOBS[name]
     assert settings.recipe == name
     assert (settings.budget, settings.grace_period_s, settings.section_timeouts) == (
@@ -208,17 +213,15 @@ def test_the_options_of_a_job_say_what_it_is(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     job = Job(Budget(1, 0, 7), 12.5, SectionTimeouts(step=9.5, setup=None))
-    parser = _parser()
-    settings = _settings(parser.parse_args(["launch", *job.options, str(script)]), parser)
+    settings = launch_settings([*job.options, str(script)])
     assert Job(settings.budget, settings.grace_period_s, settings.section_timeouts) == job
 
 
 def test_one_option_leaves_the_recipes_others(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    parser = _parser()
-    given = ["launch", "--recipe", "preemptible", "--job-retries", "0", "--out-of-section-timeout", "5", str(script)]
-    settings = _settings(parser.parse_args(given), parser)
+    given = ["--recipe", "preemptible", "--job-retries", "0", "--out-of-section-timeout", "5", str(script)]
+    settings = launch_settings(given)
     assert settings.budget == dataclasses.replace(JOBS["preemptible"].budget, job_retries=0)
     assert settings.grace_period_s == 25
     assert settings.section_timeouts == SectionTimeouts(out_of_section=5)
@@ -283,9 +286,8 @@ def test_the_batch_script_of_a_recipe_is_what_the_command_prints(
 ) -> None:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
-    parser = _parser()
     given = ["--nodes=2", "--gpus-per-node=8", "--time=4:00:00", "--run-dir=/shared/runs/gpt", "--python=python"]
-    script = _batch_script(parser.parse_args(["slurm", f"--recipe={name}", *given, "train.py"]), parser).render()
+    script = _batch_script(_parse(["slurm", f"--recipe={name}", *given, "train.py"])).render()
     script = script.replace(f"--chdir={tmp_path}", "--chdir=/shared/code/gpt")
     script = script.replace(f"lightning-resilience {__version__}", "`lightning-resilience slurm`")
     assert (FILES / "slurm" / f"{name}.sbatch").read_text() == script
@@ -300,9 +302,8 @@ def test_a_job_gives_no_more_grace_than_its_recipe(
 ) -> None:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
-    parser = _parser()
     given = ["slurm", f"--recipe={recipe}", f"--preempt-time={lead}", "--run-dir=run", "train.py"]
-    assert f" --grace-period={grace} " in _batch_script(parser.parse_args(given), parser).render()
+    assert f" --grace-period={grace} " in _batch_script(_parse(given)).render()
 
 
 # -- two callbacks for one thing ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,7 @@ class Batch:
             program = folder / "bin" / name
             program.write_text(text.format(python=sys.executable, folder=str(folder), ledger=str(self.ledger.path)))
             program.chmod(0o755)
+        (folder / "train.py").touch()
         self.job(JobState="RUNNING")
 
     def job(self, refuses: int = 0, **says: str) -> None:
@@ -229,6 +231,7 @@ class Batch:
         exit_code: int = 0,
         restarts: int = 0,
         options: list[str] | None = None,
+        launch: Sequence[str] = ("--grace-period=50", "train.py", "--lr", "a b"),
         **step: Any,
     ) -> subprocess.Popen[str]:
         (self.folder / "step").write_text(json.dumps({"events": events, "exit_code": exit_code, **step}))
@@ -247,9 +250,10 @@ class Batch:
             [
                 *(sys.executable, "-m", "lightning_resilience.launch.slurm_job", f"--run-dir={self.run_dir}"),
                 *(options or []),
-                *("--", "--grace-period=50", "train.py", "--lr", "a b"),
+                *("--", *launch),
             ],
             env=os.environ | job | {"PATH": path},
+            cwd=self.folder,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -310,7 +314,8 @@ def test_the_steps_get_the_same_command_line_on_all_nodes(batch: Batch) -> None:
         ([], 137, 75, True, "launch lost"),
         ([], 1, 75, True, "launch lost"),
         ([], 0, 75, True, "launch lost"),  # srun says nothing that can be believed
-        ([], 2, 2, False, "refused"),
+        ([], 2, 75, True, "launch lost"),  # srun ends with 2 where the interpreter is missing, too
+        ([{"event": "refused", "reason": "process 1 runs it already"}], 1, 1, False, "refused"),
     ],
 )
 def test_what_follows_is_decided_by_what_launch_has_recorded(
@@ -322,6 +327,17 @@ def test_what_follows_is_decided_by_what_launch_has_recorded(
     assert slices_of(read_ledger(batch.ledger.path))[-1].how == how
     if not requeued and code:
         assert batch.comments()[-1].startswith(how)
+
+
+@pytest.mark.parametrize("launch", [["--grace-perod=5", "train.py"], ["gone.py"], ["--job-retries=x", "train.py"]])
+def test_a_command_line_that_launch_refuses_starts_nothing(batch: Batch, launch: list[str]) -> None:
+    code, said = batch.run(launch=launch)
+    assert code == 2
+    assert "error: " in said
+    assert not (batch.folder / "srun").exists()
+    assert not batch.asked("requeue")
+    assert slices_of(read_ledger(batch.ledger.path))[-1:] == []
+    assert batch.comments()[-1].startswith("refused: ")
 
 
 def test_an_earlier_slices_end_is_not_taken_for_this_ones(batch: Batch) -> None:
@@ -414,7 +430,7 @@ def test_a_job_is_requeued_so_often_and_not_more(batch: Batch) -> None:
 def test_a_job_that_slurm_requeues_itself_is_not_started_too_often(batch: Batch) -> None:
     """One that is killed before it can say anything is never asked at its end."""
     for restarts in range(10):
-        batch.ledger.record("slice_start", slurm_job_id="17", restart_count=restarts, nodes=["n1"])
+        batch.ledger.record("slice_start", slurm_job_id="17", restart_count=restarts, node_list=["n1"])
     code, said = batch.run(exits(0), restarts=10)
     assert code == 1
     assert not (batch.folder / "srun").exists()
@@ -425,7 +441,7 @@ def test_a_job_that_slurm_requeues_itself_is_not_started_too_often(batch: Batch)
 def test_ten_slices_without_a_new_step_are_the_end(batch: Batch) -> None:
     batch.run(SAVED, exits(75), exit_code=75)
     for _ in range(9):
-        batch.ledger.record("slice_start", slurm_job_id="17", restart_count=1, nodes=["n1"])
+        batch.ledger.record("slice_start", slurm_job_id="17", restart_count=1, node_list=["n1"])
         batch.ledger.record("saved", fit=0, step=5)  # the same again
         batch.ledger.record("slice_end", how="preempted", then="requeue")
     code, said = batch.run(exits(75), exit_code=75, restarts=9)
@@ -435,7 +451,7 @@ def test_ten_slices_without_a_new_step_are_the_end(batch: Batch) -> None:
 
 def test_ten_slices_with_progress_are_not(batch: Batch) -> None:
     for step in range(12):
-        batch.ledger.record("slice_start", slurm_job_id="17", restart_count=step, nodes=["n1"])
+        batch.ledger.record("slice_start", slurm_job_id="17", restart_count=step, node_list=["n1"])
         batch.ledger.record("saved", fit=0, step=step)
         batch.ledger.record("slice_end", how="preempted", then="requeue")
     assert batch.run(exits(75), exit_code=75, restarts=12)[0] == 75
@@ -470,7 +486,7 @@ def suspect(node: str) -> dict[str, Any]:
 
 def test_a_node_that_is_to_blame_is_excluded_beside_the_users_own(batch: Batch) -> None:
     batch.job(JobState="RUNNING", ExcNodeList="x[1-2]")
-    batch.ledger.record("slice_start", slurm_job_id="17", restart_count=0, nodes=["n1"])
+    batch.ledger.record("slice_start", slurm_job_id="17", restart_count=0, node_list=["n1"])
     batch.ledger.record("slice_end", how="failed", then="requeue", excluded=["x2"])
     code, said = batch.run(suspect("n3"), exits(75, new_job=True), exit_code=75)
     assert code == 75
@@ -483,9 +499,9 @@ def test_a_node_that_is_to_blame_is_excluded_beside_the_users_own(batch: Batch) 
     requeued = [line[0] for line in map(json.loads, (batch.folder / "scontrol").read_text().splitlines())]
     assert requeued.index("requeue") < len(requeued) - 1  # only a pending job's list can be changed
     assert slices_of(read_ledger(batch.ledger.path))[-1].excluded == ["n3"]
-    batch.ledger.record("slice_start", slurm_job_id="17", restart_count=2, nodes=["n1"])
+    batch.ledger.record("slice_start", slurm_job_id="17", restart_count=2, node_list=["n1"])
     assert slices_of(read_ledger(batch.ledger.path))[-1].excluded == ["n3"]
-    batch.ledger.record("slice_start", slurm_job_id="18", restart_count=0, nodes=["n1"])
+    batch.ledger.record("slice_start", slurm_job_id="18", restart_count=0, node_list=["n1"])
     assert slices_of(read_ledger(batch.ledger.path))[-1].excluded == []  # Slurm knows nothing of it there
 
 
@@ -558,7 +574,7 @@ def test_what_other_jobs_and_people_have_made_is_no_part_of_a_chain(batch: Batch
     assert current_chain(slices[:2]) == slices[:2]
     batch.job(JobState="NODE_FAIL")
     for number in range(12):  # by hand, or jobs that have never said how they end
-        batch.ledger.record("slice_start", slurm_job_id=str(number), restart_count=0, nodes=["n1"])
+        batch.ledger.record("slice_start", slurm_job_id=str(number), restart_count=0, node_list=["n1"])
     code, said = batch.run(exits(0))
     assert code == 0, said
 
@@ -595,7 +611,7 @@ def test_no_time_limit(tmp_path: Path) -> None:
 
 def test_two_jobs_in_one_run_directory_are_one_too_many(batch: Batch) -> None:
     batch.job(JobState="RUNNING")
-    batch.ledger.record("slice_start", slurm_job_id="16", restart_count=0, nodes=["n1"])
+    batch.ledger.record("slice_start", slurm_job_id="16", restart_count=0, node_list=["n1"])
     code, said = batch.run(exits(0))
     assert code == 1
     assert "job 16 is at work in" in said
@@ -634,7 +650,7 @@ def test_the_table_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
     budget = {"in_job_restarts": 3, "job_retries": 2, "max_failures_per_day": 50}
     nodes = ["n1", "n2"]
-    ledger.record("slice_start", slurm_job_id="17", restart_count=0, nodes=nodes)
+    ledger.record("slice_start", slurm_job_id="17", restart_count=0, node_list=nodes)
     ledger.record("launch", slurm_job_id="17", budget=budget)
     ledger.record("job_start", run_id="a")
     ledger.record("start", elastic_run_id="a")
@@ -642,9 +658,9 @@ def test_the_table_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ledger.record(**suspect("n2"))
     ledger.record(**exits(75, new_job=True))
     ledger.record("slice_end", how="failed", then="requeue", excluded=["n2"], reason="slow")
-    ledger.record("slice_start", slurm_job_id="17", restart_count=1, nodes=["n1", "n3"])
+    ledger.record("slice_start", slurm_job_id="17", restart_count=1, node_list=["n1", "n3"])
     ledger.record("launch", slurm_job_id="17", budget=budget)  # and here Slurm lost the node
-    ledger.record("slice_start", slurm_job_id="17", restart_count=2, nodes=["n1", "n3"])
+    ledger.record("slice_start", slurm_job_id="17", restart_count=2, node_list=["n1", "n3"])
     ledger.record("launch", slurm_job_id="17", budget=budget)
     ledger.record("job_start", run_id="b")
     ledger.record("start", elastic_run_id="b")
@@ -736,11 +752,25 @@ def test_the_table_of_a_run_without_launcher(tmp_path: Path) -> None:
         ledger.record(event, fit=0, step=step)
     ledger.record("fresh", fit=1)  # the script's next fit
     rows = status.status(tmp_path).splitlines()[3:]
-    assert rows[0].endswith("- -> 13     0       interrupted  launched again")
+    assert rows[0].endswith("- -> 13     -       interrupted  launched again")
     assert "13 ->" in rows[1]
     assert rows[2] == ""
+    assert "Budget    none" in "\n".join(rows)
     ledger.record("launch", slurm_job_id=None)
     assert len(slices_of(read_ledger(ledger.path))) == 3
+    assert "3 of 3 restarts" in status.status(tmp_path)
+
+
+@pytest.mark.parametrize("end", [exits(75), {"event": "slice_end", "how": "cancelled", "then": "end"}])
+def test_a_run_that_goes_on_without_launcher(tmp_path: Path, end: dict[str, Any]) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    ledger.record("slice_start", slurm_job_id="17", restart_count=0, node_list=["n1"])
+    ledger.record("launch", slurm_job_id="17")
+    ledger.record("resumed", fit=0, step=0)
+    ledger.record(**end)
+    ledger.record("resumed", fit=0, step=5)
+    assert [each.job_id for each in slices_of(read_ledger(ledger.path))] == ["17", None]
+    assert "ended: " not in status.status(tmp_path)
 
 
 # The page

@@ -383,8 +383,7 @@ class _Local:
 
     def _failures_so_far(self) -> tuple[int, float]:
         events = list(read_ledger(self.session.run.ledger)) if self.session.rank == 0 else []
-        times = [float(event["time"]) for event in events if isinstance(event.get("time"), (int, float))]
-        return len(interruptions(events)), max(0.0, time.time() - times[0]) if times else 0.0
+        return len(interruptions(events)), max(0.0, time.time() - events[0]["time"]) if events else 0.0
 
     # -- setting up ----------------------------------------------------------------------------------------------------
 

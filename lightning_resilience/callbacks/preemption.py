@@ -204,9 +204,9 @@ def _is_short_of_time(session: FitSession) -> bool:
 
 def _last_save_s(session: FitSession) -> float | None:
     """How long the last global save of this run took."""
-    events = [event for event in read_ledger(session.run.ledger) if event["event"] == "saved" and "seconds" in event]
-    seconds = [event["seconds"] for event in events if event.get("tier", "global") == "global"]
-    return float(seconds[-1]) if seconds else None
+    saves = (event for event in read_ledger(session.run.ledger) if event["event"] == "saved")
+    seconds = [event.get("seconds") for event in saves if event.get("tier", "global") == "global"]
+    return next((each for each in reversed(seconds) if each is not None), None)
 
 
 def _check_grace_period(session: FitSession, grace_period_s: float) -> None:

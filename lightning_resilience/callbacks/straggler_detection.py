@@ -252,7 +252,7 @@ class _Measuring:
                 device
                 for event in read_ledger(session.run.ledger)
                 if event["event"] == "straggler_stop"
-                for device in event.get("devices", ())
+                for device in event.get("devices") or ()
             }
             self._due = time.monotonic() + self.settings.report_time_interval
             session.at_boundary.append(self._look_at_the_clock)

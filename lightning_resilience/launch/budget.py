@@ -34,13 +34,12 @@ _NUMBERS = re.compile(r"\d+([.,]?\d+|e[-+]?\d+|(, and|,| and) \d+)*")  # a list 
 
 def verified_step(event: Event) -> tuple[int, int] | None:
     """The number of the fit and the step up to which nothing can be lost from this event on, if it says so."""
-    step = event.get("step")
     # What lies on the nodes is progress when it was resumed from, and not before: it may be lost with a node.
-    local = event.get("tier", "global") != "global"
-    if event["event"] not in (("resumed",) if local else ("saved", "finished")) or not isinstance(step, int):
+    local = (event.get("tier") or "global") != "global"
+    step = event.get("step")
+    if event["event"] not in (("resumed",) if local else ("saved", "finished")) or step is None:
         return None
-    digits = re.search(r"[0-9]+$", str(event.get("fit")))
-    return (int(digits[0]) if digits else 0), step
+    return event.get("fit") or 0, step
 
 
 def highest_verified_step(events: Iterable[Event]) -> int | None:
@@ -87,23 +86,23 @@ class Failure:
         origins: dict[int | None, str] = {}
         for event in group:
             if event["event"] == "start":
-                verified = _int(event, "verified_step")
+                verified = event.get("verified_step")
             elif event["event"] in ("resumed", "fresh"):
-                fit, step = _int(event, "fit"), _int(event, "step")
+                fit, step = event.get("fit"), event.get("step")
                 origins[fit] = f"after resuming from step {step}" if step else "from the beginning"
         origins.setdefault(None, "before the first checkpoint" if verified is None else f"with step {verified} safe")
         faults = faults_of(group)
         cause = first_cause(faults)
         if cause is None:
             return Failure("a worker was killed", fit=fit, origin=origins[fit])
-        kind, fit = str(cause.get("kind", "failure")), _int(cause, "fit")
+        kind, fit = str(cause.get("kind", "failure")), cause.get("fit")
         places = (fault["place"] for fault in faults if fault.get("rank") == cause.get("rank") and fault.get("place"))
         return Failure(
             kind=kind,
             message="" if kind == "hang" else normalised(str(cause.get("reason"))),
             place=next(map(str, places), None),
             fit=fit,
-            step=_int(cause, "step"),
+            step=cause.get("step"),
             origin=origins.get(fit, "before resuming"),
         )
 
@@ -121,8 +120,8 @@ def faults_of(group: Iterable[Event]) -> list[Event]:
             case "start":
                 run_id = event.get("elastic_run_id")
             case "resumed" | "fresh":  # the script has caught what a fit before this one raised, and gone on
-                fit = _int(event, "fit")
-                faults = [fault for fault in faults if "elastic_run_id" in fault or _int(fault, "fit") == fit]
+                fit = event.get("fit")
+                faults = [fault for fault in faults if "elastic_run_id" in fault or fault.get("fit") == fit]
             case "fault" if run_id is None or event.get("elastic_run_id", run_id) == run_id:  # else a late one
                 faults.append(event)
     return faults
@@ -176,11 +175,6 @@ def spent(events: Iterable[Event]) -> tuple[int, int]:
     return history.failures_in_job, history.job_retries
 
 
-def _int(event: Event, name: str) -> int | None:
-    value = event.get(name)
-    return value if isinstance(value, int) else None
-
-
 @dataclass(frozen=True)
 class Decision:
     """What to do next.
@@ -222,7 +216,7 @@ class Budget:
         history = _History(events)
         again = history.recurrence()
         again = f", {again}" if again else ""
-        today = sum(1 for time in history.failure_times if time > now - _DAY_S)
+        today = sum(count for time, count in history.failures.items() if time > now - _DAY_S)
         if today > self.max_failures_per_day:
             reason = (
                 f"{today} failures within 24 hours are more than --max-failures-per-day={self.max_failures_per_day}"
@@ -257,7 +251,7 @@ class _History:
     """
 
     def __init__(self, events: Iterable[Event]) -> None:
-        self.failure_times: list[float] = []
+        self.failures: Counter[float] = Counter()  # how many came when
         self.failures_in_job = 0  # since the last progress
         self.job_retries = 0  # since the last progress
         self.job_spent = False  # the launcher gave the workers up although nothing had advanced since it started them
@@ -297,7 +291,7 @@ class _History:
                 self._fail(event, 1)
                 self.job_spent = not self._advanced
             case "launcher_killed":  # by a person or with its node: counts per day only
-                self.failure_times.append(float(event.get("time", 0.0)))
+                self.failures[event["time"]] += 1
             case "give_up":  # whoever launches the run again after that has decided to
                 self._refill()
                 self.tries.clear()
@@ -320,7 +314,7 @@ class _History:
 
     def _fail(self, event: Event, count: int) -> None:
         self.failures_in_job += count
-        self.failure_times.extend([float(event.get("time", 0.0))] * count)
+        self.failures[event["time"]] += count
         if not count:
             return
         # If it is more than one, the others were gone before they could record anything.
@@ -336,9 +330,9 @@ def _failed_before(start: Event, previous: Event | None) -> int:
     The elastic launcher's restart count says so, but it counts per node: with several nodes any start after the first
     is a failure, unless a node has merely joined.
     """
-    restarts = int(start.get("restart_count") or 0)
+    restarts = start.get("restart_count") or 0
     if previous is None:
         return restarts
-    more_restarts = restarts - int(previous.get("restart_count") or 0)
-    joined = int(start.get("world_size") or 1) > int(previous.get("world_size") or 1)
+    more_restarts = restarts - (previous.get("restart_count") or 0)
+    joined = (start.get("world_size") or 1) > (previous.get("world_size") or 1)
     return 0 if more_restarts <= 0 and joined else max(1, more_restarts)

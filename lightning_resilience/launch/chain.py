@@ -60,6 +60,11 @@ class Slice:
     last_seen: float = 0.0
     exit: Event | None = None
 
+    @property
+    def is_launched(self) -> bool:
+        """Whether somebody starts the workers again when they fail; a script that was started by itself has nobody."""
+        return self.launched or self.job_id is not None
+
 
 def slices_of(events: Iterable[Event]) -> list[Slice]:
     """The slices that a ledger tells of.
@@ -72,22 +77,21 @@ def slices_of(events: Iterable[Event]) -> list[Slice]:
     begun: set[Any] = set()  # the fits of a run without launcher; no process begins the same one twice
     safe: int | None = None
     for event in events:
-        time = _seconds(event)
+        time = event["time"]
         current = slices[-1] if slices else None
         match event["event"]:
             case "slice_start":
-                job_id, nodes = str(event.get("slurm_job_id")), [str(node) for node in event.get("nodes") or []]
+                job_id, nodes = str(event.get("slurm_job_id")), list(event.get("node_list") or [])
                 excluded = list(current.excluded) if current is not None and current.job_id == job_id else []
-                current = Slice(time, job_id, _int(event, "restart_count"), nodes, safe, safe, excluded=excluded)
+                current = Slice(time, job_id, event.get("restart_count"), nodes, safe, safe, excluded=excluded)
                 slices.append(current)
             case "launch":
                 if current is None or current.job_id is None or current.launched or current.ended is not None:
-                    id_ = event.get("slurm_job_id")
-                    current = Slice(time, None if id_ is None else str(id_), _int(event, "slurm_restart_count"))
+                    current = Slice(time, event.get("slurm_job_id"), event.get("slurm_restart_count"))
                     current.step_before = current.step_after = safe
                     slices.append(current)
                 current.launched = True
-            case "fresh" | "resumed" if current is None or (not current.launched and event.get("fit") in begun):
+            case "fresh" | "resumed" if current is None or _has_ended(current, event.get("fit") in begun):
                 current = Slice(time, step_before=safe, step_after=safe)  # of a run that was started without launcher
                 slices.append(current)
                 begun = set()
@@ -117,8 +121,15 @@ def slices_of(events: Iterable[Event]) -> list[Slice]:
             case "slice_end":
                 current.ended, current.how = time, str(event.get("how"))
                 current.then = "requeue" if event.get("then") == "requeue" else "end"
-                current.excluded = [str(node) for node in event.get("excluded") or []]
+                current.excluded = list(event.get("excluded") or [])
     return slices
+
+
+def _has_ended(slice_: Slice, is_fit_begun: bool) -> bool:
+    """Whether a slice was over when a fit began, which thus is of a run that was started without launcher."""
+    if slice_.launched:
+        return slice_.ended is not None or slice_.exit is not None
+    return slice_.ended is not None or is_fit_begun
 
 
 def current_chain(slices: Sequence[Slice]) -> list[Slice]:
@@ -172,13 +183,3 @@ def nodes_to_exclude(last: Slice, usable_nodes: int | None) -> list[str]:
     if usable_nodes is None or usable_nodes - len(wanted) < count:
         return last.excluded  # or the job would wait for ever
     return wanted
-
-
-def _int(event: Event, name: str) -> int | None:
-    value = event.get(name)
-    return value if isinstance(value, int) else None
-
-
-def _seconds(event: Event) -> float:
-    time = event.get("time")
-    return float(time) if isinstance(time, (int, float)) else 0.0

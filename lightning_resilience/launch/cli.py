@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,8 +35,18 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: The command line; default: this process's.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parse(arguments)
+    try:
+        _run(options)
+    except BrokenPipeError:  # whoever reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (Refused, OSError) as error:
+        say(f"Refused: {error}.")
+        sys.exit(1)
+
+
+def _run(options: argparse.Namespace) -> None:
     if options.action == "inspect":
         from lightning_resilience.checkpoint.inspection import inspect  # with torch, which nothing else here needs
 
@@ -41,11 +54,11 @@ def main(arguments: list[str] | None = None) -> None:
         print(text)
         sys.exit(0 if good else 1)
     if options.action == "slurm":
-        _slurm(options, parser)
+        _slurm(options)
         return
     if options.action != "launch":
         if not Path(options.run_dir).is_dir():
-            parser.error(f"{options.run_dir} is not a directory; a run directory was expected")
+            options.parser.error(f"{options.run_dir} is not a directory; a run directory was expected")
         if options.action == "status":
             print(status(options.run_dir))
         elif options.action == "report":
@@ -57,11 +70,32 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             watch(options.run_dir, options.interval)
         return
-    try:
-        sys.exit(Launch(_settings(options, parser)).run())
-    except (Refused, OSError) as error:
-        say(f"Refused: {error}.")
-        sys.exit(1)
+    sys.exit(Launch(_settings(options)).run())
+
+
+def launch_settings(arguments: Sequence[str]) -> LaunchSettings:
+    """What a command line asks of a launch.
+
+    Args:
+        arguments: Those of ``lightning-resilience launch``.
+
+    Raises:
+        SystemExit: With code 2 if it makes no sense; why is printed.
+    """
+    return _settings(_parse(["launch", *arguments]))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        known = difflib.get_close_matches(name, options.parser._option_string_actions, n=1)
+        options.parser.error(f"there is no option {name}" + (f"; did you mean {known[0]}?" if known else ""))
+    if options.action in ("launch", "slurm"):
+        # One argument for both, or argparse would take the first "--" of the script's for its own.
+        script, *options.args = options.command[1:] if options.command[0] == "--" else options.command
+        options.script = script
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -135,8 +169,7 @@ def _parser() -> argparse.ArgumentParser:
         help="where every node keeps its local checkpoints, on storage of its own (default: node memory)",
     )
     launch.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
-    launch.add_argument("script", help="the training script (or module)")
-    launch.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    launch.add_argument("command", nargs=argparse.PARSER, metavar="SCRIPT", help="the training script, its arguments")
 
     here = actions.add_parser(
         "launch",
@@ -240,10 +273,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit code: 0 if all is intact, 1 if anything is damaged or there is nothing",
     )
     inspected.add_argument("path", metavar="PATH")
+    for action in actions.choices.values():
+        action.set_defaults(parser=action)
     return parser
 
 
-def _settings(options: argparse.Namespace, parser: argparse.ArgumentParser) -> LaunchSettings:
+def _settings(options: argparse.Namespace) -> LaunchSettings:
+    parser: argparse.ArgumentParser = options.parser
     if not options.module and not Path(options.script).is_file():
         parser.error(f"there is no script {options.script}; a module is run with -m")
     if options.nnodes not in ("1", "1:1") and options.rdzv_endpoint is None:
@@ -282,9 +318,9 @@ def _settings(options: argparse.Namespace, parser: argparse.ArgumentParser) -> L
     )
 
 
-def _slurm(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def _slurm(options: argparse.Namespace) -> None:
     """Prints the batch script, or submits it."""
-    script = _batch_script(options, parser)
+    script = _batch_script(options)
     try:
         if not options.submit:
             script.make_output_directory()
@@ -298,10 +334,11 @@ def _slurm(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     say(f"Job {job_id} is submitted. lightning-resilience status {script.run_dir} shows how it goes.")
 
 
-def _batch_script(options: argparse.Namespace, parser: argparse.ArgumentParser) -> BatchScript:
+def _batch_script(options: argparse.Namespace) -> BatchScript:
+    parser: argparse.ArgumentParser = options.parser
     if options.nproc_per_node == "auto" and options.gpus_per_node is not None:
         options.nproc_per_node = str(options.gpus_per_node)
-    settings = _settings(argparse.Namespace(**vars(options), **_ONE_NODE), parser)  # says what is wrong with them
+    settings = _settings(argparse.Namespace(**vars(options), **_ONE_NODE))  # says what is wrong with them
     grace_period_s = options.grace_period
     if grace_period_s is None and settings.grace_period_s < options.preempt_time - AFTER_GRACE_S:
         grace_period_s = settings.grace_period_s  # the recipe's, which is shorter than what Slurm leaves

@@ -290,7 +290,7 @@ class Launch:
                 return Outcome("interrupted", "the workers were told to stop and ended before they could say more")
             return Outcome("failed", "the workers ended with 0 without an outcome; does the script call os._exit?")
         ends = (event for event in events if event.get("elastic_run_id") == run_id)
-        restarts = max((int(event.get("restart_count") or 0) for event in ends), default=0)
+        restarts = max((event.get("restart_count") or 0 for event in ends), default=0)
         if fault := first_fault(events, run_id, restarts):
             return Outcome("failed", fault)
         how = f"exit code {exit_code}" if exit_code > 0 else signal.Signals(-exit_code).name
@@ -328,7 +328,7 @@ class Launch:
             for event in read_ledger(self._ledger.path)
             if event["event"] == "start" and event.get("elastic_run_id") == run_id
         ]
-        others = int(starts[-1].get("nodes", 1)) - 1 if starts else 0
+        others = (starts[-1].get("nodes") or 1) - 1 if starts else 0
         deadline = time.monotonic() + _OTHERS_END_WITHIN_S
         while len(exit_codes := self._other_nodes(run_id)) < others and not self._stop:
             if time.monotonic() > deadline:
@@ -405,10 +405,9 @@ class Launch:
                     say(f"Ended {count} processes that an earlier launch of this run had left.")
                 path.unlink(missing_ok=True)
             elif record.get("node_rank") == self.settings.node_rank:
-                raise Refused(
-                    f"process {record['pid']} on this host runs {self._run_directory.path} already; wait for it, "
-                    "stop it with SIGTERM, or use another --run-dir"
-                )
+                reason = f"process {record['pid']} on this host runs {self._run_directory.path} already"
+                self._ledger.record("refused", reason=reason)
+                raise Refused(f"{reason}; wait for it, stop it with SIGTERM, or use another --run-dir")
         self._record_path.parent.mkdir(parents=True, exist_ok=True)
         self._write_record(ended=None)
 

@@ -47,6 +47,7 @@ from lightning_resilience.launch.chain import (
     slices_of,
     why_it_must_end,
 )
+from lightning_resilience.launch.cli import launch_settings
 from lightning_resilience.launch.job import say
 from lightning_resilience.launch.slurm import (
     SlurmInfo,
@@ -168,9 +169,14 @@ class BatchStep:
             return 1
         if reason := self._why_not(before):
             return self._end(End("not started", "end", 1, reason))
+        try:
+            launch_settings(self.arguments)
+        except SystemExit:
+            reason = "launch has refused its command line; see the output above"
+            return self._end(End("refused", "end", _EXIT_USAGE, reason))
         nodes = node_names(self.slurm.node_list or "")
         self._ledger.record(
-            "slice_start", slurm_job_id=self.slurm.job_id, restart_count=self.slurm.restart_count, nodes=nodes
+            "slice_start", slurm_job_id=self.slurm.job_id, restart_count=self.slurm.restart_count, node_list=nodes
         )
         events = self._events()
         if len(slices_of(events)) == len(before):
@@ -236,8 +242,8 @@ class BatchStep:
     def _how_it_ended(self, srun_exit_code: int, events: Sequence[Event], job: dict[str, str]) -> End:
         exits = [event for event in events if event["event"] == "exit"]
         if not exits:
-            if srun_exit_code == _EXIT_USAGE:
-                return End("refused", "end", _EXIT_USAGE, "launch has refused its command line; see the output above")
+            if refusals := [event for event in events if event["event"] == "refused"]:
+                return End("refused", "end", 1, str(refusals[-1].get("reason")))
             reason = f"the launch was lost, and has recorded nothing (srun ended with {srun_exit_code})"
             return End("launch lost", "requeue", 1, reason)
         reason, exit_code = str(exits[-1].get("reason")), exits[-1].get("exit_code")
@@ -345,7 +351,7 @@ class BatchStep:
                 return
             time.sleep(0.2)
         say(f"Slurm does not exclude {', '.join(nodes)}: {asked.stderr.strip()}")
-        self._ledger.record("exclusion_failed", nodes=list(nodes), reason=asked.stderr.strip())
+        self._ledger.record("exclusion_failed", node_list=list(nodes), reason=asked.stderr.strip())
 
 
 def _nodes_in(job: dict[str, str], field: str) -> list[str] | None:

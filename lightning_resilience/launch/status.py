@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from lightning_resilience.report import table
 from lightning_resilience.run_directory import RunDirectory
 
 _REASON_LENGTH = 110
+_LIMITS = [field.name for field in fields(Budget)]
 
 
 def status(run_dir: str | os.PathLike[str]) -> str:
@@ -36,7 +38,8 @@ def status(run_dir: str | os.PathLike[str]) -> str:
     rows = [_row(number, slices) for number in range(len(slices))]
     lines += table(["slice", "job", "nodes", "began", "lasted", "safe steps", "starts", "ended", "then"], rows)
     chain = current_chain(slices)
-    lines += ["", f"Safe      {_safe(events)}", f"Budget    {_budget_left(events)}"]
+    lines += ["", f"Safe      {_safe(events)}"]
+    lines += [f"Budget    {_budget_left(events) if slices[-1].is_launched else 'none: nothing starts this run again'}"]
     lines += [f"Chain     {len(chain)} slices" if len(chain) != 1 else "Chain     1 slice"]
     if slices[-1].excluded:
         lines.append(f"Excluded  {', '.join(slices[-1].excluded)}")
@@ -66,10 +69,8 @@ def progress_line(events: Sequence[Event]) -> str:
 def _budget(events: Sequence[Event]) -> Budget:
     """The limits that the last launch has been given."""
     given = next((event.get("budget") for event in reversed(events) if event["event"] == "launch"), None)
-    try:
-        return Budget(**given) if isinstance(given, dict) else Budget()
-    except TypeError:  # another version's
-        return Budget()
+    limits = {name: each for name, each in (given or {}).items() if name in _LIMITS and type(each) is int}
+    return Budget(**limits)  # another version may have had other ones
 
 
 def _safe(events: Sequence[Event]) -> str:
@@ -99,7 +100,7 @@ def _row(number: int, slices: Sequence[Slice]) -> list[str]:
         datetime.fromtimestamp(each.began).strftime("%m-%d %H:%M:%S"),
         duration(end - each.began),
         steps,
-        str(each.worker_groups),
+        str(each.worker_groups) if each.is_launched else "-",
         _how(each, following),
         _then(each, following),
     ]

@@ -27,10 +27,17 @@ JOB_ATTEMPT_VARIABLE = "LIGHTNING_RESILIENCE_JOB_ATTEMPT"
 """Environment variable with the number of the job retry: 0 is the first job."""
 
 
-# Lightning raises it when a Trainer is made, before anything of ours is there.
-_WORLD_SIZE_MISMATCH = re.compile(
-    r"You set `devices=(?P<devices>\d+)` and `num_nodes=(?P<nodes>\d+)`.* does not match the world size", re.DOTALL
-)
+# What Lightning says when script and run cannot go together, and what is to be done about it.
+_IN_VAIN = {
+    re.compile(
+        r"You set `devices=(?P<devices>\d+)` and `num_nodes=(?P<nodes>\d+)`.* does not match the world size", re.DOTALL
+    ): "the script makes a Trainer(devices={devices}, num_nodes={nodes}), and launch has made a world of {workers}: "
+    "give launch --nproc-per-node {devices} --nnodes {nodes}, or the Trainer other numbers",
+    re.compile(
+        r"restored a checkpoint with current_epoch=(?P<epoch>\d+).*max_epochs=(?P<end>\d+)"
+    ): "the run in {run_dir} has come to epoch {epoch}, and the script's Trainer ends at max_epochs={end}: give it "
+    "more, or launch another --run-dir if this is another run",
+}
 
 
 def main() -> None:
@@ -63,15 +70,8 @@ def main() -> None:
                 print(exit_request.code, file=sys.stderr)  # as Python does
     except BaseException as error:
         outcome = Outcome("failed", traceback.format_exception_only(type(error), error)[-1].strip())
-        if mismatch := _WORLD_SIZE_MISMATCH.search(str(error)):
-            # Every attempt would end like this one.
-            trainer = f"Trainer(devices={mismatch['devices']}, num_nodes={mismatch['nodes']})"
-            workers = os.environ.get("WORLD_SIZE")
-            outcome = Outcome(
-                "halted",
-                f"the script makes a {trainer}, and launch has made a world of {workers}: give launch "
-                f"--nproc-per-node {mismatch['devices']} --nnodes {mismatch['nodes']}, or the Trainer other numbers",
-            )
+        if in_vain := _why_in_vain(error, run_directory.path):
+            outcome = Outcome("halted", in_vain)
         fault = _describe(error)
         _show(error)
 
@@ -148,6 +148,14 @@ _NOT_THE_USERS = (
     str(Path(__file__).parents[1]) + os.sep,
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
+
+
+def _why_in_vain(error: BaseException, run_dir: Path) -> str | None:
+    """Why every further attempt would end as this one has, if so."""
+    for pattern, reason in _IN_VAIN.items():
+        if found := pattern.search(str(error)):
+            return reason.format(**found.groupdict(), workers=os.environ.get("WORLD_SIZE"), run_dir=run_dir)
+    return None
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
