@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import logging
+import multiprocessing
 import os
 import select
 import signal
@@ -21,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
@@ -32,6 +34,8 @@ send SIGTERM to a worker. A later one means "now"."""
 
 GRACE_PERIOD_VARIABLE = "LIGHTNING_RESILIENCE_GRACE_PERIOD_S"
 """Environment variable in which a launcher that knows the real limit tells it to the workers."""
+
+_WORKERS_END_WITHIN_S = 5.0  # torch's own patience with a worker that has nothing left to do
 
 DEFAULT_GRACE_PERIOD_S = 600.0
 """KempnerForge's shutdown deadline."""
@@ -306,6 +310,7 @@ class WorkerGuard:
         self.inner = inner
         self.signums = tuple(signums)
         self.trainer_pid = os.getpid()
+        Finalize(None, _end_workers, exitpriority=0)  # before multiprocessing waits for them
 
     def __call__(self, worker_id: int) -> None:
         """Runs in the worker, before the loader's own function."""
@@ -314,6 +319,22 @@ class WorkerGuard:
             _obey_only(self.trainer_pid, self.signums)
         if self.inner is not None:
             self.inner(worker_id)
+
+
+def _end_workers() -> None:
+    """Ends the workers that are left when the trainer's process ends.
+
+    torch has asked them to by SIGTERM, and multiprocessing waits for them without a limit: for ever if one is stuck in
+    code that holds the interpreter lock, which it needs to learn who has sent the signal.
+    """
+    workers = [process for process in multiprocessing.active_children() if process.daemon]
+    for worker in workers:
+        worker.terminate()
+    deadline = time.monotonic() + _WORKERS_END_WITHIN_S
+    for worker in workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
+        if worker.is_alive():
+            worker.kill()
 
 
 def _obey_only(trainer: int, signums: Collection[signal.Signals]) -> None:

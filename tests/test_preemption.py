@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lightning_resilience import Interrupted, Preemption, signals
 from lightning_resilience.checkpoint import resume
 from lightning_resilience.ledger import Ledger, read_ledger
 from lightning_resilience.run_directory import RunDirectory
-from tests.harness import Ranks, result, run, samples
+from tests.harness import Ranks, result, run, run_command, samples
 from tests.program import DEFAULTS, Module, loader, make_trainer
 from tests.test_exact_resume import make, undisturbed
 
@@ -117,6 +118,37 @@ def test_data_loader_workers_do_not_outlive_a_killed_trainer(tmp_path: Path) -> 
     ranks.kill(signal.SIGKILL)
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
+
+
+STUCK = """
+import ctypes, sys
+import lightning.pytorch as L, torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from lightning_resilience import AutoResume, Preemption
+class Data(Dataset):
+    def __len__(self): return 100
+    def __getitem__(self, index):
+        if get_worker_info() is not None and index == 5:  # fetched ahead, and never asked for
+            ctypes.PyDLL(None).pause()
+        return torch.ones(4)
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx): return self.layer(batch).sum()
+    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)
+callbacks = [Preemption(run_dir=sys.argv[1]), AutoResume(run_dir=sys.argv[1])]
+quiet = dict(logger=False, enable_progress_bar=False, enable_checkpointing=False, accelerator="cpu")
+L.Trainer(max_epochs=1, limit_train_batches=4, callbacks=callbacks, **quiet).fit(
+    Model(), DataLoader(Data(), num_workers=1, batch_size=1)
+)
+"""
+
+
+def test_a_worker_that_holds_the_interpreter_lock_does_not_outlive_the_script(tmp_path: Path) -> None:
+    done = run_command([sys.executable, "-c", STUCK, str(tmp_path / "run")], timeout_s=100)
+    assert done.returncode == 0, done.stderr
+    assert "max_epochs=1" in done.stderr + done.stdout
 
 
 def test_workers_have_no_protection_without_the_option() -> None:
