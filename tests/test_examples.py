@@ -10,10 +10,14 @@ import subprocess
 import sysconfig
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
+from lightning_resilience.ledger import read_ledger
+from lightning_resilience.recipes import JOBS
 from lightning_resilience.run_directory import LOCAL_DIR_VARIABLE
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +26,7 @@ PATIENCE_S = 120.0
 # Full saves are rare, so that the newest one at a fault is one of the local ones, of which a few may be under way.
 SMALL = ["--steps=200", "--layers=1", "--width=32", "--batch-size=2", "--save-every=90", "--validate-every=1000"]
 SMALL += ["--print-every=1", "--accelerator=cpu"]
+LONGER = [*SMALL, "--steps=500"]
 AT_STEP = 150
 FOREIGN = ("LIGHTNING_RESILIENCE_", "WANDB_", "SLURM_")
 
@@ -117,6 +122,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return Examples(tmp_path_factory.mktemp("undisturbed")).run([*shlex.split(torchrun), *SMALL])
 
 
+@pytest.fixture(scope="module")
+def undisturbed_longer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same of a longer training."""
+    torchrun = blocks("A script that knows nothing of all this")[0].splitlines()[1]
+    return Examples(tmp_path_factory.mktemp("longer")).run([*shlex.split(torchrun), *LONGER])
+
+
 def test_a_script_that_knows_nothing(examples: Examples, undisturbed: str) -> None:
     heading = "A script that knows nothing of all this"
     said = examples.run([*command(heading), *SMALL])
@@ -155,6 +167,40 @@ def test_a_slow_rank(examples: Examples) -> None:
     heading = "A slow rank"
     says(examples.run([*command(heading), *SMALL, "--steps=150"]), heading)
     assert list(examples.folder.glob("wandb/offline-run-*"))
+
+
+def worker(launch: subprocess.Popen[bytes], rank: int) -> psutil.Process:
+    """The process of a rank that a launch has started."""
+    for process in psutil.Process(launch.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            # Its data-loader workers have its environment, and not its command line's parent.
+            is_rank = process.environ().get("RANK") == str(rank)
+            if is_rank and process.parent().environ().get("RANK") != str(rank):  # type: ignore[union-attr]
+                return process
+    raise AssertionError(f"there is no rank {rank}")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("recipe", [name for name in JOBS if name != "none"])
+def test_each_recipe_brings_the_model_through_a_kill_a_hang_and_a_stop(
+    examples: Examples, undisturbed_longer: str, recipe: str
+) -> None:
+    arguments = ["lightning-resilience", "launch", f"--recipe={recipe}", "--nproc-per-node=2", "--run-dir=runs/gpt"]
+    arguments += ["--section-timeouts=step:10", "examples/gpt.py", *LONGER]
+    launch = examples.start(arguments)
+    examples.wait_for("step  100 of")
+    worker(launch, 1).kill()
+    examples.wait_for("Restart 1 inside the job")
+    examples.wait_for("step  150 of")
+    worker(launch, 0).suspend()
+    examples.wait_for("Ended 2 ranks of")
+    examples.wait_for("step  250 of")
+    launch.terminate()
+    assert launch.wait(PATIENCE_S) == 75, examples.said()
+    said = examples.run(arguments)
+    assert "Resuming from" in said
+    assert digest(said) == digest(undisturbed_longer)
+    assert [record["event"] for record in read_ledger(examples.folder / "runs/gpt/ledger.jsonl")].count("start") == 4
 
 
 @pytest.mark.campaign
