@@ -391,7 +391,7 @@ def main() -> None:
     * A second SIGTERM would cut the grace period short: the launcher raises out of its shutdown and kills the workers
       after 30 s. Slurm sends one to every process of a job step, and ``lightning-resilience launch`` sends one too, so
       only the first reaches the launcher.
-    * SIGUSR1, by which Slurm announces a time limit, would end it and orphan the workers.
+    * SIGUSR1 or SIGUSR2, by which Slurm may announce a time limit, would end it and orphan the workers.
     * Without an NVIDIA driver it warns at every start that it can't check the health of the GPUs.
     * ``--nproc-per-node=auto`` is one worker for each device, and one where there is none.
     """
@@ -411,9 +411,8 @@ def main() -> None:
         return install_handler(signum, first_only)
 
     signal.signal = once  # type: ignore[assignment]
-    install_handler(
-        signal.SIGUSR1, lambda signum, frame: None
-    )  # a handler, unlike SIG_IGN, is not passed on to workers
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):
+        install_handler(signum, lambda signum, frame: None)  # unlike SIG_IGN, it is not passed on to what is started
     if not Path("/proc/driver/nvidia/version").exists():
         logging.getLogger("nvidia_resiliency_ext.shared_utils.health_check").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", message=".*pynvml package is deprecated", category=FutureWarning)

@@ -194,6 +194,14 @@ def test_launching_again_after_giving_up_is_a_fresh_budget() -> None:
     assert history.decide() == Decision("start", 1, 0, "starting the workers")
 
 
+def test_the_day_begins_anew_with_it() -> None:
+    history = History(Budget(max_failures_per_day=2))
+    for _ in range(3):
+        history.record("launcher_killed")
+    history.record("give_up")
+    assert history.decide().action == "start"
+
+
 def test_a_node_that_joins_is_no_failure_but_one_that_leaves_is() -> None:
     history = History(Budget(in_job_restarts=3))
     history.record("job_start", retry=False)

@@ -396,7 +396,7 @@ STOPS_WHEN_TOLD = """
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_stops_the_run_in_order(launcher: Launcher, signum: signal.Signals) -> None:
     launcher.script(STOPS_WHEN_TOLD)
     launch = launcher.start(SAVING_TAKES="0.3")
@@ -649,7 +649,10 @@ def test_real_a_crash_of_one_rank_restarts_all_of_them(launcher: Launcher) -> No
 
 
 @pytest.mark.nvrx
-def test_real_a_scheduler_that_signals_every_process_does_not_cut_the_grace_period_short(launcher: Launcher) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_real_a_scheduler_that_signals_every_process_does_not_cut_the_grace_period_short(
+    launcher: Launcher, signum: signal.Signals
+) -> None:
     launcher.script(STOPS_WHEN_TOLD.replace('ledger.record("ready")', 'ledger.record(f"ready")'))
     launch = launcher.start("--nproc-per-node=2", "script.py", program=REAL, SAVING_TAKES="1.5")
     launcher.wait_for("ready", 2)
@@ -657,11 +660,12 @@ def test_real_a_scheduler_that_signals_every_process_does_not_cut_the_grace_peri
     [elastic] = psutil.Process(launch.pid).children()[-1:]
     assert elastic in processes_of(launch_id)
     for process in processes_of(launch_id):
-        process.send_signal(signal.SIGTERM)
-    launch.send_signal(signal.SIGTERM)
+        process.send_signal(signum)
+    launch.send_signal(signum)
     time.sleep(0.5)
     elastic.send_signal(signal.SIGTERM)
     elastic.send_signal(signal.SIGUSR1)
+    elastic.send_signal(signal.SIGUSR2)
     assert launch.wait(PATIENCE_S) == 75, launcher.stderr()
     assert {"saved-0", "saved-1"} <= {path.name for path in launcher.folder.iterdir()}, launcher.stderr()
 

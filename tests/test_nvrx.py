@@ -101,7 +101,7 @@ def test_only_the_first_signal_reaches_the_launcher(tmp_path: Path) -> None:
         import signal, subprocess, sys, time
         def handle(signum, frame): print("got", signum, flush=True)
         for signum in (signal.SIGTERM, signal.SIGINT): signal.signal(signum, handle)
-        child = "import signal; print(signal.getsignal(signal.SIGUSR1).name)"
+        child = "import signal; print(*(signal.getsignal(s).name for s in (signal.SIGUSR1, signal.SIGUSR2)))"
         print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout.strip(), flush=True)
         while sys.stdin.read(1): pass
         time.sleep(0.1)
@@ -117,10 +117,10 @@ def test_only_the_first_signal_reaches_the_launcher(tmp_path: Path) -> None:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    assert process.stdout.readline() == "SIG_DFL\n", "a worker must not inherit what the launcher does with SIGUSR1"
+    assert process.stdout.readline() == "SIG_DFL SIG_DFL\n", "what it starts must not inherit this"
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "got 15\n"
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         process.send_signal(signum)
     rest, _ = process.communicate(timeout=30)
     assert rest == "still here\n"

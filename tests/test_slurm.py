@@ -405,12 +405,13 @@ def test_a_job_that_slurm_has_requeued_is_not_requeued_again(batch: Batch) -> No
     assert not batch.asked("requeue")
 
 
-def test_sigterm_does_not_end_the_batch_step_before_its_steps(batch: Batch) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_does_not_end_the_batch_step_before_its_steps(batch: Batch, signum: signal.Signals) -> None:
     process = batch.start(exits(0), takes=1.0)
     try:
         while not (batch.folder / "ready").exists():
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signum)
         assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()

@@ -295,6 +295,7 @@ class _History:
             case "give_up":  # whoever launches the run again after that has decided to
                 self._refill()
                 self.tries.clear()
+                self.failures.clear()
         if self._group is not None:
             self._group.append(event)
 

@@ -23,7 +23,8 @@ from lightning_resilience.report import report
 
 _EXIT_CODES = """exit codes of launch:
   0   the run has finished
-  75  interrupted (SIGTERM, SIGINT, SIGHUP, SIGUSR1), or the first of several nodes is gone; the same command resumes it
+  75  interrupted (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2), or the first of several nodes is gone; the same command
+      resumes it
   1   failed for good: the budget of restarts and retries is spent, or the launch could not begin
   16, 17  a callback's verdict: the fault came again when the step was repeated (16), or did not (17)
 """

@@ -27,7 +27,7 @@ from lightning_resilience.launch.nodes import (
     FirstNodeMissing,
     is_this_host,
 )
-from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, Reaper, end_processes
+from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
 from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.worker import JOB_ATTEMPT_VARIABLE, first_fault
 from lightning_resilience.ledger import Ledger, read_ledger
@@ -126,7 +126,7 @@ class _StopRequest:
         self.signum: signal.Signals | None = None
         self.now = False
         self._at = 0.0
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        for signum in STOP_SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
                 signal.signal(signum, self._handle)
 

@@ -17,7 +17,9 @@ import psutil
 LAUNCH_ID_VARIABLE = "LIGHTNING_RESILIENCE_LAUNCH_ID"
 """Environment variable that marks every process of a launch."""
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Those by which a person or a scheduler asks a launch to stop. ``sbatch --signal`` may name any: Lightning's pages say
+SIGUSR1, and submitit SIGUSR2."""
 
 
 def processes_of(launch_id: str) -> list[psutil.Process]:
@@ -89,7 +91,7 @@ class Reaper:
 
 def main() -> None:
     """The reaper's own program."""
-    for signum in _STOP_SIGNALS:  # a scheduler signals everybody, but this process ends only after all others
+    for signum in STOP_SIGNALS:  # a scheduler signals everybody, but this process ends only after all others
         signal.signal(signum, signal.SIG_IGN)
     launch_id = sys.argv[1]
     while os.read(0, 1024):

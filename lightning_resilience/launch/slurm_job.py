@@ -153,8 +153,10 @@ class BatchStep:
 
     def run(self) -> int:
         """Runs the slice and returns the exit code of the job, unless Slurm ends this process before."""
-        # SIGTERM is for the steps. A handler, because what is ignored would be ignored by srun too.
+        # These are for the steps. Handlers, because what is ignored would be ignored by srun too.
         signal.signal(signal.SIGTERM, self._on_term)
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(signum, lambda signum, frame: None)
         try:
             return self._run()
         except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import signal
 import sys
 import sysconfig
 import time
@@ -43,6 +44,9 @@ _IN_VAIN = {
 def main() -> None:
     """Runs ``[-m] script [args...]`` from the command line as ``__main__``."""
     signals.install()
+    # Slurm sends the signal of a time limit to every process of the job. The launch makes SIGTERM of it.
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
     pid = os.getpid()
     os.environ[WORKER_PID_VARIABLE] = str(pid)
     command = sys.argv[1:]

@@ -48,17 +48,18 @@ def test_a_hang_is_found_and_restarted_inside_the_job(chain: Chain) -> None:
     chain.note("a rank hangs (limit 4 s)")
 
 
-def test_sigterm_saves_and_requeues(chain: Chain) -> None:
+@pytest.mark.parametrize("signum", ["TERM", "USR1"])
+def test_a_signal_to_the_job_saves_and_requeues(chain: Chain, signum: str) -> None:
     job_id = chain.submit(**SLOW)
     chain.wait_for("saved", step=10)
-    chain.cluster.call("scancel", "--signal=TERM", job_id)
+    chain.cluster.call("scancel", f"--signal={signum}", job_id)
     job = chain.wait_for_end(job_id, "COMPLETED")
     chain.check_weights()
     assert ends(chain) == ["told to stop", "finished"]
     assert retries(chain) == [False, False]
     assert job["Restarts"] == "1"
     assert job["Comment"].startswith("finished")
-    chain.note("scancel --signal=TERM")
+    chain.note(f"scancel --signal={signum}")
 
 
 def test_a_preempted_run_goes_on_when_its_nodes_are_free_again(chain: Chain) -> None:
