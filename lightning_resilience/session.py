@@ -1,4 +1,4 @@
-"""What the callbacks of one fit share: its place in the run directory, the agreement, saving and restoring.
+"""What the callbacks of one fit share: its place in the run directory, the agreement, and restoring.
 
 A :class:`SessionCallback` joins the session of its Trainer in ``setup`` and meets the others there; no callback calls
 another one.
@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,9 +22,8 @@ from torch.utils.data import DataLoader
 
 from lightning_resilience import _lightning, agreement, checkpoint_io, signals
 from lightning_resilience.agreement import Agreement, Event, Needs
-from lightning_resilience.checkpoint import data_position, durable, resume
-from lightning_resilience.checkpoint.background import BackgroundSaves
-from lightning_resilience.checkpoint.plain import from_plain, pack, to_plain
+from lightning_resilience.checkpoint import data_position
+from lightning_resilience.checkpoint.plain import from_plain
 from lightning_resilience.checkpoint.reduction_order import (
     GradientArrivalRecorder,
     inexact_reasons,
@@ -35,6 +33,7 @@ from lightning_resilience.checkpoint.reduction_order import (
 from lightning_resilience.detect.progress import Progress, Section
 from lightning_resilience.ledger import Ledger
 from lightning_resilience.run_directory import RUN_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt, Status
+from lightning_resilience.saving import STATE_KEY, Saver
 from lightning_resilience.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -43,11 +42,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CLEAN_TRAINING = Needs.TRAINING | Needs.CLEAN  # made once: an operation on flags costs a microsecond
-
-_LAST_SAVE_S = 120.0  # for what is being written when a fit ends
-
-STATE_KEY = "lightning_resilience"
-"""The key in a Lightning checkpoint of everything that an exact resume needs beside Lightning's own state."""
 
 _sessions: weakref.WeakKeyDictionary[Any, FitSession] = weakref.WeakKeyDictionary()
 _active: FitSession | None = None
@@ -96,8 +90,6 @@ class FitSession:
         """Called after that with whether the state may be saved there. Both must cost next to nothing."""
         self.before_training_data: list[Callable[[list[Any]], None]] = []
         """Given the training data loaders, before their workers start."""
-        self.at_saved: list[Callable[[bool], None]] = []
-        """Called on all ranks after they have saved together, and when training has ended, with whether it has."""
         self.at_failure: list[Callable[[BaseException], str | None]] = []
         """Called on a rank whose fit ends by an exception; one that returns a reason has the whole run halted."""
         self.at_leave: list[Callable[[], None]] = []
@@ -110,10 +102,6 @@ class FitSession:
         """Called on all ranks when it has; ``trainer.global_step`` is smaller now."""
         self.gone_back = False
         """Whether the fit has gone back: hooks of its start are called again, for what is not new."""
-        self.check_state: Callable[[Iterable[tuple[str, torch.Tensor]]], None] | None = None
-        """Given names and tensors of a state that is to be saved; raises ``ValueError`` if it must not be."""
-        self.holds_saves = False
-        """Whether nothing is saved, the same on all ranks: the last steps were bad, and what was good is kept."""
         self.is_dropped: Callable[[], bool] = lambda: False
         """Whether the training passes the next batch over."""
         self.before_batch: list[Callable[[], None]] = []
@@ -124,6 +112,8 @@ class FitSession:
         """Where this rank says what it is doing, if anybody watches."""
         self.tiers = Tiers(self)
         """Where the checkpoint to resume from is chosen."""
+        self.saver = Saver(self)
+        """Where checkpoints are saved."""
         self.at_failure.append(self.tiers.verdict)
         self.on_event: Callable[[Event], None] = lambda event: None
         """Called from the agreement's thread as soon as an event is known, before its boundary."""
@@ -174,7 +164,7 @@ class FitSession:
             prefix=f"resilience/{self.run.path.name}/{self.index}/{trainer.world_size}/{common['nonce']}",
             on_event=lambda event: self.on_event(event),
         )
-        self._metadata = {
+        self.metadata = {
             "run": self.run.path.name,
             "fit": self.index,
             "world_size": trainer.world_size,
@@ -185,7 +175,8 @@ class FitSession:
         self.save_patches = _lightning.Patches()
         """Of what is put on the Trainer's saves: they come off last, since after an exception somebody may save."""
         self._guarded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._failing = False
+        self.failing = False
+        """Whether the fit ends by an exception: the other ranks may be gone."""
         self._silenced = False
         self._install()
 
@@ -206,18 +197,15 @@ class FitSession:
         self._epoch_random_state: data_position.RandomState | None = None
         self._fetches_ahead = False
         self._before_fetch: data_position.RandomState | None = None
-        self._before_evaluation: dict[str, Any] | None = None
+        self.before_evaluation: dict[str, Any] | None = None
+        """What a checkpoint holds of the moment before the evaluation that is under way, if one is."""
         self._recorder: GradientArrivalRecorder | None = None
-        self._arrival_order: list[str] | None = None
-        self.saving = False
-        self._background: BackgroundSaves | None = None
-        self._lost: Callable[[], None] = lambda: None
-        self._skip_said = False
-        self._left_out_reported: tuple[str, ...] = ()
+        self.arrival_order: list[str] | None = None
+        """In which order the gradients arrived when DDP made its buckets; ``None`` where it has none."""
 
     def _install(self) -> None:
         trainer, patches = self.trainer, self.patches
-        checkpoint_io.make_durable(trainer, self.check_owner, self._metadata)
+        checkpoint_io.make_durable(trainer, self.check_owner, self.metadata)
         _lightning.on_restore(trainer, patches, self._restore)
         _lightning.on_restore_training_state(trainer, patches, self._before_training_state)
         _lightning.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
@@ -443,14 +431,14 @@ class FitSession:
         self._frame = _lightning.frame(self.trainer)
         ddp = _lightning.ddp_wrapper(self.trainer)
         if self._resumed is not None:
-            self._arrival_order = self._resumed["arrival_order"]
+            self.arrival_order = self._resumed["arrival_order"]
         if ddp is not None and self.rank == 0:
             for reason in inexact_reasons(ddp):
                 log.warning("A resume will not be exact: %s", reason)
         if ddp is not None and rebuilds_buckets(ddp):
-            if self._arrival_order is None:
+            if self.arrival_order is None:
                 self._recorder = GradientArrivalRecorder(ddp)
-            elif not replay_gradient_arrival(ddp, self._arrival_order) and self.rank == 0:
+            elif not replay_gradient_arrival(ddp, self.arrival_order) and self.rank == 0:
                 log.warning(
                     "The parameters that need gradients have changed since the checkpoint was saved: DDP reduces in "
                     "another order, and the weights may differ in their last bits from those of an undisturbed run."
@@ -521,8 +509,8 @@ class FitSession:
         self._running = False
         self._enter("out_of_section")
         if self.save_final:
-            self.final_path = self.save("finished", final=True)
-        for hook in self.at_saved:
+            self.final_path = self.saver.save("finished", final=True)
+        for hook in self.saver.at_saved:
             hook(True)
         step = self.trainer.global_step
         if self.trainer.is_global_zero:
@@ -564,7 +552,7 @@ class FitSession:
         """Called in ``on_exception``: peers learn of it, the outcome is written, and everything is taken off again."""
         if _sessions.get(self.trainer) is not self or os.getpid() != self._pid:
             return  # a child that the user's code has forked must not speak for its parent
-        self._failing = True
+        self.failing = True
         try:
             if not isinstance(exception, (signals.Interrupted, StaleAttempt)):
                 self._record_failure(exception)
@@ -600,13 +588,8 @@ class FitSession:
             steps.callback(self._release)
             steps.callback(self.agreement.stop)
             steps.callback(self._put_back_finished)
-            steps.callback(self._end_background_saves)
+            steps.callback(self.saver.close)
             steps.callback(_each, self.at_leave)
-
-    def _end_background_saves(self) -> None:
-        if self._background is not None:
-            with self.during("checkpointing"):
-                self._background.close(_LAST_SAVE_S)
 
     def _put_back_finished(self) -> None:
         """A finished fit was restored, not trained: what the script does next finds what it left."""
@@ -619,7 +602,7 @@ class FitSession:
         for loader, init in self._guarded.items():
             loader.worker_init_fn = init
         self.patches.undo()
-        if self._failing:
+        if self.failing:
             _lightning.after_exception_hooks(self.trainer, self.save_patches, self._release_saves)
         else:
             self._release_saves()
@@ -670,7 +653,7 @@ class FitSession:
             # was made.
             self._first_batch_random_state = self.get_random_state()
         if self._recorder is not None and (order := self._recorder.finish()) is not None:
-            self._arrival_order, self._recorder = order, None
+            self.arrival_order, self._recorder = order, None
         clean = _lightning.accumulation_window_complete(self.trainer) and self._is_behind_a_step()
         events = self.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING)
         for event in events:
@@ -680,7 +663,7 @@ class FitSession:
         for hook in self.after_batch:
             hook(clean)
         for hook in self.at_boundary:
-            hook(clean and not self.holds_saves)
+            hook(clean and not self.saver.is_held)
         if self._fetches_ahead:
             self._before_fetch = self.get_random_state()
         if self.is_dropped():
@@ -696,9 +679,10 @@ class FitSession:
         """Whether no gradients of the user's own accumulation wait: in manual optimization only a step says so."""
         if self.module.automatic_optimization:
             return True
-        before, self._step_before = self._step_before, self._step
-        self._steps_are_seen |= before not in (None, self._step)  # not those of optimizers without Lightning's wrapper
-        return before != self._step or not self._steps_are_seen
+        step = self.trainer.global_step
+        before, self._step_before = self._step_before, step
+        self._steps_are_seen |= before not in (None, step)  # not those of optimizers without Lightning's wrapper
+        return before != step or not self._steps_are_seen
 
     @property
     def steps_counted(self) -> int:
@@ -728,8 +712,7 @@ class FitSession:
             )
         for hook in self.before_going_back:
             hook()
-        if self._background is not None:
-            self._background.wait()
+        self.saver.wait()
         choice = self.tiers.newest(until, self._explicit is not None)
         if choice is None and self._explicit is None:
             otherwise()
@@ -755,7 +738,7 @@ class FitSession:
         _lightning.begin_anew(self.trainer, self.module)
         self.trainer.accumulate_grad_batches = self._accumulates  # a schedule looks at the beginning whether it is free
         self._first_batch_random_state = self._epoch_random_state = self._before_fetch = None
-        self._before_evaluation = self._step_before = None
+        self.before_evaluation = self._step_before = None
         self._restore_from(choice)
         _lightning.restore_training_state(self.trainer)
         self._counted_before += counted + 1 - self.steps_counted
@@ -779,7 +762,7 @@ class FitSession:
     def _evaluation_start(self) -> None:
         if self._is_training:
             self._enter("setup" if self.trainer.sanity_checking else "out_of_section")
-            self._before_evaluation = {
+            self.before_evaluation = {
                 "random": self.get_random_state(),
                 "progress": _lightning.evaluation_progress(self.trainer),
                 "metrics": _lightning.metric_states(self.trainer, self.module),
@@ -793,7 +776,7 @@ class FitSession:
     def _evaluation_end(self) -> None:
         if self._is_training:
             self._boundary_in_evaluation(agreement.end_of_evaluation(self.steps_counted))
-            self._before_evaluation = None
+            self.before_evaluation = None
             if not self.trainer.sanity_checking:
                 self._enter("out_of_section")
 
@@ -810,208 +793,15 @@ class FitSession:
         if (handler := self.handlers.get(event.kind)) is not None:
             handler(event)
 
-    # -- saving --------------------------------------------------------------------------------------------------------
+    # -- what is saved of it -------------------------------------------------------------------------------------------
 
-    def save(self, reason: str, final: bool = False) -> Path | None:
-        """Publishes the state of all ranks at this boundary. A collective.
+    def own_state(self, final: bool) -> dict[str, Any]:
+        """What an exact resume of this rank needs beside Lightning's own state.
 
         Args:
-            reason: Why, one word, for the ledger.
             final: Whether the fit has ended.
-
-        Returns:
-            The checkpoint, or ``None`` if it could not be written; the run then goes on with the older ones.
         """
-        with self.during("checkpointing"):
-            if self._background is not None:
-                self._background.wait()
-            path = self._save(reason, final) if self.may_save(self.fit.checkpoints) else None
-            if path is not None and not final:
-                for hook in self.at_saved:
-                    hook(False)
-        return path
-
-    def save_behind(self, reason: str, published: Callable[[], None], lost: Callable[[], None]) -> None:
-        """Like :meth:`save`, but the checkpoint is written behind the training. A collective.
-
-        Sharded strategies write together, in collectives, and cannot do it behind the training; nor is a save begun
-        while the one before is being written.
-
-        Args:
-            reason: Why, one word, for the ledger.
-            published: Called on rank 0, in another thread, when the checkpoint is published.
-            lost: Called on rank 0 at a later boundary if the snapshot has turned out to be no good.
-        """
-        if _lightning.writes_directories(self.trainer.strategy):
-            if self.save(reason) is not None and self.rank == 0:
-                published()
-            return
-        if self._background is None:
-            self._background = BackgroundSaves(self.advanced)
-            _lightning.on_batch_done(self.trainer, self.patches, self._background.fence)
-            self.at_end_of_epoch.append(self._background.fence)
-            self.at_boundary.append(self._check_background)
-        background = self._background
-        started = time.monotonic()
-        with self.during("checkpointing"):
-            if not self.may_save(self.fit.checkpoints):
-                return
-            checkpoint, left_out = self._checkpoint_of_all(final=False)
-            if self.rank == 0:
-                if background.busy:
-                    if not self._skip_said:
-                        self._skip_said = True
-                        log.warning(
-                            "A checkpoint is still being written: the one of step %d is skipped, and so are others "
-                            "that come too soon. Save less often, or to faster storage.",
-                            self._step,
-                        )
-                else:
-                    step, path = self._step, self._path(False)
-                    self._lost = lost
-
-                    def write(copy: dict[str, Any]) -> None:
-                        try:
-                            durable.save(copy, path, {**self._metadata, "step": step}, self.check_owner)
-                        except Exception as error:
-                            self._report_failed(step, type(error).__name__, str(error))
-                            return
-                        self._report_saved(step, path, reason, started, left_out)
-                        published()
-
-                    background.take(checkpoint, _lightning.live_tensors(self.trainer), write)
-            for hook in self.at_saved:
-                hook(False)
-
-    def may_save(self, path: str | os.PathLike[str]) -> bool:
-        """Whether the state of all ranks may be saved; says so if not. A collective, if anything is checked at all.
-
-        Args:
-            path: Where it would be saved.
-        """
-        if self.check_state is None:
-            return True
-        problem = None
-        try:
-            self.check_state(_lightning.named_state(self.trainer))
-        except ValueError as error:
-            problem = f"rank {self.rank}: {error}"
-        # After an exception the others may be gone.
-        problems = [each for each in ([problem] if self._failing else self.gather(problem)) if each is not None]
-        if problems and self.rank == 0:
-            log.error("The state of step %d is not saved in %s: %s.", self._step, path, problems[0])
-            self.ledger.record("save_refused", fit=self.index, step=self._step, reason=problems[0])
-        return not problems
-
-    def _check_background(self, clean: bool) -> None:
-        assert self._background is not None
-        self._background.check()
-        if self._background.spoilt and not self._background.busy:
-            self._background.spoilt = False
-            self._lost()
-
-    @property
-    def _step(self) -> int:
-        return self.trainer.global_step
-
-    def _path(self, final: bool) -> Path:
-        return self.fit.checkpoints / resume.checkpoint_name(self._step, final)
-
-    def _checkpoint_of_all(self, final: bool) -> tuple[dict[str, Any], list[str]]:
-        """The checkpoint of this boundary in types that a safe load reads, and what was left out. A collective."""
-        ranks = {"ranks": self.gather(self._own_state(final))}
-        return _whole_states_to_plain(self._checkpoint_with(_lightning.dump_checkpoint, ranks, final))
-
-    def _checkpoint_with(
-        self, dump: Callable[[Trainer], dict[str, Any]], ranks: dict[str, Any], final: bool
-    ) -> dict[str, Any]:
-        before = self._before_evaluation
-        self.saving = True
-        try:
-            checkpoint = dump(self.trainer)
-        finally:
-            self.saving = False
-        if before is not None:
-            checkpoint["loops"]["fit_loop"].update(before["progress"])
-        state = {
-            "version": 1,
-            **ranks,
-            "due": "validation" if before is not None else None,
-            "final": final,
-            "arrival_order": self._arrival_order,
-        }
-        return {**checkpoint, STATE_KEY: state}
-
-    def _save(self, reason: str, final: bool) -> Path | None:
-        trainer, started = self.trainer, time.monotonic()
-        checkpoint, left_out = self._checkpoint_of_all(final)
-        path, metadata = self._path(final), {**self._metadata, "step": self._step}
-        error: BaseException | None = None
-        try:
-            if _lightning.writes_directories(trainer.strategy):
-                trainer.strategy.save_checkpoint(checkpoint, path)
-            elif trainer.is_global_zero:
-                durable.save(checkpoint, path, metadata, self.check_owner)
-        except (Exception, StaleAttempt) as exception:
-            error = exception
-        # Every rank must know whether the checkpoint is published before it goes on.
-        outcome = trainer.strategy.broadcast((type(error).__name__, str(error)) if error is not None else None)
-        if outcome is not None:
-            if outcome[0] in (StaleAttempt.__name__, SystemExit.__name__):
-                raise StaleAttempt(outcome[1])
-            self._report_failed(self._step, *outcome)
-            return None
-        if trainer.is_global_zero:
-            self._report_saved(self._step, path, reason, started, left_out)
-        return path
-
-    def _report_failed(self, step: int, kind: str, reason: str) -> None:
-        if self.rank == 0:
-            log.error(
-                "The checkpoint of step %d could not be saved (%s: %s). Training goes on; the newest checkpoint is an "
-                "older one. Free some space under %s, or give the run another directory.",
-                step,
-                kind,
-                reason,
-                self.fit.checkpoints,
-            )
-        self.ledger.record("save_failed", fit=self.index, step=step, reason=f"{kind}: {reason}")
-
-    def _report_saved(self, step: int, path: Path, reason: str, started: float, left_out: list[str]) -> None:
-        self.ledger.record(
-            "saved",
-            fit=self.index,
-            step=step,
-            path=str(path),
-            seconds=round(time.monotonic() - started, 4),
-            reason=reason,
-            tier="global",
-        )
-        self.report_left_out(left_out)
-
-    def report_left_out(self, left_out: list[str]) -> None:
-        """Warns once about parts of the state that are not saved."""
-        if left_out and tuple(left_out) != self._left_out_reported:
-            self._left_out_reported = tuple(left_out)
-            log.warning(
-                "These parts of the state can only be pickled, and are not in the checkpoints that the run resumes "
-                "from: %s. Keep them in types that torch.load(weights_only=True) reads.",
-                ", ".join(left_out),
-            )
-
-    def capture(self) -> tuple[dict[str, Any], list[str]]:
-        """This rank's state at this boundary, for its own eyes only: no collective, and nothing is copied.
-
-        Returns:
-            A checkpoint whose tensors and arrays are the live ones; and what had to be left out.
-        """
-        checkpoint = self._checkpoint_with(
-            _lightning.dump_own_checkpoint, {"mine": self._own_state(False)}, final=False
-        )
-        return _without(checkpoint, lambda value: pack(value)[2])
-
-    def _own_state(self, final: bool) -> dict[str, Any]:
-        before = self._before_evaluation
+        before = self.before_evaluation
         return {
             "epoch": None if final else self._epoch_random_state,
             "now": before["random"] if before is not None else self.get_random_state(),
@@ -1035,45 +825,6 @@ def _each(hooks: list[Callable[[], None]]) -> None:
     with ExitStack() as calls:
         for hook in reversed(hooks):
             calls.callback(hook)
-
-
-_LIGHTNINGS_OWN = ("state_dict", "loops", "optimizer_states", "lr_schedulers", STATE_KEY)
-
-
-def _whole_states_to_plain(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Like :func:`to_plain`, but leaves out the whole state of a callback, or whole entry of the user's, or nothing."""
-    kept, left_out = _without(checkpoint, lambda value: to_plain(value)[1])
-    plain, missing = to_plain(kept)
-    return plain, [*left_out, *missing]
-
-
-def _without(checkpoint: dict[str, Any], missing_of: Callable[[Any], list[str]]) -> tuple[dict[str, Any], list[str]]:
-    """Leaves out what cannot be kept: the whole state of a callback, or the whole entry of the user's.
-
-    Half a state would fail in the ``load_state_dict`` that gets it, at every resume.
-
-    Args:
-        checkpoint: Lightning's.
-        missing_of: Says what of a value cannot be kept.
-
-    Returns:
-        A checkpoint without those, and the names of what cannot be kept.
-    """
-    left_out: list[str] = []
-
-    def keep(items: dict[str, Any], prefix: str) -> dict[str, Any]:
-        kept = {}
-        for key, value in items.items():
-            missing = missing_of(value)
-            left_out.extend(f"{prefix}{key}.{each}" for each in missing)
-            if not missing:
-                kept[key] = value
-        return kept
-
-    lightnings = {key: value for key, value in checkpoint.items() if key in _LIGHTNINGS_OWN}
-    users = {key: value for key, value in checkpoint.items() if key not in (*_LIGHTNINGS_OWN, "callbacks")}
-    callbacks = keep(checkpoint.get("callbacks", {}), "callbacks.")
-    return {**lightnings, **keep(users, ""), "callbacks": callbacks}, left_out
 
 
 def _resized(checkpoint: dict[str, Any], before: int, now: int) -> int:

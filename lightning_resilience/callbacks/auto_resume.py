@@ -96,7 +96,7 @@ class AutoResume(SessionCallback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Somebody else saves: what the run resumes from follows at the next boundary."""
-        if (session := session_of(trainer, self)) and not session.saving:
+        if (session := session_of(trainer, self)) and not session.saver.is_dumping:
             self._saving.due = True
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -151,7 +151,7 @@ class _Saving:
                 self.save("every_n_train_steps")
 
     def save_for(self, event: Event) -> None:
-        if self.session.holds_saves:
+        if self.session.saver.is_held:
             self._held = str(event.payload["reason"])
         else:
             self.save(str(event.payload["reason"]))
@@ -163,8 +163,8 @@ class _Saving:
         self._saved_step = session.trainer.global_step
         self._next = time.monotonic() + self._interval_s
         if self.settings.async_save:
-            session.save_behind(reason, self._retain, self._again)
-        elif session.save(reason) is not None and session.trainer.is_global_zero:
+            session.saver.save_behind(reason, self._retain, self._again)
+        elif session.saver.save(reason) is not None and session.trainer.is_global_zero:
             self._retain()
 
     def _retain(self) -> None:

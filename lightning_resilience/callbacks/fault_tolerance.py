@@ -197,7 +197,7 @@ class _Watching:
             self._count_as_checkpointing(owner, name)
         if hasattr(trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint"):  # NeMo's asynchronous saves
             self._count_as_checkpointing(trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint")
-        session.at_saved.append(self._saved)
+        session.saver.at_saved.append(self._saved)
         session.at_failure.append(self._ask_policy)
         session.at_leave.append(self._stop)
         if trainer.is_global_zero:

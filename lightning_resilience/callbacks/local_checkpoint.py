@@ -273,7 +273,7 @@ class _Local:
         _lightning.on_batch_done(trainer, session.patches, self._saves.fence)
         session.at_end_of_epoch.append(self._saves.fence)
         session.at_boundary.append(self._at_boundary)
-        session.at_saved.append(lambda is_end: self._end() if is_end else None)
+        session.saver.at_saved.append(lambda is_end: self._end() if is_end else None)
         session.save_locally = self.save_now
         session.before_going_back.append(self._settle)
         session.at_gone_back.append(self._go_on_from_here)
@@ -282,7 +282,7 @@ class _Local:
             self._say_what_is_done()
 
     def _check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if (check := self.session.check_state) is not None:
+        if (check := self.session.saver.check_state) is not None:
             # By the names that they have in the module; what else is in a state may be infinite and right.
             check((name.removeprefix("state_dict."), tensor) for name, tensor in named if name.startswith(_OF_MODEL))
 
@@ -305,11 +305,11 @@ class _Local:
                 self._saves.miss(step, error)
                 return
             if self.session.rank == 0:
-                self.session.report_left_out([*self._left_out, *left_out])
+                self.session.saver.report_left_out([*self._left_out, *left_out])
 
     def _state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]:
         """This rank's checkpoint; what of it only optimizers change; what of it all ranks of the node have alike."""
-        state, self._left_out = self.session.capture()
+        state, self._left_out = self.session.saver.capture()
         live = _lightning.live_tensors(self.session.trainer)
         return state, live, _lightning.trained_tensors(self.session.trainer, self._common)
 

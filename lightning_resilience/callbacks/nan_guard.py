@@ -292,10 +292,10 @@ class _Guarding:
         session.after_batch.append(self._after_batch)
         session.before_end.append(self._before_end)
         session.at_gone_back.append(self._gone_back)
-        session.at_saved.append(self.finish)
+        session.saver.at_saved.append(self.finish)
         session.is_dropped = self._is_dropped
         self._born = self._unfit_from_birth()
-        session.check_state = self._check_state
+        session.saver.check_state = self._check_state
         _lightning.on_save(trainer, session.save_patches, self._may_save)
         self._read()
 
@@ -372,7 +372,7 @@ class _Guarding:
             if session.rank == 0:
                 self._count(windows[-1].step, windows, True)
             self._end("a step of the last ones was bad; started again, the run passes its batches over", is_final=False)
-        if self._prevents and not session.may_save(session.fit.checkpoints):
+        if self._prevents and not session.saver.may_save(session.fit.checkpoints):
             self._end("the final state is not finite; started again, the run goes on from an older one", is_final=False)
 
     def _is_dropped(self) -> bool:
@@ -448,7 +448,7 @@ class _Guarding:
             self.session.agreement.request(_HOLD, {"hold": hold}, Needs.CLEAN | Needs.TRAINING)
 
     def _hold(self, hold: bool) -> None:
-        self.session.holds_saves = hold
+        self.session.saver.is_held = hold
 
     def _report(self, more: Mapping[str, float] | None = None) -> None:
         trainer = self.session.trainer
@@ -482,7 +482,7 @@ class _Guarding:
             self._save_and_end(f"{event.payload['reason']}, after step {event.payload['step']}")
 
     def _save_and_end(self, reason: str) -> None:
-        self.session.save("bad step")
+        self.session.saver.save("bad step")
         self._end(reason)
 
     def _roll_back(self, event: Event) -> None:
@@ -568,7 +568,7 @@ class _Guarding:
 
     def _may_save(self, path: str) -> bool:
         trainer = self.session.trainer
-        if self.session.may_save(path):
+        if self.session.saver.may_save(path):
             return True
         checkpoint_io.keep_all(trainer)
         return False
@@ -654,7 +654,7 @@ class _Guarding:
             self._write_verdict("correct result", window, f"{reason}, on other devices too")
             follows = self._follows()
             if follows == _STOP:
-                session.save("bad step")
+                session.saver.save("bad step")
                 self._end(f"{reason}, after step {step}, on other devices too", 17)
             elif follows == _ROLL_BACK:
                 self._go_back(reason, step)

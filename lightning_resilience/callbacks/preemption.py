@@ -157,7 +157,7 @@ def _stop(session: FitSession, event: Event) -> None:
         within_s = _LOCAL_SHARE * (listener.seconds_left if listener is not None else signals.DEFAULT_GRACE_PERIOD_S)
         if short and session.save_locally("preemption", within_s) and trainer.is_global_zero:
             log.info("The state of step %d is safe in the local checkpoints of all nodes.", trainer.global_step)
-    path = session.save("preemption")
+    path = session.saver.save("preemption")
     step = trainer.global_step
     reason = f"signal {event.payload['signum']} on rank {event.rank}"
     if trainer.is_global_zero:

@@ -405,7 +405,7 @@ class _Measuring:
 
     def _stop(self, event: Event) -> None:
         session = self.session
-        path = session.save("straggler")
+        path = session.saver.save("straggler")
         if path is None:  # on all ranks
             if session.rank == 0:
                 log.error("The run goes on with its stragglers, since it cannot be saved.")
