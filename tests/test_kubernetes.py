@@ -26,7 +26,7 @@ import pytest
 import yaml
 
 from lightning_resilience.launch import job as launch_job
-from lightning_resilience.launch.cli import _parser, _settings
+from lightning_resilience.launch.cli import launch_settings
 from lightning_resilience.launch.job import LaunchSettings
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.recipes import JOBS, RECIPES
@@ -76,8 +76,8 @@ class Manifest:
 
     def settings(self, node: int, script: Path) -> LaunchSettings:
         words = [str(script) if word == "/workspace/train.py" else word for word in self.command(node)]
-        parser = _parser()
-        return _settings(parser.parse_args(words[1:]), parser)
+        assert words[1] == "launch"
+        return launch_settings(words[2:])
 
     def action(self, exit_code: int, conditions: Mapping[str, str] | None = None) -> str:
         """What the Job controller does about a failed pod: the first rule that matches."""

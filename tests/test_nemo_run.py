@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from lightning_resilience import AutoResume, Preemption
-from lightning_resilience.launch import cli
 from lightning_resilience.launch.budget import Budget
+from lightning_resilience.launch.cli import launch_settings
 from lightning_resilience.launch.job import LaunchSettings
 from lightning_resilience.ledger import read_ledger
 from tests import harness
@@ -135,9 +135,8 @@ class Rendered:
         monkeypatch.setenv("SLURM_JOB_ID", "77")
         monkeypatch.setenv("SLURM_NODEID", "0")
         words = self.words("python")
-        assert words[:2] == ["-m", "lightning_resilience.launch.cli"]
-        parser = cli._parser()
-        return cli._settings(parser.parse_args(words[2:]), parser)
+        assert words[:3] == ["-m", "lightning_resilience.launch.cli", "launch"]
+        return launch_settings(words[3:])
 
 
 @pytest.fixture
