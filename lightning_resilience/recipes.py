@@ -97,6 +97,11 @@ _PARTS = {
 """The classes of a recipe's fields: by name, since they are imported when a recipe is made."""
 
 
+_NOT_A_CALLBACK = (
+    "A recipe is neither a callback nor a list of them: give the Trainer recipe.callbacks, or [*recipe.callbacks, ...]."
+)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Callbacks that belong together, and what the launcher of the same run does. ``None``: without that callback.
@@ -177,7 +182,12 @@ class Recipe:
         return callbacks
 
     def __iter__(self) -> NoReturn:
-        raise TypeError("A recipe is not a list: give the Trainer recipe.callbacks, or [*recipe.callbacks, ...].")
+        raise TypeError(_NOT_A_CALLBACK)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name == "setup" or name.startswith("on_"):
+            raise TypeError(_NOT_A_CALLBACK)
+        raise AttributeError(f"a Recipe has no {name}")
 
     def wandb_logger(self, **settings: Any) -> WandbLogger:
         """A logger whose W&B run is one over all restarts and requeues of this run, also offline.

@@ -118,6 +118,9 @@ def _groups(events: Iterable[Event]) -> list[list[Event]]:
 def _was_interrupted(before: list[Event], after: list[Event]) -> bool:
     """Whether a group of workers, of which these are the events and those of the next one, ended before the run had."""
     exits = [event for event in before if event["event"] == "exit"]
+    fits = [event["event"] for event in before if event["event"] in ("fresh", "resumed", "finished")]
+    if before[0]["event"] != "start" and fits[-1:] == ["finished"]:
+        return False  # without our launcher nobody records the end of the script
     is_at_work = not after and not exits and not any(event["event"] == "failure" for event in before)
     return not is_at_work and not any(event.get("status") == "finished" for event in exits)
 

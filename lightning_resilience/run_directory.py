@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from lightning_resilience._files import create_json, read_json, write_json
+from lightning_resilience._processes import describe_process, is_running
 
 RUN_DIR_VARIABLE = "LIGHTNING_RESILIENCE_RUN_DIR"
 """Environment variable in which ``lightning-resilience launch`` tells the workers their run directory."""
@@ -156,12 +157,21 @@ class RunDirectory:
 
     Args:
         path: The folder; it is created when something is first written.
+
+    Raises:
+        ValueError: If it is an address and not a folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if "://" in os.fspath(path):
+            raise ValueError(
+                f"{os.fspath(path)} is no folder: a run directory is on a file system that all nodes have mounted. "
+                "Give one as run_dir."
+            )
         self.path = Path(path).expanduser().absolute()
         self.ledger = self.path / "ledger.jsonl"
         self._attempt = self.path / "attempt.json"
+        self._trainer = self.path / "trainer.json"
         self._outcome = self.path / "outcome.json"
 
     def fit(self, index: int) -> FitDirectory:
@@ -196,6 +206,30 @@ class RunDirectory:
             self._attempt, {"token": token, "pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
         )
         return token
+
+    def enter(self, job: str | None) -> int | None:
+        """Says that this process trains here from now on, until it calls :meth:`left`.
+
+        Args:
+            job: What all attempts of one job have in common; ``None``: this process is the whole job.
+
+        Returns:
+            The number of a process of another job that trains here on this host; then nothing was said.
+        """
+        record = read_json(self._trainer) or {}
+        mine = describe_process()
+        is_here = record.get("host") == os.uname().nodename and record.get("namespace") == mine["namespace"]
+        is_other = record.get("pid") != mine["pid"] and (job is None or record.get("job") != job)
+        if is_here and is_other and is_running(record):
+            return int(record["pid"])
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self._trainer, {**mine, "host": os.uname().nodename, "job": job})
+        return None
+
+    def left(self) -> None:
+        """Ends what :meth:`enter` began."""
+        if (read_json(self._trainer) or {}).get("pid") == os.getpid():
+            self._trainer.unlink(missing_ok=True)
 
     def identity(self) -> str:
         """A name that no other run has, not even one that once used the same directory; whoever asks first makes it."""

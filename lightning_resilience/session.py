@@ -31,6 +31,7 @@ from lightning_resilience.checkpoint.reduction_order import (
     replay_gradient_arrival,
 )
 from lightning_resilience.detect.progress import Progress, Section
+from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE
 from lightning_resilience.ledger import Ledger
 from lightning_resilience.run_directory import RUN_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt, Status
 from lightning_resilience.saving import STATE_KEY, Saver
@@ -140,6 +141,17 @@ class FitSession:
         common: dict[str, Any] = {}
         if trainer.is_global_zero:
             self.run = RunDirectory(path)
+            common = {
+                "path": str(self.run.path),
+                "other": self.run.enter(os.environ.get(LAUNCH_ID_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID")),
+            }
+        common = trainer.strategy.broadcast(common)
+        if common["other"] is not None:
+            raise RuntimeError(
+                f"Process {common['other']} on this host trains in {common['path']} now, and this one would take the "
+                "run over. Wait for it, stop it with SIGTERM, or use another run_dir."
+            )
+        if trainer.is_global_zero:
             common = {
                 "path": str(self.run.path),
                 "token": self.run.claim(),
@@ -310,10 +322,14 @@ class FitSession:
             return
         different = [key for key in mine if recorded.get(key) != mine[key]]
         if different:
+            how = {
+                "module": f"it is of a {recorded.get('module')}, and this one of a {mine['module']}",
+                "parameters": "its parameters have other names, shapes or types",
+            }
             raise AnotherFit(
-                f"{self.fit.path} holds another fit: its {' and '.join(different)} differ (recorded module: "
-                f"{recorded.get('module')}, this one: {mine['module']}). Fits are told apart by their order in the "
-                "script. If the script or the model has changed, give the run another directory (--run-dir, run_dir=)."
+                f"{self.fit.path} holds another fit: {', and '.join(how[key] for key in different)}. Fits are told "
+                "apart by their order in the script. If the script or the model has changed, give the run another "
+                "directory (--run-dir, run_dir=)."
             )
 
     def _check_data(self, data: list[dict[str, Any]]) -> None:
@@ -583,6 +599,8 @@ class FitSession:
         if os.getpid() != self._pid or _sessions.pop(self.trainer, None) is None:
             return
         with ExitStack() as steps:  # the last one first; one that raises keeps none from its turn
+            if self.rank == 0:
+                steps.callback(self.run.left)
             steps.callback(_each, self.at_left)
             steps.callback(self._forget)
             steps.callback(self._release)

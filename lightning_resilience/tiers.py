@@ -94,11 +94,14 @@ class Tiers:
         if zero:
             clean_temporaries(session.fit.checkpoints)
         finished = session.finished_before()
-        if (choice := self._first_usable(self._paths(), generations, finished)) is not None:
+        paths = self._paths()
+        if (choice := self._first_usable(paths, generations, finished)) is not None:
             return choice
         if zero:
-            if finished or session.previous_outcome is not None:
+            if finished or paths or generations or session.fit.quarantine.exists():
                 log.warning("No checkpoint in %s can be used; this fit starts from the beginning.", session.fit.path)
+            elif session.previous_outcome is not None:
+                log.info("Nothing was saved yet in %s; this fit starts from the beginning.", session.fit.path)
             else:
                 log.info("Nothing to resume from in %s: a fresh start.", session.fit.path)
             session.ledger.record("fresh", fit=session.index)
@@ -292,6 +295,7 @@ class Tiers:
         if session.trainer.is_global_zero:
             session.ledger.record(self._event, fit=session.index, step=step, path=str(path), tier="global")
             if finished:
+                session.ledger.record("finished", fit=session.index, step=step)
                 log.info(
                     "This fit finished at step %d before; its final state is restored and it is not trained again. "
                     "To train more, raise the max_epochs or max_steps that ended it; to train anew, use another run "

@@ -438,17 +438,19 @@ def test_storage_that_does_not_work_does_not_save_a_hung_rank(tmp_path: Path, wh
 
 STEP_100 = {"section_timeouts": "step:100", "calculate_timeouts": True}
 ALLOWED = "seconds allowed: setup:600,step:{},checkpointing:{},out_of_section:300"
+STARTED_AGAIN = {"TORCHELASTIC_MAX_RESTARTS": "1"}
 
 
 @pytest.mark.parametrize("folder", ["run/run", "elsewhere"])
 def test_calculated_timeouts_are_kept_for_the_next_job(tmp_path: Path, folder: str) -> None:
     exp_dir = {} if folder == "run/run" else {"exp_dir": str(tmp_path / folder)}
     config = watched(tmp_path, fault_tolerance={**STEP_100, **exp_dir}, trace=str(tmp_path / "trace"))
-    output = fails({**config, "events": [{"at": "train", "step": 27, "do": "SIGKILL"}]})
+    kill = {"events": [{"at": "train", "step": 27, "do": "SIGKILL"}]}
+    output = fails({**config, **kill}, environment=STARTED_AGAIN)
     assert ALLOWED.format(100, 420) in output
     assert [path.parent for path in tmp_path.rglob("ft_state.json")] == [tmp_path / folder]
     Path(config["trace"] + ".0").unlink()
-    output = runs(config)
+    output = runs(config, environment=STARTED_AGAIN)
     assert "is ignored" not in output
     assert ALLOWED.format(30, 30).replace("step:30", "step:30,validation:100") in output
     limits = [line[1] for line in traced(config) if line[0].startswith("[")]
@@ -457,19 +459,29 @@ def test_calculated_timeouts_are_kept_for_the_next_job(tmp_path: Path, folder: s
     assert limits[-1]["setup"] == 30, "the set-up has loaded a checkpoint"
 
 
+def test_where_nobody_starts_the_run_again_no_calculated_limit_ends_it(tmp_path: Path) -> None:
+    config = watched(tmp_path, fault_tolerance=STEP_100)
+    runs({**config, "trainer": {"max_epochs": 2}}, environment=STARTED_AGAIN)
+    assert json.loads(Path(config["run_dir"], "ft_state.json").read_text())["fits"]["0"]["calculated"]["step"] == 30
+    config |= {"trainer": {"max_epochs": 3}, "trace": str(tmp_path / "trace")}
+    assert ALLOWED.format(100, 420) in runs(config)
+    limits = [line[1] for line in traced(config) if line[0].startswith("[")]
+    assert {each["step"] for each in limits} == {100}
+
+
 def test_calculated_timeouts_of_another_world_size_or_damaged_ones_are_ignored(tmp_path: Path) -> None:
     config = watched(tmp_path, fault_tolerance=STEP_100, trainer={"max_epochs": 2})
-    runs(config)
+    runs(config, environment=STARTED_AGAIN)
     state = Path(config["run_dir"], "ft_state.json")
     calculated = json.loads(state.read_text())["fits"]["0"]["calculated"]
     assert calculated["step"] == 30
-    output = runs({**config, "trainer": {"max_epochs": 3, "devices": 2}})
+    output = runs({**config, "trainer": {"max_epochs": 3, "devices": 2}}, environment=STARTED_AGAIN)
     assert f"{state} is ignored: Its timeouts hold for another layout" in output
     assert "world_size was 1 and is 2" in output
     assert output.count("is ignored") == 1
     assert json.loads(state.read_text())["fits"]["0"]["layout"]["world_size"] == 2
     state.write_bytes(state.read_bytes()[:50])
-    output = runs({**config, "trainer": {"max_epochs": 4}})
+    output = runs({**config, "trainer": {"max_epochs": 4}}, environment=STARTED_AGAIN)
     assert f"{state} is ignored: It is not valid JSON" in output
     assert ALLOWED.format(100, 420) in output
     assert json.loads(state.read_text())["fits"]["0"]["layout"]["world_size"] == 1

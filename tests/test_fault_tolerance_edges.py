@@ -41,7 +41,7 @@ from lightning_resilience.run_directory import RunDirectory
 from tests import harness
 from tests import test_hangs_verdict as verdicts
 from tests.harness import run
-from tests.test_fault_tolerance import hangs, limits_at_end, runs, small_trainer, traced, watched
+from tests.test_fault_tolerance import STARTED_AGAIN, hangs, limits_at_end, runs, small_trainer, traced, watched
 from tests.test_hangs import FOREVER, nothing_left, the_culprit, verdict_of, watchdogs_of
 
 ROOT = Path(__file__).parents[1]
@@ -109,7 +109,7 @@ def test_a_calculated_limit_that_has_ended_the_run_is_not_calculated_again(tmp_p
         trainer={"devices": 2, "max_epochs": 3},
         trace=str(tmp_path / "trace"),
     )
-    codes, output = run(config, tmp_path / "run")
+    codes, output = run(config, tmp_path / "run", environment=STARTED_AGAIN)
     assert set(codes) <= {EXIT_HUNG, -signal.SIGKILL}, output
     (hang,) = hangs(config)
     assert (hang["section"], hang["limit"]) == ("step", 2.0), "the calculated limit has not ended it"
@@ -117,7 +117,7 @@ def test_a_calculated_limit_that_has_ended_the_run_is_not_calculated_again(tmp_p
     assert state["step"] == 2.0
     for rank in (0, 1):
         Path(f"{config['trace']}.{rank}").unlink()
-    output = runs(config)
+    output = runs(config, environment=STARTED_AGAIN)
     assert "step:100" in re.findall("seconds allowed: (.*)", output)[0]
     for rank in (0, 1):
         limits = [line[1]["step"] for line in traced(config, rank) if line[0].startswith("[")]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,9 +19,11 @@ import torch
 
 from lightning_resilience import AutoResume, Preemption, session
 from lightning_resilience.checkpoint import resume
+from lightning_resilience.launch.status import status
+from lightning_resilience.report import report
 from lightning_resilience.run_directory import RunDirectory
 from lightning_resilience.session import FitSession, SessionCallback, _sessions
-from tests.harness import result, run
+from tests.harness import Ranks, result, run
 from tests.test_exact_resume import killed_and_resumed, make, undisturbed
 
 THREE = {"fits": 3, "trainer": {"max_epochs": 2}}
@@ -56,6 +61,44 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     again = result(config)
     for key in ("weights", "step", "epoch", "lr", "random"):
         assert again[0][key] == first[0][key]
+
+
+def test_the_report_of_a_run_that_had_finished_before(tmp_path: Path) -> None:
+    config = make(tmp_path, "run", trainer={"max_epochs": 1})
+    for _ in range(2):
+        codes, text = run(config, tmp_path / "run")
+        assert codes == [0], text
+    said = report(config["run_dir"])
+    assert "No interruption." in said
+    assert "Outcome: finished" in said
+    assert "ended: finished" in status(config["run_dir"])
+
+
+def test_a_run_that_trains_on_this_host_is_not_taken_over(tmp_path: Path) -> None:
+    config = make(tmp_path, "run", events=[{"at": "train", "step": 20, "do": "sleep", "seconds": 4.0, "once": True}])
+    first = Ranks(config, tmp_path / "run")
+    while not resume.checkpoints(RunDirectory(config["run_dir"]).fit(0).checkpoints):
+        time.sleep(0.05)
+    codes, text = run({**config, "out": str(tmp_path / "other")}, tmp_path / "run")
+    assert codes == [1]
+    assert f"Process {first.processes[0].pid} on this host trains in {config['run_dir']} now" in text
+    assert first.wait() == [0], first.text()
+    assert result(config) == undisturbed(tmp_path)[0]
+
+
+def test_whoever_has_left_or_was_killed_trains_no_more(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert directory.enter(None) is None
+    code = f"import sys; from lightning_resilience.run_directory import RunDirectory as R; r = R({str(tmp_path)!r}); "
+    other = "sys.exit(r.enter({job!r}) is not None)"
+    enters = [sys.executable, "-c", code + other.format(job=None)]
+    assert subprocess.run(enters, timeout=60, check=False).returncode == 1
+    directory.left()
+    assert subprocess.run(enters, timeout=60, check=False).returncode == 0
+    assert directory.enter(None) is None, "it is gone"
+    assert directory.enter("job") is None, "the same process"
+    same_job = [sys.executable, "-c", code + other.format(job="job")]
+    assert subprocess.run(same_job, timeout=60, check=False).returncode == 0
 
 
 def test_early_stopping_counts_as_finished(tmp_path: Path) -> None:

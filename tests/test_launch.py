@@ -269,7 +269,7 @@ FIT = """
     ("width", "epochs", "reason"),
     [
         ("2", "1", "has come to epoch 2, and the script's Trainer ends at max_epochs=1: give it more, or launch"),
-        ("3", "4", "holds another fit: its parameters differ"),
+        ("3", "4", "holds another fit: its parameters have other names, shapes or types"),
     ],
 )
 def test_a_script_that_cannot_go_on_with_the_run_is_not_tried_again(
@@ -280,6 +280,31 @@ def test_a_script_that_cannot_go_on_with_the_run_is_not_tried_again(
     assert launcher.run("--recipe=workstation", "script.py", width, epochs) == 1
     assert len(launcher.events("start")) == 2
     assert reason in launcher.stderr()
+
+
+@pytest.mark.parametrize("mistake", ["undefined", "dict()['key']", "raise ValueError('no')", "import no_such_module"])
+def test_a_mistake_of_the_script_is_tried_twice(launcher: Launcher, mistake: str) -> None:
+    launcher.script(f"ledger.record('ran')\n{mistake}")
+    assert launcher.run() == 1
+    assert len(launcher.events("ran")) == 2
+    assert "(script.py:" in launcher.stderr()
+    assert "twice before any training began. Trying again would not change this." in launcher.stderr()
+    assert launcher.run() == 1
+    assert len(launcher.events("ran")) == 4, "a person may have mended it"
+
+
+def test_a_mistake_after_training_has_begun_is_tried_as_any_failure(launcher: Launcher) -> None:
+    launcher.script("ledger.record('fresh', fit=0)\nraise ValueError")
+    assert launcher.run("--in-job-restarts=2", "--job-retries=0", "script.py") == 1
+    assert len(launcher.events("fresh")) == 3
+
+
+def test_a_script_that_refuses_its_arguments_is_not_run_again(launcher: Launcher) -> None:
+    launcher.script("import argparse; argparse.ArgumentParser().parse_args()")
+    assert launcher.run("script.py", "--run-dir=elsewhere") == 1
+    assert len(launcher.events("fault")) == 1
+    assert "--run-dir=elsewhere stands behind script.py" in launcher.stderr()
+    assert "sys.exit(2), which says that it was called in a wrong way" in launcher.stderr()
 
 
 def test_progress_refills_the_budget_until_the_day_is_spent(launcher: Launcher) -> None:
@@ -600,6 +625,10 @@ def test_whoever_reads_a_report_may_stop_at_any_line(launcher: Launcher) -> None
         (["--nnodes=3:2", "script.py"], "neither a number of at least 1 nor MIN:MAX"),
         (["--nnodes=2", "script.py"], "several nodes need --rdzv-endpoint"),
         (["--nnodes=2", "--rdzv-endpoint=host", "script.py"], "is not HOST:PORT"),
+        (["--nnodes=2", "--rdzv-endpoint=:29500", "script.py"], "is not HOST:PORT"),
+        (["--nnodes=2:10", "script.py"], "several nodes need --rdzv-endpoint"),
+        (["--grace-period=inf", "script.py"], "not a number of seconds"),
+        (["--run-dir=s3://bucket/run", "script.py"], "a run directory is on a file system"),
         (["--job-retries=-1", "script.py"], "not a number of at least 0"),
         (["--grace-period=soon", "script.py"], "not a number of seconds"),
         (["--section-timeouts=stpe:9", "script.py"], "There is no section 'stpe'"),
@@ -628,6 +657,22 @@ def test_bad_arguments(
     assert exit_request.value.code == 2
     assert message in capsys.readouterr().err
     assert not launcher.run_directory.path.exists()
+
+
+def test_what_a_command_line_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_resilience.launch.cli import launch_settings
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    settings = launch_settings(["-m", "package.train", "--lr", "3"])
+    assert settings.command == ["-m", "package.train", "--lr", "3"]
+    assert settings.run_dir == tmp_path / "runs" / "package.train"
+    nothing = ["--in-job-restarts=0", "--grace-period=0"]
+    settings = launch_settings(["--nnodes=1:1", "--run-dir=~/run", "--local-dir=local", *nothing, "train.py"])
+    assert (settings.run_dir, settings.local_dir) == (Path.home() / "run", tmp_path / "local")
+    assert (settings.budget.in_job_restarts, settings.grace_period_s) == (0, 0)
+    assert not settings.retries_in_new_job
+    assert launch_settings(["--retries-in-new-job", "train.py"]).retries_in_new_job
 
 
 # With the real elastic launcher

@@ -33,7 +33,7 @@ def write_many(path: Path, rank: int, count: int) -> None:
 
 
 def test_events_come_back_in_order_with_who_and_where(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "new" / "ledger.jsonl", rank=3)
+    ledger = Ledger(tmp_path / "new" / "run" / "ledger.jsonl", rank=3)
     ledger.record("saved", step=7, path=Path("/somewhere"))
     ledger.record("finished")
     first, second = read_ledger(ledger.path)
@@ -135,6 +135,25 @@ def test_a_requeued_array_job() -> None:
     assert (info.job_id, info.job_name, info.node_list, info.num_nodes) == ("17", "train", "n[1-4]", 4)
     assert (info.ntasks_per_node, info.node_rank, info.partition) == (1, 3, "gpu")
     assert (info.restart_count, info.is_requeued, info.array_job_id, info.array_task_id) == (2, True, "15", 0)
+
+
+def test_the_first_start_of_a_job_on_an_older_slurm() -> None:
+    info = get_slurm_info({"SLURM_JOBID": " 17\n", "SLURM_NODELIST": "n1", "SLURM_NNODES": "1"})
+    assert info is not None
+    assert (info.job_id, info.node_list, info.num_nodes) == ("17", "n1", 1)
+    assert (info.restart_count, info.is_requeued) == (0, False)
+    again = get_slurm_info({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "1"})
+    assert again is not None
+    assert again.is_requeued
+
+
+def test_the_tasks_of_a_step_go_before_those_of_the_job() -> None:
+    tasks = {"SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_TASKS_PER_NODE": "3"}
+    for expected in (1, 2, 3):
+        info = get_slurm_info({"SLURM_JOB_ID": "1", **tasks})
+        assert info is not None
+        assert info.ntasks_per_node == expected
+        tasks.pop(next(iter(tasks)))
 
 
 @pytest.mark.parametrize(
@@ -255,6 +274,34 @@ def test_a_report_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "reason=RuntimeError: boom" in text
     assert "path=step-20.ckpt reason=checksum" in text
     assert any(line.split()[2:] == ["saved", "rank", "0", "n1", "0:", "20"] for line in text.splitlines())
+    killed = next(line for line in text.splitlines() if "launcher killed  " in line)
+    assert killed.split("launcher killed")[1].split()[:5] == ["-", ">=15", "15", ">=0", "40.0"]
+
+
+def test_the_lines_of_a_report_stay_short(tmp_path: Path) -> None:
+    fault = {"event": "fault", "fit": 0, "step": 1, "reason": "no\\n" * 900}
+    again = {"event": "start", "elastic_run_id": "x" * 200}
+    text = report(ledger_of(tmp_path, again, fault, again))
+    assert max(map(len, text.splitlines())) < 200
+    assert "elastic_run_id" not in text
+
+
+def test_the_first_steps_of_a_fit_are_lost_as_well(tmp_path: Path) -> None:
+    """And those of the fit before it are not."""
+    fit = [{"event": "fresh", "fit": 1, "step": 3}, {"event": "fault", "fit": 1, "step": 7, "reason": "boom"}]
+    first = [{"event": "start"}, {"event": "fresh", "fit": 0}, {"event": "saved", "fit": 0, "step": 100}]
+    events = [*first, *fit, {"event": "start"}, fit[0]]
+    [crash] = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger.jsonl"))
+    assert (crash.saved_step, crash.reached_step, crash.resumed_step, crash.steps_lost) == (None, 7, 0, 7)
+    assert crash.seconds_lost == 1060.0 - 1000.0
+
+
+def test_nothing_is_lost_to_a_copy_that_is_further_than_the_last_word_of_the_workers(tmp_path: Path) -> None:
+    """Nor to a node whose clock is ahead."""
+    copy = {"event": "resumed", "fit": 0, "step": 15, "tier": "local", "saved_at": 2000.0}
+    events = [{"event": "start"}, {"event": "saved", "fit": 0, "step": 10}, {"event": "start"}, copy]
+    [killed] = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger.jsonl"))
+    assert (killed.reached_step, killed.resumed_step, killed.steps_lost, killed.seconds_lost) == (10, 15, 0, 0.0)
 
 
 def test_a_run_that_was_given_up_or_is_at_work(tmp_path: Path) -> None:
@@ -264,6 +311,43 @@ def test_a_run_that_was_given_up_or_is_at_work(tmp_path: Path) -> None:
     [crash] = interruptions(read_ledger(given_up / "ledger.jsonl"))
     assert (crash.kind, crash.resumed_step, crash.seconds_lost) == ("crash", None, None)
     assert "crash" in report(given_up)
+
+
+def test_a_run_that_was_stopped_and_is_not_resumed_yet(tmp_path: Path) -> None:
+    found = interruptions(read_ledger(ledger_of(tmp_path, *STORY[:14]) / "ledger.jsonl"))
+    assert [(each.kind, each.resumed_step) for each in found] == [("crash", 10), ("preempted", None)]
+
+
+@pytest.mark.parametrize(
+    ("end", "kind"),
+    [
+        ([{"event": "interrupted"}], "preempted"),
+        ([{"event": "fault", "reason": "boom"}, {"event": "interrupted", "rank": 1}], "crash"),
+        ([], "crash"),
+    ],
+)
+def test_who_was_stopped_without_our_launcher_was_preempted(
+    tmp_path: Path, end: list[dict[str, Any]], kind: str
+) -> None:
+    begin = {"event": "fresh", "fit": 0}
+    [found] = interruptions(read_ledger(ledger_of(tmp_path, begin, *end, begin) / "ledger.jsonl"))
+    assert found.kind == kind
+
+
+@pytest.mark.parametrize(("last", "is_known"), [("halted", True), ("straggler_stop", True), ("saved", False)])
+def test_workers_that_ended_in_order_have_said_how_far_they_were(tmp_path: Path, last: str, is_known: bool) -> None:
+    begin = {"event": "resumed", "fit": 0, "step": 3}
+    events = [begin, {"event": last, "fit": 0, "step": 7}, begin]
+    [found] = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger.jsonl"))
+    assert (found.steps_lost, found.is_reached_known) == (4, is_known)
+
+
+def test_the_outcome_of_a_run_without_our_launcher_is_that_of_its_last_fit(tmp_path: Path) -> None:
+    run_dir = ledger_of(tmp_path, {"event": "fresh", "fit": 0}, {"event": "finished", "fit": 0, "step": 9})
+    assert "Outcome: none; running, or killed." in report(run_dir)
+    (run_dir / "fit-000").mkdir()
+    RunDirectory(run_dir).fit(0).outcome = Outcome("finished", "all epochs are done")
+    assert "Outcome: finished (all epochs are done)" in report(run_dir)
 
 
 def test_a_run_without_our_launcher_has_interruptions_too(tmp_path: Path) -> None:
@@ -350,18 +434,16 @@ def test_no_odd_line_keeps_a_reader_from_the_others(tmp_path: Path) -> None:
     reports = set()
     for number, event in enumerate(story):
         for name in ("time", "node", *event):
-            for odd in ODD:
-                if name == "event" and isinstance(odd, str):
-                    continue
-                ledger_of(tmp_path, *story[:number], event | {name: odd}, *story[number + 1 :])
-                events = list(read_ledger(tmp_path / "ledger.jsonl"))
-                assert len(events) >= len(story) - 1
-                Budget().decide(events, time.time())
-                slices_of(events)
-                first_fault(events, "a", 0)
-                reports.add(report(tmp_path))
-                assert status(tmp_path)
-                assert progress_line(events)
+            odd = [event | {name: odd} for odd in ODD]
+            ledger_of(tmp_path, *story[:number], *odd, *story[number + 1 :])
+            events = list(read_ledger(tmp_path / "ledger.jsonl"))
+            assert len(events) >= len(story) - 1
+            Budget().decide(events, time.time())
+            slices_of(events)
+            first_fault(events, "a", 0)
+            reports.add(report(tmp_path))
+            assert status(tmp_path)
+            assert progress_line(events)
     assert len(reports) > 100
 
 
@@ -376,3 +458,19 @@ def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path / "missing")])
     assert "is not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["report", "status", "diagnose", "watch"])
+def test_a_folder_of_runs_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str) -> None:
+    Ledger(tmp_path / "runs" / "gpt" / "ledger.jsonl").record("start")
+    with pytest.raises(SystemExit) as ended:
+        main([action, str(tmp_path / "runs")])
+    assert ended.value.code == 2
+    assert f"there is no ledger.jsonl in it; these are: {tmp_path / 'runs' / 'gpt'}" in capsys.readouterr().err
+
+
+def test_nothing_to_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", str(tmp_path / "missing")])
+    assert ended.value.code == 2
+    assert "missing does not exist" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
@@ -92,12 +93,17 @@ def test_a_recipe_prints_what_is_not_a_default(name: str) -> None:
     if name == "drill":
         assert "simulated_fault_params=fault_type random, base_delay_s 60.0, rand_delay_s 60.0" in lines
     assert "keep=2" not in text
+    assert "run_dir=" not in text  # once for all of them, above
     assert f"--grace-period={JOBS[name].grace_period_s:g}" in lines
 
 
-def test_a_recipe_that_is_taken_for_its_callbacks_says_so() -> None:
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_recipe_that_is_taken_for_its_callbacks_says_so(tmp_path: Path, wrapped: bool) -> None:
+    recipe: Any = recipes.nemo(tmp_path / "run")
     with pytest.raises(TypeError, match=re.escape("give the Trainer recipe.callbacks")):
-        L.Trainer(callbacks=recipes.nemo())  # type: ignore[arg-type]
+        fit([recipe] if wrapped else recipe, L, tmp_path)
+    assert copy.deepcopy(recipe) is not None
+    assert not hasattr(recipe, "state_key")
 
 
 def test_a_recipe_is_changed_field_by_field() -> None:
@@ -116,6 +122,8 @@ def test_a_recipe_is_changed_field_by_field() -> None:
 
 def test_the_default_of_nemos_straggler_function() -> None:
     assert options(recipes.straggler_det_callback()) == options(StragglerDetection())
+    given = recipes.straggler_det_callback(60, False, 0.5, 0.6)
+    assert (given.gpu_relative_perf_threshold, given.gpu_individual_perf_threshold) == (0.5, 0.6)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +184,11 @@ def test_the_launchers_run_directory_goes_before_the_scripts_own(
     assert "of its callbacks is not used" in caplog.text
 
 
+def test_the_same_run_directory_in_another_spelling_is_no_contradiction() -> None:
+    guard = NaNGuard(run_dir=Path("runs/../runs/gpt"))
+    assert dataclasses.replace(recipes.nemo("runs/gpt"), nan_guard=guard).nan_guard is guard
+
+
 def test_the_same_limits_in_both_places_are_no_contradiction() -> None:
     limits = SectionTimeouts(step=60)
     recipe = dataclasses.replace(
@@ -190,9 +203,22 @@ def test_a_drill_of_another_recipe() -> None:
     assert recipe.fault_tolerance is not None
     assert recipe.fault_tolerance.simulated_fault_params == fault
     assert recipe.straggler_detection is None
+    unwatched = recipes.drill(recipe=lambda run_dir: dataclasses.replace(recipes.nemo(run_dir), fault_tolerance=None))
+    assert unwatched.fault_tolerance is not None  # which brings the fault
 
 
 # -- the launcher ------------------------------------------------------------------------------------------------------
+
+
+def test_spot_machines_get_more_failures_and_workstations_no_retries() -> None:
+    expected = {
+        "nemo": Job(),
+        "preemptible": Job(Budget(max_failures_per_day=200), grace_period_s=25),
+        "workstation": Job(Budget(job_retries=0), grace_period_s=60),
+        "drill": Job(),  # as the run that it rehearses
+        "none": Job(),
+    }
+    assert expected == JOBS
 
 
 @each_recipe

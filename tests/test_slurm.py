@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_resilience._processes import describe_process
 from lightning_resilience.launch import cli, slurm_job, status
 from lightning_resilience.launch.chain import Slice, current_chain, nodes_to_exclude, slices_of, why_it_must_end
 from lightning_resilience.launch.job import Launch, LaunchSettings
-from lightning_resilience.launch.slurm import get_slurm_info
+from lightning_resilience.launch.slurm import get_slurm_info, lost_nodes, node_names, show_job, usable_nodes
 from lightning_resilience.launch.slurm_job import COMMENT_EVERY_S, Comment
 from lightning_resilience.launch.slurm_script import BatchScript, seconds_of
 from lightning_resilience.ledger import Ledger, node_name, read_ledger
@@ -66,6 +69,9 @@ def test_the_script_holds_what_the_job_needs(tmp_path: Path) -> None:
         f"--output={tmp_path}/run/slurm/%j.out",
         f"--chdir={tmp_path}",
     } <= set(sbatch_options(script))
+    early = render(tmp_path, preempt_time_s=120)
+    assert "--signal=TERM@120" in sbatch_options(early)
+    assert "--lead=120 " in early
 
 
 def test_whatever_is_put_into_the_script_comes_out_of_the_shell_again(tmp_path: Path) -> None:
@@ -99,12 +105,16 @@ def test_a_percent_sign_in_the_path_is_no_pattern_of_slurms(tmp_path: Path) -> N
         ({"preempt_time_s": 70000}, "must be 20 to 65535"),
         ({"grace_period_s": 51.0}, "use --preempt-time 61"),
         ({"time": "2:00"}, "no time to train"),
+        ({"sbatch": ["-t9:00:00"]}, "given by this command itself"),
         ({"time": "five"}, "hours:minutes:seconds"),
         ({"sbatch": ["--signal=B:USR1@30"]}, "given by this command itself"),
         ({"sbatch": ["--no-requeue"]}, "given by this command itself"),
         ({"sbatch": ["-N4"]}, "given by this command itself"),
         ({"sbatch": ["qos=high"]}, "is no option"),
         ({"job_name": 'a"b'}, "#SBATCH line"),
+        ({"job_name": "a\\b"}, "#SBATCH line"),
+        ({"run_dir": Path("/runs/a\n#SBATCH -N9")}, "#SBATCH line"),
+        ({"directory": Path("/code/a\n#SBATCH -N9")}, "#SBATCH line"),
         ({"sbatch": ["--comment=a\nrm -rf /"]}, "#SBATCH line"),
     ],
 )
@@ -112,6 +122,53 @@ def test_what_cannot_work_is_refused_with_the_reason(tmp_path: Path, changes: di
     with pytest.raises(ValueError) as error:
         render(tmp_path, **changes)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"preempt_time_s": 20},
+        {"preempt_time_s": 65535},
+        {"time": "2:01"},
+        {"sbatch": ["-wn1"]},  # which is not the beginning of --wrap
+    ],
+)
+def test_what_just_fits_is_not_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert render(tmp_path, **changes)
+
+
+SBATCH = """#!/bin/sh
+test "$1" = --parsable && test -d "${2%/*}" || exit 2
+test -e refuses && { echo "sbatch: error: no such partition" >&2; exit 1; }
+echo "17;cluster"
+"""
+
+
+def test_the_script_is_submitted_or_it_is_said_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    submit = ["slurm", "--submit", "--run-dir=run", "train.py"]
+    with pytest.raises(SystemExit) as refusal:
+        cli.main(submit)
+    assert refusal.value.code == 1
+    assert "there is no sbatch here" in capsys.readouterr().err
+    (tmp_path / "bin" / "sbatch").write_text(SBATCH)
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    cli.main(submit)
+    said = capsys.readouterr()
+    assert said.out == "17\n"  # for a script that waits for the job
+    assert f"status {tmp_path / 'run'}" in said.err
+    cli.main([word for word in submit if word != "--submit"])
+    assert capsys.readouterr().out == (tmp_path / "run/slurm/job.sbatch").read_text()
+    (tmp_path / "refuses").touch()
+    with pytest.raises(SystemExit) as refusal:
+        cli.main(submit)
+    assert refusal.value.code == 1
+    assert "job.sbatch: sbatch: error: no such partition" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -124,6 +181,7 @@ def test_what_cannot_work_is_refused_with_the_reason(tmp_path: Path, changes: di
         ("2-03:30", 185400),
         ("2-03:30:10", 185410),
         ("UNLIMITED", None),
+        ("INFINITE", None),
     ],
 )
 def test_time_limits_are_read_as_slurm_reads_them(time: str, seconds: int | None) -> None:
@@ -149,7 +207,27 @@ def test_the_command_line_gives_launch_what_was_given_and_nothing_else(
         "5",
     ]
     assert "\nmodule load x\n" in script
+    assert "#SBATCH --job-name=train\n" in script
+    assert f"#SBATCH --output={tmp_path}/runs/train/slurm/%j.out\n" in script
     assert (tmp_path / "runs/train/slurm").is_dir()  # Slurm would not make it, and the job would end without a word
+
+
+def test_what_is_given_goes_before_what_is_derived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    own = ["--nproc-per-node=4", "--grace-period=30", "--run-dir=run", "--job-name=gpt"]
+    cli.main(["slurm", "--gpus-per-node=8", *own, "train.py"])
+    script = capsys.readouterr().out
+    words = shlex.split(script[script.index("exec ") :])
+    assert words[words.index("--") + 1 :] == ["--grace-period=30", "--nproc-per-node=4", "train.py"]
+    assert f"--run-dir={tmp_path}/run" in words
+    assert "--job-name=gpt" in sbatch_options(script)
+    with pytest.raises(SystemExit) as refusal:
+        cli.main(["slurm", "--time=2:00", "train.py"])
+    assert refusal.value.code == 2
+    assert "no time to train" in capsys.readouterr().err
 
 
 def test_launch_reads_its_rank_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +247,7 @@ import json, os, sys, time
 from lightning_resilience.ledger import Ledger
 ledger = Ledger({ledger!r}, rank=None)
 json.dump(sys.argv[1:], open({folder!r} + "/srun", "w"))
+json.dump(dict(os.environ), open({folder!r} + "/environment", "w"))
 step = json.load(open({folder!r} + "/step"))
 for event in step["events"]:
     ledger.record(**event)
@@ -192,6 +271,8 @@ elif words[0] == "update" and words[2].startswith("ExcNodeList"):
     if len(open({folder!r} + "/scontrol").read().split("ExcNodeList")) < 3:
         os.kill(os.getpid(), signal.SIGTERM)  # Slurm ends all that the job runs
 elif words[0] == "requeue":
+    if job["silent"]:
+        sys.exit()
     tries = open({folder!r} + "/scontrol").read().count('"requeue"')
     if tries <= job["refuses"]:
         os.kill(os.getppid(), signal.SIGTERM)
@@ -200,8 +281,10 @@ elif words[0] == "requeue":
 """
 
 SINFO = """#!{python}
-import sys
-if not any("down" in word for word in sys.argv):
+import json, sys
+if any("down" in word for word in sys.argv):
+    print(json.load(open({folder!r} + "/job"))["lost"])
+else:
     print("n1\\nn2\\nn3\\nn4\\nn5")
 """
 
@@ -221,9 +304,10 @@ class Batch:
         (folder / "train.py").touch()
         self.job(JobState="RUNNING")
 
-    def job(self, refuses: int = 0, **says: str) -> None:
+    def job(self, refuses: int = 0, lost: str = "", silent: bool = False, **says: str) -> None:
         says = {"Restarts": "0", "ExcNodeList": "(null)", **says}
-        (self.folder / "job").write_text(json.dumps({"says": says, "refuses": refuses}))
+        job = {"says": says, "refuses": refuses, "lost": lost, "silent": silent}
+        (self.folder / "job").write_text(json.dumps(job))
 
     def start(
         self,
@@ -293,12 +377,30 @@ def test_the_steps_get_the_same_command_line_on_all_nodes(batch: Batch) -> None:
     assert batch.run(exits(0))[0] == 0
     words = json.loads((batch.folder / "srun").read_text())
     assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0"} <= set(words)
+    assert {"--export=ALL", "--cpu-bind=none"} <= set(words)
+    assert json.loads((batch.folder / "environment").read_text())["SRUN_CPUS_PER_TASK"] == "7"
     launch = words[words.index("launch") :]
     assert launch[1:3] == ["--nnodes=4", "--node-rank=slurm"]
     assert launch[3].startswith("--rdzv-endpoint=")
     assert launch[4:] == [
         *("--retries-in-new-job", f"--run-dir={batch.run_dir}", "--grace-period=50", "train.py", "--lr", "a b")
     ]
+
+
+def test_a_single_node_meets_nobody() -> None:
+    slurm = get_slurm_info({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1"})
+    assert slurm is not None
+    words = slurm_job.BatchStep(slurm, Path("run"), ["train.py"], 100, 60.0).command()
+    assert words[words.index("launch") :] == ["launch", "--nnodes=1", "--retries-in-new-job", "train.py"]
+
+
+def test_squeue_shows_how_far_the_run_is(batch: Batch) -> None:
+    process = batch.start(SAVED, exits(0), takes=2.0)
+    try:
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        process.kill()
+    assert any("slice 1" in comment for comment in batch.comments()[:-1])
 
 
 @pytest.mark.parametrize(
@@ -309,6 +411,7 @@ def test_the_steps_get_the_same_command_line_on_all_nodes(batch: Batch) -> None:
         ([exits(75)], 75, 75, True, "told to stop"),
         ([exits(75, new_job=True)], 75, 75, True, "failed"),
         ([exits(1)], 1, 1, False, "failed, exit code 1"),
+        ([exits(1) | {"exit_code": None}], 1, 1, False, "failed, exit code 1"),
         ([exits(16)], 16, 16, False, "failed, exit code 16"),
         ([exits(17)], 17, 17, False, "failed, exit code 17"),
         ([], 137, 75, True, "launch lost"),
@@ -356,6 +459,12 @@ def test_an_earlier_slices_end_is_not_taken_for_this_ones(batch: Batch) -> None:
             "EndTime": "2026-01-01T10:30:00",
             "TimeLimit": "01:00:00",
         },
+        {
+            "JobState": "COMPLETING",
+            "StartTime": "2026-01-01T10:00:00",
+            "EndTime": "2026-01-01T10:30:00",
+            "TimeLimit": "UNLIMITED",
+        },
     ],
 )
 def test_a_cancelled_job_is_not_requeued(batch: Batch, says: dict[str, str]) -> None:
@@ -391,6 +500,17 @@ def test_it_says_who_has_stopped_the_run(batch: Batch, says: dict[str, str], how
     assert slices_of(read_ledger(batch.ledger.path))[-1].how == how
 
 
+def test_it_says_how_near_the_time_limit_was_or_which_node_is_lost(batch: Batch) -> None:
+    """SIGTERM comes ``--lead`` seconds before the limit, and up to a minute and a half earlier."""
+    hows = []
+    for ends_in, lost in ((120.0, ""), (600.0, ""), (120.0, "n3\nn3")):
+        ends = datetime.fromtimestamp(time.time() + ends_in).isoformat(timespec="seconds")
+        batch.job(JobState="RUNNING", EndTime=ends, lost=lost)
+        batch.run(SAVED, exits(75), exit_code=75, options=["--lead=60"])
+        hows.append(slices_of(read_ledger(batch.ledger.path))[-1].how)
+    assert hows == ["time limit", "told to stop", "n3 lost"]
+
+
 def test_a_job_that_slurm_has_requeued_is_not_requeued_again(batch: Batch) -> None:
     batch.job(JobState="COMPLETING", Restarts="1")
     process = batch.start(exits(75), exit_code=75)
@@ -398,11 +518,39 @@ def test_a_job_that_slurm_has_requeued_is_not_requeued_again(batch: Batch) -> No
         while not any(event["event"] == "slice_end" for event in read_ledger(batch.ledger.path)):
             time.sleep(0.05)
         time.sleep(0.5)
+        assert process.poll() is None  # a job that has ended before Slurm takes it back counts as completed
         process.send_signal(signal.SIGTERM)  # Slurm's
         assert process.wait(PATIENCE_S) == 75
     finally:
         process.kill()
     assert not batch.asked("requeue")
+    assert slices_of(read_ledger(batch.ledger.path))[-1].how == "requeued by Slurm"
+
+
+def test_a_sigterm_before_the_requeue_is_not_taken_for_that_which_takes_the_job_back(batch: Batch) -> None:
+    batch.job(JobState="RUNNING", silent=True)
+    process = batch.start(exits(75), exit_code=75, takes=1.0)
+    try:
+        while not (batch.folder / "ready").exists():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)  # for the steps
+        while not batch.asked("requeue"):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 75
+    finally:
+        process.kill()
+
+
+def test_a_controller_that_says_nothing_about_the_job_is_asked_to_requeue_it(batch: Batch) -> None:
+    says = {"says": {}, "refuses": 0, "lost": "", "silent": False}
+    (batch.folder / "job").write_text(json.dumps(says))
+    code, said = batch.run(suspect("n3"), exits(75, new_job=True), exit_code=75)
+    assert code == 75, said
+    assert batch.asked("requeue")
+    assert "without n3" not in said  # the list that its user has given is not known
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
@@ -423,6 +571,7 @@ def test_a_job_is_requeued_so_often_and_not_more(batch: Batch) -> None:
         assert batch.asked("requeue")
     code, said = batch.run({**SAVED, "step": 9}, exits(75), exit_code=75, restarts=3, options=["--max-requeues=3"])
     assert code == 1
+    assert slices_of(read_ledger(batch.ledger.path))[-1].how == "told to stop"  # the last one that is allowed has run
     assert not batch.asked("requeue")
     assert "--max-requeues=3" in said
     assert "--max-requeues=3" in batch.comments()[-1]
@@ -437,6 +586,20 @@ def test_a_job_that_slurm_requeues_itself_is_not_started_too_often(batch: Batch)
     assert not (batch.folder / "srun").exists()
     assert "10 slices in a row" in said
     assert batch.run(exits(0))[0] == 0  # whoever submits it again has decided to
+
+
+def test_requeues_that_left_no_line_are_counted_by_slurm(batch: Batch) -> None:
+    code, said = batch.run(SAVED, exits(75), exit_code=75, restarts=3, options=["--max-requeues=3"])
+    assert code == 1
+    assert "requeued 3 times" in said
+
+
+def test_what_an_earlier_job_has_failed_to_do_is_not_held_against_this_one(batch: Batch) -> None:
+    batch.job(JobState="NODE_FAIL")
+    for restarts in range(10):
+        batch.ledger.record("slice_start", slurm_job_id="16", restart_count=restarts, node_list=["n1"])
+    code, said = batch.run(exits(0))
+    assert code == 0, said
 
 
 def test_ten_slices_without_a_new_step_are_the_end(batch: Batch) -> None:
@@ -473,6 +636,24 @@ def test_a_ledger_that_cannot_be_used(batch: Batch, restarts: int, code: int, re
     assert str(batch.ledger.path) in said
     assert bool(batch.asked("requeue")) is requeued
     assert not (batch.folder / "srun").exists()
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_ledger_that_is_lost_while_the_run_is_at_work(batch: Batch, empty: bool) -> None:
+    """Another node may have it."""
+    process = batch.start(exits(75), exit_code=75, takes=1.0)
+    try:
+        while not (batch.folder / "ready").exists():
+            time.sleep(0.05)
+        batch.ledger.path.unlink()
+        if not empty:
+            batch.ledger.path.mkdir()
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 75, said
+    assert batch.asked("requeue")
+    assert "Traceback" not in said
 
 
 def test_a_controller_that_does_not_answer_is_asked_again(batch: Batch) -> None:
@@ -527,6 +708,42 @@ def test_a_job_that_is_cancelled_while_its_requeue_is_refused_is_not_asked_for_a
     assert slices_of(read_ledger(batch.ledger.path)) == []
 
 
+def test_a_job_that_cannot_be_requeued_says_what_to_do(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{batch.folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_job, "_ASK_FOR_S", 0.0)
+    refuses = '#!/bin/sh\ntest "$1" = requeue && echo "Access denied" >&2\nexit 1\n'
+    (batch.folder / "bin" / "scontrol").write_text(refuses)
+    slurm = get_slurm_info({"SLURM_JOB_ID": "17"})
+    assert slurm is not None
+    step = slurm_job.BatchStep(slurm, batch.run_dir, [], 100, 60.0)
+    assert step._requeue(slurm_job.End("preempted", "requeue", 1, "told to"), [], []) == 75
+    [end] = read_ledger(batch.ledger.path)
+    assert end["then"] == "end"
+    assert end["reason"] == "the job could not be requeued (Access denied); submit it again, and it goes on"
+
+
+def test_an_exclusion_that_slurm_refuses_is_recorded(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{batch.folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    (batch.folder / "bin" / "scontrol").write_text("#!/bin/sh\necho no >&2\nexit 1\n")
+    slurm = get_slurm_info({"SLURM_JOB_ID": "17"})
+    assert slurm is not None
+    slurm_job.BatchStep(slurm, batch.run_dir, [], 100, 60.0)._exclude(["n3"])
+    [event] = read_ledger(batch.ledger.path)
+    assert (event["event"], event["node_list"], event["reason"]) == ("exclusion_failed", ["n3"], "no")
+
+
+@pytest.mark.parametrize("own", [["n5"], []])
+def test_a_node_that_the_user_excludes_is_none_to_fall_back_on(batch: Batch, own: list[str]) -> None:
+    """Four of the five nodes are needed; one that this job had excluded by itself comes back for the next."""
+    batch.job(JobState="RUNNING", ExcNodeList="n[5-5]")
+    batch.ledger.record("slice_start", slurm_job_id="17", restart_count=0, node_list=["n1"])
+    batch.ledger.record("slice_end", how="failed", then="requeue", excluded=own)
+    assert batch.run(suspect("n3"), exits(75, new_job=True), exit_code=75)[0] == 75
+    updates = [line[2] for line in batch.asked("update") if line[2].startswith("ExcNodeList")]
+    assert updates[-1:] == (["ExcNodeList=n3"] if own else [])
+    assert slices_of(read_ledger(batch.ledger.path))[-1].excluded == (["n3"] if own else [])
+
+
 @pytest.mark.parametrize("field", ["ReqNodeList", "Features"])
 def test_no_node_is_excluded_from_a_job_that_asks_for_certain_ones(batch: Batch, field: str) -> None:
     batch.job(JobState="RUNNING", ExcNodeList="(null)", **{field: "n3"})
@@ -561,6 +778,56 @@ EIGHT = [f"n{number}" for number in range(8)]
 )
 def test_nodes_are_excluded_within_bounds(last: Slice, usable: int | None, excluded: list[str]) -> None:
     assert nodes_to_exclude(last, usable) == excluded
+
+
+def told(*events: dict[str, Any]) -> list[Slice]:
+    return slices_of([{"time": float(time), **event} for time, event in enumerate(events)])
+
+
+BEGINS = {"event": "slice_start", "slurm_job_id": "17", "restart_count": 0, "node_list": ["n1", "n2"]}
+
+
+def test_what_is_safe_is_the_highest_step_of_the_last_fit() -> None:
+    [found] = told(BEGINS, {**SAVED, "step": 100}, {**SAVED, "step": 80})
+    assert (found.step_after, found.last_seen) == (100, 2.0)
+    [found] = told(BEGINS, {**SAVED, "step": 100}, {**SAVED, "fit": 1, "step": 5})
+    assert found.step_after == 5
+
+
+def test_a_launch_in_a_job_that_runs_something_else_is_a_slice_of_its_own() -> None:
+    launch = {"event": "launch", "slurm_job_id": "17", "slurm_restart_count": 0}
+    assert len(told(launch, launch)) == 2  # by hand, in a job for the shell
+    assert len(told(BEGINS, launch)) == 1
+    assert len(told(BEGINS, {"event": "slice_end", "how": "cancelled", "then": "end"}, launch)) == 2
+
+
+def test_a_script_without_launcher_that_fits_twice_begins_anew_with_its_first_fit() -> None:
+    fits = [{"event": "fresh", "fit": 0}, {"event": "fresh", "fit": 1}]
+    assert len(told(*fits)) == 1
+    assert len(told(*fits, *fits)) == 2
+    end = {"event": "slice_end", "how": "launch lost", "then": "end"}
+    assert [each.job_id for each in told(BEGINS, end, *fits)] == ["17", None]
+
+
+def test_the_nodes_of_a_job_are_those_that_slurm_names() -> None:
+    assert told(BEGINS, {"event": "start", "node": "n1"})[0].nodes == ["n1", "n2"]
+    assert told({"event": "launch"}, {"event": "start", "node": "here"})[0].nodes == ["here"]
+
+
+def test_a_launch_that_was_lost_after_its_script_had_finished_a_fit_has_not_ended() -> None:
+    [found] = told(BEGINS, {"event": "launch"}, {"event": "finished", "fit": 0, "step": 9})
+    assert found.exit is None
+
+
+def test_the_node_that_is_asked_to_leave_again_comes_last_and_once() -> None:
+    other = {**suspect("n4"), "action": "restart"}
+    assert told(BEGINS, suspect("n1"), suspect("n2"), suspect("n1"), other)[0].suspects == ["n2", "n1"]
+
+
+def test_idle_slices_count_in_a_row_only() -> None:
+    idle, advanced = [Slice(0.0)] * 9, Slice(0.0, advanced=True)
+    assert why_it_must_end([*idle, advanced, *idle], 0, 100) is None
+    assert why_it_must_end([advanced, *idle, Slice(0.0)], 0, 100) is not None
 
 
 def test_a_chain_begins_where_the_run_had_ended() -> None:
@@ -610,20 +877,38 @@ def test_no_time_limit(tmp_path: Path) -> None:
     assert "#SBATCH --time=0" in render(tmp_path, time="0").splitlines()
 
 
-def test_two_jobs_in_one_run_directory_are_one_too_many(batch: Batch) -> None:
-    batch.job(JobState="RUNNING")
+@pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])
+def test_two_jobs_in_one_run_directory_are_one_too_many(batch: Batch, state: str) -> None:
+    batch.job(JobState=state)
     batch.ledger.record("slice_start", slurm_job_id="16", restart_count=0, node_list=["n1"])
     code, said = batch.run(exits(0))
     assert code == 1
     assert "job 16 is at work in" in said
+    assert "job 16 is at work in" in batch.comments()[-1]
     assert len(slices_of(read_ledger(batch.ledger.path))) == 1
     batch.ledger.record("slice_end", how="preempted", then="requeue", reason="told to")
     assert batch.run(exits(0))[0] == 0
 
 
+def test_a_command_of_slurms_that_fails_or_is_missing_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    for exit_code in (None, 1, 0):
+        for name in ("scontrol", "sinfo") if exit_code is not None else ():
+            (tmp_path / name).write_text(f'#!/bin/sh\necho " EndTime=$SLURM_TIME_FORMAT"\nexit {exit_code}\n')
+            (tmp_path / name).chmod(0o755)
+        said = (show_job("17"), node_names("n[1-2]"), lost_nodes("n[1-2]"), usable_nodes("gpu"))
+        if exit_code != 0:
+            assert said == ({}, [], [], None)
+    assert said[0] == {"EndTime": "standard"}  # as it can be read
+
+
 def test_requeues_that_left_no_line_count() -> None:
     assert why_it_must_end([Slice(0.0, advanced=True)], 100, 100) is not None
     assert why_it_must_end([Slice(0.0, advanced=True)], 99, 100) is None
+    assert why_it_must_end([Slice(0.0, advanced=True)], 0, 1) is None  # one requeue is allowed
 
 
 def test_a_comment_is_set_when_it_is_new_and_not_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -637,8 +922,10 @@ def test_a_comment_is_set_when_it_is_new_and_not_too_often(monkeypatch: pytest.M
     assert shown == ["Comment=a"]
     clock[0] += COMMENT_EVERY_S
     comment.show("b")
-    comment.show("the end", now=True)
+    comment.show("the\nend", now=True)
     assert shown == ["Comment=a", "Comment=b", "Comment=the end"]
+    comment.show("x" * 5000, now=True)  # more than Slurm takes
+    assert len(shown[-1]) < 500
 
 
 def test_slurms_name_of_a_node_goes_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -689,6 +976,96 @@ def test_the_table_of_a_run_without_slurm(tmp_path: Path) -> None:
     rows = status.status(tmp_path).splitlines()[3:5]
     assert rows[0].endswith("interrupted  launched again")
     assert rows[1].endswith("finished     -")
+
+
+SQUEUE = """#!/bin/sh
+test "$*" = "--noheader --jobs=17 --format=%T|%r|%N|%k" && cat squeue
+"""
+
+
+def test_the_state_of_a_job_is_what_slurm_says_as_long_as_it_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    ledger.record("slice_start", slurm_job_id="17", restart_count=0, node_list=["n1", "n2", "n3", "n4"])
+    ledger.record("slice_end", how="preempted", then="requeue", reason="told to " + "x" * 200)
+    (tmp_path / "squeue").write_text(SQUEUE)
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path / "job")
+    for said, shown in (
+        ("PENDING|BeginTime||step 5 safe", "job 17 is PENDING (BeginTime): step 5 safe"),
+        ("RUNNING|None|n[1-4]|(null)", "job 17 is RUNNING on n[1-4]"),
+        ("", "requeued 0.0 s ago"),
+    ):
+        Path("squeue").write_text(said)
+        monkeypatch.setattr(status.time, "time", lambda: slices_of(read_ledger(ledger.path))[-1].last_seen)
+        lines = status.status(tmp_path).splitlines()
+        assert f"Now       {shown}" in lines
+    assert "n1..n4 (4)" in lines[3]
+    assert lines[-1].startswith("Last word told to xxx")
+    assert len(lines[-1]) <= 120
+
+
+def test_the_table_says_what_has_followed_each_slice(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    ledger.record("slice_start", time=1000.0, slurm_job_id="17", restart_count=0, node_list=["n1", "n2"])
+    ledger.record(**suspect("n2"))
+    ledger.record("slice_end", time=1090.0, how="failed", then="requeue", excluded=["n2"])
+    ledger.record("slice_start", slurm_job_id="17", restart_count=1, node_list=["n1", "n3"])
+    ledger.record("slice_end", how="preempted", then="requeue", excluded=["n2"])
+    ledger.record("slice_start", slurm_job_id="17", restart_count=2, node_list=["n1", "n3"])
+    ledger.record("slice_start", slurm_job_id="18", restart_count=0, node_list=[])
+    ledger.record("slice_end", how="cancelled", then="end", reason="because")
+    ledger.record("launch", slurm_job_id=None)
+    ledger.record(**exits(75, "the last"))
+    lines = status.status(tmp_path).splitlines()
+    rows = [re.split("  +", line) for line in lines[3:8]]
+    assert rows[0][4] == "1 min 30 s"
+    assert [row[-2:] for row in rows] == [
+        ["failed", "requeued without n2"],  # which it was from then on
+        ["preempted", "requeued"],
+        ["killed", "launched again"],
+        ["cancelled", "-"],
+        ["interrupted", "-"],
+    ]
+    assert rows[3][2] == "-"
+    assert lines[-1] == "Last word the last"
+
+
+def test_a_launch_at_work_is_told_from_one_that_is_lost(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    ledger.record("launch", slurm_job_id=None)
+    assert status.status(tmp_path).splitlines()[3].split()[-2:] == ["-", "-"]
+    record = tmp_path / "launches" / "1.json"
+    record.parent.mkdir()
+    record.write_text(json.dumps({**describe_process(), "host": "elsewhere"}))
+    assert "Now       running on another node, or killed" in status.status(tmp_path)
+    record.write_text(json.dumps({**describe_process(), "host": os.uname().nodename}))
+    assert f"Now       running on this node ({node_name()})" in status.status(tmp_path)
+    ledger.record(**exits(75, new_job=True))
+    assert "Now       ended: interrupted" in status.status(tmp_path)
+    ledger.record("launch", slurm_job_id=None)
+    assert status.status(tmp_path).splitlines()[3].endswith("retry  launched again")
+
+
+def test_what_is_left_is_counted_by_the_last_launch(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    for budget in ({"in_job_restarts": 9, "job_retries": 9}, {"in_job_restarts": 1, "job_retries": 3, "other": 1}):
+        ledger.record("launch", slurm_job_id=None, budget=budget)
+    ledger.record("job_start", retry=True)
+    for _ in range(3):
+        ledger.record("failure")
+    assert "0 of 1 restarts and 2 of 3 job retries left" in status.status(tmp_path)
+    assert "restart 3 of 1, retry 1 of 3, slice 2" in status.progress_line(list(read_ledger(ledger.path)))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(59.94, "59.9 s"), (60.0, "1 min 00 s"), (3599.0, "59 min 59 s"), (3600.0, "1 h 00 min")]
+)
+def test_durations_are_for_a_person(seconds: float, shown: str) -> None:
+    assert status.duration(seconds) == shown
 
 
 # Retries as new jobs

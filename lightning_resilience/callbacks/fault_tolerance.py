@@ -26,6 +26,7 @@ from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, Sect
 from lightning_resilience.detect.witness import EXIT_HUNG, Witness, node_directory, pids
 from lightning_resilience.faults import FaultInjector, SimulatedFault
 from lightning_resilience.ledger import read_ledger
+from lightning_resilience.run_directory import RUN_DIR_VARIABLE
 from lightning_resilience.session import FitSession, SessionCallback, report_progress, session_of
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ class _Watching:
 
     def __init__(self, settings: FaultTolerance, session: FitSession) -> None:
         self.settings = settings
+        self._calculates = settings.calculate_timeouts and _is_started_again()
         self.session = session
         self.has_loaded = False
         self._ping_at = 0
@@ -295,7 +297,7 @@ class _Watching:
     def _load_timeouts(self) -> SectionTimeouts:
         settings = self.settings
         configured = settings.section_timeouts or SectionTimeouts.parse(os.environ.get(SECTION_TIMEOUTS_VARIABLE, ""))
-        if not settings.calculate_timeouts:
+        if not self._calculates:
             return configured
         self._layout["configured"] = str(configured)  # whoever configures something else wants that to hold
         # Rank 0 reads for all: the ranks must not differ.
@@ -327,7 +329,7 @@ class _Watching:
         if is_end and trainer.is_global_zero:
             self._set_finished_flag(True)
         self._keep_watchdog()
-        if self.settings.calculate_timeouts:
+        if self._calculates:
             self._calculate_timeouts(is_end)
 
     def _calculate_timeouts(self, is_end: bool) -> None:
@@ -524,3 +526,12 @@ def _monitor(engine: Engine) -> _nvrx.RankMonitor | None:
             )
         return None
     return _nvrx.RankMonitor()
+
+
+def _is_started_again() -> bool:
+    """Whether somebody starts the workers again when they were ended.
+
+    Where nobody does, a limit that was calculated must end nothing: what takes long for the first time, such as a
+    callback that rarely does much, would cost the run.
+    """
+    return RUN_DIR_VARIABLE in os.environ or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0

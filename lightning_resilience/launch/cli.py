@@ -51,6 +51,8 @@ def _run(options: argparse.Namespace) -> None:
     if options.action == "inspect":
         from lightning_resilience.checkpoint.inspection import inspect  # with torch, which nothing else here needs
 
+        if not Path(options.path).exists():
+            options.parser.error(f"{options.path} does not exist")
         text, good = inspect(options.path)
         print(text)
         sys.exit(0 if good else 1)
@@ -58,8 +60,8 @@ def _run(options: argparse.Namespace) -> None:
         _slurm(options)
         return
     if options.action != "launch":
-        if not Path(options.run_dir).is_dir():
-            options.parser.error(f"{options.run_dir} is not a directory; a run directory was expected")
+        if (problem := _why_no_run(Path(options.run_dir))) is not None:
+            options.parser.error(problem)
         if options.action == "status":
             print(status(options.run_dir))
         elif options.action == "report":
@@ -72,6 +74,17 @@ def _run(options: argparse.Namespace) -> None:
             watch(options.run_dir, options.interval)
         return
     sys.exit(Launch(_settings(options)).run())
+
+
+def _why_no_run(path: Path) -> str | None:
+    """What is wrong with what was given for a run directory, if anything."""
+    if not path.is_dir():
+        return f"{path} is not a directory; a run directory was expected"
+    if (path / "ledger.jsonl").exists() or (path / "launches").exists():
+        return None
+    runs = [str(ledger.parent) for pattern in ("*", "*/*") for ledger in path.glob(f"{pattern}/ledger.jsonl")]
+    those = f"; these are: {', '.join(sorted(runs)[:5])}" if runs else ""
+    return f"{path} is no run directory: there is no ledger.jsonl in it{those}"
 
 
 def launch_settings(arguments: Sequence[str]) -> LaunchSettings:
@@ -96,6 +109,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         # One argument for both, or argparse would take the first "--" of the script's for its own.
         script, *options.args = options.command[1:] if options.command[0] == "--" else options.command
         options.script = script
+        ours = set(options.parser._option_string_actions) - {"-h", "--help", "-m"}
+        if late := [word for word in options.args if word.partition("=")[0] in ours]:
+            say(
+                f"{late[0]} stands behind {script}: it goes to the script. Options of {options.action} stand before it."
+            )
     return options
 
 
@@ -174,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
 
     here = actions.add_parser(
         "launch",
+        usage="lightning-resilience launch [OPTION ...] SCRIPT [ARGUMENT ...]",  # an error need not list all of them
         parents=[launch],
         help="run a script until it has finished, restarting what fails",
         description="Runs a training script and restarts it, inside the job and as a new job, until it has finished or "
@@ -199,6 +218,7 @@ def _parser() -> argparse.ArgumentParser:
 
     slurm = actions.add_parser(
         "slurm",
+        usage="lightning-resilience slurm [OPTION ...] SCRIPT [ARGUMENT ...]",
         parents=[launch],
         help="make the batch script that runs a script under Slurm until it has finished",
         description="Prints a batch script for sbatch, or submits it. The job launches the training script on every "
@@ -288,6 +308,8 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
     timeouts = [options.section_timeouts] if options.section_timeouts else []
     if options.out_of_section_timeout is not None:
         timeouts.append(f"out_of_section:{options.out_of_section_timeout}")
+    if re.match(r"[a-z0-9+]+:/", str(options.run_dir)):
+        parser.error(f"--run-dir {options.run_dir}: a run directory is on a file system that all nodes have mounted")
     if options.run_dir is not None and options.run_dir.exists() and not options.run_dir.is_dir():
         parser.error(f"--run-dir {options.run_dir} is a file, and must be a directory, or not there yet")
     job = JOBS[options.recipe]

@@ -351,13 +351,16 @@ class Launch:
         self._ledger.record("exit", status=outcome.status, exit_code=exit_code, reason=outcome.reason, **new_job)
         if not self.settings.is_single_node:
             self._board.finish(exit_code)
+        is_safe = outcome.status == "failed" and highest_verified_step(read_ledger(self._ledger.path)) is not None
         then = {
             "finished": "",
             "interrupted": " Run the same command again to resume.",
-            "failed": " Once the cause is removed, the same command goes on from the last checkpoint.",
+            "failed": " Once the cause is removed, the same command "
+            + ("goes on from the last checkpoint." if is_safe else "begins again: nothing was saved yet."),
             "halted": " Trying again would not change this.",
         }
-        say(f"{outcome.status.capitalize()}: {outcome.reason}.{then[outcome.status]} (exit code {exit_code})")
+        reason = outcome.reason.removesuffix(".")
+        say(f"{outcome.status.capitalize()}: {reason}.{then[outcome.status]} (exit code {exit_code})")
         return exit_code
 
     # The nodes that follow

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience import signals
-from lightning_resilience.launch.budget import first_cause, highest_verified_step, last_recurrence
+from lightning_resilience.launch.budget import first_cause, highest_verified_step, last_recurrence, normalised
 from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.ledger import Ledger, read_ledger
 from lightning_resilience.run_directory import RUN_DIR_VARIABLE, WORKER_PID_VARIABLE, Outcome, RunDirectory
@@ -41,6 +41,14 @@ _IN_VAIN = {
 }
 
 
+# What is raised by mistakes in a script, rather than by a device or a network that may be better soon.
+_MISTAKES = (
+    *("SyntaxError", "IndentationError", "TabError", "NameError", "UnboundLocalError", "AttributeError", "TypeError"),
+    *("ValueError", "KeyError", "IndexError", "AssertionError", "ModuleNotFoundError"),
+)
+_REFUSED = "the script ended by sys.exit(2)"  # argparse's
+
+
 def main() -> None:
     """Runs ``[-m] script [args...]`` from the command line as ``__main__``."""
     signals.install()
@@ -56,6 +64,9 @@ def main() -> None:
     fault: dict[str, Any] = {}
     if ledger.rank == 0:
         _record_start(run_directory, ledger)
+    if (reason := _why_not_again(read_ledger(run_directory.ledger))) is not None:
+        _record_end(run_directory, ledger, Outcome("halted", reason), fault, command)
+        sys.exit(0)
     try:
         _run_script(command)
         outcome = Outcome("finished", "the script ended")
@@ -152,6 +163,32 @@ _NOT_THE_USERS = (
     str(Path(__file__).parents[1]) + os.sep,
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
+
+
+def _why_not_again(events: Iterable[dict[str, Any]]) -> str | None:
+    """Why the script need not be run once more: it makes the same mistake each time, before any training begins.
+
+    Asked when a group of workers starts, since all of them must come to the same answer.
+
+    Args:
+        events: The run's ledger, oldest first.
+    """
+    verdict = None
+    found: dict[tuple[str, Any, str], set[Any]] = {}
+    for event in events:
+        match event["event"]:
+            case "launch" | "fresh" | "resumed":
+                verdict = None
+                found.clear()
+            case "fault" if "elastic_run_id" in event:
+                reason = str(event.get("reason"))
+                same = (str(event.get("kind")), event.get("place"), normalised(reason))
+                found.setdefault(same, set()).add((event["elastic_run_id"], event.get("restart_count")))
+                if reason == _REFUSED:
+                    verdict = f"{reason}, which says that it was called in a wrong way"
+                elif same[0] in _MISTAKES and len(found[same]) > 1:
+                    verdict = f"{reason} ({same[1]}), twice before any training began"
+    return verdict
 
 
 def _why_in_vain(error: BaseException, run_dir: Path) -> str | None:
