@@ -5,6 +5,7 @@ RUN_DIR/
   ledger.jsonl        what happened (see ledger.py)
   run.json            a name that no other run has
   attempt.json        the token of the processes that may write now; a late process of an older attempt may not
+  trainer.json        the process that trains here now; one of another job on its host is refused
   outcome.json        how the script ended last
   launches/           the launches of this run that are at work now, each with its host and process
   decision.json       with several nodes: what the first node has decided for all

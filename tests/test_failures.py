@@ -136,6 +136,14 @@ def test_the_first_fault_is_no_mere_consequence(reasons: list[str], expected: st
     assert fault is None if expected is None else str(fault).startswith(expected)
 
 
+@pytest.mark.parametrize(("world_size", "who"), [(2, "rank 1"), (3, "a worker")])
+def test_the_one_rank_that_has_said_nothing_was_killed(world_size: int, who: str) -> None:
+    ids = {"elastic_run_id": "job", "restart_count": 2}
+    start = {"event": "start", "world_size": world_size, **ids}
+    fault = {"event": "fault", "rank": 0, "reason": "RuntimeError: Connection closed by peer", **ids}
+    assert str(first_fault([start, fault], "job", 2)).startswith(f"{who} was killed (rank 0: RuntimeError")
+
+
 TRAINS = """
     import lightning.pytorch as L, torch
     class Module(L.LightningModule):

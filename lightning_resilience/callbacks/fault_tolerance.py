@@ -70,7 +70,8 @@ class FaultTolerance(SessionCallback):
             requeuing it; and without ``AutoResume`` in the Trainer there is a warning.
         calculate_timeouts: Whether the limits are calculated from the times that sections have really taken, as NVRx
             does it (five times the longest, see :func:`~lightning_resilience.detect.timeouts.calculate`), kept in
-            ``ft_state.json`` and used by the next job of the same size.
+            ``ft_state.json`` and used by the next job of the same size. Only where a launcher starts ended workers
+            again: elsewhere a limit that turns out to be too short would cost the run.
         simulated_fault_params: A fault on purpose, for drills: :class:`~lightning_resilience.faults.SimulatedFault`,
             or a mapping; NVRx's spelling is understood.
         exp_dir: Where ``ft_state.json`` is kept. Default: the run directory.

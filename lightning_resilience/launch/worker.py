@@ -127,12 +127,18 @@ def first_fault(events: Iterable[dict[str, Any]], elastic_run_id: str | None, re
 
     A worker that was killed says nothing: if all that is known is that peers were lost, it is that one that failed.
     """
-    group = {"event": "fault", "elastic_run_id": elastic_run_id, "restart_count": restart_count}
-    faults = [event for event in events if group.items() <= event.items()]
+    same = {"elastic_run_id": elastic_run_id, "restart_count": restart_count}
+    group = [event for event in events if same.items() <= event.items()]
+    faults = [event for event in group if event["event"] == "fault"]
     if not faults:
         return None
     cause = first_cause(faults)
-    return f"a worker was killed ({_say(faults[0])})" if cause is None else _say(cause)
+    if cause is not None:
+        return _say(cause)
+    world_size = max(event.get("world_size") or 1 for event in group)
+    silent = set(range(world_size)) - {event.get("rank") for event in faults}
+    who = f"rank {silent.pop()}" if len(silent) == 1 else "a worker"
+    return f"{who} was killed ({_say(faults[0])})"
 
 
 def _say(fault: dict[str, Any]) -> str:
