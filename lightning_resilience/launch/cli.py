@@ -76,6 +76,10 @@ def _run(options: argparse.Namespace) -> None:
     sys.exit(Launch(_settings(options)).run())
 
 
+def _options_of(parser: argparse.ArgumentParser) -> set[str]:
+    return set(re.findall(r"(?m)^ +(--[a-z-]+)", parser.format_help()))
+
+
 def _why_no_run(path: Path) -> str | None:
     """What is wrong with what was given for a run directory, if anything."""
     if not path.is_dir():
@@ -103,13 +107,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:
         name = unknown[0].partition("=")[0]
-        known = difflib.get_close_matches(name, options.parser._option_string_actions, n=1)
+        known = difflib.get_close_matches(name, _options_of(options.parser), n=1)
         options.parser.error(f"there is no option {name}" + (f"; did you mean {known[0]}?" if known else ""))
     if options.action in ("launch", "slurm"):
         # One argument for both, or argparse would take the first "--" of the script's for its own.
         script, *options.args = options.command[1:] if options.command[0] == "--" else options.command
         options.script = script
-        ours = set(options.parser._option_string_actions) - {"-h", "--help", "-m"}
+        ours = _options_of(options.parser) - {"--help"}
         if late := [word for word in options.args if word.partition("=")[0] in ours]:
             say(
                 f"{late[0]} stands behind {script}: it goes to the script. Options of {options.action} stand before it."
