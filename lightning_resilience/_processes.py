@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,20 @@ def is_running(record: dict[str, Any]) -> bool:
         return record["process_started"] == _started(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, OSError, KeyError, TypeError, ValueError):
         return False
+
+
+def is_being_killed(pid: int) -> bool:
+    """Whether a process has been sent SIGKILL and is still there: stuck in the kernel, which it will never leave alive.
+
+    Args:
+        pid: Its number.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    pending = (int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd:", "ShdPnd:")))
+    return any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending)
 
 
 def _started(pid: int) -> str:

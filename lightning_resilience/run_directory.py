@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from lightning_resilience._files import create_json, read_json, write_json
-from lightning_resilience._processes import describe_process, is_running
+from lightning_resilience._processes import describe_process, is_being_killed, is_running, pid_namespace
 
 RUN_DIR_VARIABLE = "LIGHTNING_RESILIENCE_RUN_DIR"
 """Environment variable in which ``lightning-resilience launch`` tells the workers their run directory."""
@@ -215,17 +215,27 @@ class RunDirectory:
             job: What all attempts of one job have in common; ``None``: this process is the whole job.
 
         Returns:
-            The number of a process of another job that trains here on this host; then nothing was said.
+            What :meth:`trained_by` does; if that is a number, nothing was said.
+        """
+        other = self.trained_by(job)
+        if other is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_json(self._trainer, {**describe_process(), "host": os.uname().nodename, "job": job})
+        return other
+
+    def trained_by(self, job: str | None) -> int | None:
+        """The number of a process of another job that trains here on this host, if there is one.
+
+        Args:
+            job: As for :meth:`enter`.
         """
         record = read_json(self._trainer) or {}
-        mine = describe_process()
-        is_here = record.get("host") == os.uname().nodename and record.get("namespace") == mine["namespace"]
-        is_other = record.get("pid") != mine["pid"] and (job is None or record.get("job") != job)
-        if is_here and is_other and is_running(record):
-            return int(record["pid"])
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self._trainer, {**mine, "host": os.uname().nodename, "job": job})
-        return None
+        is_here = record.get("host") == os.uname().nodename and record.get("namespace") == pid_namespace()
+        is_other = record.get("pid") != os.getpid() and (job is None or record.get("job") != job)
+        if not (is_here and is_other and is_running(record)):
+            return None
+        pid = int(record["pid"])
+        return None if is_being_killed(pid) else pid
 
     def left(self) -> None:
         """Ends what :meth:`enter` began."""

@@ -23,7 +23,7 @@ from lightning_resilience.launch.status import status
 from lightning_resilience.report import report
 from lightning_resilience.run_directory import RunDirectory
 from lightning_resilience.session import FitSession, SessionCallback, _sessions
-from tests.harness import Ranks, result, run
+from tests.harness import Ranks, result, run, run_command
 from tests.test_exact_resume import killed_and_resumed, make, undisturbed
 
 THREE = {"fits": 3, "trainer": {"max_epochs": 2}}
@@ -84,6 +84,29 @@ def test_a_run_that_trains_on_this_host_is_not_taken_over(tmp_path: Path) -> Non
     assert f"Process {first.processes[0].pid} on this host trains in {config['run_dir']} now" in text
     assert first.wait() == [0], first.text()
     assert result(config) == undisturbed(tmp_path)[0]
+
+
+def test_neither_does_a_launch_take_it_over(tmp_path: Path) -> None:
+    enters = (
+        "import sys; from lightning_resilience.run_directory import RunDirectory as R; R(sys.argv[1]).enter(None); "
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", enters + "print(flush=True); input()", str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert other.stdout is not None
+    other.stdout.readline()
+    script = tmp_path / "train.py"
+    script.write_text("")
+    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", f"--run-dir={tmp_path}", str(script)]
+    try:
+        refused = run_command(launch, timeout_s=60)
+    finally:
+        other.communicate(b"\n", timeout=60)
+    assert refused.returncode == 1
+    assert f"Refused: process {other.pid} on this host, which no launch has started, trains in" in refused.stderr
+    assert run_command(launch, timeout_s=60).returncode == 0
 
 
 def test_whoever_has_left_or_was_killed_trains_no_more(tmp_path: Path) -> None:

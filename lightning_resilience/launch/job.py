@@ -411,6 +411,10 @@ class Launch:
                 reason = f"process {record['pid']} on this host runs {self._run_directory.path} already"
                 self._ledger.record("refused", reason=reason)
                 raise Refused(f"{reason}; wait for it, stop it with SIGTERM, or use another --run-dir")
+        if (pid := self._run_directory.trained_by(self.launch_id)) is not None:
+            reason = f"process {pid} on this host, which no launch has started, trains in {self._run_directory.path}"
+            self._ledger.record("refused", reason=reason)
+            raise Refused(f"{reason}; wait for it, stop it with SIGTERM, or use another --run-dir")
         self._record_path.parent.mkdir(parents=True, exist_ok=True)
         self._write_record(ended=None)
 
