@@ -153,6 +153,10 @@ def _identity(path: Path) -> str | None:
     return found if isinstance(found, str) and re.fullmatch(r"[0-9a-f]{16}", found) else None
 
 
+LAUNCHED = "launch"
+"""The job of all that ``lightning-resilience launch`` starts, on any node: the launches keep order among themselves."""
+
+
 class RunDirectory:
     """A run's folder on shared storage.
 
@@ -212,7 +216,8 @@ class RunDirectory:
         """Says that this process trains here from now on, until it calls :meth:`left`.
 
         Args:
-            job: What all attempts of one job have in common; ``None``: this process is the whole job.
+            job: What all attempts of one job have in common, :data:`LAUNCHED` where ``launch`` has started it; ``None``:
+                this process is the whole job.
 
         Returns:
             What :meth:`trained_by` does; if that is a number, nothing was said.

@@ -33,7 +33,7 @@ from lightning_resilience.checkpoint.reduction_order import (
 from lightning_resilience.detect.progress import Progress, Section
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE
 from lightning_resilience.ledger import Ledger
-from lightning_resilience.run_directory import RUN_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt, Status
+from lightning_resilience.run_directory import LAUNCHED, RUN_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt, Status
 from lightning_resilience.saving import STATE_KEY, Saver
 from lightning_resilience.tiers import Tiers
 
@@ -143,7 +143,9 @@ class FitSession:
             self.run = RunDirectory(path)
             common = {
                 "path": str(self.run.path),
-                "other": self.run.enter(os.environ.get(LAUNCH_ID_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID")),
+                "other": self.run.enter(
+                    LAUNCHED if LAUNCH_ID_VARIABLE in os.environ else os.environ.get("TORCHELASTIC_RUN_ID")
+                ),
             }
         common = trainer.strategy.broadcast(common)
         if common["other"] is not None:

@@ -32,7 +32,7 @@ from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.worker import JOB_ATTEMPT_VARIABLE, first_fault
 from lightning_resilience.ledger import Ledger, read_ledger
 from lightning_resilience.recipes import RECIPE_VARIABLE
-from lightning_resilience.run_directory import LOCAL_DIR_VARIABLE, RUN_DIR_VARIABLE, Outcome, RunDirectory
+from lightning_resilience.run_directory import LAUNCHED, LOCAL_DIR_VARIABLE, RUN_DIR_VARIABLE, Outcome, RunDirectory
 
 _VERDICT_EXIT_CODES = (16, 17)  # Megatron's: a fault that came again, and one that did not
 _LEFTOVERS_PATIENCE_S = 5.0
@@ -411,7 +411,7 @@ class Launch:
                 reason = f"process {record['pid']} on this host runs {self._run_directory.path} already"
                 self._ledger.record("refused", reason=reason)
                 raise Refused(f"{reason}; wait for it, stop it with SIGTERM, or use another --run-dir")
-        if (pid := self._run_directory.trained_by(self.launch_id)) is not None:
+        if (pid := self._run_directory.trained_by(LAUNCHED)) is not None:
             reason = f"process {pid} on this host, which no launch has started, trains in {self._run_directory.path}"
             self._ledger.record("refused", reason=reason)
             raise Refused(f"{reason}; wait for it, stop it with SIGTERM, or use another --run-dir")
