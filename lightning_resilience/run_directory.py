@@ -216,8 +216,8 @@ class RunDirectory:
         """Says that this process trains here from now on, until it calls :meth:`left`.
 
         Args:
-            job: What all attempts of one job have in common, :data:`LAUNCHED` where ``launch`` has started it; ``None``:
-                this process is the whole job.
+            job: What all attempts of one job have in common: :data:`LAUNCHED` where ``launch`` has started it;
+                ``None``: this process is the whole job.
 
         Returns:
             What :meth:`trained_by` does; if that is a number, nothing was said.
