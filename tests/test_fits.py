@@ -74,6 +74,15 @@ def test_the_report_of_a_run_that_had_finished_before(tmp_path: Path) -> None:
     assert "ended: finished" in status(config["run_dir"])
 
 
+def test_a_fit_that_failed_before_its_first_save(tmp_path: Path) -> None:
+    config = make(tmp_path, "run", events=[{"at": "train", "step": 2, "do": "raise", "once": True}])
+    assert run(config, tmp_path / "run")[0] == [1]
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    assert "Nothing was saved yet in" in text
+    assert "can be used" not in text
+
+
 def test_a_run_that_trains_on_this_host_is_not_taken_over(tmp_path: Path) -> None:
     config = make(tmp_path, "run", events=[{"at": "train", "step": 20, "do": "sleep", "seconds": 4.0, "once": True}])
     first = Ranks(config, tmp_path / "run")
