@@ -31,7 +31,6 @@ from lightning_resilience.checkpoint.reduction_order import (
     replay_gradient_arrival,
 )
 from lightning_resilience.detect.progress import Progress, Section
-from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE
 from lightning_resilience.ledger import Ledger
 from lightning_resilience.run_directory import LAUNCHED, RUN_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt, Status
 from lightning_resilience.saving import STATE_KEY, Saver
@@ -143,9 +142,7 @@ class FitSession:
             self.run = RunDirectory(path)
             common = {
                 "path": str(self.run.path),
-                "other": self.run.enter(
-                    LAUNCHED if LAUNCH_ID_VARIABLE in os.environ else os.environ.get("TORCHELASTIC_RUN_ID")
-                ),
+                "other": self.run.enter(LAUNCHED if launched else os.environ.get("TORCHELASTIC_RUN_ID")),
             }
         common = trainer.strategy.broadcast(common)
         if common["other"] is not None:

@@ -61,7 +61,7 @@ class Slice:
     exit: Event | None = None
 
     @property
-    def is_launched(self) -> bool:
+    def has_launcher(self) -> bool:
         """Whether somebody starts the workers again when they fail; a script that was started by itself has nobody."""
         return self.launched or self.job_id is not None
 

@@ -39,7 +39,7 @@ def status(run_dir: str | os.PathLike[str]) -> str:
     lines += table(["slice", "job", "nodes", "began", "lasted", "safe steps", "starts", "ended", "then"], rows)
     chain = current_chain(slices)
     lines += ["", f"Safe      {_safe(events)}"]
-    lines += [f"Budget    {_budget_left(events) if slices[-1].is_launched else 'none: nothing starts this run again'}"]
+    lines += [f"Budget    {_budget_left(events) if slices[-1].has_launcher else 'none: nothing starts this run again'}"]
     lines += [f"Chain     {len(chain)} slices" if len(chain) != 1 else "Chain     1 slice"]
     if slices[-1].excluded:
         lines.append(f"Excluded  {', '.join(slices[-1].excluded)}")
@@ -100,7 +100,7 @@ def _row(number: int, slices: Sequence[Slice]) -> list[str]:
         datetime.fromtimestamp(each.began).strftime("%m-%d %H:%M:%S"),
         duration(end - each.began),
         steps,
-        str(each.worker_groups) if each.is_launched else "-",
+        str(each.worker_groups) if each.has_launcher else "-",
         _how(each, following),
         _then(each, following),
     ]
