@@ -45,6 +45,7 @@ from lightning_resilience.detect.place import Place
 from lightning_resilience.detect.witness import node_directory
 from lightning_resilience.ledger import node_name
 from lightning_resilience.run_directory import RunDirectory
+from tests import as_on_gpu
 
 BATCH = 4
 BATCHES = 16
@@ -96,6 +97,7 @@ DEFAULTS: dict[str, Any] = {
     "nan_guard": {},  # arguments of the callback "nan_guard"
     "straggler_detection": {},  # arguments of the callback "straggler_detection"
     "own_nodes": False,  # every node has a name of its own
+    "as_on_gpu": None,  # on the simulated accelerator: {"lag": how many operators behind the host it is}
     "no_collective": False,  # of the NaN guard's own
     "device": None,  # what this process trains on, as it says
     "spoils": [],  # {"step": 23, "rank": 1, "what": "loss"}, or "gradient"
@@ -309,6 +311,8 @@ class Module(L.LightningModule):
         if self.config["sharded"]:
             from torch.distributed.fsdp import fully_shard
 
+            if self.config["as_on_gpu"] is not None:
+                self.net.to(self.trainer.strategy.root_device)  # fully_shard does it itself for CUDA, by other means
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
@@ -454,12 +458,14 @@ def config_monitor(config: dict[str, Any]) -> str:
 def digest(module: torch.nn.Module, buffers: bool = True) -> str:
     tensors = [*module.parameters(), *(b for b in module.buffers() if buffers)]
     full = [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for t in tensors]
-    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in full)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(t.cpu().numpy().tobytes() for t in full)).hexdigest()[:16]
 
 
 def main(config: dict[str, Any]) -> None:
     config = {**DEFAULTS, **config}
     torch.set_num_threads(1)
+    if config["as_on_gpu"] is not None:
+        as_on_gpu.load().lag(config["as_on_gpu"].get("lag", 0))
     sabotage(config)
     world_size = config["trainer"].get("devices", 1) * config["trainer"].get("num_nodes", 1)
     results = []
@@ -601,11 +607,18 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         options["plugins"] = [AsyncCheckpointIO(SlowWriter(config["slow_writer_s"]))]
     if config["slurm"]:
         options["plugins"] = [SLURMEnvironment(auto_requeue=True)]
+    collectives = {}
+    if config["as_on_gpu"] is not None:
+        options["accelerator"] = as_on_gpu.accelerator()
+        collectives = {"process_group_backend": as_on_gpu.collectives()} if world_size > 1 else {}
+        single = L.strategies.SingleDeviceStrategy(torch.device(as_on_gpu.NAME, 0))
+        options["strategy"] = L.strategies.DDPStrategy(**collectives) if world_size > 1 else single
     if config["collective_timeout_s"]:
-        options["strategy"] = L.strategies.DDPStrategy(timeout=timedelta(seconds=config["collective_timeout_s"]))
+        seconds = timedelta(seconds=config["collective_timeout_s"])
+        options["strategy"] = L.strategies.DDPStrategy(timeout=seconds, **collectives)
     if config["sharded"]:
         size = config["data_parallel"] or world_size
-        options["strategy"] = L.strategies.ModelParallelStrategy(size, world_size // size)
+        options["strategy"] = L.strategies.ModelParallelStrategy(size, world_size // size, **collectives)
     return L.Trainer(callbacks=callbacks, **options)
 
 
