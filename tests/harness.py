@@ -34,6 +34,15 @@ CONTEXT.set_forkserver_preload(
 )
 
 
+ON_DEVICE: dict[str, Any] | None = None
+"""What the test program is told of the simulated accelerator that its ranks shall train on, if they shall."""
+
+
+def on_device(config: dict[str, Any]) -> dict[str, Any]:
+    """A config of the test program, with the device that is asked for."""
+    return {"as_on_gpu": ON_DEVICE, **config}
+
+
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -57,6 +66,7 @@ class Ranks:
     """The ranks of one running job, as an elastic launcher would start them."""
 
     def __init__(self, config: dict[str, Any], tmp: Path, environment: dict[str, str] | None = None) -> None:
+        config = on_device(config)
         devices = config.get("trainer", {}).get("devices", 1)
         world_size = devices * config.get("trainer", {}).get("num_nodes", 1)
         elastic = {
@@ -66,12 +76,13 @@ class Ranks:
             "LOCAL_WORLD_SIZE": str(devices),
             "TORCHELASTIC_RUN_ID": "test",
         }
+        always = {"OMP_NUM_THREADS": "1", "FAKEGPU_COUNT": str(devices)}
         self.output = tmp / "output"
         self.processes = []
         for rank in range(world_size):
             place = {"RANK": rank, "LOCAL_RANK": rank % devices, "GROUP_RANK": rank // devices}
             own = {name: str(number) for name, number in place.items()} if world_size > 1 else {}
-            env = {"OMP_NUM_THREADS": "1", **(elastic if world_size > 1 else {}), **own, **(environment or {})}
+            env = {**always, **(elastic if world_size > 1 else {}), **own, **(environment or {})}
             process = CONTEXT.Process(target=_rank, args=(config, env, str(self.output)))
             process.start()
             self.processes.append(process)
@@ -147,7 +158,7 @@ def samples(config: dict[str, Any]) -> list[dict[tuple[int, int], list[int]]]:
 
 def command(config: dict[str, Any]) -> list[str]:
     """The program as a command line, for real launchers."""
-    return [sys.executable, str(PROGRAM), json.dumps(config)]
+    return [sys.executable, str(PROGRAM), json.dumps(on_device(config))]
 
 
 def run_command(arguments: Sequence[str], timeout_s: float = 200.0, **kwargs: Any) -> subprocess.CompletedProcess[str]:

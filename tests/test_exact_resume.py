@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
 from lightning_resilience.checkpoint import data_position
-from tests.harness import result, run, samples
+from tests.harness import on_device, result, run, samples
 
 _references: dict[str, tuple[Any, Any]] = {}
 
@@ -23,7 +23,7 @@ def make(tmp: Path, name: str, **options: Any) -> dict[str, Any]:
 
 
 def undisturbed(tmp: Path, **options: Any) -> tuple[Any, Any]:
-    key = repr(sorted(options.items()))
+    key = repr(sorted(on_device(options).items()))
     if key not in _references:
         config = make(tmp, "reference", **options)
         codes, text = run(config, tmp / "reference")
@@ -69,6 +69,7 @@ MORE_LOADERS = [
 ]
 
 
+@pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize(
     "options",
     [*LOADERS, *(pytest.param(options, marks=pytest.mark.campaign) for options in MORE_LOADERS)],
@@ -114,6 +115,7 @@ ON_RANKS: dict[str, dict[str, Any]] = {
 LONG = {("plain", 2), ("plain", 4), ("data needed early", 2), ("data needed early", 4), ("workers and validation", 4)}
 
 
+@pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize(
     ("options", "world_size"),
     [
@@ -134,6 +136,7 @@ def test_stateful_distributed_loader(tmp_path: Path) -> None:
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
 
 
+@pytest.mark.also_as_on_gpu
 def test_sharded(tmp_path: Path) -> None:
     """FSDP2 through ModelParallelStrategy: a directory of shards, sealed; nothing is gathered."""
     options = {"sharded": True, "trainer": {"devices": 2}}

@@ -37,6 +37,12 @@ def missing() -> str | None:
     return None
 
 
+def build() -> None:
+    """Builds what is not built yet: before processes begin to wait for each other."""
+    for source in _HERE.glob("*.cpp"):
+        _build(source.stem)
+
+
 def _build(name: str) -> Path:
     """The library of a source file; each version of it is built once."""
     source = _HERE / f"{name}.cpp"
@@ -216,7 +222,8 @@ def collectives() -> str:
 
         path = _build("collectives")
         spec = importlib.util.spec_from_file_location("as_on_gpu_collectives", path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
 

@@ -1,0 +1,31 @@
+"""What holds for all tests: where their ranks train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import as_on_gpu, harness
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test marked with ``also_as_on_gpu`` runs twice: its ranks on the CPU, and on the simulated accelerator."""
+    if metafunc.definition.get_closest_marker("also_as_on_gpu"):
+        metafunc.parametrize("where", ["cpu", "as on a GPU"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def where(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where the ranks that a test starts train."""
+    if getattr(request, "param", "cpu") == "cpu":
+        yield
+        return
+    if reason := as_on_gpu.missing():
+        pytest.skip(reason)
+    as_on_gpu.build()
+    harness.ON_DEVICE = {"lag": 100}  # a step of the test program is about as many operators
+    try:
+        yield
+    finally:
+        harness.ON_DEVICE = None
