@@ -103,6 +103,7 @@ DEFAULTS: dict[str, Any] = {
     "spoils": [],  # {"step": 23, "rank": 1, "what": "loss"}, or "gradient"
     "without": None,  # [[epoch, batch]]: what the loader leaves out
     "collective_timeout_s": None,  # of DDP's process group
+    "ddp": None,  # arguments of DDPStrategy as it is on an accelerator: see OnDevice
     "second_group": False,  # an all-reduce of its own in every step
     "floor_s": None,  # calculated timeouts may be as short as this
     "ping_within_s": None,  # how long a health check between steps may take
@@ -498,6 +499,15 @@ def main(config: dict[str, Any]) -> None:
         Path(config["out"]).write_text(json.dumps(results))
 
 
+class OnDevice(L.strategies.DDPStrategy):
+    """DDP that is told its device, as Lightning tells it on every accelerator."""
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        if self.model.device_ids is None:
+            self.model.device_ids = [self.root_device.index or 0]
+
+
 def sabotage(config: dict[str, Any]) -> None:
     """What goes wrong with the storage, as the code sees it."""
     load, save = durable.load, durable.save
@@ -616,6 +626,8 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
     if config["collective_timeout_s"]:
         seconds = timedelta(seconds=config["collective_timeout_s"])
         options["strategy"] = L.strategies.DDPStrategy(timeout=seconds, **collectives)
+    if config["ddp"] is not None:
+        options["strategy"] = OnDevice(**config["ddp"], **collectives)
     if config["sharded"]:
         size = config["data_parallel"] or world_size
         options["strategy"] = L.strategies.ModelParallelStrategy(size, world_size // size, **collectives)

@@ -130,6 +130,13 @@ def test_ranks(tmp_path: Path, world_size: int, options: dict[str, Any]) -> None
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
 
 
+def test_ranks_whose_ddp_is_told_its_device(tmp_path: Path) -> None:
+    """On accelerators DDP moves what forward is given to its device: a replay that gave nothing failed there."""
+    options = {"ddp": {}, "trainer": {"devices": 3}}
+    events = [{"at": "train", "step": 23, "rank": 1}]
+    assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
+
+
 def test_stateful_distributed_loader(tmp_path: Path) -> None:
     options = {"data": "stateful_distributed", "workers": 2, "augment": False, "trainer": {"devices": 2}}
     events = [{"at": "train", "step": 23, "rank": 1}]

@@ -88,7 +88,7 @@ class _ZeroLoss(nn.Module):
         super().__init__()
         self._ordered = parameters
 
-    def forward(self) -> Tensor:
+    def forward(self, _: None) -> Tensor:
         # Autograd runs first what was created last.
         total = torch.zeros((), device=self._ordered[0].device)
         for parameter in reversed(self._ordered):
@@ -126,7 +126,7 @@ def replay_gradient_arrival(ddp: DistributedDataParallel, order: list[str]) -> b
             for hooks in hook_dicts:
                 hooks.clear()
             ddp._modules["module"] = _ZeroLoss([parameters[name] for name in order])
-            ddp().backward()
+            ddp(None).backward()  # with nothing to move to its device DDP would fail
         finally:
             ddp._modules["module"] = module
             ddp.require_forward_param_sync = sync_buffers
