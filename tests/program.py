@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -64,7 +65,7 @@ DEFAULTS: dict[str, Any] = {
     "validation": False,
     "plateau": False,
     "early_stopping": False,
-    "manual": False,  # or True, or "accumulate"
+    "manual": False,  # or True, "accumulate", or "twice" (two backward passes for a step)
     "save_every": 5,
     "model_checkpoint": None,
     "callbacks": ["preemption", "auto_resume"],  # or the names of classes, which get no arguments
@@ -342,7 +343,9 @@ class Module(L.LightningModule):
             window = 3 if self.config["manual"] == "accumulate" else 1
             if batch_idx % window == 0:
                 optimizer.zero_grad()
-            self.manual_backward(loss)
+            self.manual_backward(loss, retain_graph=self.config["manual"] == "twice")
+            if self.config["manual"] == "twice":
+                self.manual_backward(loss.square())
             if batch_idx % window == window - 1:
                 optimizer.step()
         return loss
@@ -500,12 +503,18 @@ def main(config: dict[str, Any]) -> None:
 
 
 class OnDevice(L.strategies.DDPStrategy):
-    """DDP that is told its device, as Lightning tells it on every accelerator."""
+    """DDP as Lightning makes it on every accelerator: told its device, and with the communication hook asked for."""
+
+    def __init__(self, hook: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.hook = hook
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
         if self.model.device_ids is None:
             self.model.device_ids = [self.root_device.index or 0]
+        if self.hook == "fp16":
+            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
 def sabotage(config: dict[str, Any]) -> None:

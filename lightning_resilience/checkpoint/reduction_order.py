@@ -21,23 +21,35 @@ def rebuilds_buckets(ddp: DistributedDataParallel) -> bool:
     """Whether this wrapper regroups its buckets after the first iteration, and can be made to do so by a replay.
 
     DDP does unless it looks for unused parameters. With a static graph it also learns from the first iteration how
-    often each gradient arrives, which a replay would teach it wrongly.
+    often each gradient arrives, which a replay would teach it wrongly. Its mixed precision reduces the gradients of
+    copies that only the module's own forward makes. And a hook that keeps a state would count the replay.
     """
-    return not ddp.find_unused_parameters and not ddp.static_graph
+    has_state = any(_is_state(state) for _, state in ddp._comm_hooks)
+    return not (ddp.find_unused_parameters or ddp.static_graph or ddp.mixed_precision or has_state)
+
+
+def _is_state(state: object) -> bool:
+    """Whether a communication hook keeps something in ``state``; torch's simple ones take a process group there."""
+    return state is not None and not isinstance(state, dist.ProcessGroup)
 
 
 def inexact_reasons(ddp: DistributedDataParallel) -> list[str]:
     """What in this wrapper stands between a run and an exact resume, one sentence for each, naming what to change."""
     reasons = []
-    if ddp.static_graph and dist.get_world_size(ddp.process_group) > 2:
-        reasons.append(
-            "DDP is used with static_graph=True, whose order of reduction cannot be restored: from 3 ranks on, weights "
-            "may differ in their last bits after a resume. Leave static_graph at False for an exact resume."
-        )
-    if ddp._comm_hooks:
+    options = {"static_graph=True": ddp.static_graph, "mixed_precision": ddp.mixed_precision}
+    if dist.get_world_size(ddp.process_group) > 2:
+        reasons += [
+            f"DDP is used with {name}, whose order of reduction cannot be restored: from 3 ranks on, weights may "
+            "differ in their last bits after a resume. Leave it out for an exact resume."
+            for name, is_used in options.items()
+            if is_used
+        ]
+    own = "torch.distributed.algorithms.ddp_comm_hooks."
+    hooks = [] if ddp.mixed_precision else ddp._comm_hooks  # it has one of its own
+    if any(_is_state(state) or not hook.__module__.startswith(own) for hook, state in hooks):
         reasons.append(
             "DDP is used with a communication hook, whose state (such as PowerSGD's error feedback) is not saved: it "
-            "starts afresh after a resume. Use no hook for an exact resume."
+            "starts afresh after a resume. Use no hook, or one of torch's without a state, for an exact resume."
         )
     return reasons
 
@@ -51,7 +63,7 @@ class GradientArrivalRecorder:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
-        self._order: list[str] = []
+        self._order: dict[str, None] = {}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._recorder(name))
             for name, parameter in ddp.module.named_parameters()
@@ -61,8 +73,9 @@ class GradientArrivalRecorder:
     def _recorder(self, name: str) -> Any:
         def record(_: Tensor) -> None:
             # Backwards under ``no_sync`` (gradient accumulation) do not reach DDP's reducer.
+            # Of several backwards in one manual optimization, the first one's order counts.
             if self._ddp.require_backward_grad_sync:
-                self._order.append(name)
+                self._order.setdefault(name)
 
         return record
 
@@ -74,7 +87,7 @@ class GradientArrivalRecorder:
         if not self._order:
             return None
         self.stop()
-        return self._order
+        return list(self._order)
 
     def stop(self) -> None:
         """Ends recording."""
