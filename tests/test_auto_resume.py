@@ -61,6 +61,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_checkpoint_that_does_not_verify_is_quarantined(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
     config = killed(tmp_path)
@@ -111,6 +112,7 @@ def test_left_overs_of_a_save_that_was_killed_are_removed(tmp_path: Path) -> Non
     assert sorted(path.suffix for path in directory.iterdir()) == [".ckpt", ".ckpt"]
 
 
+@pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
 def test_another_world_size_goes_on_and_says_that_it_is_not_exact(tmp_path: Path, before: int, after: int) -> None:
     config = killed(tmp_path, trainer={"devices": before})
@@ -126,6 +128,7 @@ def test_keeps_only_the_newest(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(config)] == ["step-000000000048-final.ckpt", "step-000000000045.ckpt"]
 
 
+@pytest.mark.also_as_on_gpu
 def test_saves_by_the_clock_on_all_ranks_together(tmp_path: Path) -> None:
     options = {"trainer": {"devices": 2}, "save_every": None, "step_s": 0.02, "interval_s": 0.2}
     config = make(

@@ -45,6 +45,7 @@ LOCAL: dict[str, Any] = {
 }
 
 
+@pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize("options", some(RANKS, "four"))
 @pytest.mark.parametrize("tier", ["global", "local"])
 def test_ranks(tmp_path: Path, options: dict[str, Any], tier: str) -> None:

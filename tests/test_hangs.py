@@ -108,6 +108,7 @@ LONG = ("training_step", "callback", "validation", "end_of_epoch", "save", "othe
 """Much like others, or long."""
 
 
+@pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.campaign if name in LONG else ()) for name in CASES]
 )

@@ -188,18 +188,21 @@ def exactly(tmp: Path, at: int, rank: int = 0, **options: Any) -> tuple[dict[str
     return config, text
 
 
+@pytest.mark.also_as_on_gpu
 def test_killed_with_workers_and_in_the_middle_of_epochs_with_validation(tmp_path: Path) -> None:
     options = {"validation": True, "workers": 2, "trainer": {"val_check_interval": 4, "max_epochs": 2}}
     _, text = exactly(tmp_path, 27, **options)
     assert text.count("one node, so no copies on others") == 1
 
 
+@pytest.mark.also_as_on_gpu
 def test_killed_with_two_ranks(tmp_path: Path) -> None:
     exactly(tmp_path, 27, 1, trainer={"devices": 2, "max_epochs": 2})
     names = Counter(path.stem for path in parts_in(tmp_path / "local"))
     assert names == dict.fromkeys(["rank-00000", "rank-00001", "common-00-of-02", "common-01-of-02"], 2)
 
 
+@pytest.mark.also_as_on_gpu
 def test_killed_with_sharded_state(tmp_path: Path) -> None:
     exactly(tmp_path, 27, 0, sharded=True, trainer={"devices": 2, "max_epochs": 2})
     names = Counter(path.stem for path in parts_in(tmp_path / "local"))
@@ -217,6 +220,7 @@ def test_killed_and_resumed_exactly(tmp_path: Path, name: str, callbacks: list[s
 TWO_NODES = {"devices": 2, "num_nodes": 2, "max_epochs": 2}
 
 
+@pytest.mark.also_as_on_gpu
 def test_a_lost_node(tmp_path: Path) -> None:
     config = killed(tmp_path, 27, 3, **options_of(tmp_path, trainer=TWO_NODES))
     first, second = sorted((tmp_path / "local" / "local_ckpt").iterdir())

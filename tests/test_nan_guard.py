@@ -598,6 +598,7 @@ RANKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize("what", ["loss", "gradient", "masked"])
 @pytest.mark.parametrize("options", RANKS.values(), ids=RANKS.keys())
 def test_what_one_rank_sees_all_skip(options: dict[str, Any], what: str, tmp_path: Path) -> None:
@@ -616,6 +617,7 @@ def test_what_one_rank_sees_all_skip(options: dict[str, Any], what: str, tmp_pat
     assert len(set(weights(config))) == 1
 
 
+@pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize("tier", ["global", "local"])
 @pytest.mark.parametrize("options", RANKS.values(), ids=RANKS.keys())
 def test_ranks_go_back_together(options: dict[str, Any], tier: str, tmp_path: Path) -> None:

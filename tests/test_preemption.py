@@ -65,6 +65,7 @@ def stop_and_resume(tmp: Path, events: list[dict[str, Any]], **options: Any) -> 
     return directory, interruption_text
 
 
+@pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize("events", SCENARIOS.values(), ids=SCENARIOS.keys())
 def test_stops_all_ranks_and_resumes_exactly(
     tmp_path: Path, events: list[dict[str, Any]], request: pytest.FixtureRequest
@@ -73,6 +74,7 @@ def test_stops_all_ranks_and_resumes_exactly(
     stop_and_resume(tmp_path, events, **{**TWO, "workers": workers})
 
 
+@pytest.mark.also_as_on_gpu
 def test_during_a_save(tmp_path: Path) -> None:
     stop_and_resume(tmp_path, [{"at": "save", "step": 20, "rank": 0}], **{**TWO, "save_every": 10})
 

@@ -315,6 +315,7 @@ REPORTED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize(
     "options", some(REPORTED, "manual optimization", "accumulation", "gradient clipping", "validation")
 )
@@ -361,6 +362,7 @@ def test_a_resumed_run_knows_how_fast_it_was(tmp_path: Path) -> None:
     assert "Some GPUs performance dropped. Affected ranks: {StragglerId(rank=0, node=" in text
 
 
+@pytest.mark.also_as_on_gpu
 def test_a_run_stops_once_for_a_device_that_is_too_slow(tmp_path: Path) -> None:
     options = {"trainer": {"devices": 2}}
     config = make(
@@ -416,6 +418,7 @@ def test_its_node_is_left_out_where_the_launcher_can(tmp_path: Path) -> None:
     assert found_in(config, "straggler_stop")[0]["devices"] == ["node-1 (cpu)"]
 
 
+@pytest.mark.also_as_on_gpu
 def test_a_fit_that_goes_back_goes_on_with_its_reports(tmp_path: Path) -> None:
     config = make(
         tmp_path,
