@@ -174,6 +174,10 @@ class _FakeGpu(ModuleType):
     def empty_cache(self) -> None:
         pass
 
+    def cudart(self) -> Any:
+        """What of CUDA's runtime registers memory of the host."""
+        return _Runtime(self._ops)
+
     def set_sync_debug_mode(self, mode: str | int) -> None:
         self._ops.refuse_syncs(mode in ("error", 2))
 
@@ -200,6 +204,18 @@ class _FakeGpu(ModuleType):
 
     def check_races(self, whether: bool) -> None:
         self._ops.check_races(whether)
+
+
+class _Runtime:
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self._ops.pin(address, size)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        return 0 if self._ops.unpin(address) else 1
 
 
 def load() -> Any:
