@@ -393,7 +393,8 @@ class Module(L.LightningModule):
         assert "numpy" in checkpoint or not self.config["numpy"]
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), self.lr)
+        # On an accelerator as the docs advise, so that a step can be skipped there.
+        optimizer = torch.optim.AdamW(self.parameters(), self.lr, fused=self.config["as_on_gpu"] is not None or None)
         if self.config["one_cycle"]:
             steps = int(self.trainer.estimated_stepping_batches)
             cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)

@@ -9,6 +9,8 @@
 //   it may;
 // - a copy to the host on a side stream and an operator that touches the same memory, with nothing that orders them, are
 //   an error.
+#include <Python.h> // first, as it wants
+
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -46,7 +48,20 @@ std::recursive_mutex& mutex() {
   static auto* it = new std::recursive_mutex; // leaked: threads may outlive static objects
   return *it;
 }
-using Lock = std::unique_lock<std::recursive_mutex>;
+
+struct Lock { // lets go of the interpreter while it waits: who has the mutex may need that, to drop a tensor
+  explicit Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
+    if (mutex_.try_lock()) return;
+    PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    mutex_.lock();
+    if (state) PyEval_RestoreThread(state);
+  }
+  Lock(const Lock&) = delete;
+  ~Lock() {
+    mutex_.unlock();
+  }
+  std::recursive_mutex& mutex_;
+};
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
