@@ -362,7 +362,6 @@ def test_a_resumed_run_knows_how_fast_it_was(tmp_path: Path) -> None:
     assert "Some GPUs performance dropped. Affected ranks: {StragglerId(rank=0, node=" in text
 
 
-@pytest.mark.also_as_on_gpu
 def test_a_run_stops_once_for_a_device_that_is_too_slow(tmp_path: Path) -> None:
     options = {"trainer": {"devices": 2}}
     config = make(
