@@ -25,9 +25,11 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from lightning_resilience.detect import waiting as waits
 from lightning_resilience.detect.own_time import (
     CALLBACKS,
     COMPUTE,
@@ -1057,6 +1059,93 @@ def test_what_another_thread_waits_for_does_not_count(waiting: Waiting) -> None:
     assert waiting.seconds == 2
 
 
+LOCAL = {
+    *("rank", "size", "name", "get_group_store", "boxed", "unbox", "group_desc", "group_name", "get_backend"),
+    *("_id", "_backend_id", "_get_backend", "_get_backend_name", "_has_hooks", "_get_sequence_number_for_group"),
+    *("set_timeout", "_register_backend", "_set_default_backend", "_set_group_desc", "_set_group_name"),
+    *("_set_sequence_number_for_group", "_enable_collectives_timing", "_start_coalescing"),
+    *("_register_on_completion_hook", "register_abort_hook", "unregister_abort_hook", "register_pre_hook"),
+    *("unregister_pre_hook", "register_post_hook", "unregister_post_hook", "get_reconfigure_handle", "new_window"),
+    # In which ranks may wait for each other, but in no step.
+    *("split_group", "merge_remote_group", "abort", "shutdown", "_wait_for_pending_works"),
+    "monitored_barrier",  # of torch.distributed is the one that counts
+}
+"""Methods of a process group that begin no collective, in any version from 2.8 on."""
+
+
+def test_every_method_of_a_process_group_is_known_to_be_a_collective_or_none() -> None:
+    found = waits.collectives()
+    others = {
+        name
+        for name, value in vars(dist.ProcessGroup).items()
+        if callable(getattr(dist.ProcessGroup, name)) and not isinstance(value, type) and not name.startswith("__")
+    }
+    assert others - {*found} - LOCAL - {"_pybind11_conduit_v1_"} == set(), "is it one that ranks wait in?"
+    assert not LOCAL & {*found}
+    assert {"allreduce", "broadcast", "barrier", "send", "recv", "_end_coalescing", "allreduce_coalesced"} <= {*found}
+
+
+def test_a_backward_pass_in_a_thread_of_autograd_counts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of every accelerator. On a CPU only passes that lie deeper within each other than the stack may be."""
+    monkeypatch.setattr(functional, "wait_tensor", lambda tensor: clock.sleep(2))
+    marks: list[bool] = []
+    threads: list[int] = []
+
+    class Within(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, tensor: Tensor, depth: int) -> Tensor:
+            context.depth = depth
+            return tensor.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            if context.depth:
+                with torch.enable_grad():
+                    inner = Within.apply(torch.ones(1, requires_grad=True), context.depth - 1).sum()
+                Variable._execution_engine.run_backward(
+                    (inner,), (torch.ones(()),), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+            else:
+                threads.append(threading.get_ident())
+                functional.wait_tensor(gradient)
+            return gradient, None
+
+    waiting = Waiting(marks.append, clock)
+    waiting.start()
+    Within.apply(torch.ones(1, requires_grad=True), 70).sum().backward()
+    waiting.stop()
+    assert threads != [threading.get_ident()]
+    assert waiting.seconds == 2
+    assert marks == [True, False, True, False], "the wait, and the end of the pass"
+
+
+def test_waits_of_two_threads_of_autograd_count_as_long_as_either_waits(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model on two devices."""
+    entered, left = threading.Event(), threading.Event()
+
+    def wait_tensor(name: str) -> None:
+        clock.sleep(1)
+        if name == "outer":
+            entered.set()
+            assert left.wait(60)
+        clock.sleep(1)
+
+    monkeypatch.setattr(functional, "wait_tensor", wait_tensor)
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 7)
+    waiting = Waiting(clock=clock)
+    waiting.start()
+    thread = threading.Thread(target=lambda: functional.wait_tensor("outer"))
+    thread.start()
+    assert entered.wait(60)
+    functional.wait_tensor("inner")
+    left.set()
+    thread.join()
+    waiting.stop()
+    assert waiting.seconds == 4
+
+
 def test_a_wait_that_fails_counts_too(clock: Clock, waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(tensor: Any) -> None:
         clock.sleep(3)
@@ -1418,6 +1507,38 @@ def has_buffers() -> Step:
     return run
 
 
+def coalesces() -> Step:
+    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+        nap()
+        with dist._coalescing_manager():
+            dist.all_reduce(torch.ones(2))
+            dist.all_reduce(torch.ones(3))
+
+    return run
+
+
+def sends_and_receives() -> Step:
+    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+        nap()
+        other = 1 - dist.get_rank()
+        sent, received = dist.P2POp(dist.isend, torch.ones(2), other), dist.P2POp(dist.irecv, torch.ones(2), other)
+        for work in dist.batch_isend_irecv([sent, received]):
+            work.wait()
+
+    return run
+
+
+def redistributes() -> Step:
+    mesh = dist.init_device_mesh("cpu", (2,))
+
+    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+        nap()
+        whole = DTensor.from_local(torch.ones(2), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+        assert (whole.to_local() * 2).tolist() == [2] * 4
+
+    return run
+
+
 def fsdp2(where: str) -> Callable[[], Step]:
     def prepared() -> Step:
         model = Napper()
@@ -1440,6 +1561,9 @@ STEPS: dict[str, tuple[Callable[[], Step], int]] = {
     "all_gather_object": (gathers_objects, 1),
     "future of a collective": (waits_for_a_future, 1),
     "functional collective": (is_functional, 1),
+    "coalesced collectives": (coalesces, 1),
+    "batch_isend_irecv": (sends_and_receives, 1),
+    "DTensor": (redistributes, 1),
     "DDP": (ddp, 1),
     "DDP, the first rank": (ddp, 0),
     "DDP that accumulates": (accumulates, 1),
@@ -1449,6 +1573,72 @@ STEPS: dict[str, tuple[Callable[[], Step], int]] = {
     "FSDP2, backward pass": (fsdp2("backward"), 1),
 }
 """And which rank naps."""
+
+
+ONE, TWO, OBJECTS = torch.ones(2), torch.ones(4), [{"some": "thing"}, None]
+CALLS: dict[str, Callable[[], object]] = {
+    "all_gather": lambda: dist.all_gather([ONE.clone(), ONE.clone()], ONE),
+    "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(TWO.clone(), ONE),
+    "all_gather_coalesced": lambda: dist.all_gather_coalesced([[ONE.clone()], [ONE.clone()]], [ONE]),
+    "all_gather_object": lambda: dist.all_gather_object([None, None], OBJECTS),
+    "all_reduce": lambda: dist.all_reduce(ONE.clone()),
+    "all_reduce, async": lambda: dist.all_reduce(ONE.clone(), async_op=True).wait(),
+    "all_reduce_coalesced": lambda: dist.all_reduce_coalesced([ONE.clone(), TWO.clone()]),
+    "all_to_all": lambda: dist.all_to_all([ONE[:1].clone(), ONE[:1].clone()], [*ONE.split(1)]),
+    "all_to_all_single": lambda: dist.all_to_all_single(TWO.clone(), TWO),
+    "barrier": lambda: dist.barrier(),
+    "broadcast": lambda: dist.broadcast(ONE.clone(), 0),
+    "broadcast_object_list": lambda: dist.broadcast_object_list([*OBJECTS], 0),
+    "gather": lambda: dist.gather(ONE, None if dist.get_rank() else [ONE.clone(), ONE.clone()]),
+    "gather_object": lambda: dist.gather_object(OBJECTS, None if dist.get_rank() else [None, None]),
+    "reduce": lambda: dist.reduce(ONE.clone(), 0),
+    "reduce_scatter": lambda: dist.reduce_scatter(ONE.clone(), [ONE, ONE]),
+    "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(ONE.clone(), TWO),
+    "scatter": lambda: dist.scatter(ONE.clone(), None if dist.get_rank() else [ONE, ONE]),
+    "scatter_object_list": lambda: dist.scatter_object_list([None], [*OBJECTS], 0),
+    "send and recv": lambda: dist.recv(ONE.clone(), 1) if not dist.get_rank() else dist.send(ONE, 0),
+    "recv of anybody": lambda: dist.recv(ONE.clone()) if not dist.get_rank() else dist.send(ONE, 0),
+    "batch_isend_irecv": lambda: sends_and_receives()(lambda: None, Waiting()),
+    "coalesced all_reduce": lambda: coalesces()(lambda: None, Waiting()),
+    "DTensor": lambda: redistributes()(lambda: None, Waiting()),
+    "DDP": lambda: ddp()(lambda: None, Waiting()),
+    "FSDP2": lambda: fsdp2("forward")()(lambda: None, Waiting()),
+}
+"""Calls of the public API of torch.distributed, as far as gloo can."""
+
+
+def unmarked(call: Callable[[], object]) -> list[str]:
+    """Which methods of a process group it calls that begin a collective while no wait is marked."""
+    depth = 0
+    found = []
+
+    def mark(begins: bool) -> None:
+        nonlocal depth
+        depth += 1 if begins else -1
+
+    def watched(name: str, method: Callable[..., object]) -> Callable[..., object]:
+        def called(*args: Any, **kwargs: Any) -> object:
+            result = method(*args, **kwargs)
+            if isinstance(result, dist.Work) and depth == 0:
+                found.append(name)
+            return result
+
+        called.__doc__ = method.__doc__
+        return called
+
+    waiting = Waiting(mark)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in [*vars(dist.ProcessGroup).items()]:
+            method = getattr(dist.ProcessGroup, name)
+            if callable(method) and not isinstance(value, type) and not name.startswith("__"):
+                patch.setattr(dist.ProcessGroup, name, watched(name, method))
+        waiting.start()
+        try:
+            call()
+        finally:
+            waiting.stop()
+    assert depth == 0
+    return found
 
 
 def is_told_apart(waited: Sequence[float], napper: int) -> bool:
@@ -1486,7 +1676,8 @@ def rank_of_two(rank: int, folder: Path) -> None:
     metric.update(floats(1 + rank, 1), floats(1, 0))
     answers.append(computed(metric))
     scored = {"answers": answers, "best": metric.best.tolist()}
-    (folder / f"{rank}.json").write_text(json.dumps({"waited": waited, "metric": scored}))
+    missed = {name: unmarked(call) for name, call in CALLS.items()}
+    (folder / f"{rank}.json").write_text(json.dumps({"waited": waited, "metric": scored, "missed": missed}))
     dist.destroy_process_group()
 
 
@@ -1512,6 +1703,11 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_the_other_rank_has_waited_and_the_slow_one_has_not(two_ranks: list[dict[str, Any]], kind: str) -> None:
     waited = two_ranks[0]["waited"][kind]
     assert is_told_apart(waited, STEPS[kind][1]), waited
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_device_is_marked_as_waiting_in_every_collective(two_ranks: list[dict[str, Any]], call: str) -> None:
+    assert [rank["missed"][call] for rank in two_ranks] == [[], []]
 
 
 def test_a_metric_says_the_same_on_all_ranks(two_ranks: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ which one that is.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -19,32 +20,28 @@ from torch.distributed import _functional_collectives as functional
 
 _WAITS: tuple[tuple[Any, str], ...] = (
     (torch.distributed.Work, "wait"),
+    (torch.distributed.Work, "synchronize"),
     (functional, "wait_tensor"),
     (torch.distributed, "_broadcast_coalesced"),  # of DDP's buffers, in the forward pass
     (torch.distributed, "monitored_barrier"),
     (torch.futures.Future.__bases__[0], "wait"),  # of a collective's, or of a DDP hook's
 )
-# With NCCL these have the stream of the device wait, and give nothing back that could be waited for.
-_ON_DEVICE = (
-    "allgather",
-    "_allgather_base",
-    "allreduce",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "scatter",
-    "send",
-)
+
+
+def collectives() -> list[str]:
+    """The methods of ``ProcessGroup`` that begin a collective: those that return a ``Work``.
+
+    Each version of PyTorch has others, and calls others; their signatures, as the binding writes them, tell.
+    """
+    group = torch.distributed.ProcessGroup
+    return [name for name in vars(group) if _GIVES_WORK.search(getattr(group, name).__doc__ or "")]
+
+
+_GIVES_WORK = re.compile(r"\) -> (?:\w+(?:::|\.))*Work\b")
 
 
 class Waiting:
-    """Adds up how long the thread that made this has waited for other ranks.
+    """Adds up how long the thread that made this has waited for other ranks, and its backward passes in theirs.
 
     Counted are collectives that Python code waits for (``torch.distributed``, FSDP2, DTensor, torchmetrics), and what
     DDP waits for in C++ when a rank has computed its own gradients. Waits within compiled code do not count.
@@ -66,7 +63,9 @@ class Waiting:
         self._on_device = mark is not None
         self._clock = clock
         self._thread = threading.get_ident()
+        self._lock = threading.Lock()  # a backward pass on several devices runs in as many threads
         self._depth = 0
+        self._began = 0.0
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def start(self) -> None:
@@ -74,7 +73,8 @@ class Waiting:
         for owner, name in _WAITS:
             self._replace(owner, name, self._timed)
         if self._on_device:
-            for name in _ON_DEVICE:
+            # With NCCL the stream of the device waits in these, and nothing need be given back that is waited for.
+            for name in collectives():
                 self._replace(torch.distributed.ProcessGroup, name, self._timed)
         self._replace(torch.autograd, "backward", self._with_an_end)
 
@@ -98,22 +98,26 @@ class Waiting:
                 return wait(*args, **kwargs)
             if not self._is_counted():
                 return wait(*args, **kwargs)
-            began = self._clock()
-            self._depth += 1
+            with self._lock:
+                if self._depth == 0:
+                    self._began = self._clock()
+                self._depth += 1
             self._mark(True)
             try:
                 return wait(*args, **kwargs)
             finally:
                 self._mark(False)
-                self._depth -= 1
-                if self._depth == 0:
-                    self.seconds += self._clock() - began
+                with self._lock:
+                    self._depth -= 1
+                    if self._depth == 0:
+                        self.seconds += self._clock() - self._began
 
         return timed
 
     def _is_counted(self) -> bool:
-        # Threads of ours wait for others too, beside the training.
-        return self.counts and threading.get_ident() == self._thread
+        # Threads of ours wait for others too, beside the training. Those of autograd, in which the backward pass of an
+        # accelerator runs, are part of it.
+        return self.counts and (threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1)
 
     def _with_an_end(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A backward pass, in which what comes behind the last of this rank's own gradients is waiting."""
