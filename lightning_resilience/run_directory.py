@@ -52,6 +52,14 @@ be tried again within the budget. ``halted``: a verdict that trying again cannot
 """
 
 
+def is_started_again() -> bool:
+    """Whether somebody starts the workers again when they were ended.
+
+    Where nobody does, what is only slow ends nothing: a callback that rarely does much, say, would cost the run.
+    """
+    return RUN_DIR_VARIABLE in os.environ or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a fit or the whole script ended.

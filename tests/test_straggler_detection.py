@@ -299,9 +299,9 @@ def slow_rank(rank: int, seconds: float = 0.05) -> list[dict[str, Any]]:
     return [{"at": "train", "step": step, "rank": rank, "do": "sleep", "seconds": seconds} for step in range(48)]
 
 
-def to_the_end(config: dict[str, Any], tmp: Path) -> tuple[list[int | None], str]:
-    """Like ``run``, but a rank that ends has no other one killed."""
-    ranks = Ranks(config, tmp)
+def to_the_end(config: dict[str, Any], tmp: Path, restarts: int = 1) -> tuple[list[int | None], str]:
+    """Like ``run``, but a rank that ends has no other one killed, and something starts them again."""
+    ranks = Ranks(config, tmp, {"TORCHELASTIC_MAX_RESTARTS": str(restarts)})
     return ranks.wait(kill_rest=False), ranks.text()
 
 
@@ -396,6 +396,24 @@ def test_a_run_stops_once_for_a_device_that_is_too_slow(tmp_path: Path) -> None:
     assert "The run has been stopped for these devices before, and goes on with them." in text
     assert len(found_in(config, "straggler_stop")) == 1
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
+
+
+def test_a_run_that_nothing_starts_again_goes_on_with_its_stragglers(tmp_path: Path) -> None:
+    """A callback that rank 0 alone has, say: the run would end for good."""
+    config = make(
+        tmp_path,
+        "run",
+        callbacks=CALLBACKS,
+        straggler_detection={"report_time_interval": 0.4, "calc_individual_gpu_perf": False},
+        step_s=0.02,
+        events=slow_rank(0),
+        trainer={"devices": 2},
+    )
+    codes, text = to_the_end(config, tmp_path / "run", restarts=0)
+    assert codes == [0, 0], text
+    assert found_in(config, "stragglers")[0]["ranks"] == [0]
+    assert found_in(config, "straggler_stop") == []
+    assert text.count("The run is not stopped: nothing would start it again") == 1
 
 
 def test_its_node_is_left_out_where_the_launcher_can(tmp_path: Path) -> None:
@@ -647,8 +665,11 @@ def test_what_most_ranks_are_is_no_straggler(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize(("slow", "asked"), [([0], [0]), ([0, 1], [1]), ([0, 1, 2], []), ([3], [])])
-def test_those_that_are_not_new_count_for_what_most_ranks_are(slow: list[int], asked: list[int]) -> None:
+def test_those_that_are_not_new_count_for_what_most_ranks_are(
+    slow: list[int], asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of four ranks; for the devices of some of them the run was stopped before."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     places = [Place("n", f"GPU {rank}") for rank in range(4)]
     requests: list[dict[str, Any]] = []
     agreement = SimpleNamespace(request=lambda kind, payload, needs: requests.append(payload))

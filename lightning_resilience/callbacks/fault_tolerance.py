@@ -26,7 +26,7 @@ from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, Sect
 from lightning_resilience.detect.witness import EXIT_HUNG, Witness, node_directory, pids
 from lightning_resilience.faults import FaultInjector, SimulatedFault
 from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RUN_DIR_VARIABLE
+from lightning_resilience.run_directory import is_started_again
 from lightning_resilience.session import FitSession, SessionCallback, report_progress, session_of
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class _Watching:
 
     def __init__(self, settings: FaultTolerance, session: FitSession) -> None:
         self.settings = settings
-        self._calculates = settings.calculate_timeouts and _is_started_again()
+        self._calculates = settings.calculate_timeouts and is_started_again()
         self.session = session
         self.has_loaded = False
         self._ping_at = 0
@@ -527,12 +527,3 @@ def _monitor(engine: Engine) -> _nvrx.RankMonitor | None:
             )
         return None
     return _nvrx.RankMonitor()
-
-
-def _is_started_again() -> bool:
-    """Whether somebody starts the workers again when they were ended.
-
-    Where nobody does, a limit that was calculated must end nothing: what takes long for the first time, such as a
-    callback that rarely does much, would cost the run.
-    """
-    return RUN_DIR_VARIABLE in os.environ or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0

@@ -27,6 +27,7 @@ from lightning_resilience.detect.stragglers import (
 )
 from lightning_resilience.detect.waiting import Waiting
 from lightning_resilience.ledger import read_ledger
+from lightning_resilience.run_directory import is_started_again
 from lightning_resilience.session import FitSession, SessionCallback, session_of
 
 if TYPE_CHECKING:
@@ -82,8 +83,8 @@ class StragglerDetection(SessionCallback):
         gpu_relative_perf_threshold: A relative score below this makes a straggler.
         gpu_individual_perf_threshold: An individual score below this makes a straggler.
         stop_if_detected: Whether the run saves and ends because of a straggler, once for every device, so that it can
-            be restarted elsewhere; not without :class:`~lightning_resilience.AutoResume`, nor if more than half of the
-            ranks are slow. Megatron-Bridge's default is ``False``.
+            be restarted elsewhere; not without :class:`~lightning_resilience.AutoResume`, nor where nothing starts it
+            again, nor if more than half of the ranks are slow. Megatron-Bridge's default is ``False``.
         enable_logging: Whether the Trainer's loggers get the scores.
         profiling_interval: Every how many steps one is measured. Where steps are short, also of those only as many in a
             row as a report needs: up to 256 times 32.
@@ -386,6 +387,9 @@ class _Measuring:
             return
         if not self.session.tiers.uses_global:
             self._say_once("The run is not stopped: without AutoResume it would begin anew.")
+            return
+        if not is_started_again():
+            self._say_once("The run is not stopped: nothing would start it again, as lightning-resilience launch does.")
             return
         log.error("Detected stragglers. Terminating training...")
         self.session.agreement.request(
