@@ -89,6 +89,11 @@ def callbacks_named(trainer: Trainer, names: Collection[str]) -> list[Any]:
     return [each for each in callbacks(trainer) if any(cls.__name__ in names for cls in type(each).__mro__)]
 
 
+def has_pytorch_profiler(trainer: Trainer) -> bool:
+    """Whether ``trainer`` profiles with PyTorch's profiler; of either package."""
+    return any(cls.__name__ == "PyTorchProfiler" for cls in type(getattr(trainer, "profiler", None)).__mro__)
+
+
 def collective_timeout(trainer: Trainer) -> float | None:
     """Seconds after which torch gives up a collective of ``trainer``, as its strategy was told; ``None``: not known."""
     timeout = getattr(trainer.strategy, "_timeout", None)

@@ -7,6 +7,7 @@ what the rank is doing (:class:`SectionReporter`), and the launcher what it shal
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import logging
 import math
@@ -16,6 +17,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -313,40 +315,86 @@ class SectionReporter(threading.Thread):
             log.warning("NVRx's rank monitor has not answered for %g s; it is left alone.", _ANSWER_WITHIN_S)
 
 
+_PROFILED_STEPS = 32
+_PROFILED_SHARE = 0.02
+
+_kernel_profiler: KernelProfiler | None = None
+
+
 class KernelProfiler:
-    """NVRx's profiler of a device's kernels (CUPTI).
+    """NVRx's profiler of a device's kernels (CUPTI), switched on in few steps: it takes time for every kernel.
+
+    There is one in a process, and it is never shut down: CUPTI would be taken away from kernels that are under way.
 
     Args:
         manager: Its ``CuptiManager``, initialised.
+        clock: Gives seconds.
+
+    Attributes:
+        problem: Why it measures no more, if so.
     """
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.problem: str | None = None
         self._manager = manager
+        self._clock = clock
+        self._steps = 0
+        self._seconds = 0.0
+        self._began: float | None = None
+
+    def allow(self, until_report: float) -> tuple[int, float]:
+        """Until the next report, in so many seconds, it measures so many steps, and none after so many seconds."""
+        self._steps, self._seconds = _PROFILED_STEPS, _PROFILED_SHARE * until_report
+        return self._steps, self._seconds
 
     def start(self) -> None:
-        """Measures what the device does from now on."""
-        self._manager.start_profiling()
+        """A step begins to compute: its kernels are measured if they may be."""
+        if self._began is not None or self.problem is not None or self._steps <= 0 or self._seconds <= 0:
+            return
+        if getattr(sys.modules.get("torch.autograd.profiler"), "_is_profiler_enabled", False):
+            self.problem = "PyTorch's profiler is on, and CUPTI serves one at a time"
+        elif self._does(self._manager.start_profiling):
+            self._began = self._clock()
 
     def stop(self) -> None:
-        """Measures no more; what is under way is left out."""
-        self._manager.stop_profiling()
+        """It has computed; what the device has not come to yet is left out."""
+        if self._began is not None:
+            self._does(self._manager.stop_profiling)
+            self._steps -= 1
+            self._seconds -= self._clock() - self._began
+            self._began = None
 
     def take(self) -> dict[str, tuple[float, float]]:
         """The median and the total time of each kernel since the last call.
 
         But for those in which ranks wait for each other.
         """
-        found = self._manager.get_results()
-        self._manager.reset_results()
+        found: dict[str, Any] = {}
+        if self.problem is None:
+            self._does(lambda: found.update(self._manager.get_results()))
+            self._does(self._manager.reset_results)
         return {name: (each.median, each.avg * each.num_calls) for name, each in found.items() if "ncclDev" not in name}
 
     def close(self) -> None:
-        """Ends it."""
-        self._manager.shutdown()
+        """Measures no more, and forgets what it has measured."""
+        self.stop()
+        self.take()
+        self._steps = 0
+
+    def _does(self, call: Callable[[], object]) -> bool:
+        """A profiler that does not work, such as beside another program's, is not worth the training."""
+        try:
+            call()
+        except RuntimeError as error:
+            self.problem = str(error)
+        return self.problem is None
 
 
 def kernel_profiler() -> tuple[KernelProfiler | None, str | None]:
     """NVRx's profiler of kernels, or why it does not work here."""
+    global _kernel_profiler
+    if _kernel_profiler is not None:
+        return _kernel_profiler, None
     for package in ("nvidia_resiliency_ext.attribution.straggler.cupti", "nvidia_resiliency_ext.straggler.cupti"):
         try:
             module = importlib.import_module(package)
@@ -357,7 +405,10 @@ def kernel_profiler() -> tuple[KernelProfiler | None, str | None]:
             manager.initialize()
         except (ImportError, OSError, RuntimeError) as error:
             return None, f"NVRx's profiler does not start ({type(error).__name__}: {error})"
-        return KernelProfiler(manager), None
+        # CUPTI calls it for its buffers also when the interpreter has let go of everything.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(manager))
+        _kernel_profiler = KernelProfiler(manager)
+        return _kernel_profiler, None
     return None, "nvidia-resiliency-ext is not installed"
 
 

@@ -147,8 +147,9 @@ NOT_LIGHTNING = {
     "_buffers",  # torch: of a module, by their names
     "_step_supports_amp_scaling",  # torch: by which a GradScaler knows an optimizer that skips steps on its device
     "_broadcast_coalesced",  # torch.distributed: what DDP waits for in the forward pass
-    "_allgather_base",  # torch.distributed: what all_gather_into_tensor calls
-    "_reduce_scatter_base",
+    "_reduce_scatter_base",  # torch.distributed: a collective, in the evidence of hangs
+    "_C",
+    "_current_graph_task_id",  # torch: whether this thread computes a backward pass
     "_execution_engine",  # torch.autograd: what FSDP2 asks, too, to be called at the end of a backward pass
     "_actions",  # argparse: the options of a parser
     "_launch_ended",  # a file of nemo_run.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import csv
+import importlib
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ import platform
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -30,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from lightning_resilience import AutoResume, StragglerDetection, _nvrx, session
 from lightning_resilience.agreement import Needs
 from lightning_resilience.callbacks import straggler_detection
-from lightning_resilience.detect.own_time import Sample
+from lightning_resilience.detect.own_time import DeviceTime, HostTime, Sample
 from lightning_resilience.detect.place import Place
 from lightning_resilience.detect.stragglers import Straggler
 from lightning_resilience.ledger import Ledger, read_ledger
@@ -693,7 +695,7 @@ def test_those_that_are_not_new_count_for_what_most_ranks_are(
         *(({"gpu_relative_perf_threshold": value}, "gpu_relative_perf_threshold must be") for value in (-0.1, 1.1)),
         ({"gpu_individual_perf_threshold": math.nan}, "gpu_individual_perf_threshold must be"),
         ({"profiling_interval": 0}, "profiling_interval must be at least 1"),
-        ({"backend": "cuda"}, "backend must be one of auto, cupti, cuda_events, timer and not 'cuda'"),
+        ({"backend": "cuda"}, "backend must be one of auto, timer, device_events, cupti and not 'cuda'"),
         ({"min_consecutive_reports": 0}, "min_consecutive_reports must be at least 1"),
     ],
     ids=str,
@@ -703,9 +705,15 @@ def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -
         StragglerDetection(**arguments)
 
 
-@pytest.mark.parametrize("backend", ["cupti", "cuda_events"])
-def test_a_backend_that_does_not_work_here_is_refused(backend: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"backend='{backend}' measures CUDA devices, and this fit runs on cpu"):
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [
+        ("cupti", "measures CUDA devices, and this fit runs on cpu"),
+        ("device_events", "needs a device with events that keep their time, not cpu"),
+    ],
+)
+def test_a_backend_that_does_not_work_here_is_refused(backend: Any, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"backend='{backend}' {why}"):
         trainer_with(tmp_path, StragglerDetection(backend=backend)).fit(Short())
     assert session._active is None
     trainer_with(tmp_path, StragglerDetection(backend="timer")).fit(Short())
@@ -743,11 +751,15 @@ KERNELS = "nvidia_resiliency_ext.attribution.straggler.cupti", "nvidia_resilienc
 
 
 class Manager:
-    """What is used of NVRx's ``CuptiManager``."""
+    """What is used of NVRx's ``CuptiManager``, of which a process may have one; made anew for each test."""
 
     fails: Exception | None = None
+    made: list[Manager]
 
     def __init__(self) -> None:
+        if self.made:
+            raise RuntimeError("Only one CuptiProfiler instance is allowed.")
+        self.made.append(self)
         self.calls: list[str] = []
         self.results: dict[str, Any] = {}
 
@@ -768,43 +780,80 @@ class Manager:
         self.results = {}
 
     def shutdown(self) -> None:
-        self.calls.append("shutdown")
+        raise AssertionError("kernels may be under way")
 
 
 def times(median: float, number: int) -> Any:
     return SimpleNamespace(median=median, avg=2 * median, num_calls=number)
 
 
-def provide(monkeypatch: pytest.MonkeyPatch, name: str | None, manager: type[Manager] = Manager) -> None:
-    """Makes this module of NVRx the only one that can be imported."""
+def provide(monkeypatch: pytest.MonkeyPatch, name: str | None, **options: Any) -> list[Manager]:
+    """Makes this module of NVRx the only one that can be imported; the managers that it will have made."""
+    made: list[Manager] = []
+    manager = type("CuptiManager", (Manager,), {"made": made, **options})
     for each in KERNELS:
         monkeypatch.setitem(sys.modules, each, SimpleNamespace(CuptiManager=manager) if each == name else None)
+    monkeypatch.setattr(_nvrx, "_kernel_profiler", None)
+    return made
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_are_taken_from_whichever_nvrx_there_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    provide(monkeypatch, name)
+    made = provide(monkeypatch, name)
     profiler, problem = _nvrx.kernel_profiler()
     assert problem is None
     assert profiler is not None
-    manager = profiler._manager
+    (manager,) = made
+    profiler.allow(100)
     profiler.start()
     profiler.stop()
     manager.results = {"gemm": times(3.0, 10), "ncclDevKernel_AllReduce": times(90.0, 10)}
     assert profiler.take() == {"gemm": (3.0, 60.0)}
     assert profiler.take() == {}
+    profiler.start()
     profiler.close()
-    assert manager.calls == ["start", "stop", "shutdown"]
+    profiler.start()
+    assert manager.calls == ["start", "stop"] * 2, "it measures no more"
 
 
 def test_why_kernels_cannot_be_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     provide(monkeypatch, None)
     assert _nvrx.kernel_profiler() == (None, "nvidia-resiliency-ext is not installed")
     for error in (ImportError("no libcupti"), OSError("no libcupti"), RuntimeError("no libcupti")):
-        provide(monkeypatch, KERNELS[1], type("Broken", (Manager,), {"fails": error}))
+        provide(monkeypatch, KERNELS[1], fails=error)
         profiler, problem = _nvrx.kernel_profiler()
         assert profiler is None
         assert problem == f"NVRx's profiler does not start ({type(error).__name__}: no libcupti)"
+
+
+def test_kernels_are_profiled_in_few_steps_of_a_report() -> None:
+    now = [0.0]
+    manager = type("CuptiManager", (Manager,), {"made": []})()
+    profiler = _nvrx.KernelProfiler(manager, lambda: now[0])
+    for each_s, steps in ((0.001, 32), (0.5, 4), (100.0, 1)):
+        assert profiler.allow(100) == (32, 2)
+        manager.calls.clear()
+        for _ in range(100):
+            profiler.start()
+            now[0] += each_s
+            profiler.stop()
+        assert manager.calls == ["start", "stop"] * steps
+
+
+def test_the_manager_outlives_the_interpreter() -> None:
+    """CUPTI goes on to call it for its buffers."""
+    program = f"""
+import sys, types
+class CuptiManager:
+    def initialize(self): pass
+    def __del__(self): print("gone", flush=True)
+sys.modules[{KERNELS[0]!r}] = types.SimpleNamespace(CuptiManager=CuptiManager)
+from lightning_resilience import _nvrx
+assert _nvrx.kernel_profiler()[0] is not None
+print("end", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 
 
 class Event:
@@ -826,15 +875,16 @@ class Event:
 
 
 class Fit:
-    """As much of a session as measuring needs, on a device that is said to be a GPU; other ranks say what is given."""
+    """As much of a session as measuring needs, on a device that is said to be there; other ranks say what is given."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp: Path, others: list[Any]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, tmp: Path, others: list[Any], device: str = "cuda", **module: Any
+    ) -> None:
         monkeypatch.setattr(straggler_detection.Place, "of", staticmethod(lambda device: Place("n", "GPU 1")))
-        monkeypatch.setattr(
-            torch, "get_device_module", lambda device: SimpleNamespace(Event=Event, current_stream=lambda: None)
-        )
-        strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
-        self.trainer = SimpleNamespace(strategy=strategy, world_size=1, global_step=20, loggers=[])
+        module = module or {"Event": Event, "current_stream": lambda: None}
+        monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**module))
+        strategy = SimpleNamespace(root_device=torch.device(device, 0))
+        self.trainer = SimpleNamespace(strategy=strategy, world_size=1, global_step=20, loggers=[], profiler=None)
         self.others, self.rank, self.index = others, 0, 0
         self.handlers: dict[str, Any] = {}
         self.kept: dict[str, Any] = {}
@@ -859,28 +909,35 @@ def a_step(measured: Any, *seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "works", "others", "expected"),
+    ("device", "backend", "expected"),
     [
-        ("auto", True, [None], "cupti"),
-        ("cupti", True, [None], "cupti"),
-        ("auto", False, [None], "cuda_events"),
-        ("auto", True, ["no libcupti"], "cuda_events"),
-        ("cuda_events", True, [None], "cuda_events"),
-        ("timer", True, [None], "timer"),
+        ("cuda", "auto", "device_events"),
+        ("cuda", "device_events", "device_events"),
+        ("cuda", "timer", "timer"),
+        ("cuda", "cupti", "cupti"),
+        ("xpu", "auto", "device_events"),
+        ("xpu", "device_events", "device_events"),
+        ("xpu", "timer", "timer"),
     ],
 )
-def test_all_ranks_choose_the_same_backend(
-    backend: Any, works: bool, others: list[Any], expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_events_are_used_where_a_device_has_them(
+    device: str, backend: Any, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    managers: list[Manager] = []
-    monkeypatch.setattr(Manager, "initialize", lambda self: managers.append(self))
-    provide(monkeypatch, KERNELS[0] if works else None)
-    measured = measuring(Fit(monkeypatch, tmp_path, others), backend=backend)
+    made = provide(monkeypatch, KERNELS[0])
+    measured = measuring(Fit(monkeypatch, tmp_path, [None], device), backend=backend)
     assert measured.backend == expected
-    assert (measured._profiler is not None) == (expected == "cupti")
-    assert [each.calls for each in managers] == ([[]] if expected == "cupti" else [["shutdown"]] * len(managers))
+    assert isinstance(measured._time, HostTime if expected == "timer" else DeviceTime)
+    assert (measured._profiler is not None) == (len(made) == 1) == (expected == "cupti")
     measured.leave()
-    assert all(each.calls == ["shutdown"] for each in managers)
+
+
+def test_a_device_without_events_is_timed_by_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fit = Fit(monkeypatch, tmp_path, [None], "mps", Event=Event)
+    assert measuring(fit).backend == "timer"
+    with pytest.raises(ValueError, match="backend='device_events' needs a device with events"):
+        measuring(fit, backend="device_events")
+    with pytest.raises(ValueError, match="backend='cupti' measures CUDA devices, and this fit runs on mps"):
+        measuring(fit, backend="cupti")
 
 
 @pytest.mark.parametrize(("works", "others"), [(False, [None]), (True, ["no libcupti"])])
@@ -895,10 +952,10 @@ def test_cupti_is_refused_where_a_rank_has_none(
 def test_slow_kernels_are_told_of_though_the_steps_are_as_before(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    provide(monkeypatch, KERNELS[0])
+    made = provide(monkeypatch, KERNELS[0])
     fit = Fit(monkeypatch, tmp_path, [None])
-    measured = measuring(fit)
-    manager = measured._profiler._manager
+    measured = measuring(fit, backend="cupti")
+    (manager,) = made
     for factor in (1.0, 2.0):
         manager.calls.clear()
         manager.results = {"gemm": times(3.0 * factor, 5), "ncclDevKernel_AllReduce": times(9.0, 5)}
@@ -912,3 +969,60 @@ def test_slow_kernels_are_told_of_though_the_steps_are_as_before(
         assert (report.individual.tolist(), report.step_individual.tolist()) == ([1 / factor], [1.0])
     (named,) = read_ledger(tmp_path / "ledger")
     assert named["reason"] == "rank 0 on n (GPU 1) at 0.50 of its own best speed, in compute"
+
+
+def test_a_second_fit_of_a_process_profiles_kernels_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = provide(monkeypatch, KERNELS[0])
+    for _ in range(2):
+        measured = measuring(Fit(monkeypatch, tmp_path, [None]), backend="cupti")
+        assert measured.backend == "cupti"
+        for _ in range(3):
+            a_step(measured, 0.25, 0.5, 1.0)
+        measured.leave()
+    assert made[0].calls == ["start", "stop"] * 4
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_kernels_are_not_profiled_beside_pytorchs_profiler(
+    package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = provide(monkeypatch, KERNELS[0])
+    fit = Fit(monkeypatch, tmp_path, [None])
+    fit.trainer.profiler = importlib.import_module(f"{package}.profilers").PyTorchProfiler()
+    with listening(caplog):
+        measured = measuring(fit, backend="cupti")
+    assert (measured.backend, measured._profiler, made) == ("device_events", None, [])
+    assert caplog.text.count("CUPTI serves one profiler, and the Trainer has PyTorch's") == 1
+
+
+@pytest.mark.parametrize("what", ["PyTorch's profiler is on", "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS"])
+def test_a_run_goes_on_where_kernels_are_profiled_no_more(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Since the script has begun to profile, or another program does; scores are of the steps then."""
+    made = provide(monkeypatch, KERNELS[0])
+    fit = Fit(monkeypatch, tmp_path, [None])
+    measured = measuring(fit, backend="cupti")
+    made[0].results = {"gemm": times(3.0, 5)}
+
+    def fails() -> None:
+        raise RuntimeError(what)
+
+    if what.startswith("CUPTI"):
+        made[0].start_profiling = fails  # type: ignore[method-assign]
+        profiling: Any = contextlib.nullcontext()
+    else:
+        profiling = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with listening(caplog):
+        with profiling:
+            for _ in range(4):
+                a_step(measured, 0.25, 0.5, 1.0)
+        for _ in range(2):
+            for _ in range(4):
+                a_step(measured, 0.25, 0.5, 1.0)
+            fit.handlers["straggler report"](None)
+    report = measured.settings.report
+    assert not report.of_kernels
+    assert report.relative.tolist() == report.individual.tolist() == [1.0]
+    assert caplog.text.count(f"Kernels are not profiled any more on rank 0: {what}") == 1
+    assert made[0].calls == []

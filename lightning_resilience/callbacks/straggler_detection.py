@@ -14,7 +14,15 @@ import torch
 
 from lightning_resilience import _lightning, _nvrx, wandb_panels
 from lightning_resilience.agreement import Event, Needs
-from lightning_resilience.detect.own_time import CALLBACKS, COMPUTE, NO_PART, Bursts, DeviceTime, HostTime
+from lightning_resilience.detect.own_time import (
+    CALLBACKS,
+    COMPUTE,
+    NO_PART,
+    Bursts,
+    DeviceTime,
+    HostTime,
+    timing_events,
+)
 from lightning_resilience.detect.place import Place
 from lightning_resilience.detect.stragglers import (
     Exchange,
@@ -35,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Backend = Literal["auto", "cupti", "cuda_events", "timer"]
+Backend = Literal["auto", "timer", "device_events", "cupti"]
 
 _REPORT = "straggler report"
 _STOP = "stop for stragglers"
@@ -88,8 +96,9 @@ class StragglerDetection(SessionCallback):
         enable_logging: Whether the Trainer's loggers get the scores.
         profiling_interval: Every how many steps one is measured. Where steps are short, also of those only as many in a
             row as a report needs: up to 256 times 32.
-        backend: ``"timer"``: the host's clock. ``"cuda_events"``: the device's. ``"cupti"``: NVRx's profiler of the
-            device's kernels, beside the events. ``"auto"``: the last one of these that works here.
+        backend: ``"timer"``: the host's clock. ``"device_events"``: the device's. ``"cupti"``: beside those NVRx's
+            profiler of a CUDA device's kernels, in 32 steps and 2 % of the time at most; no other profiler works beside
+            it. ``"auto"``: events where the device has them, else the clock.
         min_consecutive_reports: How many reports in a row must name a rank. NVRx has 1.
         run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
             ``default_root_dir``. A launcher's goes before it.
@@ -187,22 +196,22 @@ class _Measuring:
         place = Place.of(device)
         self._places: list[Place] = session.gather(place)
         self._nodes = len({each.node for each in self._places})
-        self._profiler = self._choose()
+        events = timing_events(device) if settings.backend != "timer" else None
+        self._profiler = self._choose(has_events=events is not None)
         bursts = Bursts(settings.profiling_interval, settings.report_time_interval)
         self._time: HostTime | DeviceTime
-        if self.backend == "timer":
+        if events is None:
             self._waiting = Waiting()
             self._time = HostTime(self._waiting, bursts)
         else:
-            stream: Any = torch.get_device_module(device)
-            self._time = DeviceTime(lambda: stream.Event(enable_timing=True), bursts, stream.current_stream)
+            make, current_stream = events
+            self._time = DeviceTime(make, bursts, current_stream)
             self._waiting = Waiting(self._time.wait)
         self._exchange = _exchange(session.trainer) if session.trainer.world_size > 1 else Exchange()
         self._history = History(f"{place}, {self.backend}, {session.trainer.world_size} ranks")
         self._streaks = Streaks(settings.min_consecutive_reports)
         self._panels = wandb_panels.Panels()
         self._stopped_for: set[str] = set()
-        self._profiles = False
         self._said: set[str] = set()
         self._due = math.inf
         self._is_cold = True
@@ -212,27 +221,30 @@ class _Measuring:
         if session.rank == 0:
             session.kept[wandb_panels.KEPT] = self._panels.state_dict, self._panels.load_state_dict
 
-    def _choose(self) -> _nvrx.KernelProfiler | None:
+    def _choose(self, has_events: bool) -> _nvrx.KernelProfiler | None:
         """Decides on the backend, the same on all ranks; returns the profiler if there is one."""
-        settings, session = self.settings, self.session
-        asked, device = settings.backend, session.trainer.strategy.root_device
-        if asked in ("cupti", "cuda_events") and device.type != "cuda":
+        asked, device = self.settings.backend, self.session.trainer.strategy.root_device
+        if asked == "device_events" and not has_events:
+            raise ValueError(f"backend={asked!r} needs a device with events that keep their time, not {device.type}.")
+        if asked == "cupti" and device.type != "cuda":
             raise ValueError(f"backend={asked!r} measures CUDA devices, and this fit runs on {device.type}.")
-        self.backend: Backend = "timer" if device.type != "cuda" or asked == "timer" else "cuda_events"
-        if device.type != "cuda" or asked not in ("auto", "cupti"):
+        self.backend: Backend = "device_events" if has_events else "timer"
+        if asked != "cupti":
+            return None
+        is_rank_0 = self.session.rank == 0
+        if _lightning.has_pytorch_profiler(self.session.trainer):
+            if is_rank_0:
+                log.warning("Kernels are not profiled: CUPTI serves one profiler, and the Trainer has PyTorch's.")
             return None
         profiler, problem = _nvrx.kernel_profiler()
-        problems = [each for each in session.gather(problem) if each is not None]
-        if not problems:
-            self.backend = "cupti"
-            return profiler
-        if profiler is not None:
-            profiler.close()
-        if asked == "cupti":
+        problems = [each for each in self.session.gather(problem) if each is not None]
+        if profiler is None or problems:
             raise ValueError(f"backend='cupti' does not work here: {problems[0]}")
-        if session.rank == 0:
-            log.info("Kernels are not profiled (%s); steps are timed by CUDA events.", problems[0])
-        return None
+        steps, seconds = profiler.allow(self.settings.report_time_interval)
+        if is_rank_0:
+            log.info("Kernels are profiled by CUPTI, in at most %d steps and %.3g s of each report.", steps, seconds)
+        self.backend = "cupti"
+        return profiler
 
     def start(self) -> None:
         """The training begins."""
@@ -285,11 +297,9 @@ class _Measuring:
         self._time.enter(COMPUTE)
         if self._profiler is not None and self._time.is_timed:
             self._profiler.start()
-            self._profiles = True
 
     def _end_kernels(self) -> None:
-        if self._profiler is not None and self._profiles:
-            self._profiles = False
+        if self._profiler is not None:
             self._profiler.stop()
         self._time.enter(CALLBACKS)
 
@@ -302,7 +312,7 @@ class _Measuring:
 
     def _report(self, event: Event) -> None:
         session = self.session
-        kernels = Kernels.of(self._profiler.take()) if self._profiler is not None else None
+        kernels = self._take_kernels(self._profiler) if self._profiler is not None else None
         report = make_report(
             session.trainer.global_step, self._places, self._time.take(), kernels, self._history, self._exchange
         )
@@ -310,6 +320,13 @@ class _Measuring:
             self._due = time.monotonic() + self.settings.report_time_interval
             self.settings.report = report
             self._publish(report)
+
+    def _take_kernels(self, profiler: _nvrx.KernelProfiler) -> Kernels:
+        kernels = Kernels.of(profiler.take())
+        profiler.allow(self.settings.report_time_interval)
+        if profiler.problem is not None:  # perhaps on this rank alone
+            self._say_once(f"Kernels are not profiled any more on rank {self.session.rank}: {profiler.problem}.")
+        return kernels
 
     def _publish(self, report: Report) -> None:
         settings, session = self.settings, self.session

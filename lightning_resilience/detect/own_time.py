@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -155,6 +156,15 @@ class HostTime:
         return _take(self._steps)
 
 
+def timing_events(device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
+    """What makes events of a device that keep their time, and what gives its stream of the moment; if it has them."""
+    if device.type == "cpu":
+        return None
+    module: Any = torch.get_device_module(device)
+    event, stream = getattr(module, "Event", None), getattr(module, "current_stream", None)
+    return (partial(event, enable_timing=True), stream) if event and stream else None
+
+
 class DeviceTime:
     """Times the sections of each step on an accelerator, by events in its stream, for which the host never waits.
 
@@ -162,7 +172,7 @@ class DeviceTime:
     computes cost nothing.
 
     Args:
-        event: Makes an event that keeps its time, such as ``torch.cuda.Event(enable_timing=True)``.
+        event: Makes an event that keeps its time, see :func:`timing_events`.
         bursts: Which steps are timed.
         stream: Gives the stream of this moment. Waits of others than that of the step do not hold it up.
     """

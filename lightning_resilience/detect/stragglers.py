@@ -65,7 +65,7 @@ class Report:
         seconds: What a step takes by section; of shape ``(ranks, sections)``.
         relative_lost: How much of a step is lost in each section, beside the rank that is the middle one there.
         individual_lost: The same, beside the best that the rank ever had in each.
-        of_kernels: Whether kernels were measured.
+        of_kernels: Whether kernels were measured, on any rank.
         elapsed: Seconds that it has taken to make.
     """
 
@@ -216,15 +216,15 @@ def make_report(
     began = time.perf_counter()
     best = history.observe(sample)
     typical, total = sample.typical, sample.total
-    of_kernels = [torch.full_like(total, torch.nan)] * 2
+    kernel_scores = [torch.full_like(total, torch.nan)] * 2
     if kernels is not None:
         best_kernels, aligned = history.observe_kernels(kernels), _align(kernels, exchange)
         fastest = exchange.smallest(aligned.medians.nan_to_num(nan=torch.inf))
-        of_kernels = [
+        kernel_scores = [
             scores(aligned.medians, aligned.weights, fastest),
             scores(kernels.medians, kernels.weights, best_kernels),
         ]
-    own = [*of_kernels, _speed(total, history.total), sample.error / total]
+    own = [*kernel_scores, _speed(total, history.total), sample.error / total]
     matrix = exchange.gather(torch.cat([torch.stack(own), typical, lost(typical, typical, best)]))
     if matrix is None:
         return None
@@ -232,18 +232,19 @@ def make_report(
     seconds, individual_lost = matrix[:, len(own) :].reshape(len(matrix), 2, len(SECTIONS)).unbind(1)
     totals = seconds.sum(1)
     step_relative = _speed(totals, totals.nanmedian())
+    of_kernels = not matrix[:, :2].isnan().all()
     return Report(
         step,
         places,
-        relative if kernels is not None else step_relative,
-        individual if kernels is not None else step_individual,
+        relative if of_kernels else step_relative,
+        individual if of_kernels else step_individual,
         step_relative,
         step_individual,
         noise,
         seconds,
         relative_lost=lost(seconds, seconds, seconds.nanmedian(dim=0).values),
         individual_lost=individual_lost,
-        of_kernels=kernels is not None,
+        of_kernels=of_kernels,
         elapsed=time.perf_counter() - began,
     )
 
