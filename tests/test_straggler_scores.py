@@ -1009,6 +1009,87 @@ def test_a_device_is_remembered_for_so_many_steps() -> None:
     close(sample.typical[:1], of(8 + 63 * 32 + 15.5))
 
 
+class Streams:
+    """A device with two streams, each with a clock of its own, one of which is the current one."""
+
+    def __init__(self) -> None:
+        class Stream:
+            """As a device's module has it."""
+
+            now = 0.0
+
+            def wait_event(self, event: Event) -> None:
+                self.now = max(self.now, event.at)
+
+        self.kind = Stream
+        self.main, self.side = Stream(), Stream()
+        self.current = self.main
+
+    def event(self) -> Any:
+        streams = self
+
+        class Mark(Event):
+            def record(self, stream: Any = None) -> None:
+                self.at = (stream or streams.current).now
+                self.happened = True
+
+        return Mark(None)  # type: ignore[arg-type]
+
+
+def test_a_stream_that_waits_for_a_collective_in_another_one_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 gathers in a stream of its own, and has that of the step wait for an event of it."""
+    streams = Streams()
+    others_s = 0.0
+
+    def gather(tensor: Any) -> None:
+        streams.current.now += 0.5 + others_s
+
+    monkeypatch.setattr(functional, "wait_tensor", gather)
+    timed = DeviceTime(streams.event, Bursts(), lambda: streams.current)
+    waiting = Waiting(timed.wait, streams=streams.kind)
+    before = vars(streams.kind)["wait_event"]
+    waiting.start()
+
+    def arrived(seconds: float) -> Any:
+        """An event of the side stream, which has copied something for so long."""
+        streams.side.now = max(streams.side.now, streams.main.now) + seconds
+        event = streams.event()
+        event.record(streams.side)
+        return event
+
+    found = []
+    for others_s, collective in ((0.0, False), (7.0, True), (30.0, True)):
+        for _ in range(3):
+            timed.begin()
+            streams.main.wait_event(arrived(2))  # such as data that are copied: no collective
+            timed.enter(COMPUTE)
+            streams.main.now += 1
+            if collective:
+                streams.side.now, streams.current = streams.main.now, streams.side
+                functional.wait_tensor(None)
+                streams.side.wait_event(arrived(0))
+                held = streams.event()
+                held.record(streams.side)
+                if others_s == 7:
+                    streams.current = streams.main
+                streams.main.wait_event(held)
+                streams.current = streams.main
+            streams.main.now += 2
+            timed.enter(CALLBACKS)
+        timed.begin()
+        timed.drop()
+        found.append(timed.take().typical.tolist())
+    waiting.stop()
+    assert found == [[2, 3, 0]] * 3
+    assert vars(streams.kind)["wait_event"] is before
+
+
+def test_streams_that_are_written_in_c_are_left_alone() -> None:
+    waiting = Waiting(lambda begins: None, streams=torch.Stream)
+    waiting.start()
+    waiting.stop()
+
+
 # -- waiting: what is counted ------------------------------------------------------------------------------------------
 
 

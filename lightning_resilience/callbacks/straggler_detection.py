@@ -206,7 +206,7 @@ class _Measuring:
         else:
             make, current_stream = events
             self._time = DeviceTime(make, bursts, current_stream)
-            self._waiting = Waiting(self._time.wait)
+            self._waiting = Waiting(self._time.wait, streams=type(current_stream()))
         self._exchange = _exchange(session.trainer) if session.trainer.world_size > 1 else Exchange()
         self._history = History(f"{place}, {self.backend}, {session.trainer.world_size} ranks")
         self._streaks = Streaks(settings.min_consecutive_reports)

@@ -157,7 +157,7 @@ class HostTime:
 
 
 def timing_events(device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
-    """What makes events of a device that keep their time, and what gives its stream of the moment; if it has them."""
+    """What makes events of a device that keep their time, and what gives its current stream; if it has them."""
     if device.type == "cpu":
         return None
     module: Any = torch.get_device_module(device)
@@ -188,6 +188,7 @@ class DeviceTime:
         self._marks: list[tuple[Any, int]] = []
         self._section = DATA
         self._waits = 0
+        self._has_others = False
         self._under_way: deque[list[tuple[Any, int]]] = deque(maxlen=self._UNDER_WAY)
         self._steps: deque[tuple[float, ...]] = deque(maxlen=_LIMIT)
 
@@ -208,14 +209,23 @@ class DeviceTime:
         if self._marks:
             self._marks.append((self._event(), section))
 
-    def wait(self, begins: bool) -> None:
-        """The device begins to wait for others, or has waited; waits may lie within each other."""
-        if self._get_stream() != self._stream:
+    def wait(self, begins: bool, stream: Any = None) -> None:
+        """The device begins to wait for others, or has waited; waits may lie within each other.
+
+        Args:
+            begins: Which of these.
+            stream: That waits for an event of another; ``None``: the stream of this moment, for other ranks. Such an
+                event means other ranks only while computing, and where there are collectives in other streams (FSDP).
+        """
+        if stream is None and self._get_stream() != self._stream:
+            self._has_others = True
+            return
+        if stream is not None and not (self._has_others and self._section == COMPUTE and stream == self._stream):
             return
         before = self._waits
         self._waits += 1 if begins else -1
         if self._marks and bool(before) != bool(self._waits):
-            self._marks.append((self._event(), NO_PART if begins else self._section))
+            self._marks.append((self._event(stream), NO_PART if begins else self._section))
 
     def drop(self) -> None:
         """The step under way does not count."""
@@ -235,9 +245,9 @@ class DeviceTime:
         self._look()
         return _take(self._steps)
 
-    def _event(self) -> Any:
+    def _event(self, stream: Any = None) -> Any:
         event = self._make()
-        event.record()
+        event.record(*(() if stream is None else (stream,)))
         return event
 
     def _look(self) -> None:

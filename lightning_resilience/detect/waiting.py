@@ -6,6 +6,7 @@ which one that is.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import threading
@@ -50,17 +51,22 @@ class Waiting:
         mark: For a device, whose streams wait where the host does not: called with whether a wait begins, or ends; also
             within each other.
         clock: Gives seconds.
+        streams: The class of the device's streams. When one is to wait for an event, ``mark`` is called with it, too.
     """
 
     def __init__(
-        self, mark: Callable[[bool], None] | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        mark: Callable[..., None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        streams: type | None = None,
     ) -> None:
         self.seconds = 0.0
         """So far."""
         self.counts = True
         """Whether it adds up what is waited now; to be changed where nothing is."""
-        self._mark = mark if mark is not None else lambda begins: None
+        self._mark: Callable[..., None] = mark if mark is not None else lambda *args: None
         self._on_device = mark is not None
+        self._streams = streams
         self._clock = clock
         self._thread = threading.get_ident()
         self._lock = threading.Lock()  # a backward pass on several devices runs in as many threads
@@ -76,6 +82,8 @@ class Waiting:
             # With NCCL the stream of the device waits in these, and nothing need be given back that is waited for.
             for name in collectives():
                 self._replace(torch.distributed.ProcessGroup, name, self._timed)
+            if inspect.isfunction(vars(self._streams or object).get("wait_event")):  # in C it cannot be replaced
+                self._replace(self._streams, "wait_event", self._held)
         self._replace(torch.autograd, "backward", self._with_an_end)
 
     def stop(self) -> None:
@@ -113,6 +121,20 @@ class Waiting:
                         self.seconds += self._clock() - self._began
 
         return timed
+
+    def _held(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        """A stream of the device that waits for an event; the host does not."""
+
+        def held(stream: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not self._is_counted():
+                return wait(stream, *args, **kwargs)
+            self._mark(True, stream)
+            try:
+                return wait(stream, *args, **kwargs)
+            finally:
+                self._mark(False, stream)
+
+        return held
 
     def _is_counted(self) -> bool:
         # Threads of ours wait for others too, beside the training. Those of autograd, in which the backward pass of an
