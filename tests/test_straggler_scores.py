@@ -11,6 +11,7 @@ import random
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -910,6 +911,75 @@ def test_steps_are_taken_as_far_as_the_device_is() -> None:
     close(timed.take().typical, of(1, 1, 1))
     device.catch_up()
     close(timed.take().typical, of(2, 1, 1))
+
+
+class LateDevice:
+    """Does what it is told steps after the host has said so. An event has no time until then."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.told: deque[float | LateDevice.Event] = deque()
+
+    class Event:
+        at: float | None = None
+
+        def __init__(self, device: LateDevice) -> None:
+            self.device = device
+
+        def record(self) -> None:
+            self.device.told.append(self)
+
+        def query(self) -> bool:
+            return self.at is not None
+
+        def elapsed_time(self, end: LateDevice.Event) -> float:
+            assert self.at is not None, "read before its time"
+            assert end.at is not None, "read before its time"
+            return (end.at - self.at) * 1000
+
+    def event(self) -> LateDevice.Event:
+        return self.Event(self)
+
+    def compute(self, seconds: float) -> None:
+        self.told.append(seconds)
+
+    def go_on(self, until_left: int) -> None:
+        while len(self.told) > until_left:
+            what = self.told.popleft()
+            if isinstance(what, float | int):
+                self.now += what
+            else:
+                what.at = self.now
+
+
+@pytest.mark.parametrize("late", [0, 1, 3, 8])
+def test_delays_of_a_device_that_is_steps_behind_the_host(late: int) -> None:
+    device = LateDevice()
+    timed = DeviceTime(device.event, Bursts())
+    known, in_a_step = [], 0
+    for _ in range(20):
+        timed.begin()
+        known.append(len(timed))
+        device.compute(0.25)
+        timed.enter(COMPUTE)
+        device.compute(0.5)
+        timed.wait(True)
+        device.compute(4)  # for other ranks
+        timed.wait(False)
+        device.compute(1)
+        timed.enter(CALLBACKS)
+        device.compute(0.125)
+        in_a_step = in_a_step or len(device.told)
+        device.go_on(late * in_a_step)
+    # The last event of a step is the first one of the next.
+    assert known == [max(0, step - late - 1) for step in range(20)]
+    sample = timed.take()
+    assert sample.steps == 20 - 1 - late
+    close(sample.typical, of(0.25, 1.5, 0.125))
+    timed.begin()
+    device.go_on(0)
+    close(timed.take().typical, of(0.25, 1.5, 0.125))
+    assert not timed.take().steps
 
 
 def test_a_later_step_that_is_ready_waits_for_an_earlier_one() -> None:

@@ -69,7 +69,6 @@ class Waiting:
         self._streams = streams
         self._clock = clock
         self._thread = threading.get_ident()
-        self._lock = threading.Lock()  # a backward pass on several devices runs in as many threads
         self._depth = 0
         self._began = 0.0
         self._replaced: list[tuple[Any, str, Any, Any]] = []
@@ -106,19 +105,17 @@ class Waiting:
                 return wait(*args, **kwargs)
             if not self._is_counted():
                 return wait(*args, **kwargs)
-            with self._lock:
-                if self._depth == 0:
-                    self._began = self._clock()
-                self._depth += 1
+            self._depth += 1  # a backward pass on several devices runs in as many threads; the GIL orders them
+            if self._depth == 1:
+                self._began = self._clock()
             self._mark(True)
             try:
                 return wait(*args, **kwargs)
             finally:
                 self._mark(False)
-                with self._lock:
-                    self._depth -= 1
-                    if self._depth == 0:
-                        self.seconds += self._clock() - self._began
+                self._depth -= 1
+                if self._depth == 0:
+                    self.seconds += self._clock() - self._began
 
         return timed
 
