@@ -14,7 +14,7 @@ import torch
 from lightning_resilience import _lightning
 from lightning_resilience.checkpoint import durable, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves
-from lightning_resilience.checkpoint.plain import pack, to_plain
+from lightning_resilience.checkpoint.plain import pack, to_host, to_plain
 from lightning_resilience.run_directory import StaleAttempt
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class Saver:
 
     def _checkpoint_of_all(self, final: bool) -> tuple[dict[str, Any], list[str]]:
         """The checkpoint of this boundary in types that a safe load reads, and what was left out. A collective."""
-        ranks = {"ranks": self._session.gather(self._session.own_state(final))}
+        ranks = {"ranks": self._session.gather(to_host(self._session.own_state(final)))}
         return _whole_states_to_plain(self._checkpoint_with(_lightning.dump_checkpoint, ranks, final))
 
     def _checkpoint_with(

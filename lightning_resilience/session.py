@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_resilience import _lightning, agreement, checkpoint_io, signals
 from lightning_resilience.agreement import Agreement, Event, Needs
 from lightning_resilience.checkpoint import data_position
-from lightning_resilience.checkpoint.plain import from_plain
+from lightning_resilience.checkpoint.plain import device_of, from_plain
 from lightning_resilience.checkpoint.reduction_order import (
     GradientArrivalRecorder,
     inexact_reasons,
@@ -249,7 +249,15 @@ class FitSession:
         return self.progress.during(section) if self.progress is not None else nullcontext()
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank has given, by rank; called on all of them."""
+        """What every rank has given, by rank; called on all of them.
+
+        Raises:
+            ValueError: If there is a tensor in it that is not in host memory; see :func:`~.plain.to_host`.
+        """
+        if (device := device_of(value)) is not None:
+            raise ValueError(
+                f"rank {self.rank} has a tensor on {device} in what it gives the others: copy it to the host"
+            )
         values: list[Any] = [value]
         if self.trainer.world_size > 1:
             values = [None] * self.trainer.world_size

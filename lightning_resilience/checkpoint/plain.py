@@ -88,6 +88,36 @@ def from_plain(value: Any) -> Any:
     return value
 
 
+def to_host(value: Any) -> Any:
+    """``value`` with every tensor in it in host memory: what another process is given must be on no device.
+
+    A tensor is unpickled on the device from which it was pickled, which another process has no business on: it costs
+    half a gigabyte of that device's memory, or is an error where there is no such device.
+
+    Args:
+        value: Nested dicts, lists, tuples and sets of anything.
+    """
+    if isinstance(value, torch.Tensor):
+        return value if value.is_meta else value.detach().cpu()
+    if isinstance(value, (defaultdict, OrderedDict)):
+        copied = value.copy()
+        copied.update({key: to_host(item) for key, item in value.items()})
+        return copied
+    if type(value) is dict:
+        return {key: to_host(item) for key, item in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(to_host(item) for item in value)
+    return value
+
+
+def device_of(value: Any) -> torch.device | None:
+    """A device other than the host that holds a tensor in ``value``, nested as for :func:`to_host`, if there is one."""
+    if isinstance(value, torch.Tensor):
+        return None if value.is_meta or value.is_cpu else value.device
+    items: Any = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple, set) else ()
+    return next((found for item in items if (found := device_of(item)) is not None), None)
+
+
 # For files that hold tensors beside a JSON document (shard.py)
 
 _ARRAY_AS_TENSOR = 16 << 10  # bytes, from where on an array is cheaper as a tensor than as text
