@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_resilience import _lightning, agreement, checkpoint_io, signals
 from lightning_resilience.agreement import Agreement, Event, Needs
-from lightning_resilience.checkpoint import data_position
+from lightning_resilience.checkpoint import data_position, dcp
 from lightning_resilience.checkpoint.plain import device_of, from_plain
 from lightning_resilience.checkpoint.reduction_order import (
     GradientArrivalRecorder,
@@ -282,7 +282,10 @@ class FitSession:
 
     def _restore_from(self, choice: _Choice | None, weights_only: bool | None = None) -> None:
         path, checkpoint = choice if choice is not None else (self._explicit, None)
-        if checkpoint is None:
+        if choice is not None and checkpoint is None:
+            with dcp.nothing_unpickled():
+                checkpoint = _lightning.load_checkpoint(self.trainer, str(path), weights_only=True)
+        elif checkpoint is None:
             checkpoint = _lightning.load_checkpoint(self.trainer, None if path is None else str(path), weights_only)
         if STATE_KEY in checkpoint:
             checkpoint = from_plain(checkpoint)

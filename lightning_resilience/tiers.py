@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_resilience._files import clean_temporaries
-from lightning_resilience.checkpoint import durable, resume
+from lightning_resilience.checkpoint import dcp, durable, resume
 from lightning_resilience.checkpoint.generations import Generation
 from lightning_resilience.checkpoint.recovery import LocalTier
 
@@ -252,30 +252,38 @@ class Tiers:
 
     def _load_global(self, path: Path, finished: bool) -> tuple[Path, dict[str, Any] | None] | None:
         session = self._session
-        strategy, zero = session.trainer.strategy, session.trainer.is_global_zero
-        error: durable.CorruptCheckpoint | None = None
-        if zero:  # reads every byte before anybody else does
+        rank, world_size = session.rank, session.trainer.world_size
+        is_directory: bool = session.trainer.strategy.broadcast(path.is_dir())
+        problem: str | None = None
+        if is_directory or rank == 0:  # a file is read by all, but by rank 0 before anybody else
             try:
-                resume.verify(path, {"fit": session.index})
-            except durable.CorruptCheckpoint as problem:
-                error = problem
-        if strategy.broadcast(error is None):
-            loaded, error = _load(path)
-            if strategy.reduce_boolean_decision(error is None, all=True):
-                # Without its final state a finished fit is resumed from an older one, and finished again.
-                self._restored(path, finished and resume.is_final(path))
-                return path, loaded
-            if error is not None:
-                log.warning("Rank %d cannot read %s (%s).", session.rank, path, error)
-        if zero:
-            self._quarantine(path, error or durable.CorruptCheckpoint(f"{path}: a rank could not read it"))
+                resume.verify(path, {"fit": session.index}, lambda name: dcp.is_share(name, rank, world_size))
+            except durable.CorruptCheckpoint as error:
+                problem = str(error)
+        problems = self._problems(problem)
+        loaded = None
+        if not problems:
+            loaded, problem = _load(path)
+            if problem is not None:
+                log.warning("Rank %d cannot read %s (%s).", rank, path, problem)
+            problems = self._problems(problem)
+        if not problems:
+            # Without its final state a finished fit is resumed from an older one, and finished again.
+            self._restored(path, finished and resume.is_final(path))
+            return path, loaded
+        if rank == 0:
+            self._quarantine(path, problems[0])
         return None
 
-    def _quarantine(self, path: Path, error: durable.CorruptCheckpoint) -> None:
-        log.warning("Checkpoint rejected: %s. The next best one is tried.", error)
-        self._session.ledger.record("quarantined", fit=self._session.index, path=str(path), reason=str(error))
+    def _problems(self, mine: str | None) -> list[str]:
+        """What any rank has found; the same on all."""
+        return [each for each in self._session.gather(mine) if each is not None]
+
+    def _quarantine(self, path: Path, reason: str) -> None:
+        log.warning("Checkpoint rejected: %s. The next best one is tried.", reason)
+        self._session.ledger.record("quarantined", fit=self._session.index, path=str(path), reason=reason)
         try:
-            durable.quarantine(path, self._session.fit.quarantine, str(error))
+            durable.quarantine(path, self._session.fit.quarantine, reason)
         except OSError as failure:
             log.warning("%s could not be moved to quarantine (%s); it is left where it is.", path, failure)
 
@@ -367,7 +375,7 @@ class Tiers:
         session.fit.condemn(name, reason)
         session.ledger.record("condemned", fit=session.index, step=loaded.step, path=str(loaded), reason=reason)
         if loaded.path is not None:
-            self._quarantine(loaded.path, durable.CorruptCheckpoint(f"{loaded.path} is condemned: {reason}"))
+            self._quarantine(loaded.path, f"{loaded.path} is condemned: {reason}")
 
     def verdict(self, exception: BaseException) -> str | None:
         """Whether the run ends by this exception: the reason, once too many checkpoints have been condemned."""
@@ -384,12 +392,13 @@ class Tiers:
         )
 
 
-def _load(path: Path) -> tuple[dict[str, Any] | None, durable.CorruptCheckpoint | None]:
+def _load(path: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """The content of a file, or what is wrong with it."""
     if path.is_dir():
         return None, None  # the strategy loads its own shards
     try:
         return durable.load(path), None
     except durable.CorruptCheckpoint as error:
-        return None, error
+        return None, str(error)
     except OSError as error:
-        return None, durable.CorruptCheckpoint(f"{path} cannot be read: {error}")
+        return None, f"{path} cannot be read: {error}"

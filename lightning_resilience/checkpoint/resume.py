@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_resilience.checkpoint import durable
+from lightning_resilience.checkpoint import dcp, durable
 from lightning_resilience.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -51,17 +51,20 @@ def is_final(path: str | os.PathLike[str]) -> bool:
     return (match := _NAME.fullmatch(Path(path).name)) is not None and match[2] is not None
 
 
-def verify(path: Path, expected: dict[str, Any] | None = None) -> durable.Stamp:
-    """Reads every byte of a checkpoint of ours.
+def verify(
+    path: Path, expected: dict[str, Any] | None = None, mine: Callable[[str], bool] = lambda name: True
+) -> durable.Stamp:
+    """Reads every byte of a checkpoint of ours, and refuses a directory in which something would be executed.
 
     Args:
         path: A file, or the directory of a sharded checkpoint.
         expected: Metadata that it must carry, such as ``{"fit": 0}``.
+        mine: Which files of a directory to look at; see :func:`~.durable.verify_directory`.
 
     Raises:
         durable.CorruptCheckpoint: If it is damaged, or was not written by this package, or for something else.
     """
-    stamp = durable.verify_directory(path) if path.is_dir() else durable.verify(path)
+    stamp = durable.verify_directory(path, mine) if path.is_dir() else durable.verify(path)
     if stamp is None:
         raise durable.CorruptCheckpoint(f"{path} carries no checksum: it was not written here")
     for key, value in (expected or {}).items():
@@ -69,6 +72,8 @@ def verify(path: Path, expected: dict[str, Any] | None = None) -> durable.Stamp:
             raise durable.CorruptCheckpoint(
                 f"{path} is foreign: its {key} is {stamp.metadata.get(key)!r}, expected {value!r}"
             )
+    if path.is_dir():
+        dcp.check(path, mine)
     return stamp
 
 

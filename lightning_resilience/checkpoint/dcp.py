@@ -1,0 +1,241 @@
+"""Directories of PyTorch's distributed checkpoint (DCP), read without executing what lies in them.
+
+DCP pickles the description of a directory (``.metadata``) and every value that is no tensor, and unpickles both: who
+can write into the directory has every rank that resumes execute code of theirs. Here the description is read by an
+unpickler that knows the names of DCP's own classes, and gives inert stand-ins for them: nothing of this process can be
+reached from the file. What it describes is made of them afterwards. Values are read as ``weights_only`` reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import io
+import pathlib
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
+
+from lightning_resilience.checkpoint.durable import CorruptCheckpoint
+
+METADATA = ".metadata"
+"""The file in which DCP describes a directory."""
+
+REST = "meta.pt"
+"""The file in which Lightning keeps what is neither of the module nor of an optimizer."""
+
+
+class Refused(ValueError):
+    """A file holds something else than what DCP puts there; it was not executed."""
+
+
+# The description
+
+
+class _Inert:
+    """Stands for an object of one class while a pickle is read: keeps what it is to be made of, and does nothing."""
+
+    name: tuple[str, str]
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> _Inert:
+        self = super().__new__(cls)
+        self.arguments, self.state = arguments, None
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _classes(module: Any) -> dict[tuple[str, str], type]:
+    """The data classes and enumerations that are defined in ``module``: whatever this version of torch has of them."""
+    return {
+        (module.__name__, name): each
+        for name, each in vars(module).items()
+        if isinstance(each, type)
+        and each.__module__ == module.__name__
+        and (dataclasses.is_dataclass(each) or issubclass(each, enum.Enum))
+    }
+
+
+_RECORDS = {**_classes(metadata), **_classes(filesystem)}
+
+_PATHS = ("PosixPath", "PurePosixPath", "Path", "WindowsPath", "PureWindowsPath")
+_CALLS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): lambda name: _constant(name.removeprefix("torch."), torch.layout),
+    **{(module, name): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local") for name in _PATHS},
+}
+
+
+def _constant(name: str, kind: type) -> Any:
+    found = getattr(torch, name, None)
+    if not isinstance(found, kind):
+        raise Refused(f"torch.{name} is no {kind.__name__}")
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._stand_ins: dict[tuple[str, str], type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return _constant(name, torch.dtype)
+        if (key := (module, name)) not in _RECORDS and key not in _CALLS:
+            raise Refused(f"{module}.{name} has no place in it")
+        # New ones for each file: what a pickle can change of a class, it changes of these.
+        return self._stand_ins.setdefault(key, type(name, (_Inert,), {"name": key}))
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise Refused("a reference to another file has no place in it")
+
+
+def read_metadata(data: bytes) -> Metadata:
+    """What the content of a ``.metadata`` describes. Nothing in it is executed.
+
+    Raises:
+        Refused: If there is anything else in it than what DCP writes.
+    """
+    try:
+        found = _made(_Unpickler(data).load())
+    except Refused:
+        raise
+    except Exception as error:  # whatever a damaged pickle, or one made on purpose, leads to
+        raise Refused(f"it cannot be read ({type(error).__name__}: {error})") from error
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise Refused("it does not describe a checkpoint")
+    return found
+
+
+def _made(value: Any) -> Any:
+    """The object that an inert one stands for, and all that is in it."""
+    kind = type(value)
+    if isinstance(value, _Inert):
+        if (call := _CALLS.get(value.name)) is not None:
+            return call(*_made(list(value.arguments)))
+        return _made_record(_RECORDS[value.name], value)
+    if kind in (list, tuple):
+        return kind(_made(each) for each in value)
+    if kind is dict:
+        return {_made(key): _made(each) for key, each in value.items()}
+    if value is None or kind in (str, int, float, bool, bytes, torch.dtype):
+        return value
+    raise Refused(f"a {kind.__name__} has no place in it")
+
+
+def _made_record(cls: type, value: _Inert) -> Any:
+    if issubclass(cls, enum.Enum):
+        return cls(*_made(list(value.arguments)))
+    if value.arguments:
+        raise Refused(f"a {cls.__name__} is not made like that")
+    record, state = object.__new__(cls), _made(value.state)
+    if isinstance(state, tuple) and hasattr(cls, "__setstate__"):
+        record.__setstate__(state)  # type: ignore[attr-defined]
+    else:
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        new = {each.name: each.default_factory() for each in fields if callable(each.default_factory)}
+        for name, each in {**new, **(state or {})}.items():
+            if name not in {field.name for field in fields}:
+                raise Refused(f"a {cls.__name__} has no {name!r}")
+            object.__setattr__(record, name, each)
+    return record
+
+
+# What it describes
+
+
+def is_share(name: str, rank: int, world_size: int) -> bool:
+    """Whether a file of a directory is for ``rank`` to verify: what every rank reads, and shards that it has written.
+
+    Of a directory that another number of ranks has written each file is some rank's share.
+    """
+    shard = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
+    return shard is None or int(shard[1]) % world_size == rank
+
+
+def check(directory: Path, mine: Callable[[str], bool]) -> None:
+    """Checks that nothing in a directory is executed by who loads it, where there is something of DCP's in it.
+
+    Args:
+        directory: Its files are what they were when it was sealed.
+        mine: Says by a file's name whether to look into it; into those that every rank reads it is looked anyway.
+
+    Raises:
+        CorruptCheckpoint: Says what is wrong with which file.
+    """
+    if not (directory / METADATA).is_file():
+        return
+    name = METADATA
+    try:
+        described = read_metadata((directory / METADATA).read_bytes())
+        name = REST
+        if (directory / REST).is_file():
+            with open(directory / REST, "rb") as file:
+                read_value(file)
+        for index, stored in described.storage_data.items():
+            name = stored.relative_path
+            if Path(name).name != name:
+                raise Refused("it is not in the directory")
+            if not mine(name) or not isinstance(described.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
+                continue
+            with open(directory / name, "rb") as file:
+                file.seek(stored.offset)
+                read_value(io.BytesIO(file.read(stored.length)))
+    except OSError as error:
+        raise CorruptCheckpoint(f"checkpoint {directory} cannot be used: {name} cannot be read ({error})") from error
+    except Exception as error:  # a pickle that is refused, or nothing that torch.load knows
+        raise CorruptCheckpoint(f"checkpoint {directory} cannot be used: {name} is refused: {error}") from error
+
+
+def read_value(file: IO[bytes]) -> Any:
+    """What ``torch.save`` has written, if it is of types that a safe load reads.
+
+    Raises:
+        Refused: If it is not.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # whose message goes on to recommend an unsafe load
+        lines = str(error).splitlines()
+        raise Refused(next((line for line in lines if "GLOBAL" in line), "it is not a safe pickle")) from None
+
+
+@contextmanager
+def nothing_unpickled() -> Iterator[None]:
+    """Within, who has DCP load a directory, as strategies of Lightning do, executes nothing that is in it."""
+    plain_read, plain_load = FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes
+
+    def read(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
+        if kwargs.get("rank") is not None:
+            raise Refused("there is no description of one rank alone in checkpoints of ours")
+        found = read_metadata(Path(self.checkpoint_id, METADATA).read_bytes())
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+    def load(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
+        # Written anew: torch's own reading of it finds what the safe one has made, however the two may differ.
+        safe = io.BytesIO()
+        torch.save(read_value(value), safe)
+        safe.seek(0)
+        plain_load(self, read_item, safe)
+
+    FileSystemReader.read_metadata = read  # type: ignore[method-assign]
+    DefaultLoadPlanner.load_bytes = load  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FileSystemReader.read_metadata = plain_read  # type: ignore[method-assign]
+        DefaultLoadPlanner.load_bytes = plain_load  # type: ignore[method-assign]
