@@ -385,6 +385,40 @@ def dump_own_checkpoint(trainer: Trainer) -> dict[str, Any]:
         patches.undo()
 
 
+def dump_sharded_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """Like :func:`dump_checkpoint`, with the live DTensors of a strategy of which :func:`writes_shards` holds.
+
+    By names, as the strategy itself saves and loads them, but it copies everything to the host meanwhile.
+    """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    strategy: Any = trainer.strategy
+
+    def optimizer_state(optimizer: Any) -> Any:
+        return get_optimizer_state_dict(strategy.model, getattr(optimizer, "_optimizer", optimizer))
+
+    patches = Patches()
+    patches.set(strategy, "optimizer_state", optimizer_state)
+    patches.set(strategy, "lightning_module_state_dict", lambda: get_model_state_dict(strategy.model))
+    try:
+        return dump_checkpoint(trainer)
+    finally:
+        patches.undo()
+
+
+def writes_shards(strategy: Any) -> bool:
+    """Whether each rank writes its shards by PyTorch's distributed checkpoint, in the layout of FSDP2's strategy."""
+    return type(strategy).save_checkpoint.__module__ in (
+        "lightning.pytorch.strategies.model_parallel",
+        "pytorch_lightning.strategies.model_parallel",
+    )
+
+
+def can_write_behind(strategy: Any) -> bool:
+    """Whether what a strategy saves can be written by us, in another thread."""
+    return writes_shards(strategy) or not writes_directories(strategy)
+
+
 def _gathers_state_dict(strategy: Any) -> bool:
     """FSDP1 gathers in hooks of ``state_dict``; its parameters themselves are this rank's shards."""
     return any(cls.__name__ == "FSDPStrategy" for cls in type(strategy).__mro__)

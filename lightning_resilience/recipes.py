@@ -279,8 +279,8 @@ def nemo(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
 def preemptible(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
     """For machines that are taken away at short notice (spot instances): short grace, frequent saves of both kinds.
 
-    Like :func:`nemo`, with a global save every 5 minutes, written in the background, since the memory of a machine
-    that is taken away goes with it; and with 25 seconds of grace.
+    Like :func:`nemo`, with a global save every 5 minutes, since a machine that is taken away takes its memory with it,
+    and with 25 seconds of grace.
 
     Args:
         run_dir: The run directory on storage that all nodes share; see :class:`Recipe`.
@@ -292,7 +292,7 @@ def preemptible(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
         nemo(run_dir),
         name="preemptible",
         preemption=Preemption(grace_period_s=job.grace_period_s),
-        auto_resume=AutoResume(train_time_interval=timedelta(minutes=5), async_save=True),
+        auto_resume=AutoResume(train_time_interval=timedelta(minutes=5)),
         job=job,
     )
 

@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_resilience import _lightning
+from lightning_resilience._files import temporary_path
 from lightning_resilience.checkpoint import durable, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves
+from lightning_resilience.checkpoint.capacity import format_bytes, memory_left
 from lightning_resilience.checkpoint.plain import pack, to_host, to_plain
+from lightning_resilience.checkpoint.sharded import local
+from lightning_resilience.checkpoint.sharded_save import Outcome, Save, ShardedSaves, without_numpy_numbers
 from lightning_resilience.run_directory import StaleAttempt
 
 if TYPE_CHECKING:
@@ -46,9 +50,11 @@ class Saver:
         self.check_state: Callable[[Iterable[tuple[str, torch.Tensor]]], None] | None = None
         self.is_held = False
         self.is_dumping = False
+        self._shards: ShardedSaves | None = None
         self._background: BackgroundSaves | None = None
         self._lost: Callable[[], None] = lambda: None
-        self._skip_said = False
+        self._lacks_memory: str | None = None
+        self._wait_said = self._skip_said = False
         self._left_out_reported: tuple[str, ...] = ()
 
     def save(self, reason: str, final: bool = False) -> Path | None:
@@ -63,7 +69,9 @@ class Saver:
         """
         with self._session.during("checkpointing"):
             self.wait()
-            path = self._save(reason, final) if self.may_save(self._session.fit.checkpoints) else None
+            if not self.may_save(self._session.fit.checkpoints):
+                return None
+            path = self._save(reason, final, self._meet(final))
             if path is not None and not final:
                 for hook in self.at_saved:
                     hook(False)
@@ -72,55 +80,117 @@ class Saver:
     def save_behind(self, reason: str, published: Callable[[], None], lost: Callable[[], None]) -> None:
         """Like :meth:`save`, but the checkpoint is written behind the training. A collective.
 
-        Sharded strategies write together, in collectives, and cannot do it behind the training; nor is a save begun
-        while the one before is being written.
+        Not begun while the one before is being written. Where there is no memory for a copy of the state, and with
+        strategies that write together in collectives of their own, the training waits for it instead.
 
         Args:
             reason: Why, one word, for the ledger.
-            published: Called on rank 0, in another thread, when the checkpoint is published.
-            lost: Called on rank 0 at a later boundary if the snapshot has turned out to be no good.
+            published: Called on rank 0, perhaps in another thread, when the checkpoint is published.
+            lost: Called on rank 0 at a later boundary if a snapshot has turned out to be no good.
         """
-        if _lightning.writes_directories(self._session.trainer.strategy):
-            if self.save(reason) is not None and self._session.rank == 0:
+        background = self._open_background()
+        started = time.monotonic()
+        with self._session.during("checkpointing"):
+            if not self.may_save(self._session.fit.checkpoints):
+                return
+            met = self._meet(final=False)
+            if any(each["busy"] for each in met):
+                self._say_skipped()
+                return
+            lacks = next((each["lacks"] for each in met if each["lacks"] is not None), None)
+            if background is None or lacks is not None:
+                self._say_that_it_waits(lacks)
+                if self._save(reason, False, met) is None:
+                    return
+                if self._session.rank == 0:
+                    published()
+            else:
+                if self._session.rank == 0:
+                    self._lost = lost
+                self._begin(background, reason, started, met, published)
+            for hook in self.at_saved:
+                hook(False)
+
+    def _begin(
+        self,
+        background: BackgroundSaves,
+        reason: str,
+        started: float,
+        met: list[dict[str, Any]],
+        published: Callable[[], None],
+    ) -> None:
+        step, path = self._step, self._path(False)
+        checkpoint, left_out = self._checkpoint_of_all(False, met)
+
+        def report(outcome: Outcome) -> None:
+            if outcome.how == "stale":
+                raise StaleAttempt(outcome.reason)
+            if self._session.rank > 0:
+                return
+            if outcome.how == "published":
+                self._report_saved(step, path, reason, started, left_out)
                 published()
-            return
+            elif outcome.how == "failed":
+                self._report_failed(step, outcome.reason)
+            else:
+                background.spoilt = True
+
+        live = _lightning.live_tensors(self._session.trainer)
+        if (shards := self._shards) is not None:
+            save = self._save_of_all(path, met)
+            part = shards.prepare(checkpoint.pop("shards"))
+            rest = checkpoint if self._session.rank == 0 else None
+            background.take(
+                {"part": part, "rest": rest},
+                live,
+                lambda copy: report(shards.write(save, copy["part"], copy["rest"])),
+                lambda error: report(shards.write(save, None, None, None if error is None else repr(error))),
+            )
+        elif self._session.rank == 0:
+            background.take(checkpoint, live, lambda copy: report(self._write_file(copy, path, step)))
+
+    def _open_background(self) -> BackgroundSaves | None:
+        if not _lightning.can_write_behind(self._session.trainer.strategy):
+            return None
         if self._background is None:
             self._background = BackgroundSaves(self._session.advanced)
             _lightning.on_batch_done(self._session.trainer, self._session.patches, self._background.fence)
             self._session.at_end_of_epoch.append(self._background.fence)
             self._session.at_boundary.append(self._check_background)
-        background = self._background
-        started = time.monotonic()
-        with self._session.during("checkpointing"):
-            if not self.may_save(self._session.fit.checkpoints):
-                return
-            checkpoint, left_out = self._checkpoint_of_all(final=False)
-            if self._session.rank == 0:
-                if background.busy:
-                    if not self._skip_said:
-                        self._skip_said = True
-                        log.warning(
-                            "A checkpoint is still being written: the one of step %d is skipped, and so are others "
-                            "that come too soon. Save less often, or to faster storage.",
-                            self._step,
-                        )
-                else:
-                    step, path = self._step, self._path(False)
-                    metadata = {**self._session.metadata, "step": step}
-                    self._lost = lost
+            self._lacks_memory = self._why_it_does_not_fit()
+        return self._background
 
-                    def write(copy: dict[str, Any]) -> None:
-                        try:
-                            durable.save(copy, path, metadata, self._session.check_owner)
-                        except Exception as error:
-                            self._report_failed(step, type(error).__name__, str(error))
-                            return
-                        self._report_saved(step, path, reason, started, left_out)
-                        published()
+    def _why_it_does_not_fit(self) -> str | None:
+        """Why there is no memory for a copy of what this rank writes."""
+        trainer = self._session.trainer
+        shares = _lightning.writes_shards(trainer.strategy)
+        if not shares and self._session.rank > 0:
+            return None  # it copies nothing
+        live = {id(tensor): local(tensor).nbytes for tensor in _lightning.live_tensors(trainer)}
+        # The ranks of a node copy at the same time. A tenth more, for what is written but not on disk yet.
+        needed = sum(live.values()) * (trainer.num_devices if shares else 1) * 11 // 10
+        room = memory_left()
+        if needed <= room.nbytes:
+            return None
+        return f"that needs {format_bytes(needed)} on a node, and {format_bytes(room.nbytes)} can be had ({room.limit})"
 
-                    background.take(checkpoint, _lightning.live_tensors(self._session.trainer), write)
-            for hook in self.at_saved:
-                hook(False)
+    def _say_that_it_waits(self, lacks: str | None) -> None:
+        if self._session.rank == 0 and lacks is not None and not self._wait_said:
+            self._wait_said = True
+            log.warning(
+                "The training waits for its saves to the run directory: there is no memory for a copy of the state "
+                "(%s). Give the job more memory, or set async_save=False.",
+                lacks,
+            )
+
+    def _say_skipped(self) -> None:
+        if self._session.rank == 0 and not self._skip_said:
+            self._skip_said = True
+            log.warning(
+                "A checkpoint is still being written: the one of step %d is skipped, and so are others that come too "
+                "soon. Save less often, or to faster storage.",
+                self._step,
+            )
 
     def wait(self) -> None:
         """Waits for what is being written behind the training."""
@@ -129,6 +199,8 @@ class Saver:
 
     def close(self) -> None:
         """The same at the end of a fit, but not for ever."""
+        if self._shards is not None and self._session.failing:
+            self._shards.hurry()
         if self._background is not None:
             with self._session.during("checkpointing"):
                 self._background.close(_LAST_SAVE_S)
@@ -168,10 +240,42 @@ class Saver:
     def _path(self, final: bool) -> Path:
         return self._session.fit.checkpoints / resume.checkpoint_name(self._step, final)
 
-    def _checkpoint_of_all(self, final: bool) -> tuple[dict[str, Any], list[str]]:
-        """The checkpoint of this boundary in types that a safe load reads, and what was left out. A collective."""
-        ranks = {"ranks": self._session.gather(to_host(self._session.own_state(final)))}
-        return _whole_states_to_plain(self._checkpoint_with(_lightning.dump_checkpoint, ranks, final))
+    def _meet(self, final: bool) -> list[dict[str, Any]]:
+        """What every rank has to say before a save. A collective."""
+        strategy = self._session.trainer.strategy
+        if self._shards is None and _lightning.writes_shards(strategy):
+            store = _store(f"resilience/saves/{self._session.nonce}") if self._session.trainer.world_size > 1 else None
+            session = self._session
+            self._shards = ShardedSaves(
+                session.rank, session.trainer.world_size, store, session.gather, session.check_owner
+            )
+        met = self._session.gather(
+            {
+                "state": to_host(self._session.own_state(final)),
+                "busy": self._background is not None and self._background.busy,
+                "lacks": self._lacks_memory,
+                "written": str(temporary_path(self._path(final))),
+            }
+        )
+        return met
+
+    def _save_of_all(self, path: Path, met: list[dict[str, Any]]) -> Save:
+        return Save(path, Path(met[0]["written"]), {**self._session.metadata, "step": self._step})
+
+    def _checkpoint_of_all(self, final: bool, met: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+        """The checkpoint of this boundary in types that a safe load reads, and what was left out.
+
+        Where each rank writes its shards, they are in its ``shards``, as DCP takes them and Lightning loads them.
+        """
+        ranks = {"ranks": [each["state"] for each in met]}
+        if self._shards is None:
+            return _whole_states_to_plain(self._checkpoint_with(_lightning.dump_checkpoint, ranks, final))
+        checkpoint = self._checkpoint_with(_lightning.dump_sharded_checkpoint, ranks, final)
+        optimizers = enumerate(checkpoint.pop("optimizer_states", []))
+        shards = {"state_dict": checkpoint.pop("state_dict"), **{f"optimizer_{n}": each for n, each in optimizers}}
+        shards, missing = to_plain(without_numpy_numbers(shards))
+        rest, left_out = _whole_states_to_plain(checkpoint)
+        return {**rest, "shards": shards}, [*missing, *left_out]
 
     def _checkpoint_with(
         self, dump: Callable[[Trainer], dict[str, Any]], ranks: dict[str, Any], final: bool
@@ -193,40 +297,52 @@ class Saver:
         }
         return {**checkpoint, STATE_KEY: state}
 
-    def _save(self, reason: str, final: bool) -> Path | None:
+    def _save(self, reason: str, final: bool, met: list[dict[str, Any]]) -> Path | None:
         trainer, started = self._session.trainer, time.monotonic()
-        checkpoint, left_out = self._checkpoint_of_all(final)
-        path, metadata = self._path(final), {**self._session.metadata, "step": self._step}
-        error: BaseException | None = None
-        try:
-            if _lightning.writes_directories(trainer.strategy):
+        checkpoint, left_out = self._checkpoint_of_all(final, met)
+        path, outcome = self._path(final), Outcome("published")
+        if self._shards is not None:
+            part = self._shards.prepare(checkpoint.pop("shards"))
+            outcome = self._shards.write(self._save_of_all(path, met), part, to_host(checkpoint))
+        elif _lightning.writes_directories(trainer.strategy):
+            try:
                 trainer.strategy.save_checkpoint(checkpoint, path)
-            elif trainer.is_global_zero:
-                durable.save(checkpoint, path, metadata, self._session.check_owner)
-        except (Exception, StaleAttempt) as exception:
-            error = exception
-        # Every rank must know whether the checkpoint is published before it goes on.
-        outcome = trainer.strategy.broadcast((type(error).__name__, str(error)) if error is not None else None)
-        if outcome is not None:
-            if outcome[0] in (StaleAttempt.__name__, SystemExit.__name__):
-                raise StaleAttempt(outcome[1])
-            self._report_failed(self._step, *outcome)
+            except SystemExit as error:  # raised on the other ranks for the StaleAttempt of rank 0
+                outcome = Outcome("stale", str(error))
+            except Exception as error:
+                outcome = Outcome("failed", f"{type(error).__name__}: {error}")
+        elif trainer.is_global_zero:
+            outcome = self._write_file(checkpoint, path, self._step)
+        if self._shards is None:  # every rank must know whether the checkpoint is published before it goes on
+            outcome = trainer.strategy.broadcast(outcome)
+        if outcome.how == "stale":
+            raise StaleAttempt(outcome.reason)
+        if outcome.how != "published":
+            self._report_failed(self._step, outcome.reason)
             return None
         if trainer.is_global_zero:
             self._report_saved(self._step, path, reason, started, left_out)
         return path
 
-    def _report_failed(self, step: int, kind: str, reason: str) -> None:
+    def _write_file(self, checkpoint: dict[str, Any], path: Path, step: int) -> Outcome:
+        try:
+            durable.save(checkpoint, path, {**self._session.metadata, "step": step}, self._session.check_owner)
+        except StaleAttempt as error:
+            return Outcome("stale", str(error))
+        except Exception as error:
+            return Outcome("failed", f"{type(error).__name__}: {error}")
+        return Outcome("published")
+
+    def _report_failed(self, step: int, reason: str) -> None:
         if self._session.rank == 0:
             log.error(
-                "The checkpoint of step %d could not be saved (%s: %s). Training goes on; the newest checkpoint is an "
+                "The checkpoint of step %d could not be saved (%s). Training goes on; the newest checkpoint is an "
                 "older one. Free some space under %s, or give the run another directory.",
                 step,
-                kind,
                 reason,
                 self._session.fit.checkpoints,
             )
-        self._session.ledger.record("save_failed", fit=self._session.index, step=step, reason=f"{kind}: {reason}")
+        self._session.ledger.record("save_failed", fit=self._session.index, step=step, reason=reason)
 
     def _report_saved(self, step: int, path: Path, reason: str, started: float, left_out: list[str]) -> None:
         self._session.ledger.record(
@@ -260,6 +376,13 @@ class Saver:
             _lightning.dump_own_checkpoint, {"mine": self._session.own_state(False)}, final=False
         )
         return _without(checkpoint, lambda value: pack(value)[2])
+
+
+def _store(prefix: str) -> Any:
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    shared: Any = _get_default_store()
+    return PrefixStore(prefix, shared.clone())  # a client serialises its calls: others have theirs
 
 
 _LIGHTNINGS_OWN = ("state_dict", "loops", "optimizer_states", "lr_schedulers", STATE_KEY)

@@ -14,6 +14,7 @@ import random
 import signal
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -68,13 +70,14 @@ DEFAULTS: dict[str, Any] = {
     "manual": False,  # or True, "accumulate", or "twice" (two backward passes for a step)
     "save_every": 5,
     "model_checkpoint": None,
+    "recipe": None,  # the name of one, in the place of the callbacks
     "callbacks": ["preemption", "auto_resume"],  # or the names of classes, which get no arguments
     "ckpt_path": None,
     "grace_period_s": 60.0,
     "fits": 1,
     "events": [],  # {"at": "train", "step": 23, "rank": 1, "do": "SIGKILL"}
     "step_s": 0.0,
-    "sharded": False,
+    "sharded": False,  # or True, or "gathered": the user's own saves are whole files
     "data_parallel": None,  # of the sharded ranks; the others share out tensors
     "draws_at_start": False,  # hooks draw random numbers before the first batch of an epoch
     "halves_at_end": False,  # the module's on_train_end changes the weights
@@ -88,6 +91,9 @@ DEFAULTS: dict[str, Any] = {
     "interval_s": None,
     "unreadable": None,  # [rank, file name]
     "disk_full_at": None,  # a step
+    "disk_full_rank": None,  # whose shards of that step find no space
+    "slow_shards_s": None,  # [rank, seconds]: how long its shards take
+    "touches": None,  # [rank, step]: where its parameters are written to in the middle of a step
     "stuck_local_from": None,  # a step: from there on the storage of local checkpoints does not answer
     "taken_over_at": None,  # a step: another attempt claims the run
     "numpy": True,  # something in the checkpoint that a safe load cannot read
@@ -329,6 +335,9 @@ class Module(L.LightningModule):
             self.group = getattr(self, "group", None) or torch.distributed.new_group()
             if not do(self.config, "all_reduce", step, rank):
                 torch.distributed.all_reduce(torch.ones(3), group=self.group)
+        if self.config["touches"] == [rank, step]:
+            with torch.no_grad():
+                next(self.net.parameters()).mul_(1.0)
         if step == self.config["taken_over_at"]:
             RunDirectory(self.config["run_dir"]).claim()
         if self.config["step_s"]:
@@ -538,6 +547,18 @@ def sabotage(config: dict[str, Any]) -> None:
 
         durable.save = no_save
 
+    rank = int(os.environ.get("RANK", "0"))
+    write_data = FileSystemWriter.write_data
+
+    def bad_write_data(self: FileSystemWriter, *args: Any) -> Any:
+        if config["slow_shards_s"] is not None and config["slow_shards_s"][0] == rank:
+            time.sleep(config["slow_shards_s"][1])
+        if config["disk_full_rank"] == rank and f"{config['disk_full_at']:012d}" in str(self.path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_data(self, *args)
+
+    FileSystemWriter.write_data = bad_write_data
+
     if config["stuck_local_from"] is not None:
         publish = PartWriter.publish
 
@@ -548,7 +569,6 @@ def sabotage(config: dict[str, Any]) -> None:
 
         PartWriter.publish = no_publish
 
-    rank = int(os.environ.get("RANK", "0"))
     if config["no_collective"]:
         nan_guard._smallest = None
     if config["device"] is not None:
@@ -603,6 +623,13 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
     callbacks: list[Any] = [
         available.get(name, getattr(lightning_resilience, name, None))() for name in config["callbacks"]
     ]
+    if config["recipe"]:
+        recipe = getattr(lightning_resilience.recipes, config["recipe"])(config["run_dir"])
+        auto_resume = AutoResume(
+            every_n_train_steps=config["save_every"], train_time_interval=config["interval_s"], keep=config["keep"]
+        )
+        local = lightning_resilience.LocalCheckpoint(**config["local"]) if config["local"] else None
+        callbacks = replace(recipe, auto_resume=auto_resume, local_checkpoint=local).callbacks
     if config["early_stopping"]:
         callbacks.append(L.callbacks.EarlyStopping(config_monitor(config), patience=1, min_delta=0.5))
     if config["accumulates"]:
@@ -640,7 +667,9 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         options["strategy"] = OnDevice(**config["ddp"], **collectives)
     if config["sharded"]:
         size = config["data_parallel"] or world_size
-        options["strategy"] = L.strategies.ModelParallelStrategy(size, world_size // size, **collectives)
+        options["strategy"] = L.strategies.ModelParallelStrategy(
+            size, world_size // size, save_distributed_checkpoint=config["sharded"] != "gathered", **collectives
+        )
     return L.Trainer(callbacks=callbacks, **options)
 
 

@@ -234,3 +234,20 @@ def test_killed_at_any_time(tmp_path: Path) -> None:
         folder.mkdir()
         events = [{"at": "train", "step": step, "rank": number % 2, "do": signal.SIGKILL.name}]
         assert killed_and_resumed(folder, events, async_save=True, **options)[:2] == undisturbed(folder, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"data_parallel": 1}, marks=pytest.mark.campaign, id="tensor parallel"),
+        pytest.param({"trainer": {"devices": 2, "accumulate_grad_batches": 3}}, marks=pytest.mark.campaign),
+    ],
+)
+def test_shards_killed_and_resumed_exactly(tmp_path: Path, options: dict[str, Any]) -> None:
+    """FSDP2: each rank writes its own behind the training, and nothing is published before all have."""
+    options = {"sharded": True, "trainer": {"devices": 2}, **options}
+    events = [{"at": "train", "step": 27, "rank": 1}]
+    done = killed_and_resumed(tmp_path, events, async_save=True, step_s=0.02, save_every=2, **options)
+    assert done[:2] == undisturbed(tmp_path, save_every=2, **options)
+    assert "Resuming from step" in done[2]

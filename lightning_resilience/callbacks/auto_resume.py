@@ -48,8 +48,9 @@ class AutoResume(SessionCallback):
         keep: How many checkpoints to keep; at least 2, so that one is left when the newest turns out to be damaged.
         async_save: Whether the state is written behind the training, from a copy that is made while the next batch is
             computed. It is published only when it is complete on disk, and waited for at the end of the fit; the final
-            state and that of a preemption are written at once. Costs memory for one copy of the state on rank 0.
-            Strategies that shard write together and cannot do it. Default: no, as in Lightning.
+            state and that of a preemption are written at once. Costs memory for one copy of the state, on rank 0 or,
+            of its shards, on every rank (``ModelParallelStrategy``). Where there is too little, and with strategies
+            that save in collectives of their own (``FSDPStrategy``, DeepSpeed), the training waits; it is said once.
 
     Raises:
         ValueError: If an argument makes no sense.
@@ -61,7 +62,7 @@ class AutoResume(SessionCallback):
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | float | None = timedelta(minutes=15),
         keep: int = 2,
-        async_save: bool = False,
+        async_save: bool = True,
     ) -> None:
         super().__init__()
         if every_n_train_steps is not None and every_n_train_steps < 1:
@@ -122,8 +123,8 @@ class _Saving:
 
     def start(self) -> None:
         trainer = self.session.trainer
-        if self.settings.async_save and _lightning.writes_directories(trainer.strategy) and trainer.is_global_zero:
-            log.warning("%s saves in collectives: async_save has no effect.", type(trainer.strategy).__name__)
+        if self.settings.async_save and trainer.is_global_zero and not _lightning.can_write_behind(trainer.strategy):
+            log.info("%s saves in collectives: the training waits for its saves.", type(trainer.strategy).__name__)
         self.begin()
         self.session.at_boundary.append(self.at_boundary)
         self.session.at_gone_back.append(self.begin)

@@ -36,35 +36,54 @@ class BackgroundSaves:
         """Whether the checkpoint before is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def take(self, state: Any, stable: Iterable[torch.Tensor], write: Callable[[Any], None]) -> None:
+    def take(
+        self,
+        state: Any,
+        stable: Iterable[torch.Tensor],
+        write: Callable[[Any], None],
+        missed: Callable[[BaseException | None], None] | None = None,
+    ) -> None:
         """Begins a save; only when not :attr:`busy`.
 
         Args:
             state: What to save, as ``plain.pack`` takes it.
             stable: Tensors that do not change before an optimizer's step.
             write: Called in the other thread with the copy. What it raises is raised by :meth:`check`.
+            missed: Called in its place if there is no copy, with what was raised; ``None`` if the snapshot was no good.
+                By default what was raised is raised by :meth:`check`.
         """
         snapshot = self._fence.pending = self._snapshots.take(state, stable)
         self.spoilt = False
         self._thread = threading.Thread(
-            target=self._run, args=(snapshot, write), name="background-checkpoint", daemon=True
+            target=self._run, args=(snapshot, write, missed or _raise), name="background-checkpoint", daemon=True
         )
         self._thread.start()
 
-    def _run(self, snapshot: Snapshot, write: Callable[[Any], None]) -> None:
+    def _run(
+        self, snapshot: Snapshot, write: Callable[[Any], None], missed: Callable[[BaseException | None], None]
+    ) -> None:
         try:
             try:
-                copies = [self._buffer(index, tensor) for index, tensor in enumerate(snapshot.tensors)]
-                snapshot.copy((index, copy) for index, copy in enumerate(copies) if not copy.is_meta)
-            finally:
-                snapshot.release()
-            if snapshot.is_good():
-                write(unpack(snapshot.skeleton, copies))
-            else:
+                copies = self._copy(snapshot)
+            except BaseException as error:
+                missed(error)
+                return
+            if copies is None:
                 self.spoilt = True
+                missed(None)
+            else:
+                write(unpack(snapshot.skeleton, copies))
         except BaseException as error:
             log.debug("A checkpoint could not be written in the background", exc_info=True)
             self._trouble = error
+
+    def _copy(self, snapshot: Snapshot) -> list[torch.Tensor] | None:
+        try:
+            copies = [self._buffer(index, tensor) for index, tensor in enumerate(snapshot.tensors)]
+            snapshot.copy((index, copy) for index, copy in enumerate(copies) if not copy.is_meta)
+        finally:
+            snapshot.release()
+        return copies if snapshot.is_good() else None
 
     def _buffer(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         kept = self._buffers.get(index)
@@ -95,3 +114,8 @@ class BackgroundSaves:
         if not self.wait(timeout_s):
             log.warning("A checkpoint is still being written after %.0f s; it is left behind.", timeout_s)
         self._fence.remove()
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error

@@ -77,7 +77,7 @@ def available_bytes(directory: str | os.PathLike[str], proc: Path = _PROC) -> Av
         folder = folder.parent
     status = os.statvfs(folder)
     in_memory = in_node_memory(folder, proc)
-    memory = min(_memory_limits(proc), key=lambda room: room.nbytes)
+    memory = memory_left(proc)
     # A tmpfs without a limit of its own says that it has no blocks at all.
     free = status.f_bavail * status.f_frsize if status.f_blocks else _UNLIMITED
     files = Room(free + held, f"the free space of the file system of {folder}")
@@ -85,6 +85,11 @@ def available_bytes(directory: str | os.PathLike[str], proc: Path = _PROC) -> Av
         memory = Room(memory.nbytes + held, memory.limit)
         files = min(files, memory, key=lambda room: room.nbytes)
     return Available(in_memory, files, memory)
+
+
+def memory_left(proc: Path = _PROC) -> Room:
+    """What memory can be had on this node; see :func:`available_bytes`."""
+    return min(_memory_limits(proc), key=lambda room: room.nbytes)
 
 
 def needed_bytes(part_bytes: int, keep: int, replicas_received: int, in_memory: bool, staging: int = 0) -> Needed:

@@ -55,8 +55,10 @@ __all__ = [
     "Stamp",
     "clean_temporaries",
     "discard_aside",
+    "hash_file",
     "link",
     "load",
+    "publish_directory",
     "quarantine",
     "read_stamp",
     "remove",
@@ -346,7 +348,8 @@ def _files_of(directory: Path) -> list[Path]:
     )
 
 
-def _hash_file(path: Path, sync: bool = False) -> dict[str, Any]:
+def hash_file(path: Path, sync: bool = False) -> dict[str, Any]:
+    """Size and digest of a file, as the marker of its directory has them."""
     hasher = xxhash.xxh3_128()
     with open(path, "rb") as file:
         if sync:
@@ -363,6 +366,7 @@ def seal_directory(
     path: str | os.PathLike[str],
     metadata: dict[str, Any] | None = None,
     before_publish: Callable[[], None] | None = None,
+    known: dict[str, dict[str, Any]] | None = None,
 ) -> None:
     """Declares a directory a complete checkpoint; one process calls this after all ranks have written.
 
@@ -372,21 +376,47 @@ def seal_directory(
         path: The directory.
         metadata: JSON-serialisable, kept in the marker.
         before_publish: Called right before the marker becomes visible; what it raises stops that.
+        known: What :func:`hash_file` has returned, by name, for files that who has written them has synced and hashed.
     """
-    directory = Path(path)
-    files = _files_of(directory)
-    if not files:
+    directory, known = Path(path), known or {}
+    for name, digest in known.items():
+        if (directory / name).stat().st_size != digest["size"]:
+            raise _corrupt(path, f"its file {name} is not what was written")
+    files = [file for file in _files_of(directory) if str(file.relative_to(directory)) not in known]
+    if not files and not known:
         raise _corrupt(path, "there is nothing in it to seal")
     with ThreadPoolExecutor(_SEALING_THREADS) as pool:
-        digests = list(pool.map(lambda file: _hash_file(file, sync=True), files))
+        digests = list(pool.map(lambda file: hash_file(file, sync=True), files))
     for folder in {directory.parent, directory, *(file.parent for file in files)}:
         sync_directory(folder)
-    content = {
-        "format": _FORMAT,
-        "files": {str(file.relative_to(directory)): digest for file, digest in zip(files, digests, strict=True)},
-        "metadata": metadata or {},
-    }
+    found = {str(file.relative_to(directory)): digest for file, digest in zip(files, digests, strict=True)}
+    content = {"format": _FORMAT, "files": {**known, **found}, "metadata": metadata or {}}
     write_json(directory / MARKER, {**content, "xxh3_128": _digest_of(content)}, before_publish)
+
+
+def publish_directory(
+    written: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    metadata: dict[str, Any] | None = None,
+    before_publish: Callable[[], None] | None = None,
+    known: dict[str, dict[str, Any]] | None = None,
+) -> None:
+    """Seals the directory ``written`` and gives it its name: under ``path`` there is never half a checkpoint.
+
+    Args:
+        written: Beside ``path``.
+        path: Where it is to be. A sealed directory that is there already is set aside meanwhile, then removed.
+        metadata: See :func:`seal_directory`, as for the other arguments.
+        before_publish: Called right before the rename; what it raises stops that.
+        known: See there.
+    """
+    seal_directory(written, metadata, known=known)
+    if before_publish is not None:
+        before_publish()
+    set_aside(path)
+    os.replace(written, path)
+    sync_directory(Path(path).parent)
+    discard_aside(path)
 
 
 def unseal_directory(path: str | os.PathLike[str]) -> None:
@@ -428,7 +458,7 @@ def verify_directory(path: str | os.PathLike[str], mine: Callable[[str], bool] =
 
     def check(name: str) -> None:
         try:
-            found = _hash_file(directory / name)
+            found = hash_file(directory / name)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             raise _corrupt(path, f"its file {name} is missing") from None
         if found["size"] != expected[name]["size"]:

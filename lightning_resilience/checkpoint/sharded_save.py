@@ -1,0 +1,256 @@
+"""A directory that all ranks write together, each its own shards, without a collective while it is written.
+
+What each rank writes is planned by PyTorch's distributed checkpoint (DCP), in a collective at a boundary, and again
+only when the shapes have changed. The shards are written by any thread, from a copy or from the live state, into a
+directory under a temporary name. Then each rank reports to rank 0, over the store that they share. Only if all have
+written theirs does rank 0 describe and seal the directory and rename it; it tells the others how it has ended. A rank
+that is gone leaves the directory unfinished, and nobody waits for it for longer than the fit lasts.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+
+from lightning_resilience._files import make_directory
+from lightning_resilience.checkpoint import dcp, durable
+from lightning_resilience.checkpoint.sharded import local
+from lightning_resilience.run_directory import StaleAttempt
+
+_PATIENCE_S = 3600.0
+"""How long a rank waits for the others, as long as nothing is known of an end."""
+
+_LAST_WORDS_S = 10.0
+"""How long it waits for another's word when its own fit has failed: the other may be gone."""
+
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save of all ranks.
+
+    Args:
+        path: Where it is to be.
+        written: Where it is written, beside that.
+        metadata: For its stamp.
+    """
+
+    path: Path
+    written: Path
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save has ended, the same on all ranks.
+
+    Args:
+        how: ``published``; ``spoilt``: a rank's copy was no good, and another save may succeed; ``failed``; or
+            ``stale``: another attempt owns the run.
+        reason: Of anything but ``published``.
+    """
+
+    how: Literal["published", "spoilt", "failed", "stale"]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Report:
+    outcome: Outcome
+    results: list[Any]
+    digests: dict[str, dict[str, Any]]
+
+
+class ShardedSaves:
+    """The saves of one fit, on one rank.
+
+    Args:
+        rank: Of this process.
+        world_size: Of all.
+        store: That they share, for these saves alone; a client that nobody else uses. ``None``: there is one rank only.
+        gather: Gives every rank what each rank has given, in a collective.
+        check_owner: Raises if another attempt owns the run.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Any,
+        gather: Callable[[Any], list[Any]],
+        check_owner: Callable[[], None],
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._store = store
+        self._gather = gather
+        self._check_owner = check_owner
+        self._layout: list[Any] = []
+        self._plan = SavePlan([])
+        self._metadata = Metadata({})
+        self._number = 0
+        self._failing_since: float | None = None
+
+    def prepare(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What this rank writes of ``state``, by name. A collective; nothing is copied.
+
+        Args:
+            state: Nested dicts and lists of DTensors, tensors and plain values, as DCP takes it.
+        """
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(state, is_coordinator=self._rank == 0)
+        layout = [_layout(name, value) for name, value in planner.state_dict.items()]
+        if any(self._gather(layout != self._layout)):
+            plans, metadata = planner.create_global_plan(self._gather(planner.create_local_plan()))
+            plan = FileSystemWriter("").prepare_global_plan(plans)[self._rank]
+            self._plan, self._layout = planner.finish_plan(plan), layout
+            if self._rank == 0:
+                self._metadata = metadata
+        names = {item.index.fqn for item in self._plan.items}
+        return {name: _own(value) for name, value in planner.state_dict.items() if name in names}
+
+    def write(self, save: Save, part: dict[str, Any] | None, rest: Any, missed: str | None = None) -> Outcome:
+        """Writes this rank's part and waits until the save has ended on all ranks; in any thread, no collective.
+
+        Args:
+            save: The same on all ranks, which call this for one save after the other.
+            part: As made by :meth:`prepare`, or a copy of that. ``None``: this rank has none.
+            rest: What else belongs to the checkpoint, on rank 0, in types that a safe load reads.
+            missed: Why there is no part; ``None``: its copy was no good.
+        """
+        number, self._number = self._number, self._number + 1
+        try:
+            mine = self._write_part(save, part, missed)
+        except Exception as error:
+            mine = _Report(Outcome("failed", f"rank {self._rank}: {type(error).__name__}: {error}"), [], {})
+        try:
+            if self._rank == 0:
+                return self._finish(number, save, mine, rest)
+            return self._hear(number, mine)
+        except RuntimeError as error:  # the store has gone, and with it rank 0 or its launcher
+            return Outcome("failed", f"rank {self._rank} could not reach the others: {error}")
+
+    def hurry(self) -> None:
+        """The fit has failed: another rank may be gone, and is not waited for much longer."""
+        self._failing_since = time.monotonic()
+
+    def _write_part(self, save: Save, part: dict[str, Any] | None, missed: str | None) -> _Report:
+        if part is None:
+            outcome = Outcome("spoilt") if missed is None else Outcome("failed", f"rank {self._rank}: {missed}")
+            return _Report(outcome, [], {})
+        make_directory(save.written)
+        copies_ahead = 0 if all(each.is_cpu for each in part.values() if isinstance(each, torch.Tensor)) else 10_000_000
+        writer = FileSystemWriter(save.written, sync_files=True, per_thread_copy_ahead=copies_ahead)
+        writer.set_up_storage_writer(self._rank == 0)
+        results = writer.write_data(self._plan, _Values(part)).value()
+        names = {str(each.storage_data.relative_path) for each in results}
+        return _Report(
+            Outcome("published"), results, {name: durable.hash_file(save.written / name) for name in sorted(names)}
+        )
+
+    def _finish(self, number: int, save: Save, mine: _Report, rest: Any) -> Outcome:
+        """Rank 0: hears all, publishes if it can, tells all."""
+        outcome = Outcome("failed", "not all ranks have said that they have written their shards")
+        if (others := self._await(number, range(1, self._world_size))) is not None:
+            reports = [mine, *map(pickle.loads, others)]  # from ranks of this very job
+            outcome = self._publish(save, reports, rest)
+        if outcome.how != "published":
+            shutil.rmtree(save.written, ignore_errors=True)
+        if self._store is not None:
+            self._store.set(f"{number}/outcome", pickle.dumps(outcome))
+            self._store.delete_key(f"{number - 1}/outcome")  # who has reported now has heard that
+        return outcome
+
+    def _publish(self, save: Save, reports: list[_Report], rest: Any) -> Outcome:
+        bad = [each.outcome for each in reports if each.outcome.how != "published"]
+        if bad:
+            return min(bad, key=lambda each: each.how)  # failed before spoilt
+        try:
+            writer = _Describer(save)
+            writer.finish(replace(self._metadata), [each.results for each in reports])
+            torch.save(rest, save.written / dcp.REST)
+            known = {name: digest for each in reports for name, digest in each.digests.items()}
+            durable.publish_directory(save.written, save.path, save.metadata, self._check_owner, known)
+        except StaleAttempt as error:
+            return Outcome("stale", str(error))
+        except Exception as error:
+            return Outcome("failed", f"{type(error).__name__}: {error}")
+        return Outcome("published")
+
+    def _hear(self, number: int, mine: _Report) -> Outcome:
+        self._store.set(f"{number}/{self._rank}", pickle.dumps(mine))
+        heard = self._await(number, ["outcome"])
+        return Outcome("failed", "rank 0 has not said how it has ended") if heard is None else pickle.loads(heard[0])
+
+    def _await(self, number: int, names: Any) -> list[bytes] | None:
+        """What others say; ``None`` if they do not."""
+        keys = [f"{number}/{name}" for name in names]
+        if self._store is None or not keys:
+            return []
+        begun = time.monotonic()
+        while not self._store.check(keys):
+            now = time.monotonic()
+            if self._failing_since is not None and now - max(self._failing_since, begun) > _LAST_WORDS_S:
+                return None
+            if now - begun > _PATIENCE_S:
+                return None
+            time.sleep(_LOOK_EVERY_S)
+        heard = [bytes(self._store.get(key)) for key in keys]
+        if self._rank == 0:
+            for key in keys:
+                self._store.delete_key(key)
+        return heard
+
+
+def _own(value: Any) -> Any:
+    return local(value.detach()) if isinstance(value, torch.Tensor) else value
+
+
+def _layout(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, torch.Tensor):
+        return name, None
+    return name, type(value), value.shape, value.dtype, getattr(value, "placements", None)
+
+
+def without_numpy_numbers(value: Any) -> Any:
+    """Numbers of NumPy as those of Python, which have the same value: a schedule may make such learning rates."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {key: without_numpy_numbers(item) for key, item in value.items()}
+    return type(value)(map(without_numpy_numbers, value)) if type(value) in (list, tuple) else value
+
+
+class _Values(DefaultSavePlanner):
+    """Gives the writer what it writes, from where it was copied to."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__()
+        self._values = values
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._values[index.fqn]
+
+
+class _Describer(FileSystemWriter):
+    """Writes the description, which names the directory as it will be called."""
+
+    def __init__(self, save: Save) -> None:
+        super().__init__(save.written)
+        self._path = save.path
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=str(self._path), save_id=self.save_id)
