@@ -42,6 +42,8 @@ class Saver:
         check_state: Given names and tensors of a state that is to be saved; raises ``ValueError`` if it must not be.
         is_held: Whether nothing is saved, the same on all ranks: the last steps were bad, and what was good is kept.
         is_dumping: Whether Lightning is collecting the state for a checkpoint of the run's own.
+        writes_behind: Whether a checkpoint of this fit was written behind the training: what that has taken says
+            nothing about a save that is waited for.
     """
 
     def __init__(self, session: FitSession) -> None:
@@ -50,6 +52,7 @@ class Saver:
         self.check_state: Callable[[Iterable[tuple[str, torch.Tensor]]], None] | None = None
         self.is_held = False
         self.is_dumping = False
+        self.writes_behind = False
         self._shards: ShardedSaves | None = None
         self._background: BackgroundSaves | None = None
         self._lost: Callable[[], None] = lambda: None
@@ -107,6 +110,7 @@ class Saver:
             else:
                 if self._session.rank == 0:
                     self._lost = lost
+                self.writes_behind = True
                 self._begin(background, reason, started, met, published)
             for hook in self.at_saved:
                 hook(False)

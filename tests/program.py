@@ -81,6 +81,7 @@ DEFAULTS: dict[str, Any] = {
     "data_parallel": None,  # of the sharded ranks; the others share out tensors
     "draws_at_start": False,  # hooks draw random numbers before the first batch of an epoch
     "halves_at_end": False,  # the module's on_train_end changes the weights
+    "numpy_rate": False,  # a schedule that calculates with NumPy
     "one_cycle": False,  # a schedule that needs the number of steps, hence the data, before the training
     "accumulates": None,  # {epoch: batches}
     "persistent_validation": False,
@@ -408,6 +409,9 @@ class Module(L.LightningModule):
             steps = int(self.trainer.estimated_stepping_batches)
             cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+        if self.config["numpy_rate"]:
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.float64(1 / (1 + step / 7)))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
         if not self.config["plateau"]:
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 48)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

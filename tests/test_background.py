@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import threading
@@ -13,12 +14,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import AutoResume
+from lightning_resilience import AutoResume, saving
 from lightning_resilience.checkpoint import durable, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves
+from lightning_resilience.checkpoint.capacity import Room
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import RunDirectory, StaleAttempt
-from tests.test_exact_resume import killed_and_resumed, undisturbed
+from tests.harness import run
+from tests.test_exact_resume import killed_and_resumed, make, undisturbed
 
 CASES: dict[str, dict[str, Any]] = {
     "one process": {},
@@ -224,6 +227,49 @@ def test_what_goes_wrong_is_raised_once() -> None:
         saves.check()
     saves.check()
     saves.close(1)
+
+
+def test_where_there_is_no_memory_for_a_copy_the_training_waits_and_it_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    threads: set[str] = set()
+    save = durable.save
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(durable, "save", noted)
+    monkeypatch.setattr(saving, "memory_left", lambda: Room(50, "what a test leaves"))
+    with caplog.at_level(logging.WARNING, "lightning_resilience"):
+        fit(tmp_path / "run", {}, keep=5)
+    assert threads == {"MainThread"}
+    assert steps(tmp_path / "run") == [4, 8, 12]
+    assert caplog.text.count("can be had (what a test leaves)") == 1
+    threads.clear()
+    monkeypatch.setattr(saving, "memory_left", lambda: Room(80, "what a test leaves"))
+    fit(tmp_path / "other", {}, keep=5)
+    assert threads == {"MainThread", "background-checkpoint"}, "60 bytes of parameters and what Adam keeps, and a tenth"
+
+
+def test_no_limit_is_learned_from_saves_that_were_not_waited_for(tmp_path: Path) -> None:
+    """Or that of a preemption, which is, would be taken for a hang."""
+    limits: dict[bool, Any] = {}
+    for async_save in (True, False):
+        config = make(
+            tmp_path,
+            f"run-{async_save}",
+            callbacks=["fault_tolerance", "auto_resume"],
+            async_save=async_save,
+            fault_tolerance={"section_timeouts": "step:100,checkpointing:400", "calculate_timeouts": True},
+        )
+        codes, text = run(config, Path(config["run_dir"]).parent)
+        assert codes == [0], text
+        state = json.loads(Path(config["run_dir"], "ft_state.json").read_text())
+        limits[async_save] = state["fits"]["0"]["calculated"]
+    assert limits[False]["checkpointing"] < 400
+    assert limits[True].get("checkpointing", 400) == 400
+    assert limits[True]["step"] < 100
 
 
 @pytest.mark.campaign

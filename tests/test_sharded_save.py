@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from lightning_resilience.checkpoint import durable, resume, sharded_save
 from lightning_resilience.checkpoint.sharded_save import Outcome, Save, ShardedSaves
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import RunDirectory, StaleAttempt
-from tests.harness import Ranks, result, run, samples
+from tests.harness import Ranks, result, run, run_command, samples
 from tests.test_exact_resume import killed_and_resumed, make, undisturbed
 
 OPTIONS: dict[str, Any] = {"sharded": True, "trainer": {"devices": 2}}
@@ -237,6 +238,52 @@ def test_strategies_that_gather_for_the_user_resume_from_shards(tmp_path: Path) 
     options = {**OPTIONS, "sharded": "gathered"}
     done = killed_and_resumed(tmp_path, [{"at": "train", "step": 23, "rank": 1}], **options)
     assert done[0] == undisturbed(tmp_path, **OPTIONS)[0]
+
+
+def test_a_learning_rate_of_numpy(tmp_path: Path) -> None:
+    """As a schedule that calculates with NumPy makes it: DCP would pickle it, and a safe load refuse it."""
+    options = {**OPTIONS, "numpy_rate": True}
+    done = killed_and_resumed(tmp_path, [{"at": "train", "step": 23, "rank": 0}], **options, async_save=True)
+    assert done[:2] == undisturbed(tmp_path, **options)
+    assert "Resuming from step 20" in done[2] or "Resuming from step 15" in done[2]
+
+
+OPENED = """
+import sys
+import torch, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+path, out = sys.argv[1:]
+assert "lightning_resilience" not in sys.modules
+dcp_to_torch_save(path, out)
+whole = torch.load(out, weights_only=True)
+rest = torch.load(f"{path}/meta.pt", weights_only=True)
+print(rest["global_step"], sorted(whole), sorted(whole["state_dict"])[:2], len(whole["optimizer_0"]["state"]))
+model = torch.nn.Linear(8, 32)
+state = {"state_dict": {"net.0.weight": torch.zeros_like(whole["state_dict"]["net.0.weight"])}}
+dcp.load(state, checkpoint_id=path, no_dist=True)
+assert torch.equal(state["state_dict"]["net.0.weight"], whole["state_dict"]["net.0.weight"])
+"""
+
+
+def test_opens_without_this_package(tmp_path: Path) -> None:
+    """By PyTorch, as docs/checkpoints.md says, and by plain Lightning, which resumes from it."""
+    config = make(tmp_path, "run", keep=9, **ASYNC)
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0, 0], text
+    checkpoints = resume.checkpoints(RunDirectory(config["run_dir"]).fit(0).checkpoints)
+    path = next(each for each in checkpoints if not resume.is_final(each))
+    step = resume.step_of(path)
+    assert sorted(each.name for each in path.iterdir()) == [
+        ".metadata", "COMPLETE", "__0_0.distcp", "__1_0.distcp", "meta.pt"
+    ]  # fmt: skip
+    done = run_command([sys.executable, "-c", OPENED, str(path), str(tmp_path / "whole.pt")], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{step} ['optimizer_0', 'state_dict'] ['average', 'net.0.bias'] 6\n"
+    plain = make(tmp_path, "plain", callbacks=[], ckpt_path=str(path), **OPTIONS)
+    codes, text = run(plain, tmp_path / "plain")
+    assert codes == [0, 0], text
+    assert result(plain)[0]["step"] == 48
 
 
 def survive(tmp: Path, seed: int, kills: int, batches: int) -> int:

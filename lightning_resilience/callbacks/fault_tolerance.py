@@ -350,7 +350,9 @@ class _Watching:
             train_iterations=self.session.steps_counted - self._steps_before,
             has_validated="validation" in longest,
             has_saved="checkpointing" in longest,
-            saves_in_background=_lightning.is_async_checkpoint_io(trainer.strategy.checkpoint_io),
+            saves_in_background=(
+                _lightning.is_async_checkpoint_io(trainer.strategy.checkpoint_io) or self.session.saver.writes_behind
+            ),
             is_end=is_end,
         )
         new = timeouts.calculate(self.timeouts, longest, selected - self._distrusted)
