@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from lightning_resilience.checkpoint.background import BackgroundSaves
 from lightning_resilience.checkpoint.capacity import format_bytes, memory_left
 from lightning_resilience.checkpoint.plain import pack, to_host, to_plain
 from lightning_resilience.checkpoint.sharded import local
-from lightning_resilience.checkpoint.sharded_save import Outcome, Save, ShardedSaves, without_numpy_numbers
+from lightning_resilience.checkpoint.sharded_save import Draft, Outcome, Save, ShardedSaves, without_numpy_numbers
 from lightning_resilience.run_directory import StaleAttempt
 
 if TYPE_CHECKING:
@@ -32,6 +33,34 @@ STATE_KEY = "lightning_resilience"
 """The key in a Lightning checkpoint of everything that an exact resume needs beside Lightning's own state."""
 
 _LAST_SAVE_S = 120.0  # for what is being written when a fit ends
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """The state of a boundary.
+
+    Args:
+        checkpoint: Lightning's, without what each rank writes by itself.
+        left_out: What of that had to be left out.
+        draft: That, where each rank writes its shards.
+        plan: Whether it has to be planned anew.
+        written: Where they are written.
+        is_busy: Whether a rank is still writing the one before.
+        lacks: Why a rank has no memory for a copy.
+    """
+
+    checkpoint: dict[str, Any]
+    left_out: list[str]
+    draft: Draft | None
+    plan: bool
+    written: Path
+    is_busy: bool
+    lacks: str | None
+
+    def plain(self) -> tuple[dict[str, Any], list[str]]:
+        """The checkpoint in types that a safe load reads, and what was left out."""
+        plain, left_out = _whole_states_to_plain(self.checkpoint)
+        return plain, [*self.left_out, *left_out]
 
 
 class Saver:
@@ -74,7 +103,7 @@ class Saver:
             self.wait()
             if not self.may_save(self._session.fit.checkpoints):
                 return None
-            path = self._save(reason, final, self._meet(final))
+            path = self._save(reason, final, self._collect(final))
             if path is not None and not final:
                 for hook in self.at_saved:
                     hook(False)
@@ -96,14 +125,13 @@ class Saver:
         with self._session.during("checkpointing"):
             if not self.may_save(self._session.fit.checkpoints):
                 return
-            met = self._meet(final=False)
-            if any(each["busy"] for each in met):
+            state = self._collect(final=False)
+            if state.is_busy:
                 self._say_skipped()
                 return
-            lacks = next((each["lacks"] for each in met if each["lacks"] is not None), None)
-            if background is None or lacks is not None:
-                self._say_that_it_waits(lacks)
-                if self._save(reason, False, met) is None:
+            if background is None or state.lacks is not None:
+                self._say_that_it_waits(state.lacks)
+                if self._save(reason, False, state) is None:
                     return
                 if self._session.rank == 0:
                     published()
@@ -111,7 +139,7 @@ class Saver:
                 if self._session.rank == 0:
                     self._lost = lost
                 self.writes_behind = True
-                self._begin(background, reason, started, met, published)
+                self._begin(background, reason, started, state, published)
             for hook in self.at_saved:
                 hook(False)
 
@@ -120,11 +148,11 @@ class Saver:
         background: BackgroundSaves,
         reason: str,
         started: float,
-        met: list[dict[str, Any]],
+        state: _Collected,
         published: Callable[[], None],
     ) -> None:
         step, path = self._step, self._path(False)
-        checkpoint, left_out = self._checkpoint_of_all(False, met)
+        checkpoint, left_out = state.plain()
 
         def report(outcome: Outcome) -> None:
             if outcome.how == "stale":
@@ -140,9 +168,9 @@ class Saver:
                 background.spoilt = True
 
         live = _lightning.live_tensors(self._session.trainer)
-        if (shards := self._shards) is not None:
-            save = self._save_of_all(path, met)
-            part = shards.prepare(checkpoint.pop("shards"))
+        if (shards := self._shards) is not None and state.draft is not None:
+            save = Save(path, state.written, {**self._session.metadata, "step": step})
+            part = shards.part(state.draft, state.plan)
             rest = checkpoint if self._session.rank == 0 else None
             background.take(
                 {"part": part, "rest": rest},
@@ -244,42 +272,41 @@ class Saver:
     def _path(self, final: bool) -> Path:
         return self._session.fit.checkpoints / resume.checkpoint_name(self._step, final)
 
-    def _meet(self, final: bool) -> list[dict[str, Any]]:
-        """What every rank has to say before a save. A collective."""
-        strategy = self._session.trainer.strategy
-        if self._shards is None and _lightning.writes_shards(strategy):
-            store = _store(f"resilience/saves/{self._session.nonce}") if self._session.trainer.world_size > 1 else None
-            session = self._session
-            self._shards = ShardedSaves(
-                session.rank, session.trainer.world_size, store, session.gather, session.check_owner
-            )
-        met = self._session.gather(
+    def _collect(self, final: bool) -> _Collected:
+        """The state of this boundary, and what every rank has to say before it is saved. A collective."""
+        session, trainer = self._session, self._session.trainer
+        if self._shards is None and _lightning.writes_shards(trainer.strategy):
+            store = _store(f"resilience/saves/{session.nonce}") if trainer.world_size > 1 else None
+            self._shards = ShardedSaves(session.rank, trainer.world_size, store, session.gather, session.check_owner)
+        own, draft = to_host(session.own_state(final)), None
+        left_out: list[str] = []
+        if self._shards is None:
+            checkpoint = self._checkpoint_with(_lightning.dump_checkpoint, {}, final)
+        else:
+            checkpoint = self._checkpoint_with(_lightning.dump_sharded_checkpoint, {}, final)
+            optimizers = enumerate(checkpoint.pop("optimizer_states", []))
+            names = {f"optimizer_{number}": each for number, each in optimizers}  # Lightning's
+            shards, left_out = to_plain(without_numpy_numbers({"state_dict": checkpoint.pop("state_dict"), **names}))
+            draft = self._shards.draft(shards)
+        met = session.gather(
             {
-                "state": to_host(self._session.own_state(final)),
+                "state": own,
                 "busy": self._background is not None and self._background.busy,
                 "lacks": self._lacks_memory,
                 "written": str(temporary_path(self._path(final))),
+                "new": draft is not None and draft.is_new,
             }
         )
-        return met
-
-    def _save_of_all(self, path: Path, met: list[dict[str, Any]]) -> Save:
-        return Save(path, Path(met[0]["written"]), {**self._session.metadata, "step": self._step})
-
-    def _checkpoint_of_all(self, final: bool, met: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-        """The checkpoint of this boundary in types that a safe load reads, and what was left out.
-
-        Where each rank writes its shards, they are in its ``shards``, as DCP takes them and Lightning loads them.
-        """
-        ranks = {"ranks": [each["state"] for each in met]}
-        if self._shards is None:
-            return _whole_states_to_plain(self._checkpoint_with(_lightning.dump_checkpoint, ranks, final))
-        checkpoint = self._checkpoint_with(_lightning.dump_sharded_checkpoint, ranks, final)
-        optimizers = enumerate(checkpoint.pop("optimizer_states", []))
-        shards = {"state_dict": checkpoint.pop("state_dict"), **{f"optimizer_{n}": each for n, each in optimizers}}
-        shards, missing = to_plain(without_numpy_numbers(shards))
-        rest, left_out = _whole_states_to_plain(checkpoint)
-        return {**rest, "shards": shards}, [*missing, *left_out]
+        checkpoint[STATE_KEY]["ranks"] = [each["state"] for each in met]
+        return _Collected(
+            checkpoint,
+            left_out,
+            draft,
+            plan=any(each["new"] for each in met),
+            written=Path(met[0]["written"]),
+            is_busy=any(each["busy"] for each in met),
+            lacks=next((each["lacks"] for each in met if each["lacks"] is not None), None),
+        )
 
     def _checkpoint_with(
         self, dump: Callable[[Trainer], dict[str, Any]], ranks: dict[str, Any], final: bool
@@ -301,13 +328,13 @@ class Saver:
         }
         return {**checkpoint, STATE_KEY: state}
 
-    def _save(self, reason: str, final: bool, met: list[dict[str, Any]]) -> Path | None:
+    def _save(self, reason: str, final: bool, state: _Collected) -> Path | None:
         trainer, started = self._session.trainer, time.monotonic()
-        checkpoint, left_out = self._checkpoint_of_all(final, met)
+        checkpoint, left_out = state.plain()
         path, outcome = self._path(final), Outcome("published")
-        if self._shards is not None:
-            part = self._shards.prepare(checkpoint.pop("shards"))
-            outcome = self._shards.write(self._save_of_all(path, met), part, to_host(checkpoint))
+        if self._shards is not None and state.draft is not None:
+            save = Save(path, state.written, {**self._session.metadata, "step": self._step})
+            outcome = self._shards.write(save, self._shards.part(state.draft, state.plan), to_host(checkpoint))
         elif _lightning.writes_directories(trainer.strategy):
             try:
                 trainer.strategy.save_checkpoint(checkpoint, path)

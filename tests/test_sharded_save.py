@@ -64,7 +64,8 @@ class Job:
         outcomes: list[Outcome] = [Outcome("failed", "absent")] * self.world_size
 
         def act(rank: int) -> None:
-            own = self.saves[rank].prepare(self.state)
+            draft = self.saves[rank].draft(self.state)
+            own = self.saves[rank].part(draft, any(self.gather(rank)(draft.is_new)))
             if rank not in absent:
                 outcomes[rank] = self.saves[rank].write(save, part(rank, own), {"rest": step})
 

@@ -54,6 +54,21 @@ class Save:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """What is to be saved, as DCP sees it.
+
+    Args:
+        planner: Has the state, by name.
+        layout: What the plan depends on.
+        is_new: Whether it is another than that of the save before.
+    """
+
+    planner: DefaultSavePlanner
+    layout: list[Any]
+    is_new: bool
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How a save has ended, the same on all ranks.
 
@@ -104,8 +119,8 @@ class ShardedSaves:
         self._number = 0
         self._failing_since: float | None = None
 
-    def prepare(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What this rank writes of ``state``, by name. A collective; nothing is copied.
+    def draft(self, state: dict[str, Any]) -> Draft:
+        """Looks at what is to be saved. Nothing is copied.
 
         Args:
             state: Nested dicts and lists of DTensors, tensors and plain values, as DCP takes it.
@@ -113,10 +128,20 @@ class ShardedSaves:
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=self._rank == 0)
         layout = [_layout(name, value) for name, value in planner.state_dict.items()]
-        if any(self._gather(layout != self._layout)):
+        return Draft(planner, layout, layout != self._layout)
+
+    def part(self, draft: Draft, plan: bool) -> dict[str, Any]:
+        """What this rank writes, by name. Nothing is copied.
+
+        Args:
+            draft: Of this rank.
+            plan: Whether the draft of any rank is new; then this is a collective.
+        """
+        planner = draft.planner
+        if plan:
             plans, metadata = planner.create_global_plan(self._gather(planner.create_local_plan()))
-            plan = FileSystemWriter("").prepare_global_plan(plans)[self._rank]
-            self._plan, self._layout = planner.finish_plan(plan), layout
+            own = FileSystemWriter("").prepare_global_plan(plans)[self._rank]
+            self._plan, self._layout = planner.finish_plan(own), draft.layout
             if self._rank == 0:
                 self._metadata = metadata
         names = {item.index.fqn for item in self._plan.items}
@@ -127,7 +152,7 @@ class ShardedSaves:
 
         Args:
             save: The same on all ranks, which call this for one save after the other.
-            part: As made by :meth:`prepare`, or a copy of that. ``None``: this rank has none.
+            part: As made by :meth:`part`, or a copy of that. ``None``: this rank has none.
             rest: What else belongs to the checkpoint, on rank 0, in types that a safe load reads.
             missed: Why there is no part; ``None``: its copy was no good.
         """
