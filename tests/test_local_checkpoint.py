@@ -1131,8 +1131,8 @@ class Rank:
         """From one boundary to the next."""
         model = self.model
         if (planned := self.saves.at_boundary(model.steps, True)) is not None:
-            started, live = time.perf_counter(), model.live()
-            self.saves.take(planned, model.steps, model.state(), live, live if self.commons else [], started)
+            live = model.live()
+            self.saves.take(planned, model.steps, model.state(), live, live if self.commons else [])
         model.advance()
         self.saves.fence()
 

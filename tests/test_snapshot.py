@@ -752,18 +752,6 @@ def test_a_hidden_write_behind_the_copy_does_no_harm() -> None:
     assert taken.is_right()
 
 
-def test_a_device_without_memory_for_a_copy() -> None:
-    def clone(tensor: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError
-
-    buffer, snapshots = torch.zeros(4), Snapshots()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "clone", clone)
-        snapshot = snapshots.take([buffer], [])
-    buffer.add_(1)
-    assert same(snapshot.tensors[0], torch.zeros(4))
-
-
 class Recorded:
     """A fence, and what came before and behind it."""
 

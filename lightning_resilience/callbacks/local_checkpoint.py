@@ -16,6 +16,7 @@ import torch
 
 from lightning_resilience import _lightning
 from lightning_resilience.checkpoint import capacity, shard
+from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.generations import Journey, common_part, places, rank_part
 from lightning_resilience.checkpoint.interval import Schedule, mean_time_to_failure_s, optimal_interval_s
 from lightning_resilience.checkpoint.local import Figures, LocalSaves
@@ -194,6 +195,7 @@ class _Local:
         self._kept_here: set[int] = {place.rank for place in self.places if place.node == self.place.node}
         self._replicas: Replicas | None = None
         self._saves: LocalSaves | None = None
+        self._device: torch.device | None = None
         self._left_out: list[str] = []
         self._history = (0, 0.0)
         self._recovery_s = 0.0
@@ -269,6 +271,7 @@ class _Local:
             self._kept_here,
             self._check,
             session.advanced,
+            self._device,
         )
         _lightning.on_batch_done(trainer, session.patches, self._saves.fence)
         session.at_end_of_epoch.append(self._saves.fence)
@@ -297,10 +300,10 @@ class _Local:
 
     def _at_boundary(self, clean: bool) -> None:
         assert self._saves is not None
-        step, started = self.session.trainer.global_step, time.perf_counter()
+        step = self.session.trainer.global_step
         if (planned := self._saves.at_boundary(step, clean)) is not None:
             try:
-                left_out = self._saves.take(planned, step, *self._state(), started)
+                left_out = self._saves.take(planned, step, *self._state())
             except Exception as error:  # also of the user's own on_save_checkpoint
                 self._saves.miss(step, error)
                 return
@@ -390,6 +393,7 @@ class _Local:
     def _why_it_does_not_fit(self) -> str | None:
         trainer = self.session.trainer
         live = _lightning.live_tensors(trainer)
+        self._device = next(filter(None, map(accelerator, live)), None)
         mine = sum(tensor.nbytes for tensor in {id(each): local(each) for each in live}.values())
         if not any(optimizer.state for optimizer in trainer.optimizers):
             # Most keep two numbers for each parameter (Adam's moments), from the first step on.

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lightning_resilience.checkpoint.devices import Standstill
 from lightning_resilience.checkpoint.generations import Place, common_part, rank_part
 from lightning_resilience.checkpoint.interval import Schedule
 from lightning_resilience.checkpoint.parts import Check, Part, RankState
@@ -89,6 +90,7 @@ class LocalSaves:
         kept_here: The ranks whose own parts this node keeps; default: those on it.
         check: Looks at every state before it is published; see :meth:`.RankState.publish`.
         waiting: Called now and then while the training thread waits; see :func:`~.snapshot.patiently`.
+        device: The accelerator that the state is copied from; ``None`` for the host.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class LocalSaves:
         kept_here: Collection[int] = (),
         check: Check | None = None,
         waiting: Callable[[], None] = lambda: None,
+        device: torch.device | None = None,
     ) -> None:
         self.figures = Figures()
         self._store = store
@@ -126,6 +129,8 @@ class LocalSaves:
         self._check = check
         self._waiting = waiting
         self._expected = dict(expected or {})
+        self._device = device
+        self._at_boundary = self._stand_still()
         self._snapshots = Snapshots()
         self._fence: Fence | None = None
         self._changed = threading.Condition()
@@ -165,6 +170,9 @@ class LocalSaves:
         with self._changed:
             return self._wait_for(lambda: not self._busy, timeout_s)
 
+    def _stand_still(self) -> Standstill:
+        return Standstill([self._device] if self._device is not None else [])
+
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Waits in the training thread, which holds the lock."""
         return patiently(lambda seconds: self._changed.wait_for(condition, seconds), timeout_s, self._waiting)
@@ -195,6 +203,7 @@ class LocalSaves:
                     self.figures.skipped += 1
                 self._skipped_at = step
                 return None
+            self._at_boundary = self._stand_still()
             return Round(0, step, new_generation())
         with self._changed:
             if self._place.rank == 0 and step != self._passed:
@@ -206,6 +215,7 @@ class LocalSaves:
             planned = self._planned
             if planned is None or not clean or step < planned.step:
                 return None
+            self._at_boundary = self._stand_still()
             self._wait_for(
                 lambda: self._planned is not planned or self._agreed is not None or self.trouble is not None,
                 _ANSWER_WITHIN_S,
@@ -232,7 +242,6 @@ class LocalSaves:
         state: Any,
         stable: Sequence[torch.Tensor],
         common: Sequence[torch.Tensor],
-        started: float,
     ) -> list[str]:
         """Hands the state of this boundary over.
 
@@ -242,7 +251,6 @@ class LocalSaves:
             state: This rank's checkpoint.
             stable: What does not change before an optimizer's step.
             common: What all ranks of this node have alike.
-            started: When the training was stopped for this, in seconds of ``time.perf_counter()``.
 
         Returns:
             The names of what in it cannot be kept.
@@ -258,7 +266,7 @@ class LocalSaves:
             self._taken, self._last = taken, step
             self._busy = self._writing = True
             self._changed.notify_all()
-        self.figures.stall_s = time.perf_counter() - started
+        self._at_boundary.over()
         return snapshot.left_out
 
     def miss(self, step: int, error: Exception) -> None:
@@ -421,6 +429,8 @@ class LocalSaves:
         with self._changed:
             self._writing = False
             self._changed.notify_all()
+        if taken is not None and parts:
+            self.figures.stall_s = self._at_boundary.seconds() + taken.snapshot.waited_s
         complete: bool | None = bool(parts)
         if self._rounds is not None and planned is not None:
             self._replicate(taken.step if taken is not None else planned.step, planned.generation, parts)
@@ -474,7 +484,6 @@ class LocalSaves:
     def _save(self, taken: RankState) -> list[Part]:
         """Publishes this rank's parts and returns them; none if the snapshot was no good."""
         parts = taken.publish(self._store, self._identity, self._check)
-        self.figures.stall_s += taken.snapshot.waited_s
         if parts:
             self._last_failure = ""
             self._expected = {part.name: part.size for part in parts}
@@ -485,7 +494,7 @@ class LocalSaves:
         """Has the memory for the next save ready: what is new is slow to get, and the optimizer's step would wait."""
         with contextlib.suppress(OSError):  # there is no room now; the save will say so
             for part, nbytes in self._expected.items():
-                self._store.reserve(part, nbytes).abandon()
+                self._store.reserve(part, nbytes, self._device).abandon()
 
     def _retire(self) -> None:
         place = self._place

@@ -94,7 +94,7 @@ class RankState:
         try:
             for name, indices in self.parts().items():
                 specs, size = self._arrange(indices)
-                reserved.append(Part(name, indices, specs, size, store.reserve(name, size)))
+                reserved.append(Part(name, indices, specs, size, store.reserve(name, size, self.snapshot.device)))
         except BaseException:
             _abandon(reserved)
             raise

@@ -19,13 +19,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_resilience.checkpoint import devices
 from lightning_resilience.checkpoint.plain import pack
 from lightning_resilience.checkpoint.sharded import local
 
@@ -34,6 +34,9 @@ _LOOKED_AT_ALL = 1e-3
 
 _SAMPLE = 64
 """How many elements of a parameter are looked at otherwise."""
+
+_ON_DEVICE_BYTES = 64 << 20
+"""How much memory of a device is taken at most for copies of what is not stable: the training may need the rest."""
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +73,7 @@ class Snapshots:
     """Takes one snapshot after the other, into memory that it keeps: one at a time."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, _Kept] = {}
         self._restless: set[tuple[Any, ...]] = set()
         self._hidden_writes = False
         self._look_at_all = 0.0  # not before this time
@@ -97,7 +100,8 @@ class Snapshots:
                 seen.append((own, own._version))
             if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
                 parameters.add(place)
-        kept, self._kept = self._kept, {}
+        copier = _Copier(tensors, self._kept)
+        self._kept = copier.kept
         sources: list[torch.Tensor] = []
         late: dict[int, torch.Tensor] = {}
         places = set()
@@ -106,7 +110,7 @@ class Snapshots:
             if tensor.is_meta:
                 sources.append(tensor)
             elif place not in watched or self._is_volatile(index, tensor):
-                sources.append(self._copy(index, tensor, kept.get(index)))
+                sources.append(copier.copy(index, tensor))
             else:
                 # Whoever replaces the data of a parameter leaves us what was there.
                 source = tensor if type(tensor) is torch.Tensor else tensor.detach()
@@ -117,27 +121,15 @@ class Snapshots:
                 if place in parameters:
                     late[index] = source
         watched = {place: watched[place] for place in places}
-        return Snapshot(self, skeleton, sources, watched, left_out, self._look(late))
+        look = self._look(late)
+        return Snapshot(self, skeleton, sources, watched, left_out, look, copier.devices, copier.through_host)
 
     def _is_volatile(self, index: int, tensor: torch.Tensor) -> bool:
         if self._restless and _kind(index, tensor) in self._restless:
             return True
-        if tensor.is_inference() or tensor.is_conj():  # torch counts nothing, or shows no bits
+        if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():  # torch counts nothing, or shows no bits
             return True
         return not (tensor.is_contiguous() or _fills_its_memory(tensor))
-
-    def _copy(self, index: int, tensor: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-        # On its own device, where this waits for nothing but earlier work on that device's stream.
-        with torch.no_grad():
-            if kept is None or not _is_alike(kept, tensor):
-                try:
-                    kept = tensor.detach().clone()
-                except torch.OutOfMemoryError:
-                    return tensor.detach().to("cpu", copy=True)  # the training waits for it, but lives on
-            else:
-                kept.copy_(tensor)
-        self._kept[index] = kept
-        return kept
 
     def _look(self, late: Mapping[int, torch.Tensor]) -> _Look:
         started = time.monotonic()
@@ -158,15 +150,80 @@ class Snapshots:
         self._hidden_writes |= hidden
 
 
+_Kept = tuple[torch.Tensor, devices.Registration | None]
+
+
+class _Copier:
+    """Copies at once what may change before the fence, without waiting for a device, into memory that is kept.
+
+    On its own device, as long as that takes no more memory than a budget. What is beyond it, or finds no room there,
+    goes to the host: the device does nothing else meanwhile.
+
+    Args:
+        tensors: All tensors of the state.
+        kept: What was copied into the last time, by index.
+
+    Attributes:
+        devices: All that the state is on.
+        kept: What is copied into this time.
+        through_host: By index the bytes of what did not stay on its device.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], kept: Mapping[int, _Kept]) -> None:
+        self.devices = list(dict.fromkeys(filter(None, map(devices.accelerator, tensors))))
+        self.kept: dict[int, _Kept] = {}
+        self.through_host: dict[int, int] = {}
+        self._before = kept
+        self._left = dict.fromkeys(self.devices, _ON_DEVICE_BYTES)
+        self._awaited = not self.devices
+
+    @torch.no_grad()
+    def copy(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of the tensor with this index."""
+        device = devices.accelerator(tensor)
+        if device is not None:
+            if tensor.nbytes > self._left[device]:
+                return self._to_host(index, tensor.detach(), device)
+            self._left[device] -= tensor.nbytes
+        elif not self._awaited and tensor.is_pinned():  # few states have any; a device may be writing into it still
+            for each in self.devices:
+                devices.mark(each).synchronize()
+            self._awaited = True
+        kept, registration = self._before.get(index, (None, None))
+        if kept is None or not _is_alike(kept, tensor, tensor.device):
+            try:
+                kept, registration = tensor.detach().clone(), None
+            except torch.OutOfMemoryError:
+                if device is None:
+                    raise
+                return self._to_host(index, tensor.detach(), device)
+        else:
+            kept.copy_(tensor)
+        self.kept[index] = kept, registration
+        return kept
+
+    def _to_host(self, index: int, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self.through_host[index] = tensor.nbytes
+        if tensor.layout != torch.strided or not _fills_its_memory(tensor) or tensor.is_conj() or tensor.is_neg():
+            return tensor.to("cpu", copy=True)  # takes more than one copy: the host waits for it
+        kept, registration = self._before.get(index, (None, None))
+        if kept is None or not _is_alike(kept, tensor, torch.device("cpu")):
+            kept = torch.empty_like(tensor, device="cpu")
+            registration = devices.register(kept, device)
+        self.kept[index] = kept, registration
+        return kept.copy_(tensor, non_blocking=True)
+
+
 def _kind(index: int, tensor: torch.Tensor) -> tuple[Any, ...]:
     """Knows a tensor of the next snapshot again, also where its memory is another."""
     return index, tensor.shape, tensor.dtype
 
 
-def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+def _is_alike(first: torch.Tensor, second: torch.Tensor, device: torch.device) -> bool:
+    """Whether the content of the second can be copied into the first, if that is to be on ``device``."""
     return (
         first.layout == second.layout == torch.strided
-        and (type(first), first.dtype, first.device) == (type(second), second.dtype, second.device)
+        and (type(first), first.dtype, first.device) == (type(second), second.dtype, device)
         and (first.shape, first.stride()) == (second.shape, second.stride())
     )
 
@@ -187,26 +244,35 @@ class _Look:
 
     def __init__(self, tensors: Mapping[int, torch.Tensor], at_all: bool) -> None:
         self._at_all = at_all
-        self._seen: dict[int, torch.Tensor] = {}
+        self._being_brought: list[torch.Tensor] = []
+        alike: dict[Any, dict[int, torch.Tensor]] = {}
         with torch.no_grad():
-            if at_all:
-                self._seen = {key: _sum(tensor) for key, tensor in tensors.items()}
-                return
-            alike: dict[Any, dict[int, torch.Tensor]] = {}
             for key, tensor in tensors.items():
-                alike.setdefault((tensor.dtype, tensor.device), {})[key] = _sample(tensor)
-            for group in alike.values():
-                pieces = torch.split(torch.cat(list(group.values())), [piece.numel() for piece in group.values()])
-                self._seen.update(zip(group, pieces, strict=True))
+                seen = _sum(tensor) if at_all else _sample(tensor)
+                alike.setdefault((seen.dtype, devices.accelerator(seen)), {})[key] = seen
+            # In one piece for each device, so that it takes one copy to bring it.
+            self._groups = [
+                (device, {key: seen.numel() for key, seen in group.items()}, torch.cat(list(group.values())))
+                for (_, device), group in alike.items()
+            ]
 
     def bring(self, device: torch.device) -> None:
-        """Moves what was seen on ``device`` to the host, on its current stream."""
-        self._seen.update({key: seen.cpu() for key, seen in self._seen.items() if seen.device == device})
+        """Has what was seen on ``device`` moved to the host, on its current stream: to be waited for by the caller."""
+        for number, (where, sizes, seen) in enumerate(self._groups):
+            if where == device:
+                host = torch.empty(seen.shape, dtype=seen.dtype, device="cpu", pin_memory=True)
+                self._groups[number] = (None, sizes, host.copy_(seen, non_blocking=True))
+                self._being_brought.append(seen)  # its memory must not be given to others meanwhile
+
+    def _seen(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for _, sizes, seen in self._groups:
+            yield from zip(sizes, torch.split(seen, list(sizes.values())), strict=True)
 
     def differs(self, tensors: Mapping[int, torch.Tensor]) -> list[int]:
         """The keys of what looks otherwise now, in ``tensors``."""
-        now = _Look({key: tensor for key, tensor in tensors.items() if key in self._seen}, self._at_all)._seen
-        return [key for key, seen in now.items() if not torch.equal(_bits(seen), _bits(self._seen[key]))]
+        before = dict(self._seen())
+        now = _Look({key: tensor for key, tensor in tensors.items() if key in before}, self._at_all)
+        return [key for key, seen in now._seen() if not torch.equal(_bits(seen), _bits(before[key]))]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -237,6 +303,8 @@ class Snapshot:
         skeleton: The state without its tensors (see :func:`~.plain.pack`).
         tensors: What was or will be copied. To be read by :meth:`copy` only, but for their shapes and types.
         left_out: Names of what could not be taken.
+        through_host: By index the bytes of what was too large for its device to keep a copy of it, and has held the
+            device up on its way to the host.
     """
 
     def __init__(
@@ -247,12 +315,13 @@ class Snapshot:
         watched: Mapping[int, list[tuple[torch.Tensor, int]]],
         left_out: list[str],
         look: _Look,
+        on: Iterable[torch.device],
+        through_host: Mapping[int, int],
     ) -> None:
         self.skeleton = skeleton
         self.tensors = tensors
         self.left_out = left_out
-        self.waited_s = 0.0
-        """How long the training has waited at the fence."""
+        self.through_host = through_host
         self._snapshots = snapshots
         self._watched = watched
         self._look = look
@@ -261,11 +330,13 @@ class Snapshot:
         self._fenced = threading.Event()
         self._good = True
         # What the training has asked its devices to do by now comes before the copy.
-        self._before = {
-            device: torch.get_device_module(device).current_stream(device).record_event()
-            for device in {tensor.device for tensor in tensors}
-            if device.type not in ("cpu", "meta")
-        }
+        self._before = {device: devices.mark(device) for device in on}
+        self._at_fence: devices.Standstill | None = None
+
+    @property
+    def device(self) -> torch.device | None:
+        """The accelerator that the state is on; the first of several, and ``None`` for the host."""
+        return next(iter(self._before), None)
 
     def copy(self, destinations: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Copies tensors to where they shall go.
@@ -273,24 +344,30 @@ class Snapshot:
         Args:
             destinations: Pairs of an index in :attr:`tensors` and a tensor in host memory of its shape and type.
         """
-        streams: dict[torch.device, Any] = {}
-        for device, event in self._before.items():
-            streams[device] = torch.get_device_module(device).Stream(device)
-            streams[device].wait_event(event)
-        with torch.no_grad():
-            for index, destination in destinations:
-                source = self.tensors[index]
-                with self._on(streams.get(source.device)):
+        copies: dict[torch.device | None, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for index, destination in destinations:
+            self._destinations[index] = destination
+            source = self.tensors[index]
+            copies.setdefault(devices.accelerator(source), []).append((destination, source))
+        copied = []
+        with torch.no_grad(), devices.at_work_for(self._before):
+            try:
+                for device, before in self._before.items():
+                    with devices.on_side_stream(device) as stream:
+                        stream.wait_event(before)
+                        try:
+                            for destination, source in copies.get(device, ()):
+                                destination.copy_(source, non_blocking=True)
+                            self._look.bring(device)
+                        finally:
+                            copied.append(devices.end_of(stream))
+                for before in self._before.values():  # a device may be writing into memory of the host, too
+                    before.synchronize()
+                for destination, source in copies.get(None, ()):
                     destination.copy_(source)
-                self._destinations[index] = destination
-        for device, stream in streams.items():
-            with self._on(stream):
-                self._look.bring(device)
-            stream.synchronize()
-
-    @staticmethod
-    def _on(stream: Any | None) -> AbstractContextManager[Any]:
-        return nullcontext() if stream is None else torch.get_device_module(stream.device).stream(stream)
+            finally:  # until then the memory belongs to the devices, whatever has happened
+                for event in copied:
+                    event.synchronize()
 
     def release(self) -> None:
         """To be called when everything is copied, or nothing will be: the training may change its tensors again."""
@@ -306,9 +383,12 @@ class Snapshot:
         """
         if self._fenced.is_set():
             return
-        started = time.perf_counter()
-        in_time = patiently(self._copied.wait, LONGEST_WAIT_S, waiting)
-        self.waited_s = time.perf_counter() - started
+        in_time = True
+        if not self._copied.is_set():
+            at_fence = devices.Standstill(self._before)
+            in_time = patiently(self._copied.wait, LONGEST_WAIT_S, waiting)
+            at_fence.over()
+            self._at_fence = at_fence
         if not in_time:  # storage that does not answer must not stop the training: what is copied from here on is bad
             self._good = False
             self._fenced.set()
@@ -325,6 +405,11 @@ class Snapshot:
     def _spoil(self, changed: Iterable[int], hidden: bool) -> None:
         self._good = False
         self._snapshots.spoiled({index: self.tensors[index] for index in changed}, hidden)
+
+    @property
+    def waited_s(self) -> float:
+        """How long the training has stood still at the fence; not for its own thread (see :class:`.Standstill`)."""
+        return 0.0 if self._at_fence is None else self._at_fence.seconds()
 
     @property
     def fenced(self) -> bool:

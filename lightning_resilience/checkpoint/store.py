@@ -45,6 +45,7 @@ from torch import Tensor
 from lightning_resilience._files import clean_temporaries, is_temporary, sync_directory
 from lightning_resilience.checkpoint import durable
 from lightning_resilience.checkpoint.capacity import format_bytes, in_node_memory
+from lightning_resilience.checkpoint.devices import Registration, register
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class NodeStore:
         self._writers: dict[str, PartWriter] = {}
         self._written: set[str] = set()  # names of parts that this process has reserved
         self._mapped: dict[Path, _MappedFile] = {}  # own files by where they are now; in node memory
-        self._buffers: dict[str, Tensor] = {}  # by part; on a disk
+        self._buffers: dict[str, _MappedFile] = {}  # by part; on a disk
         self._claim: _Claim | None = None
         self._open()
         self.in_memory = in_node_memory(self.directory)
@@ -123,12 +124,13 @@ class NodeStore:
 
     # Writing
 
-    def reserve(self, part: str, nbytes: int) -> PartWriter:
+    def reserve(self, part: str, nbytes: int, device: torch.device | None = None) -> PartWriter:
         """Memory for one part of the next generation.
 
         Args:
             part: Its name; letters, digits, ``-`` and ``_``. One writer at a time can be open for it.
             nbytes: How much will be copied into that memory, at most.
+            device: The accelerator that it will be copied from, which can write into it by itself if it is told so.
 
         Raises:
             OSError: If there is no room (``ENOSPC``, ``EDQUOT``) or the storage fails. Nothing is taken then, and what
@@ -150,7 +152,8 @@ class NodeStore:
             self._written.add(part)
         try:
             with torch.inference_mode(False):  # What is made in it, as in a validation, cannot be written to later.
-                writer.memory = self._map(writer.path, nbytes) if self.in_memory else self._buffer(part, nbytes)
+                file = self._map(writer.path, nbytes) if self.in_memory else self._buffer(part, nbytes)
+                writer.use(file, nbytes, device)
         except BaseException as error:
             self._discard(writer)
             if isinstance(error, (OSError, RuntimeError)):  # torch's, if there is no memory
@@ -180,33 +183,38 @@ class NodeStore:
             raise
         return writer.publish(step, generation, data.numel(), b"")
 
-    def _map(self, path: Path, nbytes: int) -> Tensor:
-        """The memory of the file ``path``, which is there from a retired generation or is made."""
+    def _map(self, path: Path, nbytes: int) -> _MappedFile:
+        """The file ``path``, which is there from a retired generation or is made."""
         size = max(nbytes, 1)
         fd = _open_alone(path)
         try:
             status = os.fstat(fd)
             # Allocating again what is allocated would look at every page.
             if status.st_size < size or status.st_blocks * 512 < size:
-                for start in range(0, size, _ALLOCATED_AT_ONCE):
-                    os.posix_fallocate(fd, start, min(_ALLOCATED_AT_ONCE, size - start))
+                _allocate(fd, size)
             with self._lock:
                 mapped = self._mapped.pop(path, None)
-            if mapped is None or not mapped.is_of(status) or mapped.memory.numel() < size:
+            if mapped is None or not mapped.is_of(status) or not mapped.has(size, status):
                 mapped = _MappedFile(fd, size)
         finally:
             os.close(fd)
         with self._lock:
             self._mapped[path] = mapped
-        return mapped.memory[:nbytes]  # What lies behind is no part of the file.
+        return mapped
 
-    def _buffer(self, part: str, nbytes: int) -> Tensor:
+    def _buffer(self, part: str, nbytes: int) -> _MappedFile:
+        """Memory like that of a file in node memory, which no file system knows."""
         buffer = self._buffers.get(part)
-        if buffer is None or not nbytes <= buffer.numel() <= 2 * nbytes:
+        if buffer is None or not nbytes <= buffer.memory.numel() <= 2 * nbytes:
             self._buffers.pop(part, None)
             del buffer  # never two of them
-            buffer = self._buffers[part] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return buffer[:nbytes]
+            fd = os.memfd_create(part, os.MFD_CLOEXEC)
+            try:
+                _allocate(fd, max(nbytes, 1))
+                buffer = self._buffers[part] = _MappedFile(fd, max(nbytes, 1))
+            finally:
+                os.close(fd)
+        return buffer
 
     def _publish(self, writer: PartWriter, step: int, generation: str, data_size: int, trailer: bytes) -> Path:
         if step < 0 or _GENERATION.fullmatch(generation) is None:
@@ -409,6 +417,13 @@ class PartWriter:
         self.path = path
         self.memory = _nothing()
         self._store = store
+        self._registration: Registration | None = None
+
+    def use(self, file: _MappedFile, nbytes: int, device: torch.device | None) -> None:
+        """Has ``file`` for the memory of this writer."""
+        self.memory = file.memory[:nbytes]  # What lies behind is no part of the file.
+        # A device that is still writing into it (one that is stuck, say) has this writer stay, whatever is closed.
+        self._registration = file.register(device)
 
     def publish(self, step: int, generation: str, data_size: int, trailer: bytes) -> Path:
         """Publishes ``memory[:data_size]`` followed by ``trailer``, and closes this writer.
@@ -478,6 +493,11 @@ def _open_alone(path: Path) -> int:
     return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
 
 
+def _allocate(fd: int, size: int) -> None:
+    for start in range(0, size, _ALLOCATED_AT_ONCE):
+        os.posix_fallocate(fd, start, min(_ALLOCATED_AT_ONCE, size - start))
+
+
 def _move_into(path: Path, target: Path) -> None:
     """Renames ``path`` to ``target``, in a folder that others remove when they find it empty."""
     for _ in range(100):
@@ -526,9 +546,22 @@ class _MappedFile:
         if _advise(self.memory, _MADV_DONTFORK):
             _not_inherited[self.memory.data_ptr()] = self.memory
         _advise(self.memory, _MADV_POPULATE_WRITE)  # One call now instead of a fault for every page of the copy.
+        self._registration: Registration | None = None
 
     def is_of(self, status: os.stat_result) -> bool:
         return self._inode == (status.st_dev, status.st_ino)
+
+    def has(self, size: int, status: os.stat_result) -> bool:
+        """Whether ``size`` bytes of the file are mapped here, for all who write into it."""
+        # A registered page that was cut off the file stays what the device knows, when the file has long had another.
+        is_whole = self._registration is None or status.st_size >= self.memory.numel()
+        return is_whole and self.memory.numel() >= size
+
+    def register(self, device: torch.device | None) -> Registration | None:
+        """Has ``device`` write into the memory by itself, while this object or what is returned is there."""
+        if self._registration is None:
+            self._registration = register(self.memory, device)
+        return self._registration
 
 
 _MADV_DONTFORK = 10  # linux/mman.h
