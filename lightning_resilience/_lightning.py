@@ -469,10 +469,18 @@ def load_own_checkpoint(trainer: Trainer, patches: Patches) -> None:
 
 
 def live_tensors(trainer: Trainer) -> list[torch.Tensor]:
-    """What only the optimizers' steps change: the parameters, and what optimizers keep."""
+    """What does not change before the optimizers' steps: parameters, what optimizers keep, and averages of weights."""
     optimizers: list[Any] = list(trainer.optimizers)
     optimizers = [optimizer.optim if _is_zero(optimizer) else optimizer for optimizer in optimizers]
-    return [*trainer.lightning_module.parameters(), *optimizer_tensors(optimizers)]
+    return [*trainer.lightning_module.parameters(), *optimizer_tensors(optimizers), *_averaged_tensors(trainer)]
+
+
+def _averaged_tensors(trainer: Trainer) -> Iterator[torch.Tensor]:
+    """What Lightning's callbacks average: written at the end of a batch or an epoch. It has no public name."""
+    for callback in callbacks_named(trainer, ("WeightAveraging", "StochasticWeightAveraging")):
+        if (average := getattr(callback, "_average_model", None)) is not None:
+            yield from average.parameters()
+            yield from average.buffers()
 
 
 def named_state(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:

@@ -112,7 +112,11 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "WeightAveraging": (
         lambda t: importlib.import_module(f"{package_of(t)}.callbacks").WeightAveraging(),
-        {"_latest_update_step"},
+        {"_average_model", "_latest_update_step"},
+    ),
+    "StochasticWeightAveraging": (
+        lambda t: importlib.import_module(f"{package_of(t)}.callbacks").StochasticWeightAveraging(0.1),
+        {"_average_model"},
     ),
     "DDPStrategy": (
         lambda t: importlib.import_module(f"{package_of(t)}.strategies").DDPStrategy(),

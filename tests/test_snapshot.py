@@ -391,11 +391,23 @@ def test_averages_of_the_users(hidden: bool, witness: Witness, tmp_path: Path) -
     ],
     ids=["EMAWeightAveraging", "StochasticWeightAveraging"],
 )
-def test_averages_of_lightning(average: Callable[[], Any], witness: Witness, tmp_path: Path) -> None:
-    fit(witness, tmp_path, Module(), [average()], max_epochs=4)
+def test_averages_of_lightning(
+    average: Callable[[], Any], witness: Witness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback, take, behind = average(), Snapshots.take, []
+
+    def look(*args: Any) -> Any:
+        snapshot = take(*args)
+        sources = {tensor.data_ptr() for tensor in snapshot.tensors}
+        behind.append(sources >= {tensor.data_ptr() for tensor in callback._average_model.parameters()})
+        return snapshot
+
+    monkeypatch.setattr(Snapshots, "take", look)
+    fit(witness, tmp_path, Module(), [callback], max_epochs=4)
     assert sorted(witness.published) == sorted(witness.expected)
     assert len(witness.published) >= 11
     assert not witness.wrong()
+    assert all(behind), "a second model is not copied while training waits, on a device into memory of the training"
 
 
 class Embedding(nn.Module):

@@ -24,6 +24,7 @@ from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.replicas import ReplicaError, Replicas, Transfer, cliques, fetch
 from lightning_resilience.checkpoint.rounds import Rounds, new_generation
 from lightning_resilience.checkpoint.sharded import local
+from lightning_resilience.checkpoint.snapshot import ON_DEVICE_BYTES
 from lightning_resilience.checkpoint.store import NodeStore, PartWriter
 from lightning_resilience.detect.witness import own_directories
 from lightning_resilience.ledger import read_ledger
@@ -466,7 +467,10 @@ class _Local:
         copies = "one node, so no copies on others"
         if self._nodes() > 1:
             copies = "with copies on other nodes" if self._replicas is not None else "without copies on other nodes"
-        log.info("Local checkpoints %s in %s (%s), %s.", when, self.store.directory, where, copies)
+        memory = ""
+        if self._device is not None:
+            memory = f", with at most {capacity.format_bytes(ON_DEVICE_BYTES)} of the memory of {self._device}"
+        log.info("Local checkpoints %s in %s (%s), %s%s.", when, self.store.directory, where, copies, memory)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

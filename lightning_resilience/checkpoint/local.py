@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 
+from lightning_resilience.checkpoint.capacity import format_bytes
 from lightning_resilience.checkpoint.devices import Standstill
 from lightning_resilience.checkpoint.generations import Place, common_part, rank_part
 from lightning_resilience.checkpoint.interval import Schedule
 from lightning_resilience.checkpoint.parts import Check, Part, RankState
+from lightning_resilience.checkpoint.plain import tensor_names
 from lightning_resilience.checkpoint.replicas import ReplicaError, Replicas
 from lightning_resilience.checkpoint.rounds import Round, Rounds, new_generation
-from lightning_resilience.checkpoint.snapshot import Fence, Snapshots, patiently
+from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots, patiently
 from lightning_resilience.checkpoint.store import NodeStore, PartWriter
 
 log = logging.getLogger(__name__)
@@ -152,6 +154,7 @@ class LocalSaves:
         self.trouble: BaseException | None = None
         """What has ended the thread before its time."""
         self._last_failure = ""
+        self._through_host = 0
         self._thread = threading.Thread(target=self._run, name="local-checkpoint", daemon=True)
 
     # -- the training thread -------------------------------------------------------------------------------------------
@@ -267,7 +270,21 @@ class LocalSaves:
             self._busy = self._writing = True
             self._changed.notify_all()
         self._at_boundary.over()
+        self._report_through_host(snapshot)
         return snapshot.left_out
+
+    def _report_through_host(self, snapshot: Snapshot) -> None:
+        nbytes = sum(snapshot.through_host.values())
+        if nbytes > 2 * self._through_host and self._place.rank == 0:
+            self._through_host = nbytes
+            largest = max(snapshot.through_host, key=snapshot.through_host.__getitem__)
+            log.warning(
+                "Local checkpoints: %s of the state (the largest: %s) may change before the optimizer's step, and are "
+                "too much to be copied on %s. They are copied to the host, and training waits for it.",
+                format_bytes(nbytes),
+                tensor_names(snapshot.skeleton).get(largest, "a tensor"),
+                self._device,
+            )
 
     def miss(self, step: int, error: Exception) -> None:
         """This boundary cannot be saved: its state could not be taken."""

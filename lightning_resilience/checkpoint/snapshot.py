@@ -35,7 +35,7 @@ _LOOKED_AT_ALL = 1e-3
 _SAMPLE = 64
 """How many elements of a parameter are looked at otherwise."""
 
-_ON_DEVICE_BYTES = 64 << 20
+ON_DEVICE_BYTES = 64 << 20
 """How much memory of a device is taken at most for copies of what is not stable: the training may need the rest."""
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class _Copier:
         self.kept: dict[int, _Kept] = {}
         self.through_host: dict[int, int] = {}
         self._before = kept
-        self._left = dict.fromkeys(self.devices, _ON_DEVICE_BYTES)
+        self._left = dict.fromkeys(self.devices, ON_DEVICE_BYTES)
         self._awaited = not self.devices
 
     @torch.no_grad()
@@ -294,6 +294,10 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(word).sum().reshape(1)
 
 
+_Copy = tuple[torch.Tensor, torch.Tensor]
+"""Where to, and from where."""
+
+
 class Snapshot:
     """One state, on its way into host memory. Made by :meth:`Snapshots.take`.
 
@@ -344,30 +348,37 @@ class Snapshot:
         Args:
             destinations: Pairs of an index in :attr:`tensors` and a tensor in host memory of its shape and type.
         """
-        copies: dict[torch.device | None, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        with torch.no_grad():
+            copies = self._noted(destinations)
+            for destination, source in self._copy_from_devices(copies) if self._before else copies:
+                destination.copy_(source)
+
+    def _noted(self, destinations: Iterable[tuple[int, torch.Tensor]]) -> Iterator[_Copy]:
         for index, destination in destinations:
             self._destinations[index] = destination
-            source = self.tensors[index]
-            copies.setdefault(devices.accelerator(source), []).append((destination, source))
-        copied = []
-        with torch.no_grad(), devices.at_work_for(self._before):
+            yield destination, self.tensors[index]
+
+    def _copy_from_devices(self, copies: Iterable[_Copy]) -> list[_Copy]:
+        """Copies what is on a device; what remains is not written by any device any more when this returns."""
+        by_device: dict[torch.device | None, list[_Copy]] = {None: []}
+        for destination, source in copies:
+            by_device.setdefault(devices.accelerator(source), []).append((destination, source))
+        copied = list(self._before.values())
+        with devices.at_work_for(self._before):
             try:
                 for device, before in self._before.items():
                     with devices.on_side_stream(device) as stream:
                         stream.wait_event(before)
                         try:
-                            for destination, source in copies.get(device, ()):
+                            for destination, source in by_device.get(device, ()):
                                 destination.copy_(source, non_blocking=True)
                             self._look.bring(device)
                         finally:
                             copied.append(devices.end_of(stream))
-                for before in self._before.values():  # a device may be writing into memory of the host, too
-                    before.synchronize()
-                for destination, source in copies.get(None, ()):
-                    destination.copy_(source)
             finally:  # until then the memory belongs to the devices, whatever has happened
                 for event in copied:
                     event.synchronize()
+        return by_device[None]
 
     def release(self) -> None:
         """To be called when everything is copied, or nothing will be: the training may change its tensors again."""
