@@ -627,14 +627,66 @@ def test_the_memory_is_used_again() -> None:
     tensors = [torch.ones(100), torch.ones(5, dtype=torch.int64)]
     undo = Undo(lambda: tensors)
     undo.keep()
-    places = [kept.data_ptr() for kept in undo._kept]
+    memory = [kept.data_ptr() for kept in undo._kept]
     tensors[0] = torch.full((100,), 3.0)
-    tensors.append(torch.zeros(2))
     undo.keep()
-    assert [kept.data_ptr() for kept in undo._kept][:2] == places
+    assert [kept.data_ptr() for kept in undo._kept] == memory
     tensors[0].zero_()
     undo.restore()
     assert tensors[0].tolist() == [3.0] * 100
+
+
+def test_a_graph_from_before_can_be_used_after(truth: Callable[[bool], Tensor | bool]) -> None:
+    """Of the first of several steps of a batch, say: what is put back is no write that torch must know of."""
+    norm = nn.BatchNorm1d(4)
+    norm(torch.randn(8, 4))
+    norm.eval()  # now the graph holds the running statistics
+    undo = Undo(norm.buffers)
+    for value in (False, True):
+        undo.keep()
+        result = norm(torch.randn(8, 4, requires_grad=True)).sum()
+        undo.restore(truth(value))
+        result.backward()
+
+
+class Kernels(TorchDispatchMode):
+    """Counts what is launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.launched += name not in ("detach", "view", "split", "empty", "lift_fresh", "alias")
+        return func(*args, **(kwargs or {}))
+
+
+def test_however_many_tensors_a_few_kernels_are_enough() -> None:
+    module = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(50)))
+    undo, bad = Undo(module.buffers), torch.tensor(True)
+    undo.keep()
+    undo.restore(bad)
+    with Kernels() as kernels:
+        undo.keep()
+        undo.restore(bad)
+    assert kernels.launched <= 2 * 4  # of numbers and of counts: kept, brought together, chosen, put back
+
+
+def test_what_was_finite_and_is_not(truth: Callable[[bool], Tensor | bool]) -> None:
+    tensors = [torch.tensor([1.0, -INF]), torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor(3)]
+    undo = Undo(lambda: tensors)
+    assert not undo.spoilt()
+    undo.keep()
+    assert not undo.spoilt()
+    tensors[0][1] = NAN  # it was none before
+    assert not undo.spoilt()
+    tensors[1][0] = INF
+    with NothingRead():
+        spoilt = undo.spoilt()
+    assert spoilt
+    undo.restore(truth(True))
+    assert not undo.spoilt()
 
 
 @pytest.mark.parametrize("where", [torch.tensor(1.0), torch.tensor([True, False]), torch.ones(0, dtype=torch.bool)])

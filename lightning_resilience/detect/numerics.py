@@ -220,8 +220,12 @@ class Undo:
 
     All of the content is copied every time. Torch counts the writes to a tensor, but not all of them: batch
     normalisation changes its running mean and variance uncounted, and so do fused kernels of other libraries. Copies
-    lie on the device of their tensor, in memory that is used again. So this is for small tensors, such as the buffers
+    lie on the device of their tensor, in memory that is used again: one piece for all tensors of a device and a type,
+    so that a few kernels are enough, however many tensors there are. So this is for small tensors, such as the buffers
     of a module.
+
+    What is put back is not counted either: a graph made before may be used after it, as several optimizers do in one
+    step (the generator's and the discriminator's of a GAN).
 
     A tensor is known by its place among the others, so one that was replaced by a new one is put back as well. If
     there are more or fewer tensors than there were, each is known by its identity.
@@ -235,7 +239,7 @@ class Undo:
         self._tensors = tensors
         self._known: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
-        self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._groups: list[_Group] = []
 
     def keep(self) -> None:
         """Remembers what the tensors hold now, in place of what was remembered before."""
@@ -245,8 +249,9 @@ class Undo:
         with torch.no_grad():
             if not self._is_prepared(now):
                 self._prepare(now)
-            for kept, current in self._groups:
-                torch._foreach_copy_(kept, current)
+            self._known = now
+            for group in self._groups:
+                torch._foreach_copy_(group.kept, group.of(now))
             for place, tensor in enumerate(now):
                 if tensor.layout is not torch.strided:
                     self._kept[place] = tensor.detach().clone()  # its size depends on its content
@@ -264,53 +269,127 @@ class Undo:
             ValueError: If ``where`` is a tensor, but not one boolean.
         """
         where = _verdict(where)
-        if where is False:
+        now = self._now() if where is not False else []
+        if not now:
             return
         with torch.no_grad():
-            pairs = list(self._pairs())
+            if self._is_prepared(now):
+                left = [place for place, tensor in enumerate(now) if tensor.layout is not torch.strided]
+                for group in self._groups:
+                    if not isinstance(where, torch.Tensor):
+                        torch._foreach_copy_(group.behind_autograd(now), group.kept)
+                    elif group.can_choose(where):
+                        group.choose(now, where.to(group.device, non_blocking=True))
+                    else:
+                        left += group.places
+                pairs = [(now[place], self._kept[place]) for place in left]
+            else:
+                pairs = list(self._pairs(now))
         with torch.inference_mode():  # a buffer that was replaced in a validation can be written to only here
             for tensor, kept in pairs:
-                if kept is None:
-                    continue
                 if isinstance(where, torch.Tensor) and _can_choose(tensor, where):
                     choice = where.to(tensor.device, non_blocking=True)
-                    torch.where(choice, kept, tensor, out=tensor)
+                    torch._foreach_copy_([tensor.data], [torch.where(choice, kept, tensor)])
                 elif where:
-                    tensor.copy_(kept)
+                    if tensor.layout is torch.strided:
+                        torch._foreach_copy_([tensor.data], [kept])
+                    else:
+                        tensor.copy_(kept)
+
+    def spoilt(self) -> torch.Tensor:
+        """Whether a number that was finite when it was kept is not so any more; one boolean, not looked at by the host.
+
+        Of tensors that are the same ones, or like them.
+        """
+        now = self._now()
+        verdicts: list[torch.Tensor] = []
+        with torch.no_grad():
+            if now and self._is_prepared(now):
+                verdicts = [group.spoilt(now) for group in self._groups if _has_nonfinite(group.dtype)]
+            if not verdicts:
+                return torch.zeros((), dtype=torch.bool)
+            home = next((each.device for each in verdicts if each.device.type != "cpu"), verdicts[0].device)
+            return torch.stack([each.to(home, non_blocking=True) for each in verdicts]).any()
 
     def _now(self) -> list[torch.Tensor]:
-        return [own for tensor in self._tensors() if not (own := local(tensor)).is_meta]
+        return [_without_repeats(own) for tensor in self._tensors() if not (own := local(tensor)).is_meta]
 
     def _is_prepared(self, now: list[torch.Tensor]) -> bool:
-        # Not only the same tensors: ``Module.to`` gives a tensor another type, device or memory.
-        return len(now) == len(self._known) and all(
-            tensor is known and _is_alike(tensor, kept)
-            for tensor, known, kept in zip(now, self._known, self._kept, strict=True)
-        )
+        # Not whether they are the same tensors: ``Module.to`` gives a tensor another type, device or memory.
+        return len(now) == len(self._kept) and all(map(_is_alike, now, self._kept))
 
     def _prepare(self, now: list[torch.Tensor]) -> None:
         """Makes room for the copies, in groups for which one kernel is enough."""
-        former = dict(enumerate(self._kept))
-        self._known, self._kept = now, []
-        groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for place, tensor in enumerate(map(_without_repeats, now)):
-            kept = former.get(place)
-            if kept is None or not _is_alike(kept, tensor):
-                kept = torch.empty_like(tensor)
-            self._kept.append(kept)
+        places: dict[Any, list[int]] = {}
+        for place, tensor in enumerate(now):
             if tensor.layout is torch.strided:
-                copies, sources = groups.setdefault((tensor.device, tensor.dtype), ([], []))
-                copies.append(kept)
-                sources.append(tensor)
-        self._groups = list(groups.values())
+                places.setdefault((tensor.device, tensor.dtype), []).append(place)
+        self._kept = list(now)
+        self._groups = [_Group(mine, [now[place] for place in mine]) for mine in places.values()]
+        for group in self._groups:
+            for place, kept in zip(group.places, group.kept, strict=True):
+                self._kept[place] = kept
 
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """The tensors of this moment, each with what was kept of it."""
-        now = self._now()
+    def _pairs(self, now: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors of this moment, each with what was kept of it, if anything was that it can take."""
         by_identity = {id(tensor): kept for tensor, kept in zip(self._known, self._kept, strict=True)}
         by_place = self._kept if len(now) == len(self._kept) else [by_identity.get(id(tensor)) for tensor in now]
-        for tensor, kept in zip(map(_without_repeats, now), by_place, strict=True):
-            yield tensor, kept if kept is not None and _is_alike(kept, tensor) else None
+        for tensor, kept in zip(now, by_place, strict=True):
+            if kept is not None and _is_alike(kept, tensor):
+                yield tensor, kept
+
+
+class _Group:
+    """What is kept of tensors of one device and type, side by side.
+
+    Attributes:
+        places: Theirs among all tensors.
+        kept: What is kept of each; views of one piece of memory.
+    """
+
+    def __init__(self, places: list[int], tensors: list[torch.Tensor]) -> None:
+        self.places = places
+        self.device, self.dtype = tensors[0].device, tensors[0].dtype
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._all_kept, self.kept = self._room()
+        self._all_now: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+
+    def of(self, now: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of all tensors that are in this group."""
+        return [now[place] for place in self.places]
+
+    def behind_autograd(self, now: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same ones, to be written to without torch counting it."""
+        return [now[place].data for place in self.places]
+
+    def can_choose(self, where: torch.Tensor) -> bool:
+        """Whether the device can choose; otherwise the host has to know."""
+        return self.device.type != "cpu" or where.device.type == "cpu"
+
+    def choose(self, now: list[torch.Tensor], bad: torch.Tensor) -> None:
+        """Puts back what was kept where ``bad`` says so: three kernels, and a few more for hundreds of tensors."""
+        chosen = self._gather(now)
+        torch.where(bad, self._all_kept, chosen, out=chosen)
+        torch._foreach_copy_(self.behind_autograd(now), self._views)
+
+    def spoilt(self, now: list[torch.Tensor]) -> torch.Tensor:
+        """Whether a number that was finite is not so any more."""
+        values, kept = self._gather(now), self._all_kept
+        if self.dtype.itemsize == 1:
+            values, kept = values.to(torch.bfloat16), kept.to(torch.bfloat16)
+        return (torch.isfinite(kept) & ~torch.isfinite(values)).any()
+
+    def _gather(self, now: list[torch.Tensor]) -> torch.Tensor:
+        if self._all_now is None:
+            self._all_now, self._views = self._room()
+        torch._foreach_copy_(self._views, self.of(now))
+        return self._all_now
+
+    def _room(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        room = torch.empty(sum(map(math.prod, self._shapes)), dtype=self.dtype, device=self.device)
+        pieces = torch.split(room, [math.prod(shape) for shape in self._shapes])
+        return room, [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
 
 def _verdict(where: torch.Tensor | bool) -> torch.Tensor | bool:
