@@ -599,22 +599,36 @@ def has_grad_scaler(trainer: Trainer) -> bool:
     return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
+def clips_by_norm(trainer: Trainer) -> bool:
+    """Whether the Trainer clips gradients by their norm in every step, in a way that :func:`on_clipping_by_norm` sees.
+
+    Not known where a module clips by itself, as in manual optimization.
+    """
+    by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+    return by_norm and (trainer.gradient_clip_val or 0) > 0 and _clips_as_usual(trainer.precision_plugin)
+
+
+def _clips_as_usual(plugin: Any) -> bool:
+    return bool(type(plugin).clip_grad_by_norm.__qualname__ == "Precision.clip_grad_by_norm")
+
+
 def on_clipping_by_norm(
-    trainer: Trainer, patches: Patches, before: Callable[[], None], seen: Callable[[Any, torch.Tensor], None]
+    trainer: Trainer, patches: Patches, before: Callable[[Any], None], seen: Callable[[Any, torch.Tensor], None]
 ) -> None:
     """Has ``seen`` called with an optimizer and the norm of its gradients, of all ranks, where Lightning clips by it.
 
-    And ``before`` before it. Not where the precision plugin has a way of its own (FSDP1, which refuses).
+    And ``before`` with the optimizer before it. Not where the precision plugin has a way of its own (FSDP1, which
+    refuses).
 
     ``clip_grad_norm_`` returns it, and Lightning drops it. Sharded gradients have it reduced over the ranks once, here,
     instead of within.
     """
     plugin = trainer.precision_plugin
-    if type(plugin).clip_grad_by_norm.__qualname__ != "Precision.clip_grad_by_norm":
+    if not _clips_as_usual(plugin):
         return
 
     def clip(optimizer: Any, clip_val: Any) -> None:
-        before()
+        before(optimizer)
         parameters = list(plugin.main_params(optimizer))
         norm: Any = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -70,6 +70,7 @@ class Saver:
         at_saved: Called on all ranks after they have saved together, and when training has ended, with whether it has.
         check_state: Given names and tensors of a state that is to be saved; raises ``ValueError`` if it must not be.
         is_held: Whether nothing is saved, the same on all ranks: the last steps were bad, and what was good is kept.
+        look_back: Says whether the last steps of this rank were bad, and waits for what is not known of them yet.
         is_dumping: Whether Lightning is collecting the state for a checkpoint of the run's own.
         writes_behind: Whether a checkpoint of this fit was written behind the training: what that has taken says
             nothing about a save that is waited for.
@@ -80,6 +81,7 @@ class Saver:
         self.at_saved: list[Callable[[bool], None]] = []
         self.check_state: Callable[[Iterable[tuple[str, torch.Tensor]]], None] | None = None
         self.is_held = False
+        self.look_back: Callable[[], bool] | None = None
         self.is_dumping = False
         self.writes_behind = False
         self._shards: ShardedSaves | None = None
@@ -236,6 +238,14 @@ class Saver:
         if self._background is not None:
             with self._session.during("checkpointing"):
                 self._background.close(_LAST_SAVE_S)
+
+    def waits(self) -> bool:
+        """Whether a save that is due has to wait, because the last steps of any rank were bad. A collective.
+
+        The verdict about a step may still be on its way when ``is_held`` is looked at, and a save that comes before it
+        removes an older state, soon the last one from before the first of those steps.
+        """
+        return self.look_back is not None and any(self._session.gather(self.look_back()))
 
     def may_save(self, path: str | os.PathLike[str]) -> bool:
         """Whether the state of all ranks may be saved; says so if not. A collective, if anything is checked at all.

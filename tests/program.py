@@ -40,7 +40,7 @@ from torchmetrics import MeanMetric
 
 from lightning_resilience import session
 from lightning_resilience.agreement import Needs
-from lightning_resilience.callbacks import fault_tolerance, nan_guard
+from lightning_resilience.callbacks import fault_tolerance
 from lightning_resilience.checkpoint import durable, resume
 from lightning_resilience.checkpoint.store import PartWriter
 from lightning_resilience.detect import health, progress, timeouts
@@ -106,7 +106,6 @@ DEFAULTS: dict[str, Any] = {
     "straggler_detection": {},  # arguments of the callback "straggler_detection"
     "own_nodes": False,  # every node has a name of its own
     "as_on_gpu": None,  # on the simulated accelerator: {"lag": how many operators behind the host it is}
-    "no_collective": False,  # of the NaN guard's own
     "device": None,  # what this process trains on, as it says
     "spoils": [],  # {"step": 23, "rank": 1, "what": "loss"}, or "gradient"
     "without": None,  # [[epoch, batch]]: what the loader leaves out
@@ -117,6 +116,7 @@ DEFAULTS: dict[str, Any] = {
     "ping_within_s": None,  # how long a health check between steps may take
     "sick_rank": None,  # whose node fails its health check
     "policy": None,  # what is asked of the launcher after an error of this program: see policy()
+    "collectives": None,  # every rank writes here which there were in some healthy steps
     "trace": None,  # every rank writes here which section it enters, with its limits, and what happens in between
     "slow_writer_s": None,  # ModelCheckpoint's files are written in the background, and take this long
 }
@@ -469,6 +469,22 @@ class User(L.Callback):
         do(self.config, "fit_end", 0, trainer.global_rank)
 
 
+class Collectives(L.Callback):
+    """Writes down the collectives of this process in some steps in the middle: torch's own record of them."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.before = path, 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (6, 12):
+            entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))["entries"]
+            if batch_idx == 6:
+                self.before = len(entries)
+            else:
+                found = [[entry["profiling_name"], entry["input_sizes"]] for entry in entries[self.before :]]
+                Path(f"{self.path}.{trainer.global_rank}").write_text(json.dumps(found))
+
+
 def config_monitor(config: dict[str, Any]) -> str:
     return "val_loss" if config["validation"] else "train_loss_epoch"
 
@@ -484,6 +500,8 @@ def main(config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     if config["as_on_gpu"] is not None:
         as_on_gpu.load().lag(config["as_on_gpu"].get("lag", 0))
+    if config["collectives"]:
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "20000"
     sabotage(config)
     world_size = config["trainer"].get("devices", 1) * config["trainer"].get("num_nodes", 1)
     results = []
@@ -573,8 +591,6 @@ def sabotage(config: dict[str, Any]) -> None:
 
         PartWriter.publish = no_publish
 
-    if config["no_collective"]:
-        nan_guard._smallest = None
     if config["device"] is not None:
         node = os.environ.get("GROUP_RANK", "0")
         name = f"node-{node}" if config["device"] == "by node" else config["device"]
@@ -624,9 +640,8 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         ),
         "user": lambda: User(config),
     }
-    callbacks: list[Any] = [
-        available.get(name, getattr(lightning_resilience, name, None))() for name in config["callbacks"]
-    ]
+    names = [name for name in config["callbacks"] if name != "nemo"]
+    callbacks: list[Any] = [available.get(name, getattr(lightning_resilience, name, None))() for name in names]
     if config["recipe"]:
         recipe = getattr(lightning_resilience.recipes, config["recipe"])(config["run_dir"])
         auto_resume = AutoResume(
@@ -634,6 +649,11 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         )
         local = lightning_resilience.LocalCheckpoint(**config["local"]) if config["local"] else None
         callbacks = replace(recipe, auto_resume=auto_resume, local_checkpoint=local).callbacks
+    if "nemo" in config["callbacks"]:
+        recipe = lightning_resilience.recipes.nemo(config["run_dir"])
+        callbacks += replace(recipe, nan_guard=lightning_resilience.NaNGuard(**config["nan_guard"])).callbacks
+    if config["collectives"]:
+        callbacks.append(Collectives(config["collectives"]))
     if config["early_stopping"]:
         callbacks.append(L.callbacks.EarlyStopping(config_monitor(config), patience=1, min_delta=0.5))
     if config["accumulates"]:

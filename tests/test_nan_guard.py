@@ -7,6 +7,7 @@ import csv
 import errno
 import functools
 import itertools
+import json
 import math
 import multiprocessing
 import signal
@@ -31,9 +32,10 @@ from lightning_resilience.ledger import read_ledger
 from lightning_resilience.report import report
 from lightning_resilience.run_directory import RunDirectory
 from tests.harness import result, run, weights
-from tests.test_exact_resume import make
+from tests.test_exact_resume import make, some
 
 BATCHES = 8
+CAMPAIGN = pytest.mark.campaign
 
 Spoil = Callable[["Model", torch.Tensor], torch.Tensor]
 
@@ -589,12 +591,9 @@ def test_a_step_of_lbfgs_cannot_be_skipped(tmp_path: Path) -> None:
 
 RANKS: dict[str, dict[str, Any]] = {
     "ddp": {"trainer": {"devices": 2}},
-    "sharded": {"trainer": {"devices": 2}, "sharded": True},
-    "sharded and clipped": {
-        "trainer": {"devices": 2, "gradient_clip_val": 0.5},
-        "sharded": True,
-        "no_collective": True,
-    },
+    "ddp, losses only": {"trainer": {"devices": 2}, "nan_guard": {"check_grads": False}},
+    "sharded": {"trainer": {"devices": 2, "gradient_clip_val": math.inf}, "sharded": True},
+    "sharded and clipped": {"trainer": {"devices": 2, "gradient_clip_val": 0.5}, "sharded": True},
 }
 
 
@@ -602,6 +601,8 @@ RANKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", ["loss", "gradient", "masked"])
 @pytest.mark.parametrize("options", RANKS.values(), ids=RANKS.keys())
 def test_what_one_rank_sees_all_skip(options: dict[str, Any], what: str, tmp_path: Path) -> None:
+    if what == "gradient" and "nan_guard" in options:
+        pytest.skip("nobody looks")
     config = make(
         tmp_path,
         "run",
@@ -617,9 +618,16 @@ def test_what_one_rank_sees_all_skip(options: dict[str, Any], what: str, tmp_pat
     assert len(set(weights(config))) == 1
 
 
+GOING_BACK = {
+    "ddp": RANKS["ddp"],
+    "sharded": {"trainer": {"devices": 2}, "sharded": True},
+    "sharded and clipped": RANKS["sharded and clipped"],
+}
+
+
 @pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize("tier", ["global", "local"])
-@pytest.mark.parametrize("options", RANKS.values(), ids=RANKS.keys())
+@pytest.mark.parametrize("options", GOING_BACK.values(), ids=GOING_BACK.keys())
 def test_ranks_go_back_together(options: dict[str, Any], tier: str, tmp_path: Path) -> None:
     """With the bad batches passed over on all ranks, the run is that of a resume."""
     local = {"every_n_train_steps": 4, "dir": str(tmp_path / "local")}
@@ -644,3 +652,77 @@ def test_ranks_go_back_together(options: dict[str, Any], tier: str, tmp_path: Pa
     assert len(rollback["losses"]) == 2
     assert result(config)[0]["step"] == 47
     assert len(set(weights(config))) == 1
+
+
+@pytest.mark.parametrize("what", ["gradient", *(pytest.param(each, marks=CAMPAIGN) for each in ("loss", "masked"))])
+def test_what_only_one_rank_can_know_in_time_is_gone_back_from(what: str, tmp_path: Path) -> None:
+    """No rank skips alone; and what the other sees of the damage does not count as a bad batch of its own."""
+    options = {
+        "callbacks": ["auto_resume", "nan_guard"],
+        "sharded": True,
+        "trainer": {"devices": 2, "use_distributed_sampler": False},
+        "save_every": 5,
+        "without": [],
+    }
+    config = make(tmp_path, "run", spoils=[{"step": 21, "what": what, "rank": 1}], **options)
+    codes, text = run(config, tmp_path / "run")
+    assert set(codes) == {0}, text
+    assert text.count("the run goes back instead of skipping it") == 1, text
+    ledger = list(read_ledger(RunDirectory(config["run_dir"]).ledger))
+    assert {each["skipped"] for each in ledger if each["event"] == "bad_step"} == {False}
+    assert [each["step"] for each in ledger if each["event"] == "went_back"] == [20]
+    reference = make(tmp_path, "reference", **{**options, "without": [[1, 5]]})
+    assert set(run(reference, tmp_path / "reference")[0]) == {0}
+    assert result(config) == result(reference)
+
+
+def test_the_last_step_of_one_rank_ends_all(tmp_path: Path) -> None:
+    config = make(
+        tmp_path,
+        "run",
+        callbacks=["auto_resume", "nan_guard"],
+        sharded=True,
+        trainer={"devices": 2},
+        spoils=[{"step": 47, "what": "gradient", "rank": 1}],
+    )
+    codes, text = run(config, tmp_path / "run")
+    assert set(codes) == {1}, text
+    assert text.count("a step of the last ones was bad; started again, the run passes its batches over") >= 1
+    codes, text = run(config, tmp_path / "run")
+    assert set(codes) == {0}, text
+
+
+# -- what a healthy step costs the ranks -------------------------------------------------------------------------------
+
+HEALTHY: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp, losses only": {"nan_guard": {"check_grads": False}},
+    "ddp, by hand": {"manual": True},
+    "sharded": {"sharded": True},
+    "sharded and clipped": {"sharded": True, "clip": 0.5},
+    "sharded, by hand": {"sharded": True, "manual": True},
+}
+
+
+@pytest.mark.parametrize("options", some(HEALTHY, "ddp, losses", "sharded, by"))
+def test_a_healthy_step_has_no_collective_more(options: dict[str, Any], tmp_path: Path) -> None:
+    """Of all callbacks of the recipe ``nemo``; recorded by torch, in all of its process groups."""
+    recorded = []
+    for name, callbacks in (("alone", []), ("all", ["nemo"])):
+        config = make(tmp_path, name, callbacks=callbacks, collectives=str(tmp_path / name / "collectives"), **options)
+        config["trainer"] = {"devices": 2, "max_epochs": 1, "gradient_clip_val": config.pop("clip", None)}
+        codes, text = run(config, tmp_path / name)
+        assert set(codes) == {0}, text
+        recorded.append([json.loads(Path(f"{config['collectives']}.{rank}").read_text()) for rank in range(2)])
+    for alone, guarded in zip(*recorded, strict=True):
+        assert len(guarded) >= 3 * 6
+        left = iter(guarded)
+        expected = next(left, None)
+        fewer = []
+        for each in alone:
+            if each == expected:
+                expected = next(left, None)
+            else:
+                fewer.append(each)
+        assert expected is None, f"not without the callbacks: {expected}"
+        assert fewer in ([], [["gloo:broadcast", [[1]]]] * 6)  # Lightning's, about SIGTERM, is not needed any more

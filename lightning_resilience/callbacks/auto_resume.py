@@ -159,6 +159,9 @@ class _Saving:
 
     def save(self, reason: str) -> None:
         session = self.session
+        if session.saver.waits():
+            self._held = reason
+            return
         self.due = self._asked = False
         self._held = ""
         self._saved_step = session.trainer.global_step

@@ -304,6 +304,8 @@ class _Local:
         step = self.session.trainer.global_step
         if (planned := self._saves.at_boundary(step, clean)) is not None:
             try:
+                if (look_back := self.session.saver.look_back) is not None and look_back():
+                    raise RuntimeError("the last steps were bad")
                 left_out = self._saves.take(planned, step, *self._state())
             except Exception as error:  # also of the user's own on_save_checkpoint
                 self._saves.miss(step, error)

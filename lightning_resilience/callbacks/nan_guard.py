@@ -14,7 +14,7 @@ from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.detect.numerics import ChangingBuffers, SpikeReference, all_finite, nonfinite_names
 from lightning_resilience.detect.place import Place
 from lightning_resilience.detect.reruns import Suspect, faulty, weigh
-from lightning_resilience.detect.step_guard import Reruns, StepGuard, Verdict
+from lightning_resilience.detect.step_guard import Reruns, StepGuard, Verdict, can_skip, on_host
 from lightning_resilience.detect.troubles import Troubles, Window
 from lightning_resilience.session import FitSession, SessionCallback, session_of
 
@@ -220,6 +220,13 @@ def _why_not(settings: NaNGuard, trainer: Trainer) -> str | None:
             return (
                 "with a gradient scaler (16-mixed) infinite gradients are normal; use rerun='disabled', or bf16-mixed."
             )
+        sharded = trainer.world_size > 1 and _lightning.writes_directories(trainer.strategy)
+        if settings.rerun == "validate_results" and sharded and not _lightning.clips_by_norm(trainer):
+            return (
+                "a batch is run again by all ranks or by none, and with sharded gradients they all know of a bad step "
+                "only if gradients are clipped by their norm: rerun='validate_results' needs gradient_clip_val (inf "
+                "changes nothing)."
+            )
     if trainer.strategy.handles_gradient_accumulation:
         return f"{type(trainer.strategy).__name__} steps its optimizers in a way of its own, which cannot be guarded."
     return None
@@ -246,10 +253,13 @@ class _Guarding:
         self._is_mine = False
         """Whether the last bad step is known to have begun on this rank."""
         self._say: Callable[[], None] = lambda: None
-        self._is_lost = False
-        """Whether a bad step has happened."""
+        self._late = settings.rerun == "disabled" and not _reads_cost_nothing(session.trainer.strategy.root_device)
+        """Whether verdicts come some steps later, since the host must not wait for them."""
+        self._lost: Window | None = None
+        """The first window whose step was bad and has happened, on this rank."""
         self._waiting = False
         """Whether the fit will go back: what was good before must not be lost until then."""
+        self._went_back_at = 0
         self._asked = -1
         self._answered = -1
         self._rollbacks = 0
@@ -263,28 +273,29 @@ class _Guarding:
         session.handlers[_ROLL_BACK] = self._roll_back
         session.handlers[_STOP] = self._stop
         session.handlers[_RERUN] = self._decide
-        session.handlers[_HOLD] = lambda event: self._hold(bool(event.payload["hold"]))
+        session.handlers[_HOLD] = self._hold_as_asked
         session.at_failure.append(self._verdict)
 
     def start(self) -> None:
         """The training begins."""
         session, trainer, settings = self.session, self.session.trainer, self.settings
-        sharded = _lightning.writes_directories(trainer.strategy)
-        several = trainer.world_size > 1 and (sharded or not settings.check_grads)
+        several = trainer.world_size > 1
+        sharded = several and _lightning.writes_directories(trainer.strategy)
         self._guard = StepGuard(
             lambda: trainer.optimizers,
             trainer.lightning_module.named_parameters,
             ChangingBuffers(trainer.lightning_module),
+            trainer.strategy.root_device,
             prevents=self._prevents,
-            late=settings.rerun == "disabled" and not _reads_cost_nothing(trainer.strategy.root_device),
-            agree=_smallest if several else None,
-            tells=trainer.world_size > 1 and not several,
+            late=self._late,
+            tells=several and not sharded,
+            sharded=sharded,
             checks_grads=settings.check_grads,
             spikes=settings._spikes,
             judges=not _lightning.has_grad_scaler(trainer),
             reruns=self._reruns(),
         )
-        if several and settings.check_grads:
+        if sharded:
             _lightning.on_clipping_by_norm(trainer, session.patches, self._guard.before_norm, self._guard.take_norm)
         if settings.rerun == "validate_results":
             self._devices = session.gather(str(Place.of(trainer.strategy.root_device)))
@@ -296,8 +307,43 @@ class _Guarding:
         session.is_dropped = self._is_dropped
         self._born = self._unfit_from_birth()
         session.saver.check_state = self._check_state
+        session.saver.look_back = self._look_back if self._prevents else None
         _lightning.on_save(trainer, session.save_patches, self._may_save)
         self._read()
+        if session.rank == 0 and self._prevents:
+            self._say_what_is_special(sharded)
+
+    def _say_what_is_special(self, sharded: bool) -> None:
+        """Where a bad step is not simply skipped."""
+        trainer = self.session.trainer
+        scaler = _lightning.has_grad_scaler(trainer)
+        if scaler:
+            log.info(
+                "NaNGuard leaves infinite gradients to the gradient scaler, which skips such steps in its normal work: "
+                "bad are losses and running statistics that are not finite."
+            )
+        elif sharded and not _lightning.clips_by_norm(trainer):
+            log.warning(
+                "NaNGuard: sharded gradients are not clipped by their norm, so no rank can know of another's bad ones "
+                "before the step: the run goes back instead of skipping it. To clip by norm (gradient_clip_val=inf "
+                "changes nothing) has it skipped, for one reduction in every step."
+            )
+        elif self._late and (names := self._unable_to_skip()):
+            log.warning(
+                "NaNGuard: %s cannot skip a step on %s; by the time that a bad one is known it has happened, and the "
+                "run goes back. With fused=True it is skipped (Adam, AdamW, SGD, Adagrad).",
+                names,
+                trainer.strategy.root_device.type,
+            )
+        if self._late and _lightning.callbacks_named(trainer, ("WeightAveraging",)):
+            log.info("WeightAveraging averages the same weights once more in a step that NaNGuard skips on the device.")
+
+    def _unable_to_skip(self) -> str:
+        """The optimizers that cannot leave out a step on their device, by their names."""
+        trainer = self.session.trainer
+        device = trainer.strategy.root_device
+        names = {type(each).__name__ for each in trainer.optimizers if not can_skip(each) and not on_host(each, device)}
+        return " and ".join(sorted(names))
 
     def _unfit_from_birth(self) -> set[str]:
         """What is not finite when the fit begins for the first time: a checkpoint may bring along what should be."""
@@ -344,7 +390,11 @@ class _Guarding:
         trainer = self.session.trainer
         self._window.end = _lightning.batches_begun(trainer)
         automatic = trainer.lightning_module.automatic_optimization
-        if automatic and _lightning.accumulation_window_complete(trainer) and self._guard.end() and self._prevents:
+        if not _lightning.accumulation_window_complete(trainer):
+            return
+        if not automatic:  # there may be a step to come in the hook of the batch's end
+            self._guard.settle()
+        elif self._guard.end() and self._prevents:
             _lightning.hold_weight_averaging(trainer)
 
     def _after_batch(self, clean: bool) -> None:
@@ -353,22 +403,30 @@ class _Guarding:
         assert self._guard is not None
         trainer = self.session.trainer
         self._guard.end()
-        for verdict in self._guard.verdicts():
-            self._judge(verdict)
+        self._learn(wait=False)
         self._samples.look()
         begun = _lightning.batches_begun(trainer)
         self._window = Window(trainer.current_epoch, begun, begun, trainer.global_step)
         self._guard.begin(self._window)
 
+    def _learn(self, wait: bool = True) -> None:
+        """Takes note of what has become of the windows so far; waits for what is still on its way if that is asked."""
+        assert self._guard is not None
+        if self._window.end > self._window.begin:  # the next one may have begun
+            self._guard.end()
+        for verdict in self._guard.verdicts(wait):
+            self._judge(verdict)
+
+    def _look_back(self) -> bool:
+        self._learn()
+        return self._consecutive > 0
+
     def _before_end(self) -> None:
         """There is no boundary any more at which the fit could go back."""
-        assert self._guard is not None
         session = self.session
-        self._guard.end()
-        for verdict in self._guard.verdicts(wait=True):
-            self._judge(verdict)
-        if self._is_lost:
-            windows = self._troubled_anywhere()
+        self._learn()
+        windows, is_lost = self._troubled_anywhere()
+        if is_lost:
             if session.rank == 0:
                 self._count(windows[-1].step, windows, True)
             self._end("a step of the last ones was bad; started again, the run passes its batches over", is_final=False)
@@ -393,9 +451,10 @@ class _Guarding:
                 self._consecutive = 0
                 self._troubled.clear()
             return
-        if self._is_lost:
+        if self._lost is not None:
             return  # the weights are bad since then, and no batch is to blame
-        self._is_lost = verdict.has_happened
+        if verdict.has_happened:
+            self._lost = window
         if not self._consecutive:
             self._have_held(True, verdict)
         self._consecutive += 1
@@ -445,7 +504,12 @@ class _Guarding:
             self._hold(hold)
         elif self.session.rank == 0 or verdict.is_here or self._asked_to_hold:
             self._asked_to_hold = hold
-            self.session.agreement.request(_HOLD, {"hold": hold}, Needs.CLEAN | Needs.TRAINING)
+            payload = {"hold": hold, "asked_at": self.session.steps_counted}
+            self.session.agreement.request(_HOLD, payload, Needs.CLEAN | Needs.TRAINING)
+
+    def _hold_as_asked(self, event: Event) -> None:
+        if int(event.payload["asked_at"]) >= self._went_back_at:  # not because of what has been undone meanwhile
+            self._hold(bool(event.payload["hold"]))
 
     def _hold(self, hold: bool) -> None:
         self.session.saver.is_held = hold
@@ -491,7 +555,9 @@ class _Guarding:
 
     def _go_back(self, reason: str, step: int) -> None:
         session, settings = self.session, self.settings
-        if not (windows := self._troubled_anywhere()):
+        self._learn()  # what the others know may still be on its way to this rank
+        windows, _ = self._troubled_anywhere()
+        if not windows:
             return
         begun_at = session.tiers.loaded.step if session.tiers.loaded is not None else 0
         is_suspect = session.tiers.is_suspect(windows[0].step) and self._from_rank_0(
@@ -524,7 +590,7 @@ class _Guarding:
 
     def _stay(self, why: str) -> None:
         """There is nowhere to go back to."""
-        if self._is_lost or self._consecutive >= self.settings.max_consecutive:
+        if self._lost is not None or self._consecutive >= self.settings.max_consecutive:
             self._end(why, is_final=False)
         self._waiting = False  # the bad step was skipped, and that has to do
         self._consecutive = 0
@@ -536,9 +602,15 @@ class _Guarding:
         decision = decide() if self.session.rank == 0 else None
         return cast(_T, self.session.trainer.strategy.broadcast(decision))
 
-    def _troubled_anywhere(self) -> list[Window]:
-        """The windows whose steps were bad, in order, of all ranks."""
-        return sorted({each for own in self.session.gather(self._troubled) for each in own})
+    def _troubled_anywhere(self) -> tuple[list[Window], bool]:
+        """The windows whose steps were bad, in order, of all ranks; and whether one of them has happened.
+
+        None after that one: where only one rank has seen it, the others have seen what became of their losses.
+        """
+        everywhere = self.session.gather((self._troubled, self._lost))
+        lost = min((lost for _, lost in everywhere if lost is not None), default=None)
+        windows = sorted({each for troubled, _ in everywhere for each in troubled})
+        return [each for each in windows if lost is None or each <= lost], lost is not None
 
     def _count(self, step: int, windows: Sequence[Window], pass_over: bool) -> int:
         """Writes down that the run goes back; returns how many times it has because of this trouble."""
@@ -579,7 +651,8 @@ class _Guarding:
         self._consecutive = 0
         if self.session.rank == 0:
             self._say()
-        self._waiting = self._is_lost = False
+        self._waiting, self._lost, self._asked_to_hold = False, None, False
+        self._went_back_at = self.session.steps_counted
         self._troubled.clear()
         self._hold(False)
         self._report()
@@ -632,7 +705,7 @@ class _Guarding:
         if not self._is_news(event):
             return
         session = self.session
-        window = self._troubled_anywhere()[0]
+        window = self._troubled_anywhere()[0][0]
         reason, step = str(event.payload["reason"]), int(event.payload["step"])
         decision = self._from_rank_0(lambda: self._weigh(window, reason))
         why = f"{reason}, after step {step}, twice on the same devices"
@@ -684,7 +757,3 @@ def _written(number: float | None) -> str | None:
 def _reads_cost_nothing(device: torch.device) -> bool:
     """Whether a number on ``device`` can be read without waiting for work that the host is ahead of."""
     return device.type == "cpu"
-
-
-def _smallest(number: torch.Tensor) -> None:
-    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MIN)

@@ -3,8 +3,9 @@
 **One verdict without a collective of its own.** A loss that is not finite, or a spike, on one rank is made known to the
 others by its gradients: they are replaced by NaN, and the reduction of gradients that happens anyway (DDP's all-reduce)
 brings that to every rank. So all that a rank of a DDP job looks at are its reduced gradients, which are the same on
-all. Where ranks hold different parts of the gradients, their norm is looked at if they are clipped by it, or one number
-is reduced besides.
+all. Where ranks hold different parts of the gradients, their norm is looked at if they are clipped by it. If they are
+not, nothing that all ranks know comes between the last gradient and the step, and no rank may skip alone: the step
+happens, and the rank that has seen something bad says so.
 
 **When.** Right before an optimizer changes anything: after the gradients have been reduced, unscaled and clipped. On
 the CPU a number is read at no cost, so the verdict is there at once. An accelerator is asked nothing that the host
@@ -15,8 +16,10 @@ to go back; to keep a copy of parameters and moments for every step would take a
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +71,8 @@ class Verdict:
         problem: What was wrong, for a person; ``None`` if nothing was.
         is_here: Whether it is known to have begun on this rank.
         is_common: Whether all ranks have this verdict, and get it at the same boundary.
-        has_happened: Whether the step has happened although it was bad: the verdict has come too late.
+        has_happened: Whether the step has happened although it was bad: the verdict has come too late, or is that of
+            one rank where others cannot know it in time.
         loss: The last one of the window on this rank, if it was read.
         grad_norm: Of the gradients of a bad step: their norm, which need not be a number.
         first: What was wrong in the first run, if the second one was good: a fault that has passed.
@@ -93,14 +97,16 @@ class StepGuard:
         optimizers: Those of this moment.
         named_parameters: The model's, to name those whose gradients are not finite.
         buffers: What the forward pass may change: the running statistics of batch normalisation, say.
+        device: Where this rank trains, and all verdicts are brought together.
         prevents: Whether a bad step is kept from changing anything: parameters, optimizer state, buffers.
         late: Whether the verdicts of a window come later, since the host must not wait for the device.
-        agree: Reduces one number over all ranks in place, to the smallest. For ranks that see different gradients.
-        tells: Whether gradients are reduced over ranks, which learn by them that the loss of one was bad.
+        tells: Whether all ranks have the same gradients, and learn by them that the loss of one was bad.
+        sharded: Whether ranks have different parts of the gradients. Then a step is skipped if their norm is known (see
+            :meth:`take_norm`), and happens if it is not.
         checks_grads: Whether gradients are looked at, or only losses.
         spikes: What a loss must stay below, if anything.
         judges: Whether this is the place to look at gradients; not where a gradient scaler does so and skips steps
-            in its normal work.
+            in its normal work. Where one has been given an optimizer by hand, it is known by what it says to it.
         reruns: How a batch whose step is bad is run again, before anything is decided. For steps with a closure that
             runs the whole batch, and where verdicts do not come later.
     """
@@ -110,10 +116,11 @@ class StepGuard:
         optimizers: Callable[[], Sequence[Optimizer]],
         named_parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         buffers: ChangingBuffers,
+        device: torch.device,
         prevents: bool,
         late: bool,
-        agree: Callable[[torch.Tensor], None] | None = None,
         tells: bool = False,
+        sharded: bool = False,
         checks_grads: bool = True,
         spikes: SpikeReference | None = None,
         judges: bool = True,
@@ -121,10 +128,11 @@ class StepGuard:
     ) -> None:
         self._optimizers = optimizers
         self._named_parameters = named_parameters
+        self._device = device
         self._prevents = prevents
         self._late = late
-        self._agree = agree
         self._tells = tells
+        self._sharded = sharded
         self._checks_grads = checks_grads
         self._spikes = spikes
         self._judges = judges
@@ -142,12 +150,22 @@ class StepGuard:
         self._reproducible: bool | None = None
         self._seen: list[float] = []
         self._losses: list[float] = []
+        self._bad_loss = False
+        self._scaled = False
+        """Whether a gradient scaler decides about the steps of this window."""
+        self._happens = False
+        """Whether a step of this window happens even if it is bad."""
+        self._told: list[Any] = []
+        self._messengers: weakref.WeakKeyDictionary[Optimizer, torch.Tensor] = weakref.WeakKeyDictionary()
+        # Verdicts of this window that are on the device: all of them, those about losses, those about what only this
+        # rank has seen.
         self._fine: list[torch.Tensor] = []
         self._fine_losses: list[torch.Tensor] = []
-        self._skipping: dict[int, torch.Tensor] = {}
-        self._happens = False
-        self._told: list[Any] = []
-        self._bad_loss = False
+        self._fine_here: list[torch.Tensor] = []
+        self._settled: torch.Tensor | None = None
+        self._skipping: dict[int, dict[str, Any]] = {}
+        self._beginning: set[int] = set()
+        self._stateless: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._reads = LateReads()
         self._learns = LateReads()
         self._verdicts: list[Verdict] = []
@@ -174,36 +192,59 @@ class StepGuard:
 
     def _clear(self) -> None:
         self._problem, self._is_here, self._is_common, self._grad_norm = None, False, False, None
-        self._bad_loss = False
+        self._bad_loss = self._happens = False
+        self._scaled = not self._judges
         self._norm.clear()
         self._losses.clear()
         self._seen.clear()
         self._fine.clear()
         self._fine_losses.clear()
-        self._happens = False
+        self._fine_here.clear()
+        self._settled = None
         while self._told:
             self._told.pop().remove()
+
+    def settle(self) -> None:
+        """Takes back what the batches so far have done to buffers, if they were bad; the window goes on."""
+        if self._open and self._late:
+            self._settle_later()
+        elif self._open:
+            if self._problem is None and self._scaled and self._buffers is not None and bool(self._buffers.spoilt()):
+                self._blame(_BUFFERS, is_here=True)  # infinite gradients alone are normal, and leave no such trace
+            if self._problem is not None and self._buffers is not None:
+                self._buffers.restore()
+
+    def _settle_later(self) -> None:
+        # Once for a window, not after every step: few kernels, and none at all where there is nothing new.
+        if not self._fine or self._settled is not None:
+            return
+        if self._scaled and self._buffers is not None:
+            whole = self._at_home(self._buffers.spoilt().logical_not())
+            self._fine.append(whole)
+            self._fine_here.append(whole)
+        self._settled = torch.stack(self._fine).all()
+        if self._buffers is not None:
+            self._buffers.restore(self._settled.logical_not())
 
     def end(self) -> bool:
         """The window is complete; returns whether it is known already that it was a bad one."""
         if not self._open:
             return False
+        self.settle()
         self._open = False
         if self._late:
-            if self._fine:
-                losses = torch.stack(self._fine_losses).all() if self._fine_losses else torch.tensor(True)
-                everything = torch.stack(self._fine).all()
-                self._reads.put((self._tag, self._happens), everything.float() + 2 * losses.float())
+            if self._settled is not None:
+                here = torch.stack(self._fine_here).all() if self._fine_here else torch.ones_like(self._settled)
+                self._reads.put((self._tag, self._happens), self._settled.float() + 2 * here)
         else:
-            if self._problem is not None and self._prevents and self._buffers is not None:
-                self._buffers.restore()
-            is_common = self._judges and (self._problem is None or self._is_common)
+            is_common = not self._scaled and (self._problem is None or self._is_common)
             self._verdicts.append(
                 Verdict(
                     self._tag,
                     self._problem,
                     self._is_here,
                     is_common,
+                    has_happened=self._problem is not None and self._happens,
                     loss=self._seen[-1] if self._seen else None,
                     grad_norm=self._grad_norm,
                     first=self._first,
@@ -257,11 +298,11 @@ class StepGuard:
         else:
             self._blame(f"the loss is {value}", is_here=True)
         self._bad_loss = True
-        if self._prevents and self._tells and loss.requires_grad:
+        if self._prevents and loss.requires_grad and (self._tells or not self._judges):
             self._tell()
 
     def _tell(self) -> None:
-        """Makes the gradients of this batch such that whatever reduces them tells all ranks."""
+        """Makes the gradients of this batch such that whatever reduces them, or scales them, tells everybody."""
         # Of each parameter, not of the loss: where a loss is clamped, what is multiplied with its gradient is lost.
         for _, parameter in self._named_parameters():
             if parameter.requires_grad:
@@ -280,37 +321,72 @@ class StepGuard:
             self._learns.put(None, torch.where(fine, value, math.nan))
             for _, number in self._learns.ready():
                 self._spikes.observe(number)
-        self._fine.append(fine)
-        self._fine_losses.append(fine)
+        at_home = self._at_home(fine.reshape(()))
+        for verdicts in (self._fine, self._fine_losses, self._fine_here):
+            verdicts.append(at_home)
+        self._settled = None
         if self._prevents and loss.requires_grad:
-            factor = torch.where(fine, 1.0, math.nan).to(loss.dtype)
-            if self._tells:
+            factor = torch.where(fine, 1.0, math.nan)
+            if self._tells or not self._judges:
                 self._tell_later(factor)
-            loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+            loss.register_hook(functools.partial(_multiplied, factor=factor))  # type: ignore[no-untyped-call]
 
     def _tell_later(self, factor: torch.Tensor) -> None:
-        # By one parameter, since this happens in every step: the last one, which nearly always takes part.
-        parameters = [each for _, each in self._named_parameters() if each.requires_grad]
-        if parameters:
-            hook = parameters[-1].register_hook(lambda gradient: gradient * factor.to(gradient.dtype))  # type: ignore[no-untyped-call]
-            self._told.append(hook)
+        # By one parameter of each optimizer, since this happens in every step.
+        for optimizer in self._optimizers():
+            if (parameter := self._messenger(optimizer, with_gradient=False)) is not None:
+                hook = parameter.register_hook(functools.partial(_multiplied, factor=factor))  # type: ignore[no-untyped-call]
+                self._told.append(hook)
+
+    def _messenger(self, optimizer: Optimizer, with_gradient: bool) -> torch.Tensor | None:
+        """The smallest parameter that takes part: by its gradient the others are told, or told by the others.
+
+        Args:
+            optimizer: Whose parameter.
+            with_gradient: Whether the backward pass is over. Before, the one that took part the last time is taken.
+        """
+
+        def takes_part(parameter: torch.Tensor) -> bool:
+            if with_gradient:
+                return parameter.grad is not None and local(parameter.grad).numel() > 0
+            return parameter.requires_grad
+
+        known = self._messengers.get(optimizer)
+        if known is not None and takes_part(known):
+            return known
+        found = [each for group in optimizer.param_groups for each in group["params"] if takes_part(each)]
+        if not found:
+            return None
+        smallest: torch.Tensor = min(found, key=lambda parameter: local(parameter).numel())
+        self._messengers[optimizer] = smallest
+        return smallest
+
+    def _at_home(self, verdict: torch.Tensor) -> torch.Tensor:
+        """On this rank's device: verdicts may come from anywhere (a loss on the CPU, layers on several devices)."""
+        # Towards the CPU a copy must be waited for; that is only where this rank trains there, and at no cost.
+        return verdict.to(self._device, non_blocking=self._device.type != "cpu")
 
     def take_norm(self, optimizer: Optimizer, norm: torch.Tensor) -> None:
         """The norm of an optimizer's gradients of all ranks is known anyway: it says the same on all of them."""
         self._norm[id(optimizer)] = norm.detach()
 
-    def before_norm(self) -> None:
+    def before_norm(self, optimizer: Optimizer) -> None:
         """Before that norm: a rank whose loss is bad says so in it."""
-        if self._bad_loss and self._prevents:
-            for _, parameter in self._named_parameters():
-                if parameter.grad is not None:
-                    local(parameter.grad).mul_(math.nan)
+        if not self._prevents or not (self._bad_loss or self._fine_losses):
+            return
+        messenger = self._messenger(optimizer, with_gradient=True)
+        if messenger is None or messenger.grad is None:
+            return
+        fine = torch.stack(self._fine_losses).all() if self._late else torch.tensor(False)
+        mine = local(messenger.grad)
+        mine.copy_(_multiplied(mine, torch.where(fine, 1.0, math.nan)))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self._open or not self._judges or not any(optimizer is each for each in self._optimizers()):
             return None
+        self._put_back(optimizer)  # of a step that has raised
         if self._late:
             return before_update(lambda: self._judge_later(optimizer), args, kwargs)
         if self._reruns is not None:
@@ -318,7 +394,17 @@ class StepGuard:
         return before_update(lambda: self._judge(optimizer), args, kwargs)
 
     def _judge_later(self, optimizer: Optimizer) -> None:
-        fine = self._is_fine(optimizer)
+        self._settled = None
+        norm = self._norm.pop(id(optimizer), None)
+        self._scaled |= _is_scaled(optimizer)
+        if self._sharded and norm is None and not _is_scaled(optimizer):
+            self._happens = True
+            if self._checks_grads:
+                fine = self._at_home(all_finite(_gradients(optimizer)))
+                self._fine.append(fine)
+                self._fine_here.append(fine)
+            return
+        fine = self._is_fine(optimizer, norm)
         self._fine.append(fine)
         if self._prevents:
             self._skip_on_device(optimizer, fine)
@@ -352,24 +438,41 @@ class StepGuard:
         return result
 
     def _look(self, optimizer: Optimizer) -> bool:
-        """Whether the step may happen; says what is wrong if not."""
-        if self._agree is None and self._checks_grads:
-            fine = (self._tells or not self._bad_loss) and are_finite(_gradients(optimizer))
+        """Whether the step may happen; says what is wrong if it is not as it should be."""
+        norm = self._norm.pop(id(optimizer), None)
+        if _is_scaled(optimizer):
+            # Its gradients are the scaler's business, and where there are other ranks, so is a bad loss: it finds it in
+            # the gradients, on all of them.
+            self._scaled, fine = True, not self._bad_loss or self._tells or self._sharded
+        elif norm is not None:
+            fine = math.isfinite(norm)
+        elif self._tells:
+            fine = are_finite(self._looked_at(optimizer))
         else:
-            fine = bool(self._is_fine(optimizer))
+            fine = not self._bad_loss and are_finite(self._looked_at(optimizer))
         if fine:
             return True
-        self._is_common = True
+        alone = self._sharded and norm is None
+        self._is_common = not alone
         self._grad_norm = math.hypot(*_norms(optimizer))
         if self._problem is None:
             names = nonfinite_names(
                 (name, each.grad) for name, each in self._named_parameters() if each.grad is not None
             )
             if names:  # in DDP the same on all ranks, whoever it was
-                self._blame(f"gradients are not finite: {', '.join(names)}", is_here=self._agree is not None)
+                self._blame(f"gradients are not finite: {', '.join(names)}", is_here=self._sharded)
             else:
                 self._blame(_ELSEWHERE, is_here=False)
-        return False
+        self._happens |= alone
+        return alone
+
+    def _looked_at(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        if self._checks_grads:
+            return _gradients(optimizer)
+        if not self._tells:
+            return []
+        messenger = self._messenger(optimizer, with_gradient=True)
+        return [messenger.grad] if messenger is not None and messenger.grad is not None else []
 
     def _skip(self, optimizer: Optimizer) -> None:
         self._take_away_gradients(optimizer)
@@ -383,40 +486,55 @@ class StepGuard:
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def _is_fine(self, optimizer: Optimizer) -> torch.Tensor:
-        """Whether the step may happen; the same on all ranks."""
-        norm = self._norm.pop(id(optimizer), None)
-        if self._checks_grads and norm is not None:
-            return torch.isfinite(norm)
-        fine = all_finite(_gradients(optimizer)) if self._checks_grads else torch.tensor(True)
-        if self._agree is not None or not self._tells:  # then what this rank alone has seen counts too
-            if self._fine_losses:
-                fine = fine & torch.stack(self._fine_losses).all()
-            fine = fine & (not self._bad_loss)
-        if self._agree is not None:
-            number = fine.float()
-            self._agree(number)
-            fine = number > 0
+    def _is_fine(self, optimizer: Optimizer, norm: torch.Tensor | None) -> torch.Tensor:
+        """Whether the step may happen; the same on all ranks, on the device of this rank."""
+        looked_at: list[torch.Tensor] = []
+        if not _is_scaled(optimizer):
+            if norm is not None:
+                return self._at_home(torch.isfinite(norm))
+            looked_at = self._looked_at(optimizer)
+        fine = self._at_home(all_finite(looked_at))
+        if self._tells:
+            self._messenger(optimizer, with_gradient=True)  # chosen for the next step
+        elif not self._sharded and self._fine_losses:  # this rank is alone: what it has seen counts
+            fine = fine & torch.stack(self._fine_losses).all()
         return fine
 
     def _skip_on_device(self, optimizer: Optimizer, fine: torch.Tensor) -> None:
-        if not optimizer.state:
+        begins = not optimizer.state and optimizer not in self._stateless
+        if begins or on_host(optimizer, self._device):
             # Its first step, for which the host may wait: optimizers make their state even if they skip it, and a
-            # momentum that begins with the first gradient is not one that begins with nothing.
+            # momentum that begins with the first gradient is not one that begins with nothing. And what steps on the
+            # host has waited for its gradients anyway.
             if not bool(fine):
                 self._skip(optimizer)
-        elif _can_skip(optimizer):
+            elif begins:
+                self._beginning.add(id(optimizer))
+        elif can_skip(optimizer):
             skipping: Any = optimizer
-            skipping.grad_scale, skipping.found_inf = None, (~fine).float()
-            self._skipping[id(optimizer)] = ~fine
+            before = {name: vars(optimizer)[name] for name in _SCALERS if name in vars(optimizer)}
+            bad, found = fine.logical_not().float(), before.get("found_inf")
+            skipping.found_inf = bad if found is None else torch.maximum(found, bad.to(found.device, non_blocking=True))
+            skipping.grad_scale = before.get("grad_scale")
+            self._skipping[id(optimizer)] = before
         else:
             self._happens = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (bad := self._skipping.pop(id(optimizer), None)) is not None:
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-            if self._buffers is not None:
-                self._buffers.restore(bad)
+        self._put_back(optimizer)
+        if id(optimizer) in self._beginning:
+            self._beginning.discard(id(optimizer))
+            if not optimizer.state:
+                self._stateless.add(optimizer)  # it never has any: plain SGD
+
+    def _put_back(self, optimizer: Optimizer) -> None:
+        """What a gradient scaler has said to the optimizer, or nothing."""
+        if (before := self._skipping.pop(id(optimizer), None)) is not None:
+            for name in _SCALERS:
+                if name in before:
+                    setattr(optimizer, name, before[name])
+                else:
+                    vars(optimizer).pop(name, None)
 
 
 def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -437,18 +555,37 @@ def _spoil(gradient: torch.Tensor) -> torch.Tensor:
     return torch.full_like(gradient, math.nan) if gradient.layout is torch.strided else gradient * math.nan
 
 
+def _multiplied(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return gradient * factor.to(gradient.device, gradient.dtype, non_blocking=gradient.device.type != "cpu")
+
+
 def _late_verdict(tag: Tag, happens: bool, number: int) -> Verdict:
-    all_is_fine, losses_are_fine = bool(number & 1), bool(number & 2)
+    all_is_fine, all_here_is_fine = bool(number & 1), bool(number & 2)
     if all_is_fine:
         return Verdict(tag)
-    return Verdict(tag, _LATE, is_here=not losses_are_fine, has_happened=happens)
+    return Verdict(tag, _LATE, is_here=not all_here_is_fine, has_happened=happens)
 
 
 _LATE = "the loss or a gradient was not finite"
 _ELSEWHERE = "the loss or the gradients of another rank are not as they should be"
+_BUFFERS = "buffers of the module are not finite any more"
+_SCALERS = ("grad_scale", "found_inf")
+"""What a gradient scaler says to an optimizer that can skip a step by itself."""
 
 
-def _can_skip(optimizer: Optimizer) -> bool:
+def _is_scaled(optimizer: Optimizer) -> bool:
+    """Whether a gradient scaler has this optimizer step: it has looked at the gradients, and decides."""
+    return getattr(optimizer, "found_inf", None) is not None
+
+
+def on_host(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether the optimizer steps on the host, and this rank trains on another device: its state is kept there."""
+    return device.type != "cpu" and all(
+        parameter.device.type == "cpu" for group in optimizer.param_groups for parameter in group["params"]
+    )
+
+
+def can_skip(optimizer: Optimizer) -> bool:
     """Whether the optimizer leaves a step out on its device if it is told so: what gradient scalers use."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused") for group in optimizer.param_groups

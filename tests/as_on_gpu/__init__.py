@@ -210,11 +210,11 @@ class _Runtime:
     def __init__(self, ops: Any) -> None:
         self._ops = ops
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         self._ops.pin(address, size)
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         return 0 if self._ops.unpin(address) else 1
 
 
