@@ -40,15 +40,16 @@ from torchmetrics import MeanMetric
 
 from lightning_resilience import session
 from lightning_resilience.agreement import Needs
-from lightning_resilience.callbacks import fault_tolerance
+from lightning_resilience.callbacks import fault_tolerance, nan_guard
 from lightning_resilience.checkpoint import durable, resume
 from lightning_resilience.checkpoint.store import PartWriter
-from lightning_resilience.detect import health, progress, timeouts
+from lightning_resilience.detect import health, numerics, progress, timeouts
 from lightning_resilience.detect.place import Place
 from lightning_resilience.detect.witness import node_directory
 from lightning_resilience.ledger import node_name
 from lightning_resilience.run_directory import RunDirectory
 from tests import as_on_gpu
+from tests.late import Travelling
 
 BATCH = 4
 BATCHES = 16
@@ -116,6 +117,8 @@ DEFAULTS: dict[str, Any] = {
     "ping_within_s": None,  # how long a health check between steps may take
     "sick_rank": None,  # whose node fails its health check
     "policy": None,  # what is asked of the launcher after an error of this program: see policy()
+    "fused": False,  # the optimizer
+    "late": None,  # of each rank, by how many batches a verdict comes later, as on an accelerator
     "collectives": None,  # every rank writes here which there were in some healthy steps
     "trace": None,  # every rank writes here which section it enters, with its limits, and what happens in between
     "slow_writer_s": None,  # ModelCheckpoint's files are written in the background, and take this long
@@ -332,6 +335,8 @@ class Module(L.LightningModule):
             with open(f"{self.config['log']}.{rank}", "a") as file:
                 file.write(json.dumps([self.config["fit"], step, batch["id"].tolist()]) + "\n")
         do(self.config, "train", step, rank)
+        if self.config["late"]:
+            numerics._send.now += 1
         if self.config["second_group"]:
             self.group = getattr(self, "group", None) or torch.distributed.new_group()
             if not do(self.config, "all_reduce", step, rank):
@@ -404,7 +409,9 @@ class Module(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         # On an accelerator as the docs advise, so that a step can be skipped there.
-        optimizer = torch.optim.AdamW(self.parameters(), self.lr, fused=self.config["as_on_gpu"] is not None or None)
+        optimizer = torch.optim.AdamW(
+            self.parameters(), self.lr, fused=self.config["fused"] or self.config["as_on_gpu"] is not None or None
+        )
         if self.config["one_cycle"]:
             steps = int(self.trainer.estimated_stepping_batches)
             cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
@@ -591,6 +598,9 @@ def sabotage(config: dict[str, Any]) -> None:
 
         PartWriter.publish = no_publish
 
+    if config["late"]:
+        nan_guard._reads_cost_nothing = lambda device: False
+        numerics._send = Travelling(config["late"][rank])
     if config["device"] is not None:
         node = os.environ.get("GROUP_RANK", "0")
         name = f"node-{node}" if config["device"] == "by node" else config["device"]

@@ -22,6 +22,11 @@ from lightning_resilience.callbacks import nan_guard
 from lightning_resilience.detect import numerics
 from lightning_resilience.detect.numerics import ChangingBuffers
 from lightning_resilience.detect.step_guard import StepGuard
+from lightning_resilience.ledger import read_ledger
+from lightning_resilience.run_directory import RunDirectory
+from tests.harness import result, run
+from tests.late import Travelling
+from tests.test_exact_resume import make
 from tests.test_nan_guard import (
     OPTIMIZERS,
     Model,
@@ -46,38 +51,6 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- what the host reads, and when -------------------------------------------------------------------------------------
-
-
-class Travelling:
-    """Numbers that arrive so many batches later, and are none before."""
-
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
-        self.now = 0
-        self.waits = 0
-
-    class Arrival:
-        def __init__(self, travelling: Travelling) -> None:
-            self.travelling, self.sent, self.waited = travelling, travelling.now, False
-
-        def query(self) -> bool:
-            return self.waited or self.travelling.now >= self.sent + self.travelling.batches
-
-        def synchronize(self) -> None:
-            self.travelling.waits += not self.query()
-            self.waited = True
-
-    class Number:
-        def __init__(self, value: Tensor, arrival: Travelling.Arrival) -> None:
-            self.value, self.arrival = float(value), arrival
-
-        def __float__(self) -> float:
-            assert self.arrival.query(), "read before it is there"
-            return self.value
-
-    def __call__(self, tensor: Tensor) -> tuple[Any, Any]:
-        arrival = self.Arrival(self)
-        return self.Number(tensor, arrival), arrival
 
 
 class Late(Model):
@@ -418,6 +391,60 @@ def test_the_smallest_parameter_tells(removed: list[StepGuard]) -> None:
         assert torch.isfinite(module[1].weight.grad).all()
         optimizer.step()
         guard.end()
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "late"),
+    [({}, [1, 5]), ({"sharded": True, "trainer": {"gradient_clip_val": math.inf}}, [5, 1])],
+    ids=["ddp", "sharded and clipped"],
+)
+def test_ranks_that_learn_at_different_times_skip_the_same_steps(
+    options: dict[str, Any], late: list[int], tmp_path: Path
+) -> None:
+    spoils = [{"step": 0, "what": "masked", "rank": 1}, {"step": 13, "what": "masked", "rank": 0}]
+    spoils += [{"step": 21, "what": "gradient", "rank": 1}, {"step": 47, "what": "loss", "rank": 0}]
+    results = []
+    for name, delays in (("at once", None), ("late", late)):
+        config = make(
+            tmp_path,
+            name,
+            callbacks=["auto_resume", "nan_guard"],
+            spoils=spoils,
+            fused=True,
+            late=delays,
+            save_every=4,
+            **{**options, "trainer": {"devices": 2, **options.get("trainer", {})}},
+        )
+        codes, text = run(config, tmp_path / name)
+        assert set(codes) == {0}, text
+        found = [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "bad_step"]
+        assert {(each["step"], each["skipped"]) for each in found} == {(step, True) for step in (0, 13, 21, 47)}
+        results.append(result(config)[0]["weights"])
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("late", [[6, 1], [1, 6]])
+def test_the_first_bad_step_is_to_blame_whoever_learns_of_it_first(late: list[int], tmp_path: Path) -> None:
+    """One rank has seen the gradient, and the other what the step has made of the weights."""
+    options = {
+        "callbacks": ["auto_resume", "nan_guard"],
+        "sharded": True,
+        "trainer": {"devices": 2, "use_distributed_sampler": False},
+        "without": [],
+        "fused": True,
+        "late": late,
+    }
+    config = make(tmp_path, "run", spoils=[{"step": 21, "what": "gradient", "rank": 1}], **options)
+    codes, text = run(config, tmp_path / "run")
+    assert set(codes) == {0}, text
+    ledger = list(read_ledger(RunDirectory(config["run_dir"]).ledger))
+    assert [each["step"] for each in ledger if each["event"] == "went_back"] == [20]
+    reference = make(tmp_path, "reference", **{**options, "without": [[1, 5]]})
+    assert set(run(reference, tmp_path / "reference")[0]) == {0}
+    assert result(config) == result(reference)
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
