@@ -68,7 +68,8 @@ class RankEvidence:
         answers: Whether a thread of it that needs no interpreter lock answers; ``None``: it could not be asked.
         python_answers: Whether Python code in another thread of it answers; if that does not while ``answers`` is true,
             something holds the interpreter lock. ``None``: it could not be asked.
-        collectives: The Flight Recorder's own dump, as torch's ``fr_trace_json`` gives it; ``None``: there is none.
+        collectives: What the Flight Recorders of its backends have recorded, as torch gives it, merged into one dump;
+            ``None``: nothing.
         workers: Its child processes that load data.
     """
 

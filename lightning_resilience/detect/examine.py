@@ -18,6 +18,7 @@ import psutil
 
 from lightning_resilience._processes import is_running
 from lightning_resilience.detect.evidence import ProcessEvidence, RankEvidence
+from lightning_resilience.detect.flight_recorder import merge
 from lightning_resilience.detect.progress import Stay
 from lightning_resilience.detect.stacks import parse_stacks
 from lightning_resilience.detect.witness import STACKS_SIGNAL
@@ -25,6 +26,10 @@ from lightning_resilience.detect.witness import STACKS_SIGNAL
 PYTHON = "dump_traceback"
 """What the worker server does with the help of the interpreter. A handler of our own would crash the process at its
 end, when torch drops it after the interpreter has gone."""
+
+# gloo's and NCCL's. The first takes no arguments; the second refuses what it does not know, and leaves stacks out
+# anyhow: torch needs seconds to look up the names in the first ones.
+_RECORDERS = ("fr_trace_json", "dump_nccl_trace_json?includecollectives=true&onlyactive=false")
 
 _STACKS_WITHIN_S = 0.5
 _ANSWER_WITHIN_S = 1.0
@@ -50,8 +55,7 @@ def examine(about: dict[str, Any], path: Path, stay: Stay | None, seconds: float
     workers: list[ProcessEvidence] = []
     if state in ("running", "sleeping", "uninterruptible"):
         if about["has_server"] and (answers := ask(path, "ping") is not None):
-            # Without stacks: torch needs seconds to look up the names in the first ones.
-            collectives = _parse_json(ask(path, "fr_trace_json?includestacktraces=false"))
+            collectives = merge(_parse_json(ask(path, recorder)) for recorder in _RECORDERS)
         stacks = _stacks(pid, path)
         if answers:
             python_answers = ask(path, PYTHON) is not None

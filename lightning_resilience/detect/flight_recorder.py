@@ -1,7 +1,8 @@
 """What torch's Flight Recorder has recorded on a rank, in one form for gloo and for NCCL.
 
-The format is that of ``torch/csrc/distributed/c10d/FlightRecorder.hpp``, version 2.10 of the dump, as JSON. Where the
-backends differ:
+Each backend has a recorder of its own, and :func:`merge` makes one dump of theirs. The format is that of
+``torch/csrc/distributed/c10d/FlightRecorder.hpp``, as JSON; its versions 2.7 to 2.10 (that of torch 2.13) differ in keys
+that are not read here. Where the backends differ:
 
 - gloo's entries stay ``scheduled`` for ever; only ``retired`` says that one is done. It records no point-to-point
   operation, and does not say who is in a group.
@@ -18,6 +19,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -75,21 +78,70 @@ class Collective:
         return f"{self.op} #{self.sequence} of {self.group_name}"
 
 
-def collectives(dump: dict[str, Any] | None) -> list[Collective]:
-    """The operations in a dump of the Flight Recorder, oldest first.
+def merge(dumps: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """One dump of those of all recorders of a rank; ``None`` if nothing was recorded.
+
+    A recorder without a backend that writes into it answers as well, with a dump that has no entries.
 
     Args:
-        dump: What ``fr_trace_json`` gives, parsed. Entries that are not as expected are left out.
+        dumps: What the handlers of the worker server gave, parsed; ``None``: nothing.
+    """
+    merged: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    entries: list[Any] = []
+    for dump in dumps:
+        if dump is None or not isinstance(recorded := dump.get("entries"), list) or not recorded:
+            continue
+        merged |= dump
+        entries += recorded
+        # gloo does not say who is in a group, and names none.
+        config |= dump["pg_config"] if isinstance(dump.get("pg_config"), dict) else {}
+    return {**merged, "pg_config": config, "entries": entries} if entries else None
+
+
+def shorten(dump: dict[str, Any], count: int) -> dict[str, Any]:
+    """The newest entries of each backend, and the newest of each of its groups: how far a rank has come in it.
+
+    Args:
+        dump: One, or several merged.
+        count: How many of each backend.
+    """
+    entries = dump.get("entries")
+    if not isinstance(entries, list):
+        return dump
+    kept: list[Any] = []
+    seen: Counter[str] = Counter()
+    groups: set[str] = set()
+    for entry in reversed(entries):
+        about = entry if isinstance(entry, dict) else {}
+        backend = str(about.get("profiling_name")).partition(":")[0]
+        group = f"{backend} {about.get('process_group')} {about.get('is_p2p')}"
+        seen[backend] += 1
+        if seen[backend] <= count or group not in groups:
+            kept.append(entry)
+        groups.add(group)
+    return {**dump, "entries": kept[::-1]}
+
+
+def collectives(dump: dict[str, Any] | None) -> list[Collective]:
+    """The operations in a dump of the Flight Recorder, oldest first of each backend.
+
+    Args:
+        dump: One, or several merged. Entries that are not as expected are left out.
     """
     entries = dump.get("entries") if isinstance(dump, dict) else None
     if not isinstance(dump, dict) or not isinstance(entries, list):
         return []
     members = _members(dump.get("pg_config"))
-    has_starts = any(isinstance(entry, dict) and entry.get("time_discovered_started_ns") for entry in entries)
+    timed = {  # the backends of which starts are recorded
+        str(entry.get("profiling_name")).partition(":")[0]
+        for entry in entries
+        if isinstance(entry, dict) and entry.get("time_discovered_started_ns")
+    }
     found: list[Collective] = []
     for entry in entries:
         try:
-            collective = _collective(entry, members, has_starts)
+            collective = _collective(entry, members, timed)
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
         if collective.op.endswith("coalesced"):
@@ -98,7 +150,7 @@ def collectives(dump: dict[str, Any] | None) -> list[Collective]:
     return found
 
 
-def _collective(entry: dict[str, Any], members: dict[str, tuple[int, ...]], has_starts: bool) -> Collective:
+def _collective(entry: dict[str, Any], members: dict[str, tuple[int, ...]], timed: set[str]) -> Collective:
     group, description = entry["process_group"]
     backend, _, op = entry["profiling_name"].rpartition(":")
     is_p2p = bool(entry.get("is_p2p"))
@@ -118,7 +170,7 @@ def _collective(entry: dict[str, Any], members: dict[str, tuple[int, ...]], has_
         sizes=tuple(tuple(map(int, shape)) for shape in inputs or entry.get("output_sizes") or []),
         dtypes=tuple(map(str, entry.get(f"{kind}_dtypes") or [])),
         is_p2p=is_p2p,
-        state=_state(backend, entry, has_starts),
+        state=_state(backend, entry, backend in timed),
         members=in_group,
         peers=peers,
     )

@@ -86,6 +86,7 @@ _SAME_SIZES = frozenset(
     {
         "_all_gather_base",
         "_reduce_scatter_base",
+        "all_gather_single",
         "all_gather_into_tensor_coalesced",
         "all_reduce",
         "all_reduce_barrier",
@@ -93,6 +94,7 @@ _SAME_SIZES = frozenset(
         "barrier",
         "broadcast",
         "reduce",
+        "reduce_scatter_single",
         "reduce_scatter_tensor_coalesced",
     }
 )
@@ -188,17 +190,17 @@ class _Group:
     """A process group as one backend sees it, pieced together from the records of all ranks.
 
     Args:
+        backend: ``gloo`` or ``nccl``.
         members: Its global ranks, as far as they are known.
         is_closed: Whether these are all.
-        in_order: Whether every rank does its collectives one after another.
         reached: The number of the last collective that each rank has entered.
         records: What each rank has recorded, by number.
         pending: The numbers of what each rank has not done yet, in order.
     """
 
+    backend: str
     members: set[int]
     is_closed: bool
-    in_order: bool
     reached: dict[int, int] = field(default_factory=dict)
     records: defaultdict[int, dict[int, Collective]] = field(default_factory=lambda: defaultdict(dict))
     pending: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -231,7 +233,7 @@ class _Case:
         self.evidence = {each.rank: each for each in evidence}
         self.ranks = sorted(self.evidence.keys() | set(range(world_size)))
         self.halted = {rank: found for rank, each in self.evidence.items() if (found := _halted(each)) is not None}
-        self.recorded: set[int] = set()  # the ranks of which the collectives are known
+        self.recorded: set[tuple[int, str]] = set()  # the ranks of which the collectives of a backend are known
         self.groups: dict[tuple[Any, ...], _Group] = {}
         self.exchanges: dict[int, list[Collective]] = {}  # the point-to-point operations that are not done
         self.waits: dict[int, list[_Wait]] = {}
@@ -255,10 +257,8 @@ class _Case:
 
     def _read(self, rank: int, each: RankEvidence) -> None:
         """Sorts the collectives of a rank into the groups."""
-        if each.collectives is None:
-            return
-        self.recorded.add(rank)
         for record in collectives(each.collectives):
+            self.recorded.add((rank, record.backend))
             if record.is_p2p:
                 if record.state != "done" and rank not in self.halted:
                     self.exchanges.setdefault(rank, []).append(record)
@@ -269,7 +269,7 @@ class _Case:
             # same name.
             key = (record.backend, record.group, None if is_world else members)
             if (group := self.groups.get(key)) is None:
-                group = _Group(set(members or ()), members is not None, in_order=record.backend != "gloo")
+                group = _Group(record.backend, set(members or ()), members is not None)
                 self.groups[key] = group
             group.members.add(rank)
             group.reached[rank] = max(record.sequence, group.reached.get(rank, -1))
@@ -284,7 +284,9 @@ class _Case:
                 pending.sort()
             for rank, pending in group.pending.items():
                 sequence = pending[0]
-                if not group.in_order:  # the first need not be the one that waits for others
+                if (
+                    group.backend == "gloo"
+                ):  # not one after another: the first need not be the one that waits for others
                     lacking = (number for number in pending if set(self._missing(group, number)) - {rank})
                     sequence = next(lacking, sequence)
                 targets, record = self._missing(group, sequence), group.records[sequence][rank]
@@ -303,7 +305,7 @@ class _Case:
     def _find_missing(self, group: _Group, sequence: int) -> list[int]:
         """Whom a collective needs still: those that have not entered it, or else those whose device is behind."""
         absent = [rank for rank in group.members if group.reached.get(rank, -1) < sequence]
-        certainly = [rank for rank in absent if rank in self.recorded or rank in self.halted]
+        certainly = [rank for rank in absent if (rank, group.backend) in self.recorded or rank in self.halted]
         if absent:
             return certainly or absent
         behind = [rank for rank, pending in group.pending.items() if pending[0] < sequence]

@@ -35,6 +35,7 @@ from lightning_resilience._files import publish, read_json, write_json
 from lightning_resilience._processes import describe_process, is_running
 from lightning_resilience.detect.evidence import RankEvidence
 from lightning_resilience.detect.examine import examine
+from lightning_resilience.detect.flight_recorder import shorten
 from lightning_resilience.detect.hangs import Verdict, diagnose
 from lightning_resilience.detect.progress import Stay, read_record
 from lightning_resilience.detect.witness import (
@@ -429,10 +430,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def _shortened(evidence: RankEvidence) -> RankEvidence:
     """What the judgement needs: one node reads what all have written. The rest lies beside it."""
-    entries = (evidence.collectives or {}).get("entries")
-    if isinstance(entries, list):
-        kept = {**(evidence.collectives or {}), "entries": entries[-_COLLECTIVES_KEPT:]}
-        evidence = replace(evidence, collectives=kept)
+    if evidence.collectives is not None:
+        evidence = replace(evidence, collectives=shorten(evidence.collectives, _COLLECTIVES_KEPT))
     if evidence.python_answers:  # else the thread that holds the interpreter lock may be any
         threads = [thread for thread in evidence.process.threads if thread.is_main]
         evidence = replace(evidence, process=replace(evidence.process, threads=threads or evidence.process.threads))
