@@ -173,8 +173,9 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
         elif what == "kill_watchdog":
             record = node_directory(str(RunDirectory(config["run_dir"]).attempt), 0) / "watchdog.json"
             os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
-        elif what == "hold_gil":
-            libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+        elif what in ("hold_gil", "block"):  # the latter as whoever waits for a device: no exception gets there
+            libc = (ctypes.PyDLL if what == "hold_gil" else ctypes.CDLL)(None)
+            mutex = ctypes.create_string_buffer(64)
             libc.pthread_mutex_lock(mutex)
             libc.pthread_mutex_lock(mutex)  # for ever; unlike a sleep no signal ends it
         else:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_resilience.launch.budget import Failure
 from lightning_resilience.launch.worker import first_fault
 from tests.test_launch import FAKE, REAL, Launcher
 
@@ -142,6 +143,14 @@ def test_the_one_rank_that_has_said_nothing_was_killed(world_size: int, who: str
     start = {"event": "start", "world_size": world_size, **ids}
     fault = {"event": "fault", "rank": 0, "reason": "RuntimeError: Connection closed by peer", **ids}
     assert str(first_fault([start, fault], "job", 2)).startswith(f"{who} was killed (rank 0: RuntimeError")
+
+
+def test_a_death_that_was_seen_is_the_failure_and_not_what_its_peers_ran_into() -> None:
+    ids = {"event": "fault", "elastic_run_id": "job", "restart_count": 0}
+    lost = {"rank": 0, "kind": "RuntimeError", "reason": "RuntimeError: Connection closed by peer", **ids}
+    died = {"rank": 1, "kind": "died", "step": 20, "reason": "rank 1 was killed by SIGSEGV", **ids}
+    assert first_fault([lost, died], "job", 0) == "rank 1 was killed by SIGSEGV"
+    assert str(Failure.of([lost, died])) == "died at step 20"
 
 
 TRAINS = """

@@ -76,6 +76,8 @@ def _rank(job: Job, rank: int, pause_s: float, seconds: float, options: dict[str
         witness.progress.at("step", step, (step, 1, 0, 0))
         time.sleep(0.05)
         if step == 20:
+            if options.get("dies"):
+                os.kill(os.getpid(), signal.SIGKILL)
             if options.get("unlink"):
                 shutil.rmtree(job.directory(rank))
             time.sleep(pause_s)
@@ -150,6 +152,43 @@ def test_two_nodes_one_hangs(run_dir: Path) -> None:
     assert job.wait() == [EXIT_HUNG, EXIT_HUNG]
     (hang,) = hangs(run_dir)
     assert "rank 1 (node-1" in hang["reason"]
+
+
+def test_two_nodes_a_rank_of_one_dies(run_dir: Path) -> None:
+    job = Job(run_dir, nodes=2)
+    job.start(0, seconds=20)  # it may go on for a while, but not for ever
+    job.start(1, dies=True)
+    assert job.wait() == [EXIT_HUNG, -signal.SIGKILL]
+    (death,) = hangs(run_dir)
+    assert (death["kind"], death["rank"], death["step"]) == ("died", 1, 20)
+    deadline = time.monotonic() + 20  # it is said when the ranks have gone
+    while "blocked without rank 1 of node-1, which was killed by SIGKILL" not in (said := job.log.read_text()):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.05)
+
+
+def _catch_a_failure(job: Job, rank: int) -> None:
+    about = {"run_dir": str(job.run_dir), "token": job.token, "node": "node-0", "nodes": 1, "world_size": 2}
+    about |= {"elastic_run_id": None, "restart_count": 0}
+    for fit in (0, 1):
+        witness = Witness(job.directory(), rank, {"step": 60.0}, about | {"fit": fit})
+        if rank == 0:
+            watchdog.start(job.directory())
+        time.sleep(9.0 if rank == 0 and fit else 1.0)  # it waits for the other in its next fit
+        if fit == 0:
+            witness.fail()
+        witness.close()
+        time.sleep(8.0 if rank == 1 and not fit else 0.0)
+    os._exit(0)
+
+
+@pytest.mark.campaign
+def test_a_script_that_has_caught_the_failure_of_all_ranks_goes_on(run_dir: Path) -> None:
+    job = Job(run_dir)
+    for rank in (0, 1):
+        job.processes.append(_FORK.Process(target=_catch_a_failure, args=(job, rank)))
+        job.processes[-1].start()
+    assert job.wait() == [0, 0]
 
 
 def test_a_case_that_nobody_has_closed_ends_no_healthy_job(run_dir: Path) -> None:

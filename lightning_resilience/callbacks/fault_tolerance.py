@@ -201,7 +201,7 @@ class _Watching:
         if hasattr(trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint"):  # NeMo's asynchronous saves
             self._count_as_checkpointing(trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint")
         session.saver.at_saved.append(self._saved)
-        session.at_failure.append(self._ask_policy)
+        session.at_failure += [self._note_failure, self._ask_policy]
         session.at_leave.append(self._stop)
         if trainer.is_global_zero:
             self._set_finished_flag(False)
@@ -433,6 +433,10 @@ class _Watching:
         if any(check.name != "free space" for check in failed):  # another node has no more space in shared storage
             self._request(_nvrx.EXCLUDE_THIS_NODE, reason)
         raise RuntimeError(reason)
+
+    def _note_failure(self, exception: BaseException) -> None:
+        if self.witness is not None:
+            self.witness.fail()
 
     def _ask_policy(self, exception: BaseException) -> str | None:
         policy = self.settings.exc_handling_policy

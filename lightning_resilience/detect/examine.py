@@ -47,7 +47,7 @@ def examine(about: dict[str, Any], path: Path, stay: Stay | None, seconds: float
     """
     began = time.monotonic()
     pid, main_thread = int(about["pid"]), int(about["main_thread"])
-    before = _usage(pid) if is_running(about) else None
+    before = usage(pid) if is_running(about) else None
     state = "gone" if before is None else _state(pid)
     answers = python_answers = None
     collectives: dict[str, Any] | None = None
@@ -60,7 +60,7 @@ def examine(about: dict[str, Any], path: Path, stay: Stay | None, seconds: float
         if answers:
             python_answers = ask(path, PYTHON) is not None
         workers = _workers(pid, path, main_thread)
-    after = _usage(pid) if before is not None else None
+    after = usage(pid) if before is not None else None
     process = ProcessEvidence(
         pid=pid,
         state=state,
@@ -125,7 +125,7 @@ def _state(pid: int) -> str:
     }.get(status, "sleeping")
 
 
-def _usage(pid: int) -> tuple[float, int] | None:
+def usage(pid: int) -> tuple[float, int] | None:
     """CPU seconds and bytes written so far."""
     try:
         process = psutil.Process(pid)

@@ -1,7 +1,7 @@
 """What torch's Flight Recorder has recorded on a rank, in one form for gloo and for NCCL.
 
 Each backend has a recorder of its own, and :func:`merge` makes one dump of theirs. The format is that of
-``torch/csrc/distributed/c10d/FlightRecorder.hpp``, as JSON; its versions 2.7 to 2.10 (that of torch 2.13) differ in keys
+``torch/csrc/distributed/c10d/FlightRecorder.hpp``, as JSON; its versions 2.7 to 2.10 (torch 2.13) differ only in keys
 that are not read here. Where the backends differ:
 
 - gloo's entries stay ``scheduled`` for ever; only ``retired`` says that one is done. It records no point-to-point

@@ -1,5 +1,7 @@
 """The watchdog of a node: a process of its own that notices when a rank stops advancing, has it explained, and ends it.
 
+It notices, too, when a rank has gone from the middle of the fit: the others may wait for it without ever knowing.
+
 It reads the ranks' progress from shared memory, so that it needs neither their help nor their interpreter lock. When a
 rank is overdue it collects what is known of every rank (``witness`` says what they leave), writes it into
 ``RUN_DIR/diagnostics/<time>``, and has ``hangs`` judge it. Then it ends the ranks of its node, and whatever started
@@ -33,8 +35,9 @@ from typing import Any, TypeVar
 
 from lightning_resilience._files import publish, read_json, write_json
 from lightning_resilience._processes import describe_process, is_running
+from lightning_resilience.detect.deaths import Death, Deathbed, MemoryShortage, is_ending
 from lightning_resilience.detect.evidence import RankEvidence
-from lightning_resilience.detect.examine import examine
+from lightning_resilience.detect.examine import examine, usage
 from lightning_resilience.detect.flight_recorder import shorten
 from lightning_resilience.detect.hangs import Verdict, diagnose
 from lightning_resilience.detect.progress import Stay, read_record
@@ -63,6 +66,12 @@ _STORAGE_WITHIN_S = 3.0
 _OTHER_NODES_WITHIN_S = 5.0
 _LOOK_FOR_CASE_EVERY_S = 1.0
 _EXIT_WITHIN_S = 0.5
+_ALL_DIE_WITHIN_S = 0.3  # where one hand has ended them all
+_RAISES_WITHIN_S = 2.0  # a survivor that notices the death of a peer, as gloo's do
+_NOTICES_FAILURE_WITHIN_S = 5.0  # a rank that fails is still there for a while, and its peers raise when it has gone
+_ENDS_WORK_WITHIN_S = 10.0  # what a survivor still writes, such as a checkpoint
+_WRITES_FROM = 1e6  # bytes in one look: less may be a log
+_LOOK_AGAIN_S = 0.5
 
 
 @dataclass
@@ -88,6 +97,11 @@ class Rank:
         """Its global rank."""
         return int(self.about["rank"])
 
+    @property
+    def fit(self) -> int:
+        """Number of the fit in which it is."""
+        return int(self.about["fit"])
+
     def look(self, pause_s: float) -> None:
         """Reads its progress.
 
@@ -111,9 +125,17 @@ class Rank:
             return False
         return self.seconds(now) > self.seen.timeout
 
+    def is_in_fit(self) -> bool:
+        """Whether it has not said that it leaves the fit."""
+        return self.seen is None or self.seen.section != "left"
+
     def is_watched(self) -> bool:
         """Whether it takes part in the fit still."""
-        return (self.seen is None or self.seen.section != "left") and is_running(self.about)
+        return self.is_in_fit() and is_running(self.about)
+
+    def has_failed(self) -> bool:
+        """Whether its fit has failed."""
+        return self.path.with_suffix(".failed").exists()
 
 
 class _Storage:
@@ -152,6 +174,10 @@ class Watchdog:
         self.ranks: dict[int, Rank] = {}
         self._cases = 0  # that are over
         self._looked_for_case = 0.0
+        self._looked_for_loss = 0.0
+        self._lost_fit: int | None = None  # that has lost a rank: what the others do there is a consequence
+        self._deathbed = Deathbed()
+        self._shortage: MemoryShortage | None = None
         self._storage = _Storage()
         self._speaker = _Speaker()
         self._has_stumbled = False
@@ -173,6 +199,7 @@ class Watchdog:
             now = time.monotonic()
             pause = now - last - POLL_S
             last = now
+            is_over = bool(self.ranks) and not any(rank.is_watched() for rank in self.ranks.values())
             try:
                 if self._look(now, pause if pause > _FROZEN_AFTER_S else 0.0):
                     last = time.monotonic()
@@ -180,9 +207,9 @@ class Watchdog:
                 if not self._has_stumbled:
                     self._has_stumbled = True
                     self._speaker.say(f"The watchdog goes on after an error of its own:\n{traceback.format_exc()}")
-            if self.ranks and not any(rank.is_watched() for rank in self.ranks.values()):
+            if is_over:
                 break
-            time.sleep(POLL_S)
+            self._deathbed.wait(POLL_S)
         shutil.rmtree(self.directory, ignore_errors=True)
         self._speaker.stop()
 
@@ -191,7 +218,14 @@ class Watchdog:
         self._find_ranks()
         for rank in self.ranks.values():
             rank.look(pause_s)
+        if self._shortage is not None:
+            self._shortage.look()
+        if self._look_for_loss(now):
+            return True
         overdue = [rank for rank in self.ranks.values() if rank.is_overdue(now) and rank.is_watched()]
+        if lost := [rank for rank in overdue if rank.fit == self._lost_fit]:
+            self._end_ranks(lost, ", which could not leave")
+            return True
         if not overdue and not self._is_case_open(now):
             return False
         self._handle(overdue)
@@ -200,14 +234,138 @@ class Watchdog:
     def _find_ranks(self) -> None:
         for path in self.directory.glob("rank-*.json"):
             about = read_json(path)
-            if about is not None and about["rank"] not in self.ranks:
-                with suppress(OSError):
-                    progress = open(path.with_suffix(".progress"), "rb", buffering=0)
-                    self.ranks[about["rank"]] = Rank(about, path.with_suffix(""), progress)
+            if about is None:
+                continue
+            if (known := self.ranks.get(about["rank"])) is not None:
+                known.about = about  # of its present fit
+                continue
+            with suppress(OSError):
+                progress = open(path.with_suffix(".progress"), "rb", buffering=0)
+                self.ranks[about["rank"]] = Rank(about, path.with_suffix(""), progress)
+                self._deathbed.add(int(about["pid"]))
+                self._shortage = self._shortage or MemoryShortage(int(about["pid"]))
 
     @property
     def _about(self) -> dict[str, Any]:
         return next(iter(self.ranks.values())).about
+
+    # -- a rank that has gone ------------------------------------------------------------------------------------------
+
+    def _look_for_loss(self, now: float) -> bool:
+        """Ends the others of a rank that died in the middle of the fit, or whose fit has failed; whether there is one.
+
+        NCCL's survivors stay blocked: no exception reaches them, and Python does not run.
+        """
+        ranks = [rank for rank in self.ranks.values() if rank.fit != self._lost_fit]
+        for rank in ranks:
+            if rank.is_in_fit() and not is_running(rank.about):
+                rank.look(0.0)  # it may have left just before
+                if rank.is_in_fit() and (death := self._death_of(rank)).exit_code != 0:
+                    self._lost_fit = rank.fit
+                    self._handle_death(rank, death)
+                    return True
+        if failed := [rank for rank in ranks if rank.has_failed()]:
+            self._lost_fit = failed[0].fit
+            self._handle_failure(failed[0])
+            return True
+        if ranks and (cause := self._loss_elsewhere(ranks[0].fit, now)) is not None:
+            self._lost_fit = ranks[0].fit
+            self._end_survivors(cause, _RAISES_WITHIN_S)
+            return True
+        return False
+
+    def _death_of(self, rank: Rank) -> Death:
+        has_no_memory = self._shortage is not None and self._shortage.is_recent()
+        return Death(self._deathbed.status(int(rank.about["pid"])), has_no_memory)
+
+    def _handle_death(self, rank: Rank, death: Death) -> None:
+        about, stay = rank.about, rank.seen
+        others = [other for other in self.ranks.values() if other is not rank]
+        if death.is_from_outside and about["nodes"] == 1:
+            # A launcher or a scheduler ends all; that one of them is seen to be the first says nothing.
+            _wait_until(lambda: all(map(_is_gone, others)), _ALL_DIE_WITHIN_S)
+            if all(map(_is_gone, others)):
+                return
+        at = f"At step {stay.step} (section {stay.section}) r" if stay is not None else "R"
+        self._speaker.say(f"{at}ank {rank.rank} ({about['node']}, pid {about['pid']}) {death}.")
+        self._record(
+            rank.rank,
+            kind="died",
+            step=stay.step if stay is not None else None,
+            reason=f"rank {rank.rank} {death}",
+            signal=death.signal,
+            exit_code=death.exit_code,
+            out_of_memory=death.out_of_memory,
+            section=stay.section if stay is not None else None,
+        )
+        cause = f"rank {rank.rank} of {about['node']}, which {death}"
+        if about["nodes"] > 1:
+            self._publish_loss(cause)
+        self._end_survivors(cause, _RAISES_WITHIN_S)
+
+    def _handle_failure(self, rank: Rank) -> None:
+        began, survivors = time.monotonic(), self._survivors()
+        while is_running(rank.about) and time.monotonic() - began < _NOTICES_FAILURE_WITHIN_S:
+            survivors = self._survivors(survivors)
+            if not rank.has_failed() or not (survivors or self._about["nodes"] > 1):
+                return
+            time.sleep(POLL_S)
+        cause = f"rank {rank.rank} of {rank.about['node']}, which has failed"
+        if self._about["nodes"] > 1:
+            self._publish_loss(cause)
+        self._end_survivors(cause, _LOOK_AGAIN_S if is_running(rank.about) else _RAISES_WITHIN_S, survivors)
+
+    def _survivors(self, among: list[Rank] | None = None) -> list[Rank]:
+        """The ranks that are still in the fit that has lost one, and have not failed themselves."""
+        self._find_ranks()  # a script that has caught the error may be in the next fit already
+        ranks = list(self.ranks.values()) if among is None else among
+        for rank in ranks:
+            rank.look(0.0)
+        return [rank for rank in ranks if rank.fit == self._lost_fit and rank.is_watched() and not rank.has_failed()]
+
+    def _end_survivors(self, cause: str, within_s: float, survivors: list[Rank] | None = None) -> None:
+        """Ends the ranks that neither end by themselves nor have anything left to do.
+
+        Args:
+            cause: What they lack.
+            within_s: How long they may take to begin with that.
+            survivors: Who they are. Default: all that are in the fit.
+        """
+        began = time.monotonic()
+        written: dict[int, int] = {}
+        while survivors := self._survivors(survivors):
+            at_work = [rank for rank in survivors if self._is_at_work(rank, written)]
+            if time.monotonic() - began >= (_ENDS_WORK_WITHIN_S if at_work else within_s):
+                self._end_ranks(survivors, f", blocked without {cause}")
+                return
+            time.sleep(_LOOK_AGAIN_S)
+
+    @staticmethod
+    def _is_at_work(rank: Rank, written: dict[int, int]) -> bool:
+        """Whether it saves, or writes in the background."""
+        before, found = written.get(rank.rank), usage(int(rank.about["pid"]))
+        written[rank.rank] = now = found[1] if found is not None else 0
+        is_saving = rank.seen is not None and rank.seen.section == "checkpointing"
+        return is_saving or (before is not None and now - before >= _WRITES_FROM)
+
+    def _loss_path(self, fit: int | None) -> Path:
+        return Path(self._about["run_dir"]) / "diagnostics" / f".{self._about['token']}-{fit}-lost.json"
+
+    def _publish_loss(self, cause: str) -> None:
+        """Tells the other nodes."""
+        with suppress(OSError):
+            self._storage.call(lambda: self._publish_once(self._loss_path(self._lost_fit), {"cause": cause}))
+
+    def _loss_elsewhere(self, fit: int, now: float) -> str | None:
+        """What another node has published about this fit, if anything."""
+        if self._about["nodes"] == 1 or now - self._looked_for_loss < _LOOK_FOR_CASE_EVERY_S:
+            return None
+        self._looked_for_loss = now
+        try:
+            loss = self._storage.call(lambda: read_json(self._loss_path(fit)))
+        except OSError:
+            return None
+        return None if loss is None else str(loss.get("cause"))
 
     # -- the case: one folder for the diagnosis of all nodes -----------------------------------------------------------
 
@@ -238,16 +396,21 @@ class Watchdog:
         """The folder for this hang; whoever notices it first names it."""
         if (folder := self._find_case()) is None:
             marker = self._marker()
-            marker.parent.mkdir(parents=True, exist_ok=True)
             name = f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{self._about['token'][:6]}"
-            draft = marker.with_name(f"{marker.name}.{platform.node()}.{os.getpid()}")
-            write_json(draft, {"folder": name})
-            with suppress(FileExistsError):
-                os.link(draft, marker)  # unlike a rename this never replaces
-            draft.unlink(missing_ok=True)
+            self._publish_once(marker, {"folder": name})
             folder = self._find_case() or marker.parent / name
         folder.mkdir(exist_ok=True)
         return folder
+
+    @staticmethod
+    def _publish_once(path: Path, content: dict[str, Any]) -> None:
+        """Makes a file of the run directory, unless another node has made it before."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}")
+        write_json(draft, content)
+        with suppress(FileExistsError):
+            os.link(draft, path)  # unlike a rename this never replaces
+        draft.unlink(missing_ok=True)
 
     def _handle(self, overdue: list[Rank]) -> None:
         noticed = time.time()
@@ -271,7 +434,8 @@ class Watchdog:
         is_hang = self._judge(folder, evidence, noticed)
         self._cases += 1
         if is_hang:
-            self._end_ranks()
+            self._lost_fit = self._about["fit"]
+            self._end_ranks(list(self.ranks.values()))
         else:
             self._excuse()
 
@@ -366,32 +530,32 @@ class Watchdog:
         self._write_verdict(folder, verdict.to_json())
         if not verdict.is_hang:
             return
-        about = self._about
         culprit = verdict.culprits[0] if verdict.culprits else None
         late = max(evidence, key=lambda each: each.seconds - each.timeout)
-        ledger = Ledger(RunDirectory(about["run_dir"]).ledger, culprit.rank if culprit else None)
+        self._record(
+            culprit.rank if culprit else None,
+            kind="hang",
+            step=culprit.step if culprit else None,
+            reason=verdict.line,
+            section=late.section,
+            limit=late.timeout,
+            noticed=noticed,
+            diagnostics=None if folder is None else str(folder),
+        )
+
+    def _record(self, rank: int | None, **fault: Any) -> None:
+        """Writes a fault of a rank into the ledger."""
+        about = self._about
+        ledger = Ledger(RunDirectory(about["run_dir"]).ledger, rank)
+        fault |= {name: about[name] for name in ("fit", "elastic_run_id", "restart_count")}
         with suppress(OSError):
-            self._storage.call(
-                lambda: ledger.record(
-                    "fault",
-                    kind="hang",
-                    fit=about["fit"],
-                    step=culprit.step if culprit else None,
-                    reason=verdict.line,
-                    section=late.section,
-                    limit=late.timeout,
-                    noticed=noticed,
-                    diagnostics=None if folder is None else str(folder),
-                    elastic_run_id=about["elastic_run_id"],
-                    restart_count=about["restart_count"],
-                )
-            )
+            self._storage.call(lambda: ledger.record("fault", **fault))
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _end_ranks(self) -> None:
-        """Ends every rank of this node: a job that has lost one is started again as a whole."""
-        alive = [rank for rank in self.ranks.values() if is_running(rank.about)]
+    def _end_ranks(self, ranks: list[Rank], why: str = "") -> None:
+        """Ends ranks of this node: a job that has lost one is started again as a whole."""
+        alive = [rank for rank in ranks if is_running(rank.about)]
         for signums in ((EXIT_SIGNAL, signal.SIGCONT), (signal.SIGKILL,)):  # one that is stopped must wake up to end
             for rank in alive:
                 for signum in signums:
@@ -399,9 +563,14 @@ class Watchdog:
                         with suppress(ProcessLookupError):
                             os.kill(int(rank.about["pid"]), signum)
             _wait_until(lambda: not any(is_running(rank.about) for rank in alive), _EXIT_WITHIN_S)
-        self._speaker.say(
-            f"Ended {len(alive)} rank{'s' if len(alive) != 1 else ''} of {platform.node()} (exit code {EXIT_HUNG})."
-        )
+        count = f"{len(alive)} rank{'s' if len(alive) != 1 else ''}"
+        self._speaker.say(f"Ended {count} of {platform.node()} (exit code {EXIT_HUNG}){why}.")
+
+
+def _is_gone(rank: Rank) -> bool:
+    """Whether a rank has been ended in the middle of the fit, or is being ended."""
+    rank.look(0.0)
+    return rank.is_in_fit() and not rank.has_failed() and (not is_running(rank.about) or is_ending(rank.about["pid"]))
 
 
 def read_evidence(folder: Path) -> list[RankEvidence]:

@@ -106,6 +106,8 @@ class Witness:
         self.directory = directory
         name = f"rank-{rank:05d}"
         self.progress_path = directory / f"{name}.progress"
+        self._failed_path = directory / f"{name}.failed"
+        self._failed_path.unlink(missing_ok=True)  # of an earlier fit
         self.progress = Progress(self.progress_path, timeouts)
         self.progress.enter("setup")
         self._stacks = open(directory / f"{name}.stacks", "ab", buffering=0)
@@ -135,6 +137,11 @@ class Witness:
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         # No handler in Python would run in a rank that is stuck. C's is called with the signal's number, the exit code.
         _set_c_handler(EXIT_SIGNAL, ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p))
+
+    def fail(self) -> None:
+        """The fit has failed on this rank: those that need it may not notice."""
+        with contextlib.suppress(OSError):
+            self._failed_path.touch()
 
     def close(self) -> None:
         """The rank leaves the fit: nobody watches it from here on."""

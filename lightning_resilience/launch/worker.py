@@ -142,6 +142,8 @@ def first_fault(events: Iterable[dict[str, Any]], elastic_run_id: str | None, re
 
 
 def _say(fault: dict[str, Any]) -> str:
+    if fault.get("kind") == "died":  # seen by another process, which says which rank
+        return str(fault.get("reason"))
     who = "hang" if fault.get("kind") == "hang" else f"rank {fault.get('rank')}"  # a hang's reason says which rank
     return f"{who}: {fault.get('reason')}"
 

@@ -1,0 +1,171 @@
+"""How another process ended, as far as the kernel tells one that is not its parent. Linux only.
+
+Imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_resilience._processes import is_being_killed
+
+_PF_EXITING = 0x4  # linux/sched.h
+_PIDFD_INFO_EXIT = 0x8  # linux/pidfd.h, since Linux 6.15
+_PIDFD_GET_INFO = 0xC040FF0B
+_PIDFD_INFO = struct.Struct("<Q52xi")  # the mask, what is not needed here, and the wait status
+
+_OUTSIDE_HANDS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a process ended.
+
+    Args:
+        status: As ``os.wait`` gives it; ``None``: not known, because its parent was faster and the kernel is too old.
+        out_of_memory: Whether the kernel has killed processes of its cgroup at that time, because memory was short.
+    """
+
+    status: int | None
+    out_of_memory: bool = False
+
+    @property
+    def signal(self) -> str | None:
+        """The name of the signal that has killed it, if that is known."""
+        if self.status is None or not os.WIFSIGNALED(self.status):
+            return None
+        number = os.WTERMSIG(self.status)
+        try:
+            return signal.Signals(number).name
+        except ValueError:
+            return f"signal {number}"
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code that it has chosen, if it has, and that is known."""
+        return os.WEXITSTATUS(self.status) if self.status is not None and os.WIFEXITED(self.status) else None
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether it may have been ended on purpose: by a person, a launcher or a scheduler."""
+        number = None if self.status is None else os.WTERMSIG(self.status)
+        return not self.out_of_memory and (self.status is None or number in _OUTSIDE_HANDS)
+
+    def __str__(self) -> str:
+        if self.signal is not None:
+            memory = self.out_of_memory and self.signal == "SIGKILL"
+            return f"was killed by {self.signal}" + (": the kernel was out of memory" if memory else "")
+        if self.exit_code is not None:
+            return f"ended with exit code {self.exit_code} in the middle of the fit"
+        return "died" + (": the kernel was out of memory" if self.out_of_memory else "")
+
+
+class Deathbed:
+    """Waits for the ends of processes.
+
+    A parent that polls, as elastic launchers do, leaves an ended process lying for a moment. Whoever is woken by its
+    end finds its exit status there.
+    """
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._pidfds: dict[int, int] = {}
+
+    def add(self, pid: int) -> None:
+        """Waits for this one too; where the kernel does not allow that, it just wakes nobody."""
+        with suppress(OSError, AttributeError):
+            self._pidfds[pid] = pidfd = os.pidfd_open(pid)
+            self._poll.register(pidfd, select.POLLIN)
+
+    def wait(self, seconds: float) -> None:
+        """Returns when one of them has ended that had not at the last call, or after so many seconds."""
+        for pidfd, _ in self._poll.poll(seconds * 1000):
+            self._poll.unregister(pidfd)  # it stays readable
+
+    def status(self, pid: int) -> int | None:
+        """How a process that was added has ended, as ``os.wait`` gives it; ``None``: not known."""
+        fields = _stat(pid)
+        if fields is not None and fields[0] == "Z":
+            return int(fields[49])
+        if (pidfd := self._pidfds.get(pid)) is None:
+            return None
+        info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, 0))
+        try:
+            fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+        except OSError:
+            return None
+        mask, status = _PIDFD_INFO.unpack(info)
+        return int(status) if mask & _PIDFD_INFO_EXIT else None
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process is on its way out: with much memory, or held by a driver, that takes seconds."""
+    fields = _stat(pid)
+    return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING) or is_being_killed(pid)
+
+
+class MemoryShortage:
+    """Notices when the kernel kills processes for want of memory: where these live, or anywhere on this host.
+
+    Args:
+        pid: One of them.
+        root: Of the file system, for tests.
+    """
+
+    _RECENT_S = 60.0  # the end of a process with much memory takes its time
+
+    def __init__(self, pid: int, root: Path = Path("/")) -> None:
+        self._file = next((file for file in _counters(pid, root) if _oom_kills(file) is not None), None)
+        self._kills = self._count()
+        self._rose: float | None = None
+
+    def look(self) -> None:
+        """To be called regularly."""
+        if (kills := self._count()) != self._kills:
+            self._kills, self._rose = kills, time.monotonic()
+
+    def is_recent(self) -> bool:
+        """Whether that has happened within the last minute."""
+        self.look()
+        return self._rose is not None and time.monotonic() - self._rose < self._RECENT_S
+
+    def _count(self) -> int | None:
+        return None if self._file is None else _oom_kills(self._file)
+
+
+def _counters(pid: int, root: Path) -> list[Path]:
+    """The files that count such kills, the one that counts the fewest others first."""
+    own = []
+    with suppress(OSError):
+        for line in (root / f"proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                own.append(root / "sys/fs/cgroup" / path.lstrip("/") / "memory.events")
+            elif "memory" in controllers.split(","):
+                own.append(root / "sys/fs/cgroup/memory" / path.lstrip("/") / "memory.oom_control")
+    return [*own, root / "proc/vmstat"]
+
+
+def _oom_kills(file: Path) -> int | None:
+    with suppress(OSError, ValueError):
+        for line in file.read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return None
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of ``/proc/PID/stat`` from the state on; ``None`` if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None

@@ -1,0 +1,221 @@
+"""A rank that has gone: the others are ended, though nothing reaches them, and it is said which rank it was and how."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_resilience.detect.deaths import Death, Deathbed, MemoryShortage, is_ending
+from lightning_resilience.detect.witness import EXIT_HUNG
+from tests.harness import Ranks, result, samples
+from tests.test_exact_resume import undisturbed
+from tests.test_fault_tolerance import events, nothing_left, ours, watched
+from tests.test_launchers import finish, start, torchrun
+
+TRAINER = {"devices": 2}
+BLOCKED = {"at": "train", "step": 20, "rank": 0, "do": "block", "once": True}
+"""As NCCL's survivors are: in C, where neither an exception nor a signal's Python handler gets."""
+
+
+# -- what the kernel tells ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[[str], int]]:
+    """Starts Python code in a process of its own, and says its number."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(code: str) -> int:
+        started.append(subprocess.Popen([sys.executable, "-c", f"import os, signal, time; {code}"]))
+        return started[-1].pid
+
+    yield run
+    for each in started:
+        each.kill()
+        each.wait()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("os._exit(3)", "ended with exit code 3 in the middle of the fit"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGRTMIN + 1)", "was killed by signal 35"),
+    ],
+)
+def test_how_a_process_ended_is_known_to_others_than_its_parent(
+    child: Callable[[str], int], code: str, said: str
+) -> None:
+    pid, deathbed = child(f"time.sleep(0.2); {code}"), Deathbed()
+    deathbed.add(pid)
+    assert not is_ending(pid)
+    began = time.monotonic()
+    while not is_ending(pid):
+        deathbed.wait(20)
+    assert time.monotonic() - began < 10, "its end has woken nobody"
+    assert str(Death(deathbed.status(pid))) == said
+    deathbed.wait(0.01)  # and it wakes nobody again
+
+
+def test_a_process_that_nobody_can_tell_of_has_died() -> None:
+    assert Deathbed().status(2**22 + 1) is None
+    assert str(Death(None)) == "died"
+    assert Death(None).is_from_outside
+    assert str(Death(signal.SIGKILL, out_of_memory=True)) == "was killed by SIGKILL: the kernel was out of memory"
+    assert not Death(signal.SIGKILL, out_of_memory=True).is_from_outside
+    assert not Death(signal.SIGSEGV).is_from_outside
+    assert not Death(3 << 8).is_from_outside
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "counter"),
+    [
+        ("0::/job/step", "sys/fs/cgroup/job/step/memory.events"),
+        ("4:memory:/job\n0::/", "sys/fs/cgroup/memory/job/memory.oom_control"),
+        ("0::/../elsewhere", "proc/vmstat"),
+    ],
+)
+def test_the_kernels_counters_of_killed_processes(tmp_path: Path, cgroup: str, counter: str) -> None:
+    files = {f"proc/{os.getpid()}/cgroup": cgroup, "proc/vmstat": "nr_free_pages 5\noom_kill 3\n"}
+    for name, text in {**files, counter: "low 0\noom_kill 7\noom_group_kill 0\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    shortage = MemoryShortage(os.getpid(), tmp_path)
+    assert not shortage.is_recent()
+    (tmp_path / counter).write_text("low 0\noom_kill 8\noom_group_kill 0\n")
+    assert shortage.is_recent()
+    assert not MemoryShortage(os.getpid(), tmp_path / "nothing").is_recent()
+
+
+@pytest.fixture
+def little_memory() -> Iterator[Path]:
+    """A cgroup in which 64 MB are the limit."""
+    for limit, base in (("memory.max", "/sys/fs/cgroup"), ("memory.limit_in_bytes", "/sys/fs/cgroup/memory")):
+        group = Path(base) / f"lightning-resilience-{os.getpid()}"
+        with suppress(OSError):
+            group.mkdir()
+            try:
+                if (group / limit).exists():
+                    (group / limit).write_text(str(64_000_000))
+                    with suppress(OSError):
+                        (group / "memory.swap.max").write_text("0")
+                    yield group
+                    return
+            finally:
+                group.rmdir()
+    pytest.skip("no cgroup can be made here")
+
+
+def test_a_process_for_which_the_memory_did_not_suffice(child: Callable[[str], int], little_memory: Path) -> None:
+    pid, deathbed = child("time.sleep(0.5); kept = b'x' * 10**9"), Deathbed()
+    (little_memory / "cgroup.procs").write_text(str(pid))
+    shortage = MemoryShortage(pid)
+    deathbed.add(pid)
+    deathbed.wait(20)
+    death = Death(deathbed.status(pid), shortage.is_recent())
+    assert str(death) == "was killed by SIGKILL: the kernel was out of memory"
+    os.waitpid(pid, 0)
+
+
+# -- real ranks --------------------------------------------------------------------------------------------------------
+
+
+def ended(config: dict[str, Any]) -> dict[str, Any]:
+    """The one fault of a rank that died."""
+    (died,) = [fault for fault in events(config, "fault") if fault["kind"] == "died"]
+    return died
+
+
+def dies(tmp: Path, do: str, step: int = 20, **options: Any) -> dict[str, Any]:
+    death = {"at": "train", "step": step, "rank": 1, "do": do, "after_s": 0.3, "once": True}
+    return watched(tmp, limits="step:180", trainer=TRAINER, events=[BLOCKED, death], **options)
+
+
+@pytest.mark.parametrize(("do", "code", "how"), [("SIGKILL", -9, "was killed by SIGKILL"), ("exit", 3, "exit code 3")])
+def test_the_survivors_of_a_dead_rank_are_ended_and_it_is_named(tmp_path: Path, do: str, code: int, how: str) -> None:
+    config = dies(tmp_path, do)
+    ranks = Ranks(config, tmp_path / "run")
+    codes = ranks.wait(60, kill_rest=False)
+    assert codes == [EXIT_HUNG, code], ranks.text()
+    nothing_left(config)  # the watchdog has said all it has to say
+    died = ended(config)
+    assert (died["rank"], died["step"], died["section"]) == (1, 20, "step")
+    assert re.fullmatch(f"rank 1 .*{how}.*", died["reason"])
+    assert (died["signal"], died["exit_code"]) == (("SIGKILL", None) if code < 0 else (None, code))
+    said = ranks.text()
+    pid = ranks.processes[1].pid
+    assert re.search(rf"\] At step 20 \(section step\) rank 1 \(.+, pid {pid}\) .*{how}.*\.", said)
+    assert re.search(rf"Ended 1 rank of .+, blocked without rank 1 of .+, which .*{how}", said)
+
+
+def test_the_survivors_of_a_failed_rank_are_ended(tmp_path: Path) -> None:
+    config = dies(tmp_path, "raise")
+    ranks = Ranks(config, tmp_path / "run")
+    assert ranks.wait(60, kill_rest=False) == [EXIT_HUNG, 1], ranks.text()
+    nothing_left(config)
+    assert [(fault["rank"], fault["kind"]) for fault in events(config, "fault")] == [(1, "RuntimeError")]
+    assert re.search("Ended 1 rank of .+, blocked without rank 1 of .+, which has failed", ranks.text())
+
+
+def test_a_survivor_that_notices_ends_by_itself(tmp_path: Path) -> None:
+    """gloo's raise: what they have to say is recorded, and nobody ends them."""
+    death = {"at": "train", "step": 20, "rank": 1, "do": "SIGKILL", "once": True}
+    config = watched(tmp_path, trainer=TRAINER, events=[death])
+    ranks = Ranks(config, tmp_path / "run")
+    assert ranks.wait(60, kill_rest=False) == [1, -signal.SIGKILL], ranks.text()
+    nothing_left(config)
+    assert sorted(fault["rank"] for fault in events(config, "fault")) == [0, 1]
+    assert ended(config)["rank"] == 1
+    assert "Ended 1 rank" not in ranks.text()
+
+
+def test_ranks_that_one_hand_ends_have_not_failed(tmp_path: Path) -> None:
+    config = watched(tmp_path, trainer=TRAINER, events=[{"at": "train", "step": 20, "do": "block"}])
+    ranks = Ranks(config, tmp_path / "run")
+    while not any(event["event"] == "saved" and event["step"] == 20 for event in events(config, "saved")):
+        time.sleep(0.05)
+    ranks.kill(signal.SIGKILL)
+    assert ranks.wait(60, kill_rest=False) == [-signal.SIGKILL] * 2
+    nothing_left(config)
+    assert not events(config, "fault")
+
+
+@pytest.mark.campaign
+@pytest.mark.nvrx
+def test_under_launch_the_dead_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    config = dies(tmp_path, "SIGKILL", callbacks=[])
+    output, limits = tmp_path / "output", ("--section-timeouts", "setup:60,step:180,checkpointing:30")
+    assert finish(start(ours(config, *limits), output), output) == 0, output.read_text()
+    assert "Restart 1 inside the job" in output.read_text()
+    assert "Before: rank 1 was killed by SIGKILL." in output.read_text()
+    assert "Ended 1 rank" in output.read_text(), "the elastic launcher had to end the survivor"
+    assert ended(config)["rank"] == 1
+    assert (result(config), samples(config)) == undisturbed(tmp_path, trainer=TRAINER)
+    nothing_left(config)
+
+
+@pytest.mark.campaign
+def test_under_torchrun_the_dead_rank_is_named_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dies(tmp_path, "SIGKILL")
+    output = tmp_path / "output"
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with_restarts = torchrun(config)
+    with_restarts.insert(with_restarts.index("--nproc-per-node"), "--max-restarts=1")
+    assert finish(start(with_restarts, output), output) == 0, output.read_text()
+    assert "Ended 1 rank" in output.read_text(), "the elastic launcher had to end the survivor"
+    assert ended(config)["rank"] == 1
+    assert (result(config), samples(config)) == undisturbed(tmp_path, trainer=TRAINER)
+    nothing_left(config)
