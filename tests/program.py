@@ -116,6 +116,7 @@ DEFAULTS: dict[str, Any] = {
     "floor_s": None,  # calculated timeouts may be as short as this
     "ping_within_s": None,  # how long a health check between steps may take
     "sick_rank": None,  # whose node fails its health check
+    "sickness": ["memory", False, "1 word of 4 came back changed"],  # the check that fails, see health.Check
     "policy": None,  # what is asked of the launcher after an error of this program: see policy()
     "fused": False,  # the optimizer
     "late": None,  # of each rank, by how many batches a verdict comes later, as on an accelerator
@@ -614,7 +615,7 @@ def sabotage(config: dict[str, Any]) -> None:
     if config["ping_within_s"] is not None:
         fault_tolerance._PING_WITHIN_S = config["ping_within_s"]
     if config["sick_rank"] == rank:
-        found = health.HealthReport((health.Check("memory", False, "1 word of 4 came back changed"),))
+        found = health.HealthReport((health.Check(*config["sickness"]),))
         health.check_node = lambda *args: found
     if config["trace"]:
         enter = progress.Progress.enter

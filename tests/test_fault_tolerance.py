@@ -651,6 +651,35 @@ def test_a_sick_node_is_named_before_it_joins(tmp_path: Path) -> None:
     nothing_left(config)
 
 
+@pytest.mark.parametrize(
+    ("name", "answered", "fails_here", "excluded"),
+    [("memory", True, True, True), ("device", False, True, False), ("free space", False, False, False)],
+)
+def test_only_a_node_that_is_known_to_be_sick_is_excluded(
+    tmp_path: Path, name: str, answered: bool, fails_here: bool, excluded: bool
+) -> None:
+    """A device that is cold, or a storage that everybody writes to, may be slow on any node."""
+    sickness = [name, False, "this is what was seen", answered]
+    config = watched(tmp_path, sick_rank=0, sickness=sickness, trainer={"max_steps": 2})
+    output = (fails if fails_here else runs)(config)
+    assert "this is what was seen" in output
+    assert bool(events(config, "unhealthy")) == fails_here
+    assert [event["action"] for event in events(config, "workload_request")] == ["exclude_this_node"] * excluded
+    nothing_left(config)
+
+
+@pytest.mark.campaign
+def test_a_rank_that_comes_late_to_a_health_check_but_in_time_for_a_step_is_waited_for(tmp_path: Path) -> None:
+    config = watched(
+        tmp_path,
+        limits="step:100",
+        fault_tolerance={"health_check_interval_steps": 4},
+        events=[{"at": "batch_end", "step": 19, "rank": 1, "do": "sleep", "seconds": 17}],
+        trainer={"devices": 2, "max_steps": 24},
+    )
+    runs(config)
+
+
 @pytest.mark.campaign
 def test_a_rank_that_is_absent_from_a_health_check_fails_it_for_the_others(tmp_path: Path) -> None:
     config = watched(

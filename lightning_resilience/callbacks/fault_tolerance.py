@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 Engine = Literal["auto", "nvrx", "watchdog"]
 
-_PING_WITHIN_S = 10.0  # KempnerForge's
+_PING_WITHIN_S = 1800.0  # torch's own limit, where a step has none
 
 FINISHED_FLAG_VARIABLE = "FAULT_TOL_FINISHED_FLAG_FILE"
 """Environment variable of NeMo-Run's and NVRx's job scripts: they requeue a job until this file exists."""
@@ -414,7 +414,9 @@ class _Watching:
         step, every = self.session.trainer.global_step, self.settings.health_check_interval_steps
         if step % every == 0 and step != self._ping_at:
             self._ping_at = step
-            check = health.check_collective(self.session.trainer.strategy.root_device, _PING_WITHIN_S)
+            # A rank may come as late as it may be in any step; and a device has all before the ping to do first.
+            limit = min(self.timeouts.by_section()["step"], _PING_WITHIN_S)
+            check = health.check_collective(self.session.trainer.strategy.root_device, limit)
             if not check.ok:
                 raise RuntimeError(f"The health check at step {step} failed: {check.detail}.")
 
@@ -422,15 +424,19 @@ class _Watching:
         """A sick node fails here, with its name, and not in the middle of a step of all."""
         session = self.session
         report = health.check_node(session.run.path, session.trainer.strategy.root_device)
-        clocks = [check.detail for check in report.failed if check.name == "clock"]
-        failed = [check for check in report.failed if check.name != "clock"]
-        for detail in clocks:
-            log.warning("Rank %d on %s: %s", session.rank, platform.node(), detail)
+        # A storage that is slow fails nothing here. A device that does not answer would hang in the first step.
+        failed = [
+            check for check in report.failed if check.name != "clock" and (check.answered or check.name == "device")
+        ]
+        for check in report.failed:
+            if check not in failed:
+                log.warning("Rank %d on %s: %s", session.rank, platform.node(), check.detail)
         if not failed:
             return
         reason = f"rank {session.rank} on {platform.node()} is not fit to train: {health.HealthReport(tuple(failed))}"
         session.ledger.record("unhealthy", fit=session.index, reason=reason)
-        if any(check.name != "free space" for check in failed):  # another node has no more space in shared storage
+        # Another node has no more space in shared storage; and one that is cold or busy is not sick.
+        if any(check.answered and check.name != "free space" for check in failed):
             self._request(_nvrx.EXCLUDE_THIS_NODE, reason)
         raise RuntimeError(reason)
 

@@ -2,7 +2,9 @@
 
 What is broken mostly hangs: a call into a dead driver or a dead NFS mount does not return, and nothing can cancel it.
 Each check therefore runs in a daemon thread, and one that has not answered in time has failed; its thread is left
-behind. Only a call that never releases the interpreter lock escapes this deadline, and is left to the watchdog.
+behind. What it would have said is not known: a device that is used for the first time and a storage that everybody
+writes to may just be slow. Only a call that never releases the interpreter lock escapes this deadline, and is left to
+the watchdog.
 
 No check touches a random number generator. None raises for what is broken: that is the ``detail`` of a failed check.
 """
@@ -29,6 +31,10 @@ from lightning_resilience._files import temporary_path
 
 _T = TypeVar("_T")
 
+DEVICE_WITHIN_S = 180.0
+"""How long a device may take. Its first use makes a context and loads libraries, for all ranks of a node at once and
+perhaps over the network."""
+
 _SIDE = 1024  # of the matrices: large enough to occupy most of a device, and 4 MiB each
 _PATTERN_WORDS = 4 * 2**20  # 16 MiB
 _NEEDED_INODES = 100  # what one save and its diagnostics may create
@@ -47,11 +53,13 @@ class Check:
             else can fail in :func:`check_node` is the node's own.
         ok: Whether it passed.
         detail: One clause for a person: what was seen, where, and if it failed, what to do.
+        answered: Whether it came to an end: if not, the node is not known to be at fault.
     """
 
     name: str
     ok: bool
     detail: str
+    answered: bool = True
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ def check_node(
     needed_bytes: int = 100_000_000,
     local_dirs: Sequence[str | os.PathLike[str]] = (),
     timeout_s: float = 30.0,
+    device_timeout_s: float = DEVICE_WITHIN_S,
 ) -> HealthReport:
     """Whether a worker may join from this node. Checks the device, the directories and the clock, all at once.
 
@@ -93,7 +102,8 @@ def check_node(
         device: See :func:`check_gpu_health`.
         needed_bytes: What must be free in each directory. The default holds what a run writes besides its checkpoints.
         local_dirs: Directories of this node that are written to as well.
-        timeout_s: Seconds after which a check that has not answered has failed; no more than that is waited in all.
+        timeout_s: Seconds after which a check of a directory or the clock that has not answered has failed.
+        device_timeout_s: The same for the device. No more than the longer of both is waited in all.
     """
     deadline = time.monotonic() + timeout_s
     started = [
@@ -101,7 +111,7 @@ def check_node(
         for directory in (run_dir, *local_dirs)
     ]
     started.append((Path(run_dir), "clock", _start(partial(_one, check_clock, run_dir))))
-    checks = check_gpu_health(device, timeout_s)
+    checks = check_gpu_health(device, device_timeout_s)
     for directory, name, answer in started:
         subject = f"the storage of {directory}"
         checks += _collect(answer, name, subject, "repair or remount it", deadline, timeout_s)
@@ -115,7 +125,7 @@ def _one(check: Callable[..., Check], *args: Any) -> list[Check]:
 # -- device ------------------------------------------------------------------------------------------------------------
 
 
-def check_device_health(device: torch.device | str | None = None, timeout_s: float = 30.0) -> list[Check]:
+def check_device_health(device: torch.device | str | None = None, timeout_s: float = DEVICE_WITHIN_S) -> list[Check]:
     """Has a device multiply two matrices whose product is known, and keep a pattern in its memory.
 
     The matrices hold small integers, so the product is exact in whichever precision the device multiplies.
@@ -132,12 +142,13 @@ def check_device_health(device: torch.device | str | None = None, timeout_s: flo
     return _exercise_within(found, deadline, timeout_s)
 
 
-def check_gpu_health(device: torch.device | str | None = None, timeout_s: float = 30.0) -> list[Check]:
+def check_gpu_health(device: torch.device | str | None = None, timeout_s: float = DEVICE_WITHIN_S) -> list[Check]:
     """:func:`check_device_health`, and what NVML knows of the device, as far as there is an NVML that knows it.
 
-    Uncorrected ECC errors since the driver was loaded, pages that wait for their retirement and rows that could not be
-    remapped are failures, as is a GPU that the driver has lost. Temperature and a clock slowed down by the hardware are
-    told, but fail nothing: both may pass. A fact that cannot be read is left out. The Xid errors of the past cannot.
+    Memory pages that wait for their retirement are failures, rows that wait to be remapped or could not be, and a GPU
+    that the driver has lost; on a GPU that remaps no rows, which older ones do not, uncorrected ECC errors since its
+    last reset as well: the others contain them. Temperature and a clock slowed down by the hardware are told, but fail
+    nothing: both may pass. A fact that cannot be read is left out. The Xid errors of the past cannot.
 
     The NVML part is NVIDIA's; any other accelerator, or the CPU where there is none, is checked without.
 
@@ -170,7 +181,8 @@ def _find(device: torch.device | str | None, timeout_s: float) -> torch.device |
             device = torch.device(device.type, torch.accelerator.current_device_index())
         return device
     except NoAnswer:
-        return Check("device", False, f"the accelerator's driver did not answer within {timeout_s:g} s: {_REMEDY}")
+        detail = f"the accelerator's driver did not answer within {timeout_s:g} s: slow, or dead"
+        return Check("device", False, detail, answered=False)
     except Exception as error:
         return Check("device", False, f"device {device or 'of this process'} is not usable: {_describe(error)}")
 
@@ -253,9 +265,16 @@ def _uuid(device: torch.device) -> str | None:
 
 def _ecc_errors(pynvml: Any, gpu: Any, name: str) -> Check:
     count = pynvml.nvmlDeviceGetTotalEccErrors(gpu, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
-    if count:
-        return Check("ecc", False, f"{name} has had {count} uncorrected ECC errors since its last reset: {_REMEDY}")
-    return Check("ecc", True, f"{name} has had no uncorrected ECC errors")
+    if not count:
+        return Check("ecc", True, f"{name} has had no uncorrected ECC errors")
+    seen = f"{name} has had {count} uncorrected ECC errors since its last reset"
+    try:
+        pynvml.nvmlDeviceGetRemappedRows(gpu)
+    except (AttributeError, pynvml.NVMLError) as error:
+        if getattr(error, "value", None) in (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED):
+            raise
+        return Check("ecc", False, f"{seen}: {_REMEDY}")
+    return Check("ecc", True, f"{seen}, which it contains")
 
 
 def _retired_pages(pynvml: Any, gpu: Any, name: str) -> Check:
@@ -268,9 +287,9 @@ def _remapped_rows(pynvml: Any, gpu: Any, name: str) -> Check:
     _, _, pending, failed = pynvml.nvmlDeviceGetRemappedRows(gpu)
     if failed:
         return Check("remapped rows", False, f"{name} could not remap a broken memory row: have it replaced")
-    # Where an uncorrected error is behind a pending remapping, the ECC check has failed; else the row still works.
-    at_reset = ", some at the next reset" if pending else ""
-    return Check("remapped rows", True, f"{name} could remap its memory rows{at_reset}")
+    if pending:
+        return Check("remapped rows", False, f"{name} has broken memory rows that only a reset remaps: {_REMEDY}")
+    return Check("remapped rows", True, f"{name} has no memory rows to remap")
 
 
 def _clocks(pynvml: Any, gpu: Any, name: str) -> Check:
@@ -443,7 +462,7 @@ def _collect(
     try:
         return answer.result(max(0.0, deadline - time.monotonic()))
     except NoAnswer:
-        return [Check(name, False, f"{subject} did not answer within {timeout_s:g} s: {to_do}")]
+        return [Check(name, False, f"{subject} did not answer within {timeout_s:g} s: slow, or dead", answered=False)]
     except Exception as error:
         return [Check(name, False, f"{subject} failed with {_describe(error)}: {to_do}")]
 
