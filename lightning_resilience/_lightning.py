@@ -21,6 +21,9 @@ from torchmetrics import Metric
 
 from lightning_resilience.checkpoint import data_position, sharded
 from lightning_resilience.checkpoint.snapshot import optimizer_tensors
+from lightning_resilience.strategies import loads_state as loads_state
+from lightning_resilience.strategies import name_of, traits_of
+from lightning_resilience.strategies import writes_directories as writes_directories
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -165,6 +168,21 @@ def is_search(trainer: Trainer) -> bool:
     return any(getattr(callback, "_early_exit", False) for callback in callbacks(trainer))
 
 
+def before_strategy_setup(trainer: Trainer, patches: Patches, action: Callable[[], None]) -> None:
+    """Has ``action`` called before the strategy wraps, shards or converts the module.
+
+    ``configure_model`` has been called, and no hook is between the two.
+    """
+    strategy: Any = trainer.strategy
+    setup = strategy.setup
+
+    def wrapper(trainer: Trainer) -> None:
+        action()
+        setup(trainer)
+
+    patches.set(strategy, "setup", wrapper)
+
+
 def on_restore(trainer: Trainer, patches: Patches, restore: Callable[[str | None, Any], None]) -> None:
     """Has ``restore(ckpt_path, weights_only)`` called where Lightning loads a checkpoint.
 
@@ -184,6 +202,22 @@ def load_checkpoint(trainer: Trainer, path: str | None, weights_only: bool | Non
     connector = trainer._checkpoint_connector
     connector.resume_start(path, weights_only=weights_only)
     return connector._loaded_checkpoint
+
+
+def load_own_whole_checkpoint(trainer: Trainer, path: str) -> dict[str, Any]:
+    """Like :func:`load_checkpoint`, of a checkpoint of the run's own: whatever it holds, nothing in it is executed.
+
+    ``FSDPStrategy`` reads a file with an unpickler of its own, that takes any class.
+    """
+    patches = Patches()
+    for cls in type(trainer.strategy).__mro__:
+        if cls.__name__ == "FSDPStrategy":
+            safe = functools.partial(torch.load, map_location="cpu", mmap=True, weights_only=True)
+            patches.set(sys.modules[cls.__module__], "_lazy_load", safe)
+    try:
+        return load_checkpoint(trainer, path, weights_only=True)
+    finally:
+        patches.undo()
 
 
 def set_loaded_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -338,7 +372,7 @@ def restore_checkpoint(trainer: Trainer, path: str | None, checkpoint: dict[str,
 
 def shards_state(trainer: Trainer) -> bool:
     """Whether every rank holds a part of the parameters or of the optimizer's state that no other rank has."""
-    return writes_directories(trainer.strategy) or any(_is_zero(optimizer) for optimizer in trainer.optimizers)
+    return traits_of(trainer.strategy).shards or any(_is_zero(optimizer) for optimizer in trainer.optimizers)
 
 
 def replicates_state(trainer: Trainer) -> bool:
@@ -421,7 +455,7 @@ def can_write_behind(strategy: Any) -> bool:
 
 def _gathers_state_dict(strategy: Any) -> bool:
     """FSDP1 gathers in hooks of ``state_dict``; its parameters themselves are this rank's shards."""
-    return any(cls.__name__ == "FSDPStrategy" for cls in type(strategy).__mro__)
+    return name_of(strategy) == "FSDPStrategy"
 
 
 def _named_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -1177,9 +1211,3 @@ def replace_link_checkpoint(callback: Any, link: Callable[[Any, str, str], None]
 def restore_link_checkpoint(callback: Any) -> None:
     """Undoes :func:`replace_link_checkpoint`."""
     vars(callback).pop("_link_checkpoint", None)
-
-
-def writes_directories(strategy: Any) -> bool:
-    """Whether the strategy may save without its ``CheckpointIO``: it has a ``save_checkpoint`` of its own (FSDP)."""
-    plain = type(strategy).save_checkpoint
-    return plain.__module__ not in ("lightning.pytorch.strategies.strategy", "pytorch_lightning.strategies.strategy")

@@ -108,6 +108,10 @@ class StaleAttempt(SystemExit):
     """A process of an older attempt tried to write into a run that a newer attempt owns."""
 
 
+class AnotherFit(RuntimeError):
+    """The run directory holds another fit than the script has now: every attempt would end like this one."""
+
+
 class FitDirectory:
     """One fit's folder in a run directory.
 

@@ -11,7 +11,7 @@ import logging
 import os
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,9 +20,9 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from lightning_resilience import _lightning, agreement, checkpoint_io, signals
+from lightning_resilience import _lightning, agreement, checkpoint_io, signals, strategies
 from lightning_resilience.agreement import Agreement, Event, Needs
-from lightning_resilience.checkpoint import data_position, dcp
+from lightning_resilience.checkpoint import data_position, dcp, sharded
 from lightning_resilience.checkpoint.plain import device_of, from_plain
 from lightning_resilience.checkpoint.reduction_order import (
     GradientArrivalRecorder,
@@ -32,7 +32,15 @@ from lightning_resilience.checkpoint.reduction_order import (
 )
 from lightning_resilience.detect.progress import Progress, Section
 from lightning_resilience.ledger import Ledger
-from lightning_resilience.run_directory import LAUNCHED, RUN_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt, Status
+from lightning_resilience.run_directory import (
+    LAUNCHED,
+    RUN_DIR_VARIABLE,
+    AnotherFit,
+    Outcome,
+    RunDirectory,
+    StaleAttempt,
+    Status,
+)
 from lightning_resilience.saving import STATE_KEY, Saver
 from lightning_resilience.tiers import Tiers
 
@@ -49,7 +57,7 @@ _fits_begun: dict[Path, int] = {}
 
 
 _Choice = tuple[Path, "dict[str, Any] | None"]
-"""A checkpoint's path and content; no content where the strategy loads its own shards."""
+"""A checkpoint's path and content; no content where the strategy itself loads it."""
 
 
 class _GoBack(Exception):
@@ -58,10 +66,6 @@ class _GoBack(Exception):
     def __init__(self, choice: _Choice | None) -> None:
         super().__init__()  # or an error later on would print the whole state
         self.choice = choice
-
-
-class AnotherFit(RuntimeError):
-    """The run directory holds another fit than the script has now: every attempt would end like this one."""
 
 
 class FitSession:
@@ -179,6 +183,7 @@ class FitSession:
             "run": self.run.path.name,
             "fit": self.index,
             "world_size": trainer.world_size,
+            "strategy": strategies.name_of(trainer.strategy),
             "attempt": self.token,
         }
         self.patches = _lightning.Patches()
@@ -189,6 +194,7 @@ class FitSession:
         self.failing = False
         """Whether the fit ends by an exception: the other ranks may be gone."""
         self._silenced = False
+        self._fingerprint: dict[str, str] = {}
         self._install()
 
         self._running = False
@@ -217,6 +223,7 @@ class FitSession:
     def _install(self) -> None:
         trainer, patches = self.trainer, self.patches
         checkpoint_io.make_durable(trainer, self.check_owner, self.metadata)
+        _lightning.before_strategy_setup(trainer, patches, self._describe)
         _lightning.on_restore(trainer, patches, self._restore)
         _lightning.on_restore_training_state(trainer, patches, self._before_training_state)
         _lightning.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
@@ -284,7 +291,7 @@ class FitSession:
         path, checkpoint = choice if choice is not None else (self._explicit, None)
         if choice is not None and checkpoint is None:
             with dcp.nothing_unpickled():
-                checkpoint = _lightning.load_checkpoint(self.trainer, str(path), weights_only=True)
+                checkpoint = _lightning.load_own_whole_checkpoint(self.trainer, str(path))
         elif checkpoint is None:
             checkpoint = _lightning.load_checkpoint(self.trainer, None if path is None else str(path), weights_only)
         if STATE_KEY in checkpoint:
@@ -313,34 +320,40 @@ class FitSession:
             _lightning.set_loaded_checkpoint(self.trainer, self._checkpoint)
             self._checkpoint = None
 
+    def _describe(self) -> None:
+        """Remembers what the fit trains, before the strategy shares it out among the ranks or changes its types."""
+        if not self._fingerprint:
+            module = type(self.module)
+            whole = sharded.whole_parameters(self.module)
+            self._fingerprint = {"module": f"{module.__module__}.{module.__qualname__}", "parameters": _digest(whole)}
+
     def _check_fingerprint(self, explicit: str | None) -> None:
         """A fit folder belongs to one model: no fit ever loads another's weights."""
-        shapes = "\n".join(
-            f"{name} {None if is_lazy(p) else tuple(p.shape)} {p.dtype}" for name, p in self.module.named_parameters()
-        )
-        module = type(self.module)
-        mine = {
-            "module": f"{module.__module__}.{module.__qualname__}",
-            "parameters": hashlib.sha256(shapes.encode()).hexdigest(),
-        }
-        recorded = self.fit.fingerprint
-        # All ranks read before rank 0 writes.
-        self.trainer.strategy.barrier("resilience fingerprint")
-        if recorded is None:
-            if self.trainer.is_global_zero:
-                self.fit.fingerprint = {**mine, "ckpt_path": explicit}
-            return
-        different = [key for key in mine if recorded.get(key) != mine[key]]
-        if different:
-            how = {
-                "module": f"it is of a {recorded.get('module')}, and this one of a {mine['module']}",
-                "parameters": "its parameters have other names, shapes or types",
-            }
+        self._describe()
+        problems: list[str] = []
+        if self.trainer.is_global_zero:  # ranks may hold different parameters
+            recorded = self.fit.fingerprint
+            if recorded is None:
+                self.fit.fingerprint = {**self._fingerprint, "ckpt_path": explicit}
+            else:
+                problems = self._differences(recorded)
+        problems = self.trainer.strategy.broadcast(problems)
+        if problems:
             raise AnotherFit(
-                f"{self.fit.path} holds another fit: {', and '.join(how[key] for key in different)}. Fits are told "
+                f"{self.fit.path} holds another fit: {', and '.join(problems)}. Fits are told "
                 "apart by their order in the script. If the script or the model has changed, give the run another "
                 "directory (--run-dir, run_dir=)."
             )
+
+    def _differences(self, recorded: dict[str, Any]) -> list[str]:
+        mine, problems = self._fingerprint, []
+        if recorded.get("module") != mine["module"]:
+            problems.append(f"it is of a {recorded.get('module')}, and this one of a {mine['module']}")
+        # Older versions have recorded what rank 0 held when the strategy had been set up.
+        here = ((name, None if is_lazy(p) else tuple(p.shape), p.dtype) for name, p in self.module.named_parameters())
+        if recorded.get("parameters") not in (mine["parameters"], _digest(here)):
+            problems.append("its parameters have other names, shapes or types")
+        return problems
 
     def _check_data(self, data: list[dict[str, Any]]) -> None:
         """A script that skips finished fits by itself makes its fits in another order: weights must not be mixed up."""
@@ -855,6 +868,11 @@ def _each(hooks: list[Callable[[], None]]) -> None:
             calls.callback(hook)
 
 
+def _digest(parameters: Iterable[tuple[str, tuple[int, ...] | None, torch.dtype]]) -> str:
+    lines = "\n".join(f"{name} {shape} {dtype}" for name, shape, dtype in parameters)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
 def _resized(checkpoint: dict[str, Any], before: int, now: int) -> int:
     """Rescales the progress of the epoch to another world size, rounding down: a few samples may be seen twice."""
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
@@ -949,8 +967,11 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
             _active.leave()  # another callback has raised in its on_exception, before ours could leave
         if _active is not None:
             return None
-        if _lightning.spawns_processes(trainer):
-            _refuse_spawned_processes(callback, trainer)
+        if (obstacle := _obstacle(trainer)) is not None:
+            if not callback.injected:
+                raise RuntimeError(obstacle)
+            if trainer.is_global_zero:  # the script was not written for us and works without us
+                log.warning("%s %s does nothing in this fit.", obstacle, type(callback).__name__)
             return None
         _check_worker_count(trainer)
         run_dirs = [own.run_dir for own in _lightning.callbacks(trainer) if getattr(own, "run_dir", None) is not None]
@@ -962,15 +983,14 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
     return session
 
 
-def _refuse_spawned_processes(callback: SessionCallback, trainer: Trainer) -> None:
-    reason = (
-        "A fit in spawned processes (ddp_spawn, ddp_fork, ddp_notebook) cannot be resumed: they end with it. Use "
-        "strategy='ddp', or start the script by lightning-resilience launch or torchrun."
-    )
-    if not callback.injected:
-        raise RuntimeError(reason)
-    if trainer.is_global_zero:  # the script was not written for us and works without us
-        log.warning("%s %s does nothing in this fit.", reason, type(callback).__name__)
+def _obstacle(trainer: Trainer) -> str | None:
+    """Why a fit of this Trainer cannot be resumed, if it cannot, and what to do about it."""
+    if _lightning.spawns_processes(trainer):
+        return (
+            "A fit in spawned processes (ddp_spawn, ddp_fork, ddp_notebook) cannot be resumed: they end with it. Use "
+            "strategy='ddp', or start the script by lightning-resilience launch or torchrun."
+        )
+    return strategies.traits_of(trainer.strategy).refused
 
 
 def _check_worker_count(trainer: Trainer) -> None:

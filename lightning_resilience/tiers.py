@@ -13,6 +13,7 @@ was condemned in its probation (:meth:`Tiers.condemn`) is never chosen again.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from lightning_resilience._files import clean_temporaries
 from lightning_resilience.checkpoint import dcp, durable, resume
 from lightning_resilience.checkpoint.generations import Generation
 from lightning_resilience.checkpoint.recovery import LocalTier
+from lightning_resilience.run_directory import AnotherFit
+from lightning_resilience.strategies import loads_state, name_of
 
 if TYPE_CHECKING:
     from lightning_resilience.session import FitSession
@@ -78,7 +81,7 @@ class Tiers:
             explicit: The user's ``fit(ckpt_path=...)``.
 
         Returns:
-            Its path and content; no content where the strategy loads its own shards; ``None`` for a fresh start.
+            Its path and content; no content where the strategy itself loads it; ``None`` for a fresh start.
         """
         session = self._session
         if self.local is None and not self.uses_global:
@@ -252,18 +255,21 @@ class Tiers:
 
     def _load_global(self, path: Path, finished: bool) -> tuple[Path, dict[str, Any] | None] | None:
         session = self._session
-        rank, world_size = session.rank, session.trainer.world_size
-        is_directory: bool = session.trainer.strategy.broadcast(path.is_dir())
+        rank, world_size, strategy = session.rank, session.trainer.world_size, session.trainer.strategy
+        is_directory: bool = strategy.broadcast(path.is_dir())
         problem: str | None = None
+        saved_by: str | None = None
         if is_directory or rank == 0:  # a file is read by all, but by rank 0 before anybody else
             try:
-                resume.verify(path, {"fit": session.index}, lambda name: dcp.is_share(name, rank, world_size))
+                of_mine = functools.partial(dcp.is_share, rank=rank, world_size=world_size)
+                saved_by = resume.verify(path, {"fit": session.index}, of_mine).metadata.get("strategy")
             except durable.CorruptCheckpoint as error:
                 problem = str(error)
         problems = self._problems(problem)
         loaded = None
         if not problems:
-            loaded, problem = _load(path)
+            _check_parts(path, saved_by, strategy)
+            loaded, problem = _load(path, by_strategy=loads_state(strategy))
             if problem is not None:
                 log.warning("Rank %d cannot read %s (%s).", rank, path, problem)
             problems = self._problems(problem)
@@ -392,10 +398,21 @@ class Tiers:
         )
 
 
-def _load(path: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """The content of a file, or what is wrong with it."""
-    if path.is_dir():
-        return None, None  # the strategy loads its own shards
+def _check_parts(path: Path, saved_by: str | None, strategy: Any) -> None:
+    """One file is read by every strategy; parts in a directory only by the one that has written them."""
+    now = name_of(strategy)
+    if path.is_dir() and (not loads_state(strategy) or saved_by not in (None, now)):
+        raise AnotherFit(
+            f"{path} was saved in parts by {saved_by or 'a strategy that shards'}, and is not what "
+            f"{now or type(strategy).__name__} reads. Go on with the strategy that has saved it, or give the run "
+            "another directory."
+        )
+
+
+def _load(path: Path, by_strategy: bool) -> tuple[dict[str, Any] | None, str | None]:
+    """The content of a file, or what is wrong with it; neither if the strategy itself reads it."""
+    if by_strategy or path.is_dir():
+        return None, None
     try:
         return durable.load(path), None
     except durable.CorruptCheckpoint as error:

@@ -14,6 +14,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -78,7 +79,8 @@ DEFAULTS: dict[str, Any] = {
     "fits": 1,
     "events": [],  # {"at": "train", "step": 23, "rank": 1, "do": "SIGKILL"}
     "step_s": 0.0,
-    "sharded": False,  # or True, or "gathered": the user's own saves are whole files
+    "sharded": False,  # or True (FSDP2), "whole file" (what is saved is gathered), "fsdp1 sharded", "fsdp1 full"
+    "wraps": False,  # the module itself wraps a layer, for FSDP1
     "data_parallel": None,  # of the sharded ranks; the others share out tensors
     "draws_at_start": False,  # hooks draw random numbers before the first batch of an epoch
     "halves_at_end": False,  # the module's on_train_end changes the weights
@@ -322,7 +324,12 @@ class Module(L.LightningModule):
         self.epoch_values: list[float] = []
 
     def configure_model(self) -> None:
-        if self.config["sharded"]:
+        if str(self.config["sharded"]).startswith("fsdp1"):
+            if self.config["wraps"]:
+                from torch.distributed.fsdp.wrap import wrap
+
+                self.net[3] = wrap(self.net[3])
+        elif self.config["sharded"]:
             from torch.distributed.fsdp import fully_shard
 
             if self.config["as_on_gpu"] is not None:
@@ -558,6 +565,43 @@ class OnDevice(L.strategies.DDPStrategy):
             self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
+class Fsdp1OnCpu(L.strategies.FSDPStrategy):
+    """Lightning refuses its own class without a GPU, and names a GPU to FSDP.
+
+    And what is "offloaded" from a CPU to a CPU is no copy, but what FSDP frees in the next moment.
+    """
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        from torch.distributed import fsdp
+
+        state_dict_type = fsdp.FullyShardedDataParallel.state_dict_type
+
+        def without_offload(**options: Any) -> Any:
+            for config in options.values():
+                if hasattr(config, "rank0_only"):
+                    config.offload_to_cpu = False
+            return state_dict_type(**options)
+
+        fsdp.FullyShardedDataParallel.state_dict_type = without_offload
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import enable_wrap
+
+        with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_id=torch.device("cpu"), **self.kwargs):
+            yield
+
+    def _determine_device_ids(self) -> Any:
+        return None
+
+
 def sabotage(config: dict[str, Any]) -> None:
     """What goes wrong with the storage, as the code sees it."""
     load, save = durable.load, durable.save
@@ -701,10 +745,12 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         options["strategy"] = L.strategies.DDPStrategy(timeout=seconds, **collectives)
     if config["ddp"] is not None:
         options["strategy"] = OnDevice(**config["ddp"], **collectives)
-    if config["sharded"]:
+    if str(config["sharded"]).startswith("fsdp1"):
+        options["strategy"] = Fsdp1OnCpu(state_dict_type=config["sharded"].split()[1])
+    elif config["sharded"]:
         size = config["data_parallel"] or world_size
         options["strategy"] = L.strategies.ModelParallelStrategy(
-            size, world_size // size, save_distributed_checkpoint=config["sharded"] != "gathered", **collectives
+            size, world_size // size, save_distributed_checkpoint=config["sharded"] != "whole file", **collectives
         )
     return L.Trainer(callbacks=callbacks, **options)
 

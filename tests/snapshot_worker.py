@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import faulthandler
 import json
@@ -18,10 +17,10 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import enable_wrap, wrap
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import wrap
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,6 +34,7 @@ from lightning_resilience.checkpoint.rounds import Rounds
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import Snapshot
 from lightning_resilience.checkpoint.store import PartWriter
+from tests.program import Fsdp1OnCpu
 
 PATIENCE_S = 60.0
 WORLD_SIZE = 2
@@ -227,21 +227,6 @@ def _wrap(module: Module) -> None:
     module.net = wrap(module.net)
 
 
-class _Fsdp1OnCpu(FSDPStrategy):
-    """Lightning refuses its own class without a GPU, and names a GPU to FSDP."""
-
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
-
-    @contextlib.contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
-        with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_id=torch.device("cpu"), **self.kwargs):
-            yield
-
-    def _determine_device_ids(self) -> Any:
-        return None
-
-
 class _Scaled(Module):
     """Changes its parameters in a hook before forward; a DTensor counts that, its part of this rank does not."""
 
@@ -274,8 +259,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Module], Any, Any, dict[str, Any]
     "fsdp2_missed": (lambda: ModelParallelStrategy(2, 1), Module, _fully_shard, _adam, _EVERY_BATCH),
     "fsdp2_written": (lambda: ModelParallelStrategy(2, 1), _Scaled, _fully_shard, _adam, {}),
     "tensor_parallel": (lambda: ModelParallelStrategy(1, 2), Module, _tensor_parallel, _adam, {}),
-    "fsdp1": (lambda: _Fsdp1OnCpu(use_orig_params=True), Module, _wrap, _adam, {}),
-    "fsdp1_flat": (lambda: _Fsdp1OnCpu(use_orig_params=False), Module, _wrap, _adam, {}),
+    "fsdp1": (lambda: Fsdp1OnCpu(use_orig_params=True), Module, _wrap, _adam, {}),
+    "fsdp1_flat": (lambda: Fsdp1OnCpu(use_orig_params=False), Module, _wrap, _adam, {}),
 }
 
 
@@ -323,10 +308,6 @@ def train_and_resume(case: str, folder: Path) -> dict[str, Any]:
         except OnPurpose:
             pass
         return trainer, [local(each).detach().clone() for each in (*module.parameters(), *module.buffers())]
-
-    if case == "fsdp1":
-        # Each rank has other shapes, which FitSession takes for another model.
-        session.FitSession._check_fingerprint = lambda *args: None  # type: ignore[method-assign]
 
     if case == "fsdp2_missed" and os.environ["RANK"] == "1":
         _miss_every_other_save()

@@ -155,10 +155,25 @@ def test_stateful_distributed_loader(tmp_path: Path) -> None:
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
 
 
+SHARDED: dict[str, dict[str, Any]] = {"FSDP2": {"sharded": True}, "FSDP2, in one file": {"sharded": "whole file"}}
+FSDP1: dict[str, dict[str, Any]] = {
+    "FSDP1": {"sharded": "fsdp1 sharded"},
+    "FSDP1, in one file": {"sharded": "fsdp1 full", "wraps": True},
+}
+
+
 @pytest.mark.also_as_on_gpu
-def test_sharded(tmp_path: Path) -> None:
-    """FSDP2 through ModelParallelStrategy: a directory of shards, sealed; nothing is gathered."""
-    options = {"sharded": True, "trainer": {"devices": 2}}
+@pytest.mark.parametrize("options", some(SHARDED))
+def test_sharded(tmp_path: Path, options: dict[str, Any]) -> None:
+    options = {**options, "trainer": {"devices": 2}}
+    events = [{"at": "train", "step": 23, "rank": 1}]
+    assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
+
+
+@pytest.mark.parametrize("options", some(FSDP1))
+def test_sharded_by_fsdp1(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A directory of shards, sealed, or one file of what was gathered: the strategy itself loads both."""
+    options = {**options, "trainer": {"devices": 2}}
     events = [{"at": "train", "step": 23, "rank": 1}]
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
 

@@ -118,6 +118,10 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         lambda t: importlib.import_module(f"{package_of(t)}.callbacks").StochasticWeightAveraging(0.1),
         {"_average_model"},
     ),
+    "module of FSDPStrategy": (
+        lambda t: importlib.import_module(f"{package_of(t)}.strategies.fsdp"),
+        {"_lazy_load"},
+    ),
     "DDPStrategy": (
         lambda t: importlib.import_module(f"{package_of(t)}.strategies").DDPStrategy(),
         {"_model_averager", "_timeout"},
@@ -134,7 +138,6 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
 }
 
 CLASSES = [  # recognised by these names
-    ("{package}.strategies.strategy", "Strategy"),
     ("{package}.callbacks.model_checkpoint", "ModelCheckpoint"),
     ("{package}.plugins.io.async_plugin", "AsyncCheckpointIO"),
     ("{fabric}.plugins.io.torch_io", "TorchCheckpointIO"),
@@ -160,6 +163,9 @@ NOT_LIGHTNING = {
     "_exit",  # os: ends the process at once
     "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone
     "_comm_hooks",  # torch: see reduction_order.py
+    "_handle",  # torch's FSDP1: what it has made of the parameters of a module
+    "_fqns",
+    "_shapes",
     "_iterator",  # torch: the iterator that a DataLoader keeps for its persistent workers
     "_backward_hooks",
     "_modules",

@@ -236,7 +236,7 @@ def test_preempted_while_one_is_being_written(tmp_path: Path) -> None:
 
 def test_strategies_that_gather_for_the_user_resume_from_shards(tmp_path: Path) -> None:
     """``save_distributed_checkpoint=False`` is about the checkpoints of the script: a run's own are its shards."""
-    options = {**OPTIONS, "sharded": "gathered"}
+    options = {**OPTIONS, "sharded": "whole file"}
     done = killed_and_resumed(tmp_path, [{"at": "train", "step": 23, "rank": 1}], **options)
     assert done[0] == undisturbed(tmp_path, **OPTIONS)[0]
 

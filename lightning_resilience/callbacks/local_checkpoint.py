@@ -525,7 +525,9 @@ def _kind(trainer: Trainer) -> str:
     if not _lightning.writes_directories(strategy):
         return "whole"
     mesh = getattr(getattr(strategy, "device_mesh", None), "shape", ())
-    return f"sharded by {type(strategy).__name__}" + (f" over {list(mesh)}" if mesh else "")
+    how = getattr(getattr(strategy, "sharding_strategy", None), "name", "")  # of FSDP1
+    over = f" over {list(mesh)}" if mesh else ""
+    return f"sharded by {type(strategy).__name__}" + (f" ({how})" if how else "") + over
 
 
 def _rounds(prefix: str, world_size: int) -> Rounds:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 try:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -21,6 +22,38 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             return tensor.to_local()
     return tensor
+
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # of FSDP1, of activation checkpointing
+
+
+def whole_parameters(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...] | None, torch.dtype]]:
+    """Names, shapes and types of all parameters, as they are where no rank holds a part; nothing is gathered.
+
+    A DTensor knows its whole shape. What FSDP1 has wrapped knows what it was made of; its parameters do not, nor do
+    they have their names any more. The shape of a lazy parameter is not known.
+    """
+    whole: dict[str, tuple[int, ...]] = {}
+    flat: dict[torch.Tensor, list[str]] = {}
+    for prefix, each in module.named_modules():
+        handle = getattr(each, "_handle", None) if _is_fsdp1(each) else None
+        if handle is not None:
+            names = [_plain_name(f"{prefix}.{name}".lstrip(".")) for name in handle.flat_param._fqns]
+            flat[handle.flat_param] = names
+            whole.update(zip(names, map(tuple, handle.flat_param._shapes), strict=True))
+    for name, parameter in module.named_parameters():
+        for plain in flat.get(parameter, [_plain_name(name)]):
+            yield plain, None if is_lazy(parameter) else whole.get(plain, tuple(parameter.shape)), parameter.dtype
+
+
+def _is_fsdp1(module: torch.nn.Module) -> bool:
+    return any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__)
+
+
+def _plain_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def to_local(value: Any) -> Any:
