@@ -507,8 +507,17 @@ def config_monitor(config: dict[str, Any]) -> str:
 
 def digest(module: torch.nn.Module, buffers: bool = True) -> str:
     tensors = [*module.parameters(), *(b for b in module.buffers() if buffers)]
-    full = [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for t in tensors]
-    return hashlib.sha256(b"".join(t.cpu().numpy().tobytes() for t in full)).hexdigest()[:16]
+    full = [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach().cpu().clone() for t in tensors]
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in full)).hexdigest()[:16]
+
+
+def whole(trainer: L.Trainer) -> Any:
+    """Within it FSDP1's parameters are whole."""
+    if not isinstance(trainer.strategy, L.strategies.FSDPStrategy):
+        return contextlib.nullcontext()
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel.summon_full_params(trainer.strategy.model, writeback=False)
 
 
 def main(config: dict[str, Any]) -> None:
@@ -534,9 +543,11 @@ def main(config: dict[str, Any]) -> None:
         trainer.fit(module, *([] if train is None else [train]), val_dataloaders=val, ckpt_path=config["ckpt_path"])
         do(config, "after", fit, trainer.global_rank)
         metrics = {key: float(value) for key, value in sorted(trainer.callback_metrics.items())}
+        with whole(trainer):
+            found = digest(module), digest(module, buffers=False)
         results.append(
             {
-                "weights": digest(module),
+                "weights": found[0],
                 "step": trainer.global_step,
                 "epoch": trainer.current_epoch,
                 "metrics": metrics,
@@ -545,7 +556,7 @@ def main(config: dict[str, Any]) -> None:
             }
         )
     if config["out"]:
-        Path(f"{config['out']}.{trainer.global_rank}").write_text(digest(module, buffers=False))
+        Path(f"{config['out']}.{trainer.global_rank}").write_text(found[1])
     if trainer.is_global_zero and config["out"]:
         Path(config["out"]).write_text(json.dumps(results))
 

@@ -37,6 +37,7 @@ RANKS: dict[str, dict[str, Any]] = {
     "ranks": {"trainer": {"devices": 2}, "workers": 1, "validation": True, "plateau": True},
     "four ranks": {"trainer": {"devices": 4}},
     "sharded ranks": {"trainer": {"devices": 2}, "sharded": True},
+    "sharded ranks, saved in one file": {"trainer": {"devices": 2}, "sharded": "whole file"},
 }
 LOCAL: dict[str, Any] = {
     "callbacks": ["preemption", "auto_resume", "local_checkpoint"],

@@ -437,7 +437,6 @@ def test_its_node_is_left_out_where_the_launcher_can(tmp_path: Path) -> None:
     assert found_in(config, "straggler_stop")[0]["devices"] == ["node-1 (cpu)"]
 
 
-@pytest.mark.also_as_on_gpu
 def test_a_fit_that_goes_back_goes_on_with_its_reports(tmp_path: Path) -> None:
     config = make(
         tmp_path,

@@ -30,6 +30,7 @@ from lightning_resilience import AutoResume
 from lightning_resilience.checkpoint.sharded import whole_parameters
 from lightning_resilience.run_directory import RunDirectory
 from lightning_resilience.strategies import STRATEGIES, loads_state, name_of, traits_of, writes_directories
+from tests import test_go_back, test_local_checkpoint, test_nan_guard, test_preemption
 from tests.harness import result, run
 from tests.program import DEFAULTS, Fsdp1OnCpu, Module
 from tests.test_exact_resume import make, undisturbed
@@ -233,6 +234,38 @@ def test_parts_that_the_strategy_cannot_read_end_the_run(tmp_path: Path, first: 
     outcome = RunDirectory(config["run_dir"]).fit(0).outcome
     assert outcome is not None
     assert outcome.status == "halted"
+
+
+ONE_FILE: dict[str, Any] = {"trainer": {"devices": 2}, "sharded": "fsdp1 full", "wraps": True}
+PARTS_OF_TWO: dict[str, Any] = {**ONE_FILE, "sharded": "fsdp1 sharded"}
+FORMATS = [ONE_FILE, pytest.param(PARTS_OF_TWO, marks=pytest.mark.campaign)]
+
+
+@pytest.mark.parametrize("options", [pytest.param(ONE_FILE, marks=pytest.mark.campaign), PARTS_OF_TWO])
+def test_fsdp1_is_stopped_by_a_signal(tmp_path: Path, options: dict[str, Any]) -> None:
+    events = [{"at": "train", "step": 23, "rank": 1}]
+    test_preemption.stop_and_resume(tmp_path, events, **{**test_preemption.TWO, **options})
+
+
+@pytest.mark.parametrize("options", FORMATS)
+def test_fsdp1_goes_on_from_local_checkpoints(tmp_path: Path, options: dict[str, Any]) -> None:
+    test_local_checkpoint.exactly(tmp_path, 27, 0, **{**options, "trainer": {"devices": 2, "max_epochs": 2}})
+
+
+@pytest.mark.parametrize("options", FORMATS)
+@pytest.mark.parametrize("tier", ["global", pytest.param("local", marks=pytest.mark.campaign)])
+def test_fsdp1_goes_back(tmp_path: Path, options: dict[str, Any], tier: str) -> None:
+    test_go_back.test_ranks(tmp_path, options, tier)
+
+
+@pytest.mark.parametrize("what", [pytest.param("loss", marks=pytest.mark.campaign), "gradient", "masked"])
+def test_fsdp1_skips_bad_steps(tmp_path: Path, what: str) -> None:
+    test_nan_guard.test_what_one_rank_sees_all_skip(ONE_FILE, what, tmp_path)
+
+
+@pytest.mark.parametrize("tier", [pytest.param("global", marks=pytest.mark.campaign), "local"])
+def test_fsdp1_goes_back_before_a_bad_step(tmp_path: Path, tier: str) -> None:
+    test_nan_guard.test_ranks_go_back_together(ONE_FILE, tier, tmp_path)
 
 
 def test_the_double_is_lightnings_own_but_for_its_device() -> None:
