@@ -13,10 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
+from lightning_resilience import session
 from lightning_resilience.checkpoint import devices, snapshot
 from lightning_resilience.checkpoint.generations import Place
 from lightning_resilience.checkpoint.interval import Schedule
@@ -26,7 +29,8 @@ from lightning_resilience.checkpoint.snapshot import Snapshot, Snapshots
 from lightning_resilience.checkpoint.store import NodeStore
 from tests import as_on_gpu
 from tests.harness import CONTEXT
-from tests.snapshot_worker import same
+from tests.snapshot_worker import Witness, same
+from tests.test_snapshot import Ema, Module, fit
 
 pytestmark = pytest.mark.skipif(as_on_gpu.missing() is not None, reason=str(as_on_gpu.missing()))
 
@@ -276,6 +280,46 @@ def test_the_thread_says_that_it_has_no_part_in_graphs(gpu: Any, patch: pytest.M
     copied(taken)
     assert set(seen) == {2}
     assert set(modes.values()) == {0}, "it is as it was"
+
+
+class Clamping(L.Callback):
+    """Changes parameters before the fence."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.clamp_(-0.5, 0.5)
+
+
+FITS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], set[int]]] = {
+    "plain": (list, {}, set()),
+    "in bf16": (list, {"precision": "bf16-mixed"}, set()),
+    "accumulating": (list, {"accumulate_grad_batches": 2}, set()),
+    "averages": (lambda: [L.callbacks.EMAWeightAveraging(decay=0.5)], {}, set()),
+    "averages of the user": (lambda: [Ema(hidden=True)], {}, set()),
+    "clamped": (lambda: [Clamping()], {}, {1}),  # what changes is known after the first
+}
+
+
+@with_an_accelerator
+def test_fits_save_what_was_at_their_boundaries(gpu: Any, patch: pytest.MonkeyPatch) -> None:
+    gpu.lag(50)
+    accelerator, device = as_on_gpu.accelerator(), torch.device("fakegpu", 0)
+    for budget in (snapshot.ON_DEVICE_BYTES, 100):
+        for name, (callbacks, options, spoilt) in FITS.items():
+            with pytest.MonkeyPatch.context() as inner:
+                inner.setattr(snapshot, "ON_DEVICE_BYTES", budget)
+                inner.setattr(session, "_fits_begun", {})
+                witness, module = Witness(inner), Module(optimizer=functools.partial(torch.optim.Adam, fused=True))
+                module.teacher = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 4))
+                module.teacher.requires_grad_(False)
+                strategy = L.strategies.SingleDeviceStrategy(device)
+                folder = Path(f"{name} {budget}").absolute()
+                fit(witness, folder, module, callbacks(), accelerator=accelerator, strategy=strategy, **options)
+                witness.expected = tree_map_only(torch.Tensor, torch.Tensor.cpu, witness.expected)
+                assert not witness.wrong(), (name, budget)
+                assert set(witness.expected) - set(witness.published) == spoilt, (name, budget)
+                assert len(witness.published) >= 2
 
 
 class Runtime:

@@ -280,7 +280,7 @@ class LocalSaves:
             largest = max(snapshot.through_host, key=snapshot.through_host.__getitem__)
             log.warning(
                 "Local checkpoints: %s of the state (the largest: %s) may change before the optimizer's step, and are "
-                "too much to be copied on %s. They are copied to the host, and training waits for it.",
+                "too much to be copied on %s: they go to the host, and the device waits for it.",
                 format_bytes(nbytes),
                 tensor_names(snapshot.skeleton).get(largest, "a tensor"),
                 self._device,
