@@ -662,6 +662,8 @@ def on_clipping_by_norm(
         return
 
     def clip(optimizer: Any, clip_val: Any) -> None:
+        if any(cls.__name__ == "LightningOptimizer" for cls in type(optimizer).__mro__):  # in manual optimization
+            optimizer = optimizer.optimizer
         before(optimizer)
         parameters = list(plugin.main_params(optimizer))
         norm: Any = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])

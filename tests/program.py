@@ -70,6 +70,7 @@ DEFAULTS: dict[str, Any] = {
     "plateau": False,
     "early_stopping": False,
     "manual": False,  # or True, "accumulate", or "twice" (two backward passes for a step)
+    "clips": False,  # by hand, without effect
     "save_every": 5,
     "model_checkpoint": None,
     "recipe": None,  # the name of one, in the place of the callbacks
@@ -371,6 +372,8 @@ class Module(L.LightningModule):
             if self.config["manual"] == "twice":
                 self.manual_backward(loss.square())
             if batch_idx % window == window - 1:
+                if self.config["clips"]:
+                    self.clip_gradients(optimizer, float("inf"))
                 optimizer.step()
         return loss
 

@@ -594,6 +594,7 @@ RANKS: dict[str, dict[str, Any]] = {
     "ddp, losses only": {"trainer": {"devices": 2}, "nan_guard": {"check_grads": False}},
     "sharded": {"trainer": {"devices": 2, "gradient_clip_val": math.inf}, "sharded": True},
     "sharded and clipped": {"trainer": {"devices": 2, "gradient_clip_val": 0.5}, "sharded": True},
+    "sharded and clipped by hand": {"trainer": {"devices": 2}, "sharded": True, "manual": True, "clips": True},
 }
 
 
@@ -674,6 +675,22 @@ def test_what_only_one_rank_can_know_in_time_is_gone_back_from(what: str, tmp_pa
     reference = make(tmp_path, "reference", **{**options, "without": [[1, 5]]})
     assert set(run(reference, tmp_path / "reference")[0]) == {0}
     assert result(config) == result(reference)
+
+
+def test_warnings_change_nothing_on_any_rank(tmp_path: Path) -> None:
+    config = make(
+        tmp_path,
+        "run",
+        callbacks=["nan_guard"],
+        nan_guard={"action": "warn"},
+        sharded=True,
+        trainer={"devices": 2, "max_epochs": 1},
+        spoils=[{"step": 13, "what": "gradient", "rank": 1}],
+    )
+    codes, text = run(config, tmp_path / "run")
+    assert set(codes) == {0}, text
+    found = [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "bad_step"]
+    assert {each["step"] for each in found} == {13, 14, 15}
 
 
 def test_the_last_step_of_one_rank_ends_all(tmp_path: Path) -> None:

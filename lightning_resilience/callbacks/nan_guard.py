@@ -325,8 +325,11 @@ class _Guarding:
         elif sharded and not _lightning.clips_by_norm(trainer):
             log.warning(
                 "NaNGuard: sharded gradients are not clipped by their norm, so no rank can know of another's bad ones "
-                "before the step: the run goes back instead of skipping it. To clip by norm (gradient_clip_val=inf "
-                "changes nothing) has it skipped, for one reduction in every step."
+                "before the step: the run goes back instead of skipping it. %s, which changes nothing, has it skipped, "
+                "for one reduction in every step.",
+                "Trainer(gradient_clip_val=float('inf'))"
+                if trainer.lightning_module.automatic_optimization
+                else "clip_gradients(optimizer, float('inf')) before a step",
             )
         elif self._late and (names := self._unable_to_skip()):
             log.warning(

@@ -71,8 +71,8 @@ class Verdict:
         problem: What was wrong, for a person; ``None`` if nothing was.
         is_here: Whether it is known to have begun on this rank.
         is_common: Whether all ranks have this verdict, and get it at the same boundary.
-        has_happened: Whether the step has happened although it was bad: the verdict has come too late, or is that of
-            one rank where others cannot know it in time.
+        has_happened: Whether the step has happened although it was to be prevented: the verdict has come too late, or
+            is that of one rank where others cannot know it in time.
         loss: The last one of the window on this rank, if it was read.
         grad_norm: Of the gradients of a bad step: their norm, which need not be a number.
         first: What was wrong in the first run, if the second one was good: a fault that has passed.
@@ -398,7 +398,7 @@ class StepGuard:
         norm = self._norm.pop(id(optimizer), None)
         self._scaled |= _is_scaled(optimizer)
         if self._sharded and norm is None and not _is_scaled(optimizer):
-            self._happens = True
+            self._happens = self._prevents
             if self._checks_grads:
                 fine = self._at_home(all_finite(_gradients(optimizer)))
                 self._fine.append(fine)
@@ -463,7 +463,7 @@ class StepGuard:
                 self._blame(f"gradients are not finite: {', '.join(names)}", is_here=self._sharded)
             else:
                 self._blame(_ELSEWHERE, is_here=False)
-        self._happens |= alone
+        self._happens |= alone and self._prevents
         return alone
 
     def _looked_at(self, optimizer: Optimizer) -> list[torch.Tensor]:
