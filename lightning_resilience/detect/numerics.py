@@ -22,6 +22,8 @@ from lightning_resilience.checkpoint.sharded import local
 _SMALL = 1 << 14
 """Elements of a tensor that is better copied beside others than looked at alone."""
 
+_STRIDED = torch.strided
+
 _LARGE = 1 << 16
 """Elements of a buffer that is not copied in every step unless it changes."""
 
@@ -239,6 +241,7 @@ class Undo:
         self._tensors = tensors
         self._known: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
+        self._kinds: list[tuple[Any, ...]] = []
         self._groups: list[_Group] = []
 
     def keep(self) -> None:
@@ -312,11 +315,12 @@ class Undo:
             return torch.stack([each.to(home, non_blocking=True) for each in verdicts]).any()
 
     def _now(self) -> list[torch.Tensor]:
-        return [_without_repeats(own) for tensor in self._tensors() if not (own := local(tensor)).is_meta]
+        here = [own for tensor in self._tensors() if not (own := local(tensor)).is_meta]
+        return [own if own.layout is not _STRIDED or own.is_contiguous() else _without_repeats(own) for own in here]
 
     def _is_prepared(self, now: list[torch.Tensor]) -> bool:
         # Not whether they are the same tensors: ``Module.to`` gives a tensor another type, device or memory.
-        return len(now) == len(self._kept) and all(map(_is_alike, now, self._kept))
+        return len(now) == len(self._kept) and [_kind(tensor) for tensor in now] == self._kinds
 
     def _prepare(self, now: list[torch.Tensor]) -> None:
         """Makes room for the copies, in groups for which one kernel is enough."""
@@ -324,7 +328,7 @@ class Undo:
         for place, tensor in enumerate(now):
             if tensor.layout is torch.strided:
                 places.setdefault((tensor.device, tensor.dtype), []).append(place)
-        self._kept = list(now)
+        self._kept, self._kinds = list(now), [_kind(tensor) for tensor in now]
         self._groups = [_Group(mine, [now[place] for place in mine]) for mine in places.values()]
         for group in self._groups:
             for place, kept in zip(group.places, group.kept, strict=True):
@@ -415,12 +419,11 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return (
-        first.layout is second.layout
-        and first.dtype is second.dtype
-        and first.device == second.device
-        and first.shape == second.shape
-    )
+    return _kind(first) == _kind(second)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
 
 
 class ChangingBuffers:
