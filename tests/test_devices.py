@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_resilience import session
-from lightning_resilience.checkpoint import devices, snapshot
+from lightning_resilience.checkpoint import background, devices, snapshot
 from lightning_resilience.checkpoint.generations import Place
 from lightning_resilience.checkpoint.interval import Schedule
 from lightning_resilience.checkpoint.local import LocalSaves
@@ -370,6 +370,28 @@ def test_memory_of_saves_is_registered_while_it_is_there(gpu: Any, patch: pytest
         store.clear()
     assert not runtime.registered
     assert gpu.contexts() == [1]
+
+
+@with_an_accelerator
+def test_a_save_behind_the_training_has_memory_registered_too(gpu: Any, patch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    patch.setattr(gpu, "cudart", lambda: runtime, raising=False)
+    patch.setattr(background, "_REGISTERED_BYTES", 1000)
+    net, saves, path = Net(), background.BackgroundSaves(), Path("saved").absolute()
+    for _ in range(3):
+        expected = {name: tensor.detach().cpu() for name, tensor in net.state().items()}
+        saves.take(net.state(), [net.weight], lambda copy: torch.save(copy, path))
+        assert saves.wait(30)
+        saves.check()
+        assert same(torch.load(path, weights_only=True), expected)
+        assert path.stat().st_size < 3 * net.weight.nbytes, "each has a storage of its own, which is what is saved"
+        assert list(runtime.registered.values()) == [net.weight.nbytes]
+        with torch.no_grad():
+            net.weight.add_(1)
+    assert runtime.asked == 1
+    saves.close(30)
+    del saves
+    assert not runtime.registered
 
 
 @with_an_accelerator

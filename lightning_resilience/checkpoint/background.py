@@ -9,10 +9,15 @@ from typing import Any
 
 import torch
 
+from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.plain import unpack
 from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots
+from lightning_resilience.checkpoint.store import MappedFile
 
 log = logging.getLogger(__name__)
+
+_REGISTERED_BYTES = 1 << 20
+"""From this size on a device writes into memory by itself: to register less takes longer than it saves."""
 
 
 class BackgroundSaves:
@@ -25,7 +30,7 @@ class BackgroundSaves:
     def __init__(self, waiting: Callable[[], None] = lambda: None) -> None:
         self._fence = Fence(waiting)
         self._snapshots = Snapshots()
-        self._buffers: dict[int, torch.Tensor] = {}  # reused: memory that is new takes three times as long to fill
+        self._buffers: dict[int, _Buffer] = {}  # reused: memory that is new takes three times as long to fill
         self._thread: threading.Thread | None = None
         self._trouble: BaseException | None = None
         self.spoilt = False
@@ -87,10 +92,10 @@ class BackgroundSaves:
 
     def _buffer(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         kept = self._buffers.get(index)
-        if kept is None or (kept.shape, kept.stride(), kept.dtype) != (tensor.shape, tensor.stride(), tensor.dtype):
-            device = "meta" if tensor.is_meta else "cpu"
-            kept = self._buffers[index] = torch.empty_like(tensor, device=device, requires_grad=False)
-        return kept
+        if kept is None or not kept.is_for(tensor):
+            self._buffers.pop(index, None)
+            kept = self._buffers[index] = _Buffer(tensor)
+        return kept.content
 
     def fence(self) -> None:
         """The training is about to change what was said to be stable; free of cost if there is no snapshot."""
@@ -114,6 +119,26 @@ class BackgroundSaves:
         if not self.wait(timeout_s):
             log.warning("A checkpoint is still being written after %.0f s; it is left behind.", timeout_s)
         self._fence.remove()
+
+
+class _Buffer:
+    """Memory of the host for copies of one tensor: a piece of its own, since what shares one is saved as one."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._memory: MappedFile | None = None
+        device = accelerator(tensor)
+        if device is None or tensor.nbytes < _REGISTERED_BYTES or tensor.layout != torch.strided:
+            place = "meta" if tensor.is_meta else "cpu"
+            self.content = torch.empty_like(tensor, device=place, requires_grad=False)
+            return
+        like = torch.empty_like(tensor, device="meta", requires_grad=False)
+        self._memory = MappedFile.unnamed(like.nbytes)
+        self._memory.register(device)
+        self.content = self._memory.memory.view(like.dtype).as_strided(like.shape, like.stride())
+
+    def is_for(self, tensor: torch.Tensor) -> bool:
+        content = self.content
+        return (content.shape, content.stride(), content.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _raise(error: BaseException | None) -> None:

@@ -111,8 +111,8 @@ class NodeStore:
         self._lock = threading.RLock()
         self._writers: dict[str, PartWriter] = {}
         self._written: set[str] = set()  # names of parts that this process has reserved
-        self._mapped: dict[Path, _MappedFile] = {}  # own files by where they are now; in node memory
-        self._buffers: dict[str, _MappedFile] = {}  # by part; on a disk
+        self._mapped: dict[Path, MappedFile] = {}  # own files by where they are now; in node memory
+        self._buffers: dict[str, MappedFile] = {}  # by part; on a disk
         self._claim: _Claim | None = None
         self._open()
         self.in_memory = in_node_memory(self.directory)
@@ -183,7 +183,7 @@ class NodeStore:
             raise
         return writer.publish(step, generation, data.numel(), b"")
 
-    def _map(self, path: Path, nbytes: int) -> _MappedFile:
+    def _map(self, path: Path, nbytes: int) -> MappedFile:
         """The file ``path``, which is there from a retired generation or is made."""
         size = max(nbytes, 1)
         fd = _open_alone(path)
@@ -195,25 +195,19 @@ class NodeStore:
             with self._lock:
                 mapped = self._mapped.pop(path, None)
             if mapped is None or not mapped.is_of(status) or not mapped.has(size, status):
-                mapped = _MappedFile(fd, size)
+                mapped = MappedFile(fd, size)
         finally:
             os.close(fd)
         with self._lock:
             self._mapped[path] = mapped
         return mapped
 
-    def _buffer(self, part: str, nbytes: int) -> _MappedFile:
-        """Memory like that of a file in node memory, which no file system knows."""
+    def _buffer(self, part: str, nbytes: int) -> MappedFile:
         buffer = self._buffers.get(part)
         if buffer is None or not nbytes <= buffer.memory.numel() <= 2 * nbytes:
             self._buffers.pop(part, None)
             del buffer  # never two of them
-            fd = os.memfd_create(part, os.MFD_CLOEXEC)
-            try:
-                _allocate(fd, max(nbytes, 1))
-                buffer = self._buffers[part] = _MappedFile(fd, max(nbytes, 1))
-            finally:
-                os.close(fd)
+            buffer = self._buffers[part] = MappedFile.unnamed(max(nbytes, 1))
         return buffer
 
     def _publish(self, writer: PartWriter, step: int, generation: str, data_size: int, trailer: bytes) -> Path:
@@ -419,7 +413,7 @@ class PartWriter:
         self._store = store
         self._registration: Registration | None = None
 
-    def use(self, file: _MappedFile, nbytes: int, device: torch.device | None) -> None:
+    def use(self, file: MappedFile, nbytes: int, device: torch.device | None) -> None:
         """Has ``file`` for the memory of this writer."""
         self.memory = file.memory[:nbytes]  # What lies behind is no part of the file.
         # A device that is still writing into it (one that is stuck, say) has this writer stay, whatever is closed.
@@ -535,7 +529,7 @@ def _nothing() -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class _MappedFile:
+class MappedFile:
     """A file in node memory, mapped for as long as anything refers to the memory; no descriptor stays open."""
 
     def __init__(self, fd: int, size: int) -> None:
@@ -548,7 +542,18 @@ class _MappedFile:
         _advise(self.memory, _MADV_POPULATE_WRITE)  # One call now instead of a fault for every page of the copy.
         self._registration: Registration | None = None
 
+    @classmethod
+    def unnamed(cls, size: int) -> MappedFile:
+        """New memory, in a file that no file system knows."""
+        fd = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
+        try:
+            _allocate(fd, size)
+            return cls(fd, size)
+        finally:
+            os.close(fd)
+
     def is_of(self, status: os.stat_result) -> bool:
+        """Whether it is this file that has ``status``."""
         return self._inode == (status.st_dev, status.st_ino)
 
     def has(self, size: int, status: os.stat_result) -> bool:
