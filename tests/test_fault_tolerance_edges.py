@@ -492,14 +492,16 @@ class Evaluated(BoringModel):
 class Nested(L.Callback):
     """An evaluation by another Trainer, between two batches, that takes 2.8 s."""
 
-    def __init__(self, tmp: Path, reports: bool) -> None:
-        self.inner, self.module = small_trainer(tmp / "inner", limit_val_batches=8), Evaluated(reports)
+    def __init__(self, tmp: Path, reports: bool | str) -> None:
+        callbacks = [FaultTolerance(run_dir=tmp / "run")] if reports == "by the callback" else []
+        self.inner = small_trainer(tmp / "inner", *callbacks, limit_val_batches=8)
+        self.module = Evaluated(reports is True)
 
     def on_train_epoch_end(self, *args: Any) -> None:
         self.inner.validate(self.module, verbose=False)
 
 
-def evaluating(tmp: Path, reports: bool) -> None:
+def evaluating(tmp: Path, reports: bool | str) -> None:
     with open(tmp / "output", "w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -511,8 +513,8 @@ def evaluating(tmp: Path, reports: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("reports", [True, False])
-def test_a_nested_evaluation_lives_by_what_it_reports(tmp_path: Path, reports: bool) -> None:
+@pytest.mark.parametrize("reports", [True, "by the callback", False])
+def test_a_nested_evaluation_lives_by_what_it_reports(tmp_path: Path, reports: bool | str) -> None:
     process = harness.CONTEXT.Process(target=evaluating, args=(tmp_path, reports))
     process.start()
     process.join(100)
@@ -524,6 +526,41 @@ def test_a_nested_evaluation_lives_by_what_it_reports(tmp_path: Path, reports: b
         assert culprit.section == "out_of_section"
         assert "validation_step (test_fault_tolerance_edges.py" in culprit.text
     nothing_left(config)
+
+
+class SignalsHandled(L.Callback):
+    """Notes in every epoch whether the watchdog's signals are handled, after another Trainer has run in it."""
+
+    def __init__(self, tmp: Path, with_callback: bool) -> None:
+        self.callbacks = [FaultTolerance(run_dir=tmp / "run")] if with_callback else []
+        self.tmp, self.seen = tmp, []
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        small_trainer(self.tmp / "inner", *self.callbacks, limit_val_batches=1).validate(BoringModel(), verbose=False)
+        if self.callbacks:
+            self.seen.append(self.are_handled())
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.seen.append(self.are_handled())
+
+    def are_handled(self) -> bool:
+        return all(examine._handles(os.getpid(), signum) for signum in (EXIT_HUNG, witness.STACKS_SIGNAL))
+
+
+@pytest.mark.parametrize("with_callback", [True, False])
+def test_a_trainer_inside_of_a_fit_does_not_take_the_watchdogs_signals_away(
+    tmp_path: Path, with_callback: bool
+) -> None:
+    noted = SignalsHandled(tmp_path, with_callback)
+    small_trainer(
+        tmp_path,
+        FaultTolerance(run_dir=tmp_path / "run"),
+        noted,
+        max_epochs=2,
+        limit_train_batches=1,
+        limit_val_batches=0,
+    ).fit(BoringModel())
+    assert noted.seen == [True] * (4 if with_callback else 2)
 
 
 # -- what the documentation says ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -23,7 +24,7 @@ from lightning_resilience.callbacks.auto_resume import AutoResume
 from lightning_resilience.detect import health, timeouts, watchdog
 from lightning_resilience.detect.progress import Section
 from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
-from lightning_resilience.detect.witness import EXIT_HUNG, Witness, node_directory, pids
+from lightning_resilience.detect.witness import EXIT_HUNG, Witness, handle_signals_again, node_directory, pids
 from lightning_resilience.faults import FaultInjector, SimulatedFault
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import is_started_again
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 Engine = Literal["auto", "nvrx", "watchdog"]
 
 _PING_WITHIN_S = 1800.0  # torch's own limit, where a step has none
+
+_OF_OTHERS = ("on_train_batch_start", "on_validation_batch_start")  # hooks that are for Trainers inside of the fit
 
 FINISHED_FLAG_VARIABLE = "FAULT_TOL_FINISHED_FLAG_FILE"
 """Environment variable of NeMo-Run's and NVRx's job scripts: they requeue a job until this file exists."""
@@ -135,6 +138,9 @@ class FaultTolerance(SessionCallback):
         """Checks this rank's node and starts to watch."""
         self._watching = _Watching(self, session)
         session.at_left.append(lambda: delattr(self, "_watching"))
+        # Here the session notes every batch itself, and an empty hook costs more than that.
+        self.leave_out(_OF_OTHERS)
+        session.at_left += [partial(delattr, self, hook) for hook in _OF_OTHERS]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """The set-up of this fit has loaded a checkpoint: what it takes says something."""
@@ -145,6 +151,14 @@ class FaultTolerance(SessionCallback):
         """Starts what happens between steps."""
         self._watching.start()
 
+    def on_train_batch_start(self, *args: Any) -> None:
+        """Another Trainer inside of a fit: it advances."""
+        report_progress()
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        """Another Trainer inside of a fit: it advances."""
+        report_progress()
+
     def on_test_batch_start(self, *args: Any) -> None:
         """An evaluation inside of a fit: it advances."""
         report_progress()
@@ -153,10 +167,22 @@ class FaultTolerance(SessionCallback):
         """An evaluation inside of a fit: it advances."""
         report_progress()
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Another Trainer may have run since the last epoch."""
+        handle_signals_again()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Another Trainer may have run in it."""
+        handle_signals_again()
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lightning has put all signals back to what Python knew of them at the start, and Python knew not of ours."""
-        if session_of(trainer, self) and (witness := self._watching.witness) is not None:
-            witness.handle_signals()
+        handle_signals_again()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """The same at the end of any Trainer, also of one inside of a fit."""
+        super().teardown(trainer, pl_module, stage)
+        handle_signals_again()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Where a simulated NaN comes from."""

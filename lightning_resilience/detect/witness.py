@@ -126,6 +126,7 @@ class Witness:
         except BaseException:
             self.close()
             raise
+        _open.add(self)
 
     def handle_signals(self) -> None:
         """Handles the watchdog's signals; again after whoever has taken that for a handler to be put back."""
@@ -145,6 +146,7 @@ class Witness:
 
     def close(self) -> None:
         """The rank leaves the fit: nobody watches it from here on."""
+        _open.discard(self)
         self.progress.close()
         faulthandler.unregister(STACKS_SIGNAL)
         _set_c_handler(EXIT_SIGNAL, _C_SIG_IGN)
@@ -152,6 +154,16 @@ class Witness:
         if self._server is not None:
             with _without_stderr():
                 self._server.shutdown()
+
+
+_open: set[Witness] = set()
+"""Those of this process: none or one."""
+
+
+def handle_signals_again() -> None:
+    """Handles the watchdog's signals again if this rank is watched; whose end takes the handlers away need not know."""
+    for witness in _open:
+        witness.handle_signals()
 
 
 _C_SIG_IGN = ctypes.c_void_p(1)  # signal.h
