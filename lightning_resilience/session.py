@@ -262,9 +262,7 @@ class FitSession:
             ValueError: If there is a tensor in it that is not in host memory; see :func:`~.plain.to_host`.
         """
         if (device := device_of(value)) is not None:
-            raise ValueError(
-                f"rank {self.rank} has a tensor on {device} in what it gives the others: copy it to the host"
-            )
+            raise ValueError(f"rank {self.rank} gives the others a tensor that is on {device}: copy it to the host")
         values: list[Any] = [value]
         if self.trainer.world_size > 1:
             values = [None] * self.trainer.world_size

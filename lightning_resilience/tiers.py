@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_resilience import _lightning
 from lightning_resilience._files import clean_temporaries
 from lightning_resilience.checkpoint import dcp, durable, resume
 from lightning_resilience.checkpoint.generations import Generation
@@ -276,7 +277,8 @@ class Tiers:
         if not problems:
             # Without its final state a finished fit is resumed from an older one, and finished again.
             self._restored(path, finished and resume.is_final(path))
-            return path, loaded
+            # Such a strategy reads a file of its own by itself, and takes nothing from what it is given.
+            return path, None if _lightning.writes_directories(session.trainer.strategy) else loaded
         if rank == 0:
             self._quarantine(path, problems[0])
         return None

@@ -45,6 +45,18 @@ def plain_torch(path: Path) -> None:
     torch.save({"state_dict": {}}, path)
 
 
+class Planted:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (9,)
+
+
+def planted(path: Path) -> None:
+    stamp = durable.read_stamp(path)
+    durable.save({**torch.load(path), "planted": Planted()}, path, stamp.metadata)
+
+
 def foreign(path: Path) -> None:
     durable.save({"state_dict": {}}, path, {"fit": 7})
 
@@ -56,6 +68,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "empty": lambda path: os.truncate(path, 0),
     "garbage": lambda path: path.write_bytes(b"not a checkpoint" * 100),
     "not written by us": plain_torch,
+    "an object that is executed when it is read": planted,
     "of another fit": foreign,
     "an unsealed directory": lambda path: (path.unlink(), path.mkdir(), (path / "shard").write_bytes(b"x")),
 }

@@ -198,7 +198,7 @@ def test_what_is_planted_in_a_description_is_refused(plant: Any, monkeypatch: py
     data = planted.data if isinstance(planted, Raw) else pickle.dumps(planted)
     before = {name: dict(vars(each)) for name, each in dcp._RECORDS.items() if not issubclass(each, enum.Enum)}
     found = executed(monkeypatch)
-    with pytest.raises(dcp.Refused):
+    with pytest.raises(durable.UnsafeContent):
         dcp.read_metadata(data)
     assert found == []
     assert before == {name: dict(vars(dcp._RECORDS[name])) for name in before}, "classes are what they were"

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -25,17 +25,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
-from lightning_resilience.checkpoint.durable import CorruptCheckpoint
+from lightning_resilience.checkpoint.durable import CorruptCheckpoint, UnsafeContent, load_plain
 
 METADATA = ".metadata"
 """The file in which DCP describes a directory."""
 
 REST = "meta.pt"
 """The file in which Lightning keeps what is neither of the module nor of an optimizer."""
-
-
-class Refused(ValueError):
-    """A file holds something else than what DCP puts there; it was not executed."""
 
 
 # The description
@@ -81,7 +77,7 @@ _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
 def _constant(name: str, kind: type) -> Any:
     found = getattr(torch, name, None)
     if not isinstance(found, kind):
-        raise Refused(f"torch.{name} is no {kind.__name__}")
+        raise UnsafeContent(f"torch.{name} is no {kind.__name__}")
     return found
 
 
@@ -94,28 +90,28 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return _constant(name, torch.dtype)
         if (key := (module, name)) not in _RECORDS and key not in _CALLS:
-            raise Refused(f"{module}.{name} has no place in it")
+            raise UnsafeContent(f"{module}.{name} has no place in it")
         # New ones for each file: what a pickle can change of a class, it changes of these.
         return self._stand_ins.setdefault(key, type(name, (_Inert,), {"name": key}))
 
     def persistent_load(self, pid: Any) -> Any:
-        raise Refused("a reference to another file has no place in it")
+        raise UnsafeContent("a reference to another file has no place in it")
 
 
 def read_metadata(data: bytes) -> Metadata:
     """What the content of a ``.metadata`` describes. Nothing in it is executed.
 
     Raises:
-        Refused: If there is anything else in it than what DCP writes.
+        UnsafeContent: If there is anything else in it than what DCP writes.
     """
     try:
         found = _made(_Unpickler(data).load())
-    except Refused:
+    except UnsafeContent:
         raise
     except Exception as error:  # whatever a damaged pickle, or one made on purpose, leads to
-        raise Refused(f"it cannot be read ({type(error).__name__}: {error})") from error
+        raise UnsafeContent(f"it cannot be read ({type(error).__name__}: {error})") from error
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-        raise Refused("it does not describe a checkpoint")
+        raise UnsafeContent("it does not describe a checkpoint")
     return found
 
 
@@ -132,14 +128,14 @@ def _made(value: Any) -> Any:
         return {_made(key): _made(each) for key, each in value.items()}
     if value is None or kind in (str, int, float, bool, bytes, torch.dtype):
         return value
-    raise Refused(f"a {kind.__name__} has no place in it")
+    raise UnsafeContent(f"a {kind.__name__} has no place in it")
 
 
 def _made_record(cls: type, value: _Inert) -> Any:
     if issubclass(cls, enum.Enum):
         return cls(*_made(list(value.arguments)))
     if value.arguments:
-        raise Refused(f"a {cls.__name__} is not made like that")
+        raise UnsafeContent(f"a {cls.__name__} is not made like that")
     record, state = object.__new__(cls), _made(value.state)
     if isinstance(state, tuple) and hasattr(cls, "__setstate__"):
         record.__setstate__(state)  # type: ignore[attr-defined]
@@ -148,7 +144,7 @@ def _made_record(cls: type, value: _Inert) -> Any:
         new = {each.name: each.default_factory() for each in fields if callable(each.default_factory)}
         for name, each in {**new, **(state or {})}.items():
             if name not in {field.name for field in fields}:
-                raise Refused(f"a {cls.__name__} has no {name!r}")
+                raise UnsafeContent(f"a {cls.__name__} has no {name!r}")
             object.__setattr__(record, name, each)
     return record
 
@@ -183,33 +179,20 @@ def check(directory: Path, mine: Callable[[str], bool]) -> None:
         name = REST
         if (directory / REST).is_file():
             with open(directory / REST, "rb") as file:
-                read_value(file)
+                load_plain(file)
         for index, stored in described.storage_data.items():
             name = stored.relative_path
             if Path(name).name != name:
-                raise Refused("it is not in the directory")
+                raise UnsafeContent("it is not in the directory")
             if not mine(name) or not isinstance(described.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
                 continue
             with open(directory / name, "rb") as file:
                 file.seek(stored.offset)
-                read_value(io.BytesIO(file.read(stored.length)))
+                load_plain(io.BytesIO(file.read(stored.length)))
     except OSError as error:
         raise CorruptCheckpoint(f"checkpoint {directory} cannot be used: {name} cannot be read ({error})") from error
     except Exception as error:  # a pickle that is refused, or nothing that torch.load knows
         raise CorruptCheckpoint(f"checkpoint {directory} cannot be used: {name} is refused: {error}") from error
-
-
-def read_value(file: IO[bytes]) -> Any:
-    """What ``torch.save`` has written, if it is of types that a safe load reads.
-
-    Raises:
-        Refused: If it is not.
-    """
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # whose message goes on to recommend an unsafe load
-        lines = str(error).splitlines()
-        raise Refused(next((line for line in lines if "GLOBAL" in line), "it is not a safe pickle")) from None
 
 
 @contextmanager
@@ -219,7 +202,7 @@ def nothing_unpickled() -> Iterator[None]:
 
     def read(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
         if kwargs.get("rank") is not None:
-            raise Refused("there is no description of one rank alone in checkpoints of ours")
+            raise UnsafeContent("there is no description of one rank alone in checkpoints of ours")
         found = read_metadata(Path(self.checkpoint_id, METADATA).read_bytes())
         found.storage_meta = found.storage_meta or StorageMeta()
         found.storage_meta.load_id = self.load_id
@@ -228,7 +211,7 @@ def nothing_unpickled() -> Iterator[None]:
     def load(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
         # Written anew: torch's own reading of it finds what the safe one has made, however the two may differ.
         safe = io.BytesIO()
-        torch.save(read_value(value), safe)
+        torch.save(load_plain(value), safe)
         safe.seek(0)
         plain_load(self, read_item, safe)
 

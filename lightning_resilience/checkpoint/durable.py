@@ -22,6 +22,7 @@ import errno
 import json
 import logging
 import os
+import pickle
 import shutil
 import stat
 import struct
@@ -53,11 +54,13 @@ __all__ = [
     "MARKER",
     "CorruptCheckpoint",
     "Stamp",
+    "UnsafeContent",
     "clean_temporaries",
     "discard_aside",
     "hash_file",
     "link",
     "load",
+    "load_plain",
     "publish_directory",
     "quarantine",
     "read_stamp",
@@ -325,12 +328,35 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: 
         weights_only: As in ``torch.load``, where ``None`` is torch's default.
 
     Raises:
-        CorruptCheckpoint: If it is not intact; nothing has been loaded then.
+        CorruptCheckpoint: If it is not intact, or holds with ``weights_only=True`` what a safe load does not read;
+            nothing has been loaded then.
     """
     with _open(path) as file:  # One open file: what is loaded is what was verified, even if the name is replaced.
         _verify(file, path)
         file.seek(0)
+        if weights_only:
+            try:
+                return load_plain(file, map_location)
+            except UnsafeContent as error:
+                raise _corrupt(path, f"it is refused: {error}") from None
         return torch.load(file, map_location=map_location, weights_only=weights_only)
+
+
+class UnsafeContent(ValueError):
+    """A file holds something else than what belongs there; nothing of it was executed."""
+
+
+def load_plain(file: IO[bytes], map_location: Any = "cpu") -> Any:
+    """What ``torch.save`` has written, if it is of types that a safe load reads.
+
+    Raises:
+        UnsafeContent: If it is not.
+    """
+    try:
+        return torch.load(file, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:  # whose message goes on to recommend an unsafe load
+        lines = str(error).splitlines()
+        raise UnsafeContent(next((line for line in lines if "GLOBAL" in line), "it is not a safe pickle")) from None
 
 
 # Directories
