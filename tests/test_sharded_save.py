@@ -230,7 +230,7 @@ def test_preempted_while_one_is_being_written(tmp_path: Path) -> None:
     assert done[:2] == undisturbed(tmp_path, **{**OPTIONS, "save_every": 20})
     steps = saved({"run_dir": str(tmp_path / "disturbed" / "run")})
     assert steps[0] == 20
-    assert steps[1] in (21, 22)
+    assert 21 <= steps[1] < 40, "that of the stop"
     assert steps[-2:] == [40, 48]
 
 

@@ -258,11 +258,6 @@ def test_fsdp1_goes_back(tmp_path: Path, options: dict[str, Any], tier: str) -> 
     test_go_back.test_ranks(tmp_path, options, tier)
 
 
-@pytest.mark.parametrize("what", [pytest.param("loss", marks=pytest.mark.campaign), "gradient", "masked"])
-def test_fsdp1_skips_bad_steps(tmp_path: Path, what: str) -> None:
-    test_nan_guard.test_what_one_rank_sees_all_skip(ONE_FILE, what, tmp_path)
-
-
 @pytest.mark.parametrize("tier", [pytest.param("global", marks=pytest.mark.campaign), "local"])
 def test_fsdp1_goes_back_before_a_bad_step(tmp_path: Path, tier: str) -> None:
     test_nan_guard.test_ranks_go_back_together(ONE_FILE, tier, tmp_path)
