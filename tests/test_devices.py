@@ -329,9 +329,11 @@ class Runtime:
         self.error = error
         self.registered: dict[int, int] = {}
         self.asked = 0
+        self.threads: set[int] = set()
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.asked += 1
+        self.threads.add(threading.get_ident())
         if self.error:
             return self.error
         assert address not in self.registered
@@ -410,6 +412,7 @@ def test_memory_that_cannot_be_registered_does_for_a_save(gpu: Any, patch: pytes
         store.clear()
     assert runtime.asked == 1
     assert len(said) == 1
+    assert threading.get_ident() not in runtime.threads, "CUDA would report the error to this thread once more"
 
 
 @with_an_accelerator

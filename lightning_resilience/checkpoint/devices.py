@@ -11,6 +11,7 @@ import ctypes
 import functools
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -154,17 +155,28 @@ def register(memory: torch.Tensor, device: torch.device | None) -> Registration 
     runtime_of = getattr(torch.get_device_module(device), "cudart", None)
     if runtime_of is None:  # only CUDA and ROCm can have memory registered that is there already
         return None
-    try:
-        with at_work_for([device]):
-            return Registration(memory, device, runtime_of())
-    except (OSError, RuntimeError) as error:
+    made: list[Registration] = []
+    problems: list[Exception] = []
+
+    def work() -> None:
+        try:
+            with at_work_for([device]):
+                made.append(Registration(memory, device, runtime_of()))
+        except (OSError, RuntimeError) as error:
+            problems.append(error)
+
+    # What fails stays the last error of its thread, which torch would take for that of the next kernel launched there.
+    thread = threading.Thread(target=work, name="registers-memory")
+    thread.start()
+    thread.join()
+    if problems:
         _not_registered.add(device)
         log.warning(
             "Memory for checkpoints cannot be registered with %s (%s): it is copied several times as slowly.",
             device,
-            error,
+            problems[0],
         )
-        return None
+    return made[0] if made else None
 
 
 # Time
