@@ -429,7 +429,7 @@ def dump_sharded_checkpoint(trainer: Trainer) -> dict[str, Any]:
     strategy: Any = trainer.strategy
 
     def optimizer_state(optimizer: Any) -> Any:
-        return get_optimizer_state_dict(strategy.model, getattr(optimizer, "_optimizer", optimizer))
+        return get_optimizer_state_dict(strategy.model, getattr(optimizer, "optimizer", optimizer))
 
     patches = Patches()
     patches.set(strategy, "optimizer_state", optimizer_state)

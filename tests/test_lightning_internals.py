@@ -158,6 +158,7 @@ NOT_LIGHTNING = {
     "_C",
     "_current_graph_task_id",  # torch: whether this thread computes a backward pass
     "_execution_engine",  # torch.autograd: what FSDP2 asks, too, to be called at the end of a backward pass
+    "_get_layout",  # torch: named in pickles of DCP
     "_actions",  # argparse: the options of a parser
     "_launch_ended",  # a file of nemo_run.py
     "_exit",  # os: ends the process at once

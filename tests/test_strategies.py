@@ -195,10 +195,10 @@ def test_a_run_of_an_older_version_goes_on(tmp_path: Path, case: str) -> None:
     assert "Resuming from step 16" in text
 
 
-WHOLE = [False, "whole file", "fsdp1 full"]
-PARTS = [True, "fsdp1 sharded"]
+WHOLE = [False, "fsdp1 full"]
+PARTS = [True, "whole file", "fsdp1 sharded"]  # FSDP2's are in parts whatever its own saves are
 READ_BY_OTHERS = [(first, then) for first in WHOLE for then in (*WHOLE, *PARTS) if then != first]
-SHORT = [(False, True), (False, "fsdp1 full"), ("whole file", False)]
+SHORT = [(False, True), (False, "fsdp1 full")]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_parts_that_the_strategy_cannot_read_end_the_run(tmp_path: Path, first: 
     codes, _ = run({**config, "sharded": first, "events": events}, tmp_path / "run")
     assert -signal.SIGKILL in codes
     codes, text = run({**config, "sharded": then}, tmp_path / "run")
-    assert set(codes) == {1}
+    assert 1 in codes, text
     assert "was saved in parts by ModelParallelStrategy" in text
     outcome = RunDirectory(config["run_dir"]).fit(0).outcome
     assert outcome is not None

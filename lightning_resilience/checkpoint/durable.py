@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import stat
 import struct
@@ -355,8 +356,10 @@ def load_plain(file: IO[bytes], map_location: Any = "cpu") -> Any:
     try:
         return torch.load(file, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:  # whose message goes on to recommend an unsafe load
-        lines = str(error).splitlines()
-        raise UnsafeContent(next((line for line in lines if "GLOBAL" in line), "it is not a safe pickle")) from None
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise UnsafeContent(
+            f"it holds {found[1]}, which a safe load (weights_only) does not read" if found else "it is no safe pickle"
+        ) from None
 
 
 # Directories
