@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_EXTRA_STATE = "_extra_state"  # torch's name for it in a state dict
 _CLEAN_TRAINING = Needs.TRAINING | Needs.CLEAN  # made once: an operation on flags costs a microsecond
 
 _sessions: weakref.WeakKeyDictionary[Any, FitSession] = weakref.WeakKeyDictionary()
@@ -294,6 +295,8 @@ class FitSession:
             checkpoint = _lightning.load_checkpoint(self.trainer, None if path is None else str(path), weights_only)
         if STATE_KEY in checkpoint:
             checkpoint = from_plain(checkpoint)
+            if "state_dict" in checkpoint:  # not where the strategy has loaded it
+                _complete_extra_states(self.module, checkpoint["state_dict"])
             self._resumed = self._understand(checkpoint, Path(str(path)))
             if self._resumed is not None and (mine := self._resumed["mine"]) is not None:
                 for name, value in mine.get("kept", {}).items():
@@ -869,6 +872,17 @@ def _each(hooks: list[Callable[[], None]]) -> None:
 def _digest(parameters: Iterable[tuple[str, tuple[int, ...] | None, torch.dtype]]) -> str:
     lines = "\n".join(f"{name} {shape} {dtype}" for name, shape, dtype in parameters)
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _complete_extra_states(module: torch.nn.Module, saved: dict[str, Any]) -> None:
+    """Gives layers whose extra state could not be kept, as the save has said, the one that they have now.
+
+    Without an entry a strict load would fail, at every resume.
+    """
+    for name, each in module.named_modules():
+        key = f"{name}.{_EXTRA_STATE}".lstrip(".")
+        if key not in saved and type(each).get_extra_state is not torch.nn.Module.get_extra_state:
+            saved[key] = each.get_extra_state()
 
 
 def _resized(checkpoint: dict[str, Any], before: int, now: int) -> int:

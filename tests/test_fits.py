@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import signal
 import subprocess
@@ -244,6 +245,29 @@ def trainer(tmp: Path, callbacks: list[Any], **options: Any) -> L.Trainer:
 
 def both(tmp: Path) -> list[Any]:
     return [Preemption(run_dir=tmp / "run"), AutoResume(tmp / "run")]
+
+
+class _Scaled(torch.nn.Linear):
+    """A layer with a state that only a pickle can keep, as those have that compute in 8 bits."""
+
+    def get_extra_state(self) -> Any:
+        return io.BytesIO(b"the largest values so far")
+
+    def set_extra_state(self, state: Any) -> None:
+        assert isinstance(state, io.BytesIO)
+
+
+def test_an_extra_state_that_cannot_be_kept_does_not_make_every_resume_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for steps in (4, 8):
+        monkeypatch.setattr(session, "_fits_begun", {})
+        module = Tiny()
+        module.layer = _Scaled(2, 1)
+        with caplog.at_level(logging.INFO):
+            trainer(tmp_path, [AutoResume(tmp_path / "run")], max_steps=steps).fit(module)
+        assert "state_dict.layer._extra_state" in caplog.text
+    assert "Resuming from step 4" in caplog.text
 
 
 ENDS: dict[str, tuple[dict[str, Any], Callable[[L.Trainer], None]]] = {

@@ -164,6 +164,7 @@ NOT_LIGHTNING = {
     "_exit",  # os: ends the process at once
     "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone
     "_comm_hooks",  # torch: see reduction_order.py
+    "_extra_state",  # torch: how it ends in a state dict
     "_handle",  # torch's FSDP1: what it has made of the parameters of a module
     "_fqns",
     "_shapes",
