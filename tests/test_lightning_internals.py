@@ -138,6 +138,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
 }
 
 CLASSES = [  # recognised by these names
+    ("{package}.strategies.model_parallel", "ModelParallelStrategy"),
     ("{package}.callbacks.model_checkpoint", "ModelCheckpoint"),
     ("{package}.plugins.io.async_plugin", "AsyncCheckpointIO"),
     ("{fabric}.plugins.io.torch_io", "TorchCheckpointIO"),
