@@ -77,6 +77,8 @@ class NaNGuard(SessionCallback):
     Where reading a number costs the host nothing (CPU) all of this happens at once. On an accelerator the host waits
     for nothing: an optimizer with ``fused=True`` skips the step on the device, and the host counts it some steps later.
     With any other a bad step has happened by then, and the run goes back, whatever ``action`` says but ``"stop"``.
+    So it is where sharded gradients are not clipped by their norm: ranks could agree in time only by a collective in
+    every step. Which of these holds is said at the start.
 
     Args:
         action: What follows a bad step. ``"skip"``: it is skipped; after ``max_consecutive`` in a row the run goes
