@@ -54,7 +54,7 @@ class Planted:
 
 def planted(path: Path) -> None:
     stamp = durable.read_stamp(path)
-    durable.save({**torch.load(path), "planted": Planted()}, path, stamp.metadata)
+    durable.save({**torch.load(path, map_location="cpu"), "planted": Planted()}, path, stamp.metadata)
 
 
 def foreign(path: Path) -> None:

