@@ -168,7 +168,7 @@ TRAINS = """
             return torch.optim.SGD(self.parameters(), 0.1)
     from lightning_resilience import AutoResume
     L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-              callbacks=[AutoResume(every_n_train_steps=5)]).fit(Module())
+              callbacks=[AutoResume(async_save=False, every_n_train_steps=5)]).fit(Module())
 """
 FAILS_AT_13 = 'if self.global_step == 13: raise ValueError(f"row {os.getpid()}")'
 FAILS_AFTER_EVERY_SAVE = """

@@ -76,7 +76,7 @@ def fit(tmp: Path, *callbacks: L.Callback, **settings: Any) -> L.Trainer:
     trainer = small_trainer(
         tmp,
         FaultTolerance(run_dir=tmp / "run", **settings),
-        AutoResume(tmp / "run", every_n_train_steps=2),
+        AutoResume(tmp / "run", async_save=False, every_n_train_steps=2),
         *callbacks,
         max_steps=6,
     )

@@ -300,7 +300,7 @@ def test_state_that_a_safe_load_would_refuse_survives(launched: RunDirectory) ->
 def test_what_can_only_be_pickled_is_left_out_and_named(
     launched: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    callbacks = [Stateful(encoder=Encoder(), kept=1), AutoResume(every_n_train_steps=4)]
+    callbacks = [Stateful(encoder=Encoder(), kept=1), AutoResume(async_save=False, every_n_train_steps=4)]
     with caplog.at_level(logging.WARNING, "lightning_resilience"):
         stopped(lambda: make_trainer(callbacks).fit(Module(signal_at=13)))
     warnings = [record.getMessage() for record in caplog.records if "can only be pickled" in record.getMessage()]

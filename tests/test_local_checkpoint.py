@@ -388,7 +388,7 @@ class Run:
         )
 
     def resume(self, every: int | None = None, **options: Any) -> AutoResume:
-        return AutoResume(self.path, every_n_train_steps=every, **options)
+        return AutoResume(self.path, every_n_train_steps=every, **{"async_save": False, **options})
 
     def fit(
         self, *callbacks: L.Callback, at: Mapping[int, Callable[[L.Trainer], None]] | None = None, **options: Any

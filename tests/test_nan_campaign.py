@@ -283,7 +283,7 @@ def fit(about: Case, model: Model, folder: Path) -> tuple[L.Trainer, list[str], 
     guard = NaNGuard(about.action, about.max_consecutive, about.max_rollbacks, **about.spikes)
     callbacks: list[L.Callback] = [guard]
     if about.ours is not None:
-        callbacks.append(AutoResume(every_n_train_steps=about.ours))
+        callbacks.append(AutoResume(async_save=False, every_n_train_steps=about.ours))
     if about.local is not None:
         callbacks += [LocalCheckpoint(folder / "local", about.local), Waits()]
     if about.own is not None:

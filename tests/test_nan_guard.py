@@ -40,6 +40,11 @@ CAMPAIGN = pytest.mark.campaign
 Spoil = Callable[["Model", torch.Tensor], torch.Tensor]
 
 
+def saving(every: int) -> AutoResume:
+    """Saves at exactly these steps: the training waits for each."""
+    return AutoResume(every_n_train_steps=every, async_save=False)
+
+
 def nan_loss(model: Model, loss: torch.Tensor) -> torch.Tensor:
     return loss * math.nan
 
@@ -256,7 +261,7 @@ def test_with_a_gradient_scaler(spoil: Spoil, bad: int, tmp_path: Path) -> None:
     """Infinite gradients are its business, and normal; a loss that is not finite is not."""
     model, guard = Model({5: spoil}), NaNGuard(max_consecutive=1)
     with contextlib.suppress(TrainingDiverged):
-        fit(model, tmp_path, guard, AutoResume(every_n_train_steps=2), plugins=[scaled()])
+        fit(model, tmp_path, guard, saving(2), plugins=[scaled()])
     parameters = len(list(model.parameters()))  # the scaler leaves batch normalisation as it is
     assert same(model.states[5][: None if bad else parameters], model.states[6][: None if bad else parameters])
     assert len(events(tmp_path, "bad_step")) == bad
@@ -323,14 +328,14 @@ def test_a_verdict_that_comes_too_late_is_gone_back_from(
     """By an optimizer that cannot skip a step on its device."""
     monkeypatch.setattr(nan_guard, "_reads_cost_nothing", lambda device: False)
     model = Model({9: spoil})
-    fit(model, tmp_path / "late", NaNGuard(action), AutoResume(every_n_train_steps=2), max_epochs=4)
+    fit(model, tmp_path / "late", NaNGuard(action), saving(2), max_epochs=4)
     (event,) = events(tmp_path / "late", "bad_step")
     assert (event["batches"], event["skipped"]) == ([1, 2], False)
     assert len(events(tmp_path / "late", "rollback")) == 1
     monkeypatch.undo()
     monkeypatch.setattr(session, "_fits_begun", {})
     at_once = Model({9: spoil})
-    fit(at_once, tmp_path / "at once", NaNGuard("rollback"), AutoResume(every_n_train_steps=2), max_epochs=4)
+    fit(at_once, tmp_path / "at once", NaNGuard("rollback"), saving(2), max_epochs=4)
     assert same(model.state(), at_once.state())
 
 
@@ -392,7 +397,7 @@ def unfit(path: Path) -> bool:
 @pytest.mark.parametrize("action", ["skip", "warn"])
 def test_no_file_holds_what_is_not_finite(action: Any, top_k: int, tmp_path: Path) -> None:
     own = ModelCheckpoint(tmp_path / "own", every_n_train_steps=2, save_top_k=top_k, save_last=True)
-    callbacks = [Broken(7), AutoResume(every_n_train_steps=3), LocalCheckpoint(tmp_path / "local", 1), own]
+    callbacks = [Broken(7), saving(3), LocalCheckpoint(tmp_path / "local", 1), own]
     model = Model()
     with contextlib.suppress(TrainingDiverged):
         fit(model, tmp_path, NaNGuard(action, max_consecutive=4), *callbacks, enable_checkpointing=True)
@@ -405,7 +410,7 @@ def test_no_file_holds_what_is_not_finite(action: Any, top_k: int, tmp_path: Pat
 def test_what_is_infinite_from_the_beginning_is_meant_so(tmp_path: Path) -> None:
     model = Model()
     model.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
-    fit(model, tmp_path, NaNGuard(), AutoResume(every_n_train_steps=3), LocalCheckpoint(tmp_path / "local", 2))
+    fit(model, tmp_path, NaNGuard(), saving(3), LocalCheckpoint(tmp_path / "local", 2))
     assert events(tmp_path, "save_refused") == []
     assert {each["tier"] for each in events(tmp_path, "saved")} == {"local", "global"}
 
@@ -438,7 +443,7 @@ def test_stopping_saves_what_was_good(tmp_path: Path) -> None:
 def test_weights_that_are_bad_are_gone_back_from(tmp_path: Path) -> None:
     """Whatever batch comes next, the loss is not finite: only older weights help."""
     model = Model()
-    fit(model, tmp_path, NaNGuard(max_consecutive=3), Broken(7), AutoResume(every_n_train_steps=3), max_epochs=4)
+    fit(model, tmp_path, NaNGuard(max_consecutive=3), Broken(7), saving(3), max_epochs=4)
     (event,) = events(tmp_path, "rollback")
     assert event["step"] >= 10
     assert [each["step"] for each in events(tmp_path, "went_back")] == [6]
@@ -448,7 +453,7 @@ def test_weights_that_are_bad_are_gone_back_from(tmp_path: Path) -> None:
 def test_what_never_gets_better_ends_with_the_reason(tmp_path: Path) -> None:
     guard, model = NaNGuard(max_consecutive=2, max_rollbacks=2), Model(dict.fromkeys(range(6, 500), nan_loss))
     with pytest.raises(TrainingDiverged, match="has gone back 2 times because of it"):
-        fit(model, tmp_path, guard, AutoResume(every_n_train_steps=2), max_epochs=20)
+        fit(model, tmp_path, guard, saving(2), max_epochs=20)
     assert outcome(tmp_path)[0] == "halted"
     assert [each["times"] for each in events(tmp_path, "rollback")] == [1, 2]
 
@@ -461,7 +466,7 @@ def test_what_cannot_be_written_down_is_kept_in_mind(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Troubles, "write", full)
     model = Model({9: nan_loss, 30: nan_loss})
-    fit(model, tmp_path, NaNGuard("rollback"), AutoResume(every_n_train_steps=2), max_epochs=5)
+    fit(model, tmp_path, NaNGuard("rollback"), saving(2), max_epochs=5)
     assert len(events(tmp_path, "rollback")) == 2
     assert len(events(tmp_path, "bad_step")) == 2
 
@@ -546,7 +551,7 @@ def test_where_only_a_restart_goes_back_the_fit_fails_and_says_so(tmp_path: Path
     average = StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1)
     model = Model(dict.fromkeys(range(10, 13), nan_loss))
     with pytest.raises(RuntimeError, match="only a restart makes them anew"):
-        fit(model, tmp_path, NaNGuard("rollback"), average, AutoResume(every_n_train_steps=3), max_epochs=4)
+        fit(model, tmp_path, NaNGuard("rollback"), average, saving(3), max_epochs=4)
     assert outcome(tmp_path)[0] == "failed"
 
 

@@ -144,7 +144,7 @@ class Searched(L.LightningModule):
 def test_a_search_in_the_middle_of_a_fit_is_not_its_end(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     callbacks = [
-        AutoResume(run_dir, every_n_train_steps=3),
+        AutoResume(run_dir, async_save=False, every_n_train_steps=3),
         LocalCheckpoint(tmp_path / "local", every_n_train_steps=1, run_dir=run_dir),
         SearchInTheMiddle(num_training_steps=5),
     ]

@@ -156,7 +156,7 @@ def rank_main(rank: int, folder: str, port: int, identity: str, end: str) -> Non
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[AutoResume(run_dir, every_n_train_steps=5), Slow(), detection],
+        callbacks=[AutoResume(run_dir, async_save=False, every_n_train_steps=5), Slow(), detection],
     )
     config = {**program.DEFAULTS, "run_dir": run_dir, "step_s": 0.01, "fit": 0}
     L.seed_everything(1, verbose=False)
