@@ -139,7 +139,7 @@ class MyAutoResume(AutoResume):
 def test_the_users_own_goes_first(launched: RunDirectory, own: type[AutoResume]) -> None:
     members: list[Any] = []
     look = L.callbacks.LambdaCallback(on_train_start=lambda t, m: members.extend(session._sessions[t].members))
-    mine = own(every_n_train_steps=3)
+    mine = own(every_n_train_steps=3, async_save=False)
     make_trainer([look, mine]).fit(Module())
     (auto_resume,) = (member for member in members if isinstance(member, AutoResume))
     (preemption,) = (member for member in members if isinstance(member, Preemption))
