@@ -174,7 +174,10 @@ void pop(StreamState& stream) {
 void run_all(StreamKey key, const Recorded* until) {
   auto& stream = sim().streams[key];
   while (!stream.queue.empty() && !(until && until->done)) {
-    if (auto after = stream.queue.front().after) finish(after);
+    if (auto after = stream.queue.front().after; after && !after->done) {
+      finish(after); // others may go on meanwhile, with this stream too
+      continue;
+    }
     if (stream.queue.front().at > now()) {
       double at = stream.queue.front().at;
       mutex().unlock(); // held exactly once where this can happen: others may go on
