@@ -11,7 +11,7 @@ NEMO_RUN := .nemo-run
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kills test-slurm test-nvrx-latest test-nemo-run check bench docs clean
+.PHONY: help demo test test-gpu test-kills test-slurm test-nvrx-latest test-nemo-run check bench docs clean
 
 help: ## Show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 25
@@ -24,6 +24,9 @@ test: $(READY) ## Run all tests
 
 test-kills: $(READY) ## The long tests: kills at random instants, every signal, every hang, every drill
 	@$(BIN)/python -m pytest -m campaign
+
+test-gpu: $(READY) ## Check on this machine's NVIDIA GPUs what only they can show (less than 40 minutes)
+	@$(BIN)/python -m tests.gpu
 
 test-slurm: $(READY) ## Run whole chains of jobs on a real Slurm that it starts here (root; about 7 minutes)
 	@$(BIN)/python -m pytest -m 'slurm and not campaign' -rs

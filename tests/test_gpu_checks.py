@@ -1,0 +1,69 @@
+"""The checks for GPUs run on the simulated accelerator, as far as that goes: their scripts must not rot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import as_on_gpu
+from tests.gpu import page, runner
+from tests.gpu.device import FAKE
+from tests.harness import CONTEXT
+
+CHECKS = runner.all_checks()
+COVERED_ELSEWHERE = {"exit-busy", "health", "hung-rank"}  # on the same device, in tests of their own
+pytestmark = pytest.mark.skipif(as_on_gpu.missing() is not None, reason=str(as_on_gpu.missing()))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.campaign if name in COVERED_ELSEWHERE else ()) for name in CHECKS]
+)
+def test_a_check_runs_on_the_simulated_accelerator(name: str) -> None:
+    as_on_gpu.load()
+    found = runner.run_check(name, FAKE, quick=True, context=CONTEXT)
+    expected = "SKIPPED" if CHECKS[name].needs_gpu else "PASS"
+    assert found["status"] == expected, f"{runner.line(name, found)}\n{found.get('output', '')}"
+    assert runner.line(name, found)
+
+
+def planted(bench: runner.Bench) -> None:
+    bench.figure("number", 0.123456)
+    bench.expect(False, "it took long", timing=True)
+    bench.expect(bench.quick, "it is not quick")
+    if (bench.folder.parent / "fails").exists():
+        raise ValueError("planted")
+
+
+def bench(tmp_path: Path) -> runner.Bench:
+    return runner.Bench(runner.Device(FAKE), False, tmp_path, tmp_path, tmp_path / "result.json")
+
+
+def test_a_figure_outlives_its_check(tmp_path: Path) -> None:
+    """A check that is killed has failed, and shows what it had found."""
+    one = bench(tmp_path)
+    one.figure("number", 0.123456)
+    found: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
+    assert (found["status"], found["figures"]) == ("FAIL", {"number": 0.1235})
+
+
+def test_time_is_not_judged_on_the_simulated_accelerator(tmp_path: Path) -> None:
+    one = bench(tmp_path)
+    planted(one)
+    one.passed()
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert (found["status"], found["failures"]) == ("FAIL", ["it is not quick"])
+
+
+def test_the_page_shows_what_was_found(tmp_path: Path) -> None:
+    assert page.section() in page.PAGE.read_text(), "run python -m tests.gpu.page"
+    assert "No check has run on a GPU yet." in page.section(tmp_path)
+    one = {"status": "PASS", "figures": {"steps | s": 3}, "failures": [], "seconds": 1.5}
+    results = {"device": "GPU", "devices": 1, "torch": "2", "cuda": "13", "nccl": "2", "python": "3", "checks": {}}
+    results["checks"] = {"late-reads": one}
+    (tmp_path / "gpu-some.json").write_text(json.dumps(results))
+    section = page.section(tmp_path)
+    assert "(`late-reads`) | PASS | steps / s: 3 | 1.5 |" in section
+    assert section.count("not run") == len(CHECKS) - 1
