@@ -70,7 +70,10 @@ def memory_used() -> int | None:
     with nvml() as library:
         if library is None:
             return None
-        return int(library.nvmlDeviceGetMemoryInfo(library.nvmlDeviceGetHandleByIndex(0)).used)
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+        by_number = first.isdigit()
+        find = library.nvmlDeviceGetHandleByIndex if by_number else library.nvmlDeviceGetHandleByUUID
+        return int(library.nvmlDeviceGetMemoryInfo(find(int(first) if by_number else first)).used)
 
 
 def hang(bench: Bench, ranks: int) -> str:

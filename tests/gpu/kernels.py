@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from typing import Any
 
 import lightning.pytorch as L
@@ -97,11 +98,7 @@ class Lasts(L.Callback):
     """Ends a fit after two seconds."""
 
     def on_train_start(self, *arguments: Any) -> None:
-        import time
-
         self.until = time.monotonic() + 2.0
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
-        import time
-
         trainer.should_stop = time.monotonic() > self.until

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import statistics
 import time
@@ -81,7 +82,7 @@ def snapshot_race(bench: Bench) -> None:
     for number, (title, options) in enumerate(variants.items()):
         around: Callable[[Device], Any] = options.pop("around", lambda device: contextlib.nullcontext())
         net: Any = network(width, 4, norm=True)
-        if options.pop("compiles", False):
+        if compiles := options.pop("compiles", False):
             net = torch.compile(net, mode="reduce-overhead")
         averages = [L.callbacks.EMAWeightAveraging()] if options.pop("averages", False) else []
         clones, memory = Clones(device, busy_s), bench.memory / str(number)
@@ -89,8 +90,14 @@ def snapshot_race(bench: Bench) -> None:
         L.seed_everything(1, verbose=False)
         module = Module(net, options.pop("optimizer", "AdamW fused"))
         trainer = device.trainer([local, *averages, clones, StopAt(count)], bench.folder, **options)
-        with contextlib.suppress(Stop), around(device):
-            trainer.fit(module, batches(count + 1, width))
+        try:
+            with contextlib.suppress(Stop), around(device):
+                trainer.fit(module, batches(count + 1, width))
+        except Exception as error:
+            if not compiles:
+                raise
+            bench.figure(title, f"did not run: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}")
+            continue  # of the compiler, most likely
         shards = saved(memory)
         torn = [step for step, found in shards.items() if not {sha([each]) for each in clones.kept[step]} <= found]
         bench.figure(title, f"{len(shards)} compared")
@@ -123,6 +130,17 @@ class StepTimes(L.Callback):
         return [begin.elapsed_time(end) / 1000 for begin, end in zip(self.events, self.events[1:], strict=False)]
 
 
+class Repeats(Module):
+    """Trains on one batch that is on its device: a step is not held up by its data."""
+
+    def __init__(self, net: torch.nn.Module, x: torch.Tensor) -> None:
+        super().__init__(net, "AdamW fused")
+        self.x = x
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(self.x).pow(2).mean()
+
+
 @check("how long a local save really holds the training up, and what it says", limit_s=240)
 def true_stall(bench: Bench) -> None:
     device = bench.device
@@ -137,9 +155,9 @@ def true_stall(bench: Bench) -> None:
         local = LocalCheckpoint(dir=bench.memory / title, every_n_train_steps=every, run_dir=run_dir)
         times = StepTimes(device, local)
         L.seed_everything(1, verbose=False)
-        data = batches(1, width, size=size)
-        trainer = device.trainer([local, times], bench.folder, max_epochs=-1, max_steps=every * (saves + 1))
-        trainer.fit(Module(network(width, depth), "AdamW fused"), data)
+        x = torch.randn(size, width, device=device.at())
+        trainer = device.trainer([local, times], bench.folder)
+        trainer.fit(Repeats(network(width, depth), x), batches(every * (saves + 1), 1))
         seconds = times.seconds()  # the one with the index i ends with the boundary of step i + 2
         after_save = {
             step - 1 for step in range(2 * every, every * (saves + 1), every)
@@ -224,14 +242,16 @@ def ema_memory(bench: Bench) -> None:
         for with_local in (False, True):
             run_dir = bench.folder / f"{title} {with_local}"
             local = LocalCheckpoint(dir=bench.memory / title, every_n_train_steps=2, run_dir=run_dir)
+            gc.collect()  # a Trainer and its parts refer to each other
+            before = int(device.load().memory_allocated())
             probe = Allocated(device)
             callbacks = [*([local] if with_local else []), *(kind() for kind in kinds), probe]
             L.seed_everything(1, verbose=False)
             trainer = device.trainer(callbacks, bench.folder)
             trainer.fit(Module(network(width, depth), "SGD"), batches(8, width, size=2))
-            used[with_local] = probe.most
+            used[with_local] = probe.most - before
             model = sum(each.nbytes for each in trainer.lightning_module.parameters())
-            del trainer
+            del trainer, probe, callbacks, local
         extra = used[True] - used[False]
         bench.figure(f"{title}: MB more of a model of {model / 1e6:.0f} MB", extra / 1e6)
         bench.expect(extra <= ON_DEVICE + (4 << 20), f"{title}: {extra / model:.1f} x the model is kept on the device")
@@ -258,6 +278,7 @@ class Captures(Module):
             try:
                 with torch.cuda.graph(graph):  # capture_error_mode="global", the default
                     static.add_(1)
+                    time.sleep(0.02)  # other threads go on meanwhile
                 graph.replay()
             except RuntimeError as error:
                 self.failures.append(str(error).splitlines()[0])

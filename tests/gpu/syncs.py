@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 import warnings
@@ -26,6 +27,7 @@ from tests.gpu.training import OPTIMIZERS, Module, batches, network
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 FIRST, LAST = 10, 30
+TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def all_callbacks(folder: Path) -> list[L.Callback]:
@@ -66,12 +68,12 @@ class Audit(L.Callback):
         torch.cuda.set_sync_debug_mode("warn")
 
     def _seen(self, message: Any, *arguments: Any, **options: Any) -> None:
-        if "synchroniz" not in str(message) or threading.current_thread() is not threading.main_thread():
+        if "called a synchronizing" not in str(message) or threading.current_thread() is not threading.main_thread():
             return  # what another thread waits for does not hold up the training
-        frames = [each for each in traceback.extract_stack() if "/tests/gpu/" not in each.filename]
-        ours = [each for each in frames if "/lightning_resilience/" in each.filename]
-        where = ours[-1] if ours else next((f for f in reversed(frames) if "/torch/" not in f.filename), frames[-1])
-        self.found[f"{'ours ' if ours else ''}{'/'.join(where.filename.split('/')[-2:])}:{where.lineno}"] += 1
+        # Our wrappers are in every stack: who has asked for it is the last one before torch.
+        frames = [each.filename for each in traceback.extract_stack() if each.filename != __file__]
+        who = next((each for each in reversed(frames) if not each.startswith(TORCH)), frames[-1])
+        self.found[f"{'ours ' if '/lightning_resilience/' in who else ''}{'/'.join(who.split('/')[-2:])}"] += 1
 
     def _end(self) -> None:
         if self.device.is_gpu:

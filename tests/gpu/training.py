@@ -96,4 +96,6 @@ class Times(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *arguments: Any) -> None:
         if self.step is None:
             self.step, self.began_s = trainer.global_step, time.time()
-            self.path.write_text(json.dumps({"step": self.step, "began_s": self.began_s}))
+            new = self.path.with_suffix(".new")
+            new.write_text(json.dumps({"step": self.step, "began_s": self.began_s}))
+            new.rename(self.path)  # whole for whoever waits for it
