@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import as_on_gpu
-from tests.gpu import page, runner
+from tests.gpu import page, runner, syncs
 from tests.gpu.device import FAKE
 from tests.harness import CONTEXT
 
@@ -55,6 +58,26 @@ def test_time_is_not_judged_on_the_simulated_accelerator(tmp_path: Path) -> None
     one.passed()
     found = json.loads((tmp_path / "result.json").read_text())
     assert (found["status"], found["failures"]) == ("FAIL", ["it is not quick"])
+
+
+def test_a_wait_is_put_down_to_who_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch reports it on a GPU: by a warning, in whose stack our wrappers always are."""
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    audit = syncs.Audit(runner.Device("cuda"))
+    waits = 'import warnings; warnings.warn("called a synchronizing CUDA operation")'
+    stacks = [
+        ["/lightning_resilience/wraps.py", "/lightning/pytorch/loop.py", f"{syncs.TORCH}_tensor.py"],
+        ["/lightning/pytorch/loop.py", "/lightning_resilience/asks.py", f"{syncs.TORCH}_tensor.py"],
+    ]
+    with warnings.catch_warnings():
+        audit.begin()
+        for stack in stacks:
+            call: Any = partial(exec, compile(waits, stack[-1], "exec"), {})
+            for file in reversed(stack[:-1]):
+                call = partial(exec, compile("inner()", file, "exec"), {"inner": call})
+            call()
+        audit.end()
+    assert audit.found == {"pytorch/loop.py": 1, "ours lightning_resilience/asks.py": 1}
 
 
 def test_the_page_shows_what_was_found(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Clones(L.Callback):
         self.kept: dict[int, list[torch.Tensor]] = {}
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
-        with torch.no_grad():
+        if trainer.global_step not in self.kept:  # batches that are only accumulated come after
             self.kept[trainer.global_step] = [each.detach().clone() for each in tensors(trainer)]
         self.device.busy(self.busy_s)
 
@@ -78,7 +78,7 @@ def snapshot_race(bench: Bench) -> None:
         "torch.compile, CUDA graphs": {"compiles": True},
     }
     if bench.quick:
-        variants = {name: variants[name] for name in ("AdamW fused", "another stream", "averaged weights")}
+        variants = {name: variants[name] for name in ("accumulation", "another stream", "averaged weights")}
     for number, (title, options) in enumerate(variants.items()):
         around: Callable[[Device], Any] = options.pop("around", lambda device: contextlib.nullcontext())
         net: Any = network(width, 4, norm=True)
@@ -248,7 +248,7 @@ def ema_memory(bench: Bench) -> None:
             callbacks = [*([local] if with_local else []), *(kind() for kind in kinds), probe]
             L.seed_everything(1, verbose=False)
             trainer = device.trainer(callbacks, bench.folder)
-            trainer.fit(Module(network(width, depth), "SGD"), batches(8, width, size=2))
+            trainer.fit(Module(network(width, depth), "SGD"), batches(5, width, size=2))
             used[with_local] = probe.most - before
             model = sum(each.nbytes for each in trainer.lightning_module.parameters())
             del trainer, probe, callbacks, local
