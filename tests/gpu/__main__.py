@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import signal
 import sys
 import time
 from importlib import metadata
@@ -54,6 +55,7 @@ def main() -> int:
     if path is None and device.is_gpu and not arguments.quick:
         name = re.sub(r"[^a-z0-9]+", "-", device.title.lower()).strip("-")
         path = page.RESULTS / f"gpu-{name}.json"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves nothing behind
     results = _about(device)
     if path is not None and path.exists():  # of checks that are not made again
         results["checks"] = json.loads(path.read_text())["checks"]

@@ -276,6 +276,8 @@ def run_check(name: str, device: str, quick: bool, context: Any = None, at_most_
         found["output"] = "".join(each.read_text(errors="replace")[-6000:] for each in outputs if each.exists())
         return found
     finally:
+        if process.pid is not None:  # also where somebody has pressed Ctrl-C
+            _end(process.pid)
         for each in (folder, memory):
             shutil.rmtree(each, ignore_errors=True)
 
