@@ -57,7 +57,7 @@ class Reports(L.Callback):
 @check("a slow loader counts only as far as the device waits for it", limit_s=120)
 def device_time(bench: Bench) -> None:
     device = bench.device
-    steps = 14 if bench.quick else 150
+    steps = 200 if bench.quick else 150  # quick: it ends with the first report
     for compute_ms, load_ms in ((50, 20), (5, 20)) if not bench.quick else ((5, 2),):
         run_dir = bench.folder / str(compute_ms)
         straggler = StragglerDetection(report_time_interval=0.02 if bench.quick else 2.0, run_dir=run_dir)
@@ -83,7 +83,7 @@ def train(rank: int, device: Device, folder: Path, quick: bool) -> None:
         report_time_interval=0.05 if quick else 2.0, stop_if_detected=False, run_dir=folder / "run"
     )
     delays = Delays(device, 0.002 if quick else 0.02, slow_rank=1)
-    data = DataLoader(Sleepy(20 if quick else 250, 0), batch_size=None)
+    data = DataLoader(Sleepy(60 if quick else 250, 0), batch_size=None)
     trainer = device.trainer([straggler, delays], folder, ranks=2, use_distributed_sampler=False)
     trainer.fit(Module(network(64)), data)
     if rank == 0 and straggler.report is not None:
