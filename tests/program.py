@@ -49,6 +49,8 @@ from lightning_resilience.detect.place import Place
 from lightning_resilience.detect.witness import node_directory
 from lightning_resilience.ledger import node_name
 from lightning_resilience.run_directory import RunDirectory
+
+sys.path.append(str(Path(__file__).parents[1]))  # also where it is started as a program
 from tests import as_on_gpu
 from tests.late import Travelling
 
