@@ -20,7 +20,7 @@ demo: $(READY) ## Watch a training survive ten faults (4 to 5 minutes)
 	@$(BIN)/python examples/demo.py
 
 test: $(READY) ## Run all tests
-	@$(BIN)/python -m pytest -n 2 --dist worksteal
+	@$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-kills: $(READY) ## The long tests: kills at random instants, every signal, every hang, every drill
 	@$(BIN)/python -m pytest -m campaign
