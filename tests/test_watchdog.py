@@ -68,6 +68,11 @@ def _rank(job: Job, rank: int, pause_s: float, seconds: float, options: dict[str
     about = {"run_dir": str(job.run_dir), "fit": 0, "token": job.token, "node": f"node-{rank}", "nodes": job.nodes}
     about |= {"world_size": job.nodes, "elastic_run_id": None, "restart_count": 0}
     witness = Witness(job.directory(rank), rank, {"step": LIMIT_S}, about)
+    if options.get("beside_a_container"):  # whose numbers of processes mean nothing here
+        record = read_json(job.directory(rank) / f"rank-{rank:05d}.json")
+        shutil.copy(witness.progress_path, job.directory(rank) / "rank-00001.progress")
+        there = {"rank": 1, "pid": 2**22 + 1, "process_started": "then", "namespace": "pid:[1]"}
+        write_json(job.directory(rank) / "rank-00001.json", {**record, **there})
     if options.get("watched", True):
         watchdog.start(job.directory(rank))
     began, step = time.monotonic(), 0
@@ -103,6 +108,13 @@ def hangs(run_dir: Path) -> list[dict[str, Any]]:
 def test_a_rank_that_advances_is_left_alone(run_dir: Path) -> None:
     job = Job(run_dir)
     job.start(0, pause_s=LIMIT_S / 2, seconds=3)
+    assert job.wait() == [0]
+    assert not hangs(run_dir)
+
+
+def test_a_rank_in_another_container_is_not_taken_for_dead(run_dir: Path) -> None:
+    job = Job(run_dir)
+    job.start(0, seconds=3, beside_a_container=True)
     assert job.wait() == [0]
     assert not hangs(run_dir)
 

@@ -34,7 +34,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from lightning_resilience._files import publish, read_json, write_json
-from lightning_resilience._processes import describe_process, is_running
+from lightning_resilience._processes import describe_process, is_running, pid_namespace
 from lightning_resilience.detect.deaths import Death, Deathbed, MemoryShortage, is_ending
 from lightning_resilience.detect.evidence import RankEvidence
 from lightning_resilience.detect.examine import examine, usage
@@ -132,6 +132,10 @@ class Rank:
     def is_watched(self) -> bool:
         """Whether it takes part in the fit still."""
         return self.is_in_fit() and is_running(self.about)
+
+    def has_died(self) -> bool:
+        """Whether its process has ended. Of one in another container nothing is known: its number says nothing here."""
+        return self.about["namespace"] == pid_namespace() and not is_running(self.about)
 
     def has_failed(self) -> bool:
         """Whether its fit has failed."""
@@ -258,7 +262,7 @@ class Watchdog:
         """
         ranks = [rank for rank in self.ranks.values() if rank.fit != self._lost_fit]
         for rank in ranks:
-            if rank.is_in_fit() and not is_running(rank.about):
+            if rank.is_in_fit() and rank.has_died():
                 rank.look(0.0)  # it may have left just before
                 if rank.is_in_fit() and (death := self._death_of(rank)).exit_code != 0:
                     self._lost_fit = rank.fit
@@ -305,7 +309,7 @@ class Watchdog:
 
     def _handle_failure(self, rank: Rank) -> None:
         began, survivors = time.monotonic(), self._survivors()
-        while is_running(rank.about) and time.monotonic() - began < _NOTICES_FAILURE_WITHIN_S:
+        while not rank.has_died() and time.monotonic() - began < _NOTICES_FAILURE_WITHIN_S:
             survivors = self._survivors(survivors)
             if not rank.has_failed() or not (survivors or self._about["nodes"] > 1):
                 return
@@ -313,7 +317,7 @@ class Watchdog:
         cause = f"rank {rank.rank} of {rank.about['node']}, which has failed"
         if self._about["nodes"] > 1:
             self._publish_loss(cause)
-        self._end_survivors(cause, _LOOK_AGAIN_S if is_running(rank.about) else _RAISES_WITHIN_S, survivors)
+        self._end_survivors(cause, _RAISES_WITHIN_S if rank.has_died() else _LOOK_AGAIN_S, survivors)
 
     def _survivors(self, among: list[Rank] | None = None) -> list[Rank]:
         """The ranks that are still in the fit that has lost one, and have not failed themselves."""
@@ -570,7 +574,7 @@ class Watchdog:
 def _is_gone(rank: Rank) -> bool:
     """Whether a rank has been ended in the middle of the fit, or is being ended."""
     rank.look(0.0)
-    return rank.is_in_fit() and not rank.has_failed() and (not is_running(rank.about) or is_ending(rank.about["pid"]))
+    return rank.is_in_fit() and not rank.has_failed() and (rank.has_died() or is_ending(rank.about["pid"]))
 
 
 def read_evidence(folder: Path) -> list[RankEvidence]:
