@@ -95,6 +95,9 @@ class FitSession:
         """Called after that with whether the state may be saved there. Both must cost next to nothing."""
         self.before_training_data: list[Callable[[list[Any]], None]] = []
         """Given the training data loaders, before their workers start."""
+        self.at_raised: list[Callable[[], None]] = []
+        """Called as soon as an exception ends the training on this rank, before any callback is told: that may take
+        long. Not when it stops in order."""
         self.at_failure: list[Callable[[BaseException], str | None]] = []
         """Called on a rank whose fit ends by an exception; one that returns a reason has the whole run halted."""
         self.at_leave: list[Callable[[], None]] = []
@@ -768,6 +771,13 @@ class FitSession:
                 return loop()
             except _GoBack as back:
                 choice = back.choice
+            except (signals.Interrupted, StaleAttempt):
+                raise
+            except BaseException:
+                if os.getpid() == self._pid:
+                    for hook in self.at_raised:
+                        hook()
+                raise
             self._begin_again(choice)
             del choice
             self.set_random_state(begun)

@@ -489,6 +489,9 @@ class User(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         do(self.config, "fit_end", 0, trainer.global_rank)
 
+    def on_exception(self, trainer: L.Trainer, *args: Any) -> None:
+        do(self.config, "exception", 0, trainer.global_rank)
+
 
 class Collectives(L.Callback):
     """Writes down the collectives of this process in some steps in the middle: torch's own record of them."""

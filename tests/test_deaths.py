@@ -168,6 +168,19 @@ def test_the_survivors_of_a_failed_rank_are_ended(tmp_path: Path) -> None:
     assert re.search("Ended 1 rank of .+, blocked without rank 1 of .+, which has failed", ranks.text())
 
 
+def test_a_rank_whose_callbacks_take_long_over_an_error_of_all_is_no_survivor(tmp_path: Path) -> None:
+    """It uploads a report, say, before our callback is told."""
+    error = {"at": "train", "step": 20, "do": "raise"}
+    upload = {"at": "exception", "rank": 0, "do": "sleep", "seconds": 9.0}
+    callbacks = ["user", "fault_tolerance", "auto_resume"]
+    config = watched(tmp_path, limits="step:180", trainer=TRAINER, callbacks=callbacks, events=[error, upload])
+    ranks = Ranks(config, tmp_path / "run")
+    assert ranks.wait(60, kill_rest=False) == [1, 1], ranks.text()
+    nothing_left(config)
+    assert "Ended" not in ranks.text()
+    assert [fault["kind"] for fault in events(config, "fault")] == ["RuntimeError"] * 2
+
+
 def test_a_survivor_that_notices_ends_by_itself(tmp_path: Path) -> None:
     """gloo's raise: what they have to say is recorded, and nobody ends them."""
     death = {"at": "train", "step": 20, "rank": 1, "do": "SIGKILL", "once": True}

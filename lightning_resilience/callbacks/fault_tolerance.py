@@ -244,6 +244,7 @@ class _Watching:
             self._directory = node_directory(session.token, trainer.node_rank)
             witness = Witness(self._directory, session.rank, self.timeouts.by_section(), self._about())
             session.progress = witness.progress
+            session.at_raised.append(witness.fail)
             session.at_left.append(witness.close)
         except OSError as error:
             log.error("Rank %d is not watched: a hang of it will not be found (%s).", session.rank, error)
