@@ -233,6 +233,19 @@ def test_torch_loads_it_without_unpickling_and_is_as_before_afterwards(tmp_path:
     assert marker.exists(), "the very same is executed otherwise"
 
 
+def test_what_could_not_be_saved_stays_what_it_is_now(tmp_path: Path) -> None:
+    """As the extra state of a layer, which only a pickle can keep: no resume must fail for it."""
+    torch_dcp.save({"module": {"weight": torch.ones(2), "steps": 3}}, checkpoint_id=tmp_path, no_dist=True)
+    extra = io.BytesIO(b"now")
+    state = {"module": {"weight": torch.zeros(2), "steps": 0, "_extra_state": extra}}
+    with dcp.nothing_unpickled():
+        torch_dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(state["module"].pop("weight"), torch.ones(2))
+    assert state == {"module": {"steps": 3, "_extra_state": extra}}
+    with dcp.nothing_unpickled(), pytest.raises(CheckpointException, match=r"Missing key .* bias"):
+        torch_dcp.load({"bias": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)
+
+
 def test_who_verifies_which_file() -> None:
     names = [".metadata", "meta.pt", *(f"__{rank}_{part}.distcp" for rank in range(4) for part in range(2))]
     for world_size in (1, 2, 3, 4, 6):

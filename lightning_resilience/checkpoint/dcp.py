@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from lightning_resilience.checkpoint.durable import CorruptCheckpoint, UnsafeContent, load_plain
 
@@ -197,8 +198,13 @@ def check(directory: Path, mine: Callable[[str], bool]) -> None:
 
 @contextmanager
 def nothing_unpickled() -> Iterator[None]:
-    """Within, who has DCP load a directory, as strategies of Lightning do, executes nothing that is in it."""
+    """Within, who has DCP load a directory, as strategies of Lightning do, executes nothing that is in it.
+
+    What only a pickle could have kept is not in it: it stays what it is now, unless it is a tensor. A strict load would
+    fail, at every resume.
+    """
     plain_read, plain_load = FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes
+    plain_plan = DefaultLoadPlanner.create_local_plan
 
     def read(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
         if kwargs.get("rank") is not None:
@@ -215,10 +221,18 @@ def nothing_unpickled() -> Iterator[None]:
         safe.seek(0)
         plain_load(self, read_item, safe)
 
+    def plan(self: DefaultLoadPlanner) -> LoadPlan:
+        saved = self.metadata.state_dict_metadata if self.metadata is not None else {}
+        here = self.state_dict.items()
+        self.state_dict = {name: each for name, each in here if name in saved or isinstance(each, torch.Tensor)}
+        return plain_plan(self)
+
     FileSystemReader.read_metadata = read  # type: ignore[method-assign]
     DefaultLoadPlanner.load_bytes = load  # type: ignore[method-assign]
+    DefaultLoadPlanner.create_local_plan = plan  # type: ignore[method-assign]
     try:
         yield
     finally:
         FileSystemReader.read_metadata = plain_read  # type: ignore[method-assign]
         DefaultLoadPlanner.load_bytes = plain_load  # type: ignore[method-assign]
+        DefaultLoadPlanner.create_local_plan = plain_plan  # type: ignore[method-assign]
