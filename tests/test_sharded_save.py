@@ -155,6 +155,25 @@ def test_what_goes_wrong_while_it_is_published_is_known_to_all(tmp_path: Path, m
     assert job.save(4) == [Outcome("published")] * 3
 
 
+def test_one_that_cannot_take_the_place_of_another_leaves_it_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, replace = Job(tmp_path), os.replace
+    job.save(1)
+    path = tmp_path / resume.checkpoint_name(1)
+
+    def fails_once(source: Any, target: Any) -> None:
+        if Path(target) == path:
+            monkeypatch.setattr(os, "replace", replace)
+            refuse()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fails_once)
+    assert {each.how for each in job.save(1)} == {"failed"}
+    job.check(1)
+    assert job.names == [path.name]
+
+
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path, gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded_save, "_LAST_WORDS_S", 0.3)

@@ -443,7 +443,12 @@ def publish_directory(
     if before_publish is not None:
         before_publish()
     set_aside(path)
-    os.replace(written, path)
+    try:
+        os.replace(written, path)
+    except OSError:
+        if (_aside(Path(path)) / MARKER).is_file() and not Path(path).exists():
+            os.replace(_aside(Path(path)), path)
+        raise
     sync_directory(Path(path).parent)
     discard_aside(path)
 
