@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from contextlib import suppress
@@ -29,7 +30,9 @@ def is_running(record: dict[str, Any]) -> bool:
     try:
         pid = int(record["pid"])
         return record["process_started"] == _started(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, OSError, KeyError, TypeError, ValueError):
+    except OSError as error:  # a node that is out of files, say, does not make it dead
+        return error.errno not in (errno.ENOENT, errno.ESRCH)
+    except (psutil.Error, KeyError, TypeError, ValueError):
         return False
 
 

@@ -338,3 +338,10 @@ def test_a_damaged_shard_is_found_by_the_rank_that_reads_it(tmp_path: Path) -> N
     assert "its file __1_0.distcp is damaged" in text
     assert "Resuming from step 5 " in text
     assert result(config) == undisturbed(tmp_path, **options)[0]
+
+
+def test_what_the_process_has_loaded_by_its_number_is_refused_all_the_same() -> None:
+    by_number = pickle.PROTO + b"\x02" + pickle.EXT1 + b"\xf1" + b"X\x01\x00\x00\x001\x85R."
+    assert pickle.loads(by_number) == 1  # from here on no unpickler asks for the class
+    with pytest.raises(dcp.UnsafeContent, match="eval"):
+        dcp.read_metadata(by_number)

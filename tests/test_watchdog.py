@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -320,3 +321,13 @@ def test_late_signals_of_the_watchdog_are_ignored(run_dir: Path) -> None:
     shutil.rmtree(directory)
     for signum in (EXIT_HUNG, EXIT_HUNG - 1):
         signal.signal(signum, signal.SIG_DFL)
+
+
+def test_a_process_is_not_taken_for_dead_because_this_one_cannot_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = describe_process()
+
+    def no_more_files(*args: Any) -> str:
+        raise OSError(errno.ENFILE, "Too many open files in system")
+
+    monkeypatch.setattr(Path, "read_text", no_more_files)
+    assert is_running(record)

@@ -8,6 +8,7 @@ reached from the file. What it describes is made of them afterwards. Values are 
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import enum
 import io
@@ -105,6 +106,7 @@ def read_metadata(data: bytes) -> Metadata:
     Raises:
         UnsafeContent: If there is anything else in it than what DCP writes.
     """
+    copyreg.clear_extension_cache()  # what the process has itself loaded by a number would not be asked for by its name
     try:
         found = _made(_Unpickler(data).load())
     except UnsafeContent:

@@ -69,7 +69,7 @@ _EXIT_WITHIN_S = 0.5
 _ALL_DIE_WITHIN_S = 0.3  # where one hand has ended them all
 _RAISES_WITHIN_S = 2.0  # a survivor that notices the death of a peer, as gloo's do
 _NOTICES_FAILURE_WITHIN_S = 5.0  # a rank that fails is still there for a while, and its peers raise when it has gone
-_ENDS_WORK_WITHIN_S = 10.0  # what a survivor still writes, such as a checkpoint
+_ENDS_WORK_WITHIN_S = 30.0  # what a survivor still writes, such as a checkpoint; launchers do not wait any longer
 _WRITES_FROM = 1e6  # bytes in one look: less may be a log
 _LOOK_AGAIN_S = 0.5
 
