@@ -74,7 +74,6 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_checkpoint_that_does_not_verify_is_quarantined(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
     config = killed(tmp_path)

@@ -39,7 +39,6 @@ KILLS = {
 }
 
 
-@pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize("events", KILLS.values(), ids=KILLS.keys())
 def test_three_fits(tmp_path: Path, events: list[dict[str, Any]]) -> None:
     assert killed_and_resumed(tmp_path, events, **THREE)[:2] == undisturbed(tmp_path, **THREE)
