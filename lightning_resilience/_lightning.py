@@ -21,7 +21,6 @@ from torchmetrics import Metric
 
 from lightning_resilience.checkpoint import data_position, sharded
 from lightning_resilience.checkpoint.snapshot import optimizer_tensors
-from lightning_resilience.strategies import loads_state as loads_state
 from lightning_resilience.strategies import name_of, traits_of
 from lightning_resilience.strategies import writes_directories as writes_directories
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_resilience import _lightning
 from lightning_resilience._files import clean_temporaries
 from lightning_resilience.checkpoint import dcp, durable, resume
 from lightning_resilience.checkpoint.generations import Generation
@@ -270,7 +269,7 @@ class Tiers:
         loaded = None
         if not problems:
             _check_parts(path, saved_by, strategy)
-            loaded, problem = _load(path, by_strategy=loads_state(strategy))
+            loaded, problem = _load(path)
             if problem is not None:
                 log.warning("Rank %d cannot read %s (%s).", rank, path, problem)
             problems = self._problems(problem)
@@ -278,7 +277,7 @@ class Tiers:
             # Without its final state a finished fit is resumed from an older one, and finished again.
             self._restored(path, finished and resume.is_final(path))
             # Such a strategy reads a file of its own by itself, and takes nothing from what it is given.
-            return path, None if _lightning.writes_directories(session.trainer.strategy) else loaded
+            return path, None if loads_state(strategy) else loaded
         if rank == 0:
             self._quarantine(path, problems[0])
         return None
@@ -411,9 +410,9 @@ def _check_parts(path: Path, saved_by: str | None, strategy: Any) -> None:
         )
 
 
-def _load(path: Path, by_strategy: bool) -> tuple[dict[str, Any] | None, str | None]:
-    """The content of a file, or what is wrong with it; neither if the strategy itself reads it."""
-    if by_strategy or path.is_dir():
+def _load(path: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """The content of a file, or what is wrong with it; neither of a directory, whose parts the strategy reads."""
+    if path.is_dir():
         return None, None
     try:
         return durable.load(path), None

@@ -30,7 +30,7 @@ from lightning_resilience import AutoResume
 from lightning_resilience.checkpoint.sharded import whole_parameters
 from lightning_resilience.run_directory import RunDirectory
 from lightning_resilience.strategies import STRATEGIES, loads_state, name_of, traits_of, writes_directories
-from tests import test_go_back, test_local_checkpoint, test_nan_guard, test_preemption
+from tests import test_auto_resume, test_go_back, test_local_checkpoint, test_nan_guard, test_preemption
 from tests.harness import result, run
 from tests.program import DEFAULTS, Fsdp1OnCpu, Module
 from tests.test_exact_resume import make, undisturbed
@@ -216,6 +216,18 @@ def test_a_run_goes_on_under_another_strategy(tmp_path: Path, first: Any, then: 
     assert "Resuming from step 20" in text
     (found,), ((expected,), _) = result(config), undisturbed(tmp_path, **options)
     assert found["metrics"] == expected["metrics"]
+
+
+def test_a_planted_object_is_refused_before_the_strategy_reads_the_file(tmp_path: Path) -> None:
+    config = make(tmp_path, "run", trainer={"devices": 2})
+    run({**config, "events": [{"at": "train", "step": 23, "rank": 1, "do": "SIGKILL"}]}, tmp_path / "run")
+    newest = test_auto_resume.checkpoints(config)[0]
+    test_auto_resume.planted(newest)
+    codes, text = run({**config, "sharded": True}, tmp_path / "run")
+    assert set(codes) == {0}, text
+    assert "Resuming from step 15" in text
+    assert "Checkpoint rejected" in text
+    assert not newest.exists()
 
 
 @pytest.mark.parametrize(
