@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -164,8 +165,38 @@ def races(which: str) -> None:
     assert target.tolist() == ([1.0] * 4 if which == "late" else [0.0] * 4)
 
 
+def forks() -> None:
+    """As a worker of a data loader does while another thread copies a snapshot."""
+    gpu = as_on_gpu.load()
+    ended = threading.Event()
+
+    def works() -> None:
+        one = torch.zeros(1, device="fakegpu")
+        while not ended.is_set():
+            one.add_(1)
+
+    threads = [threading.Thread(target=works) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    kept = torch.ones(2, device="fakegpu")
+    for _ in range(30):
+        child = os.fork()
+        if child == 0:
+            del kept
+            torch.manual_seed(1)
+            gpu.manual_seed_all(1)
+            os._exit(0)
+        waited = time.monotonic() + 20
+        while os.waitpid(child, os.WNOHANG)[0] == 0:
+            if time.monotonic() > waited:
+                os.kill(child, signal.SIGKILL)
+                os._exit(3)
+            time.sleep(0.001)
+    ended.set()
+
+
 @pytest.mark.parametrize(
-    "part", [apart, late, busy, random_numbers, trains_as_the_cpu_does], ids=lambda part: part.__name__
+    "part", [apart, late, busy, random_numbers, trains_as_the_cpu_does, forks], ids=lambda part: part.__name__
 )
 def test_as_an_accelerator(part: Callable[[], None], tmp_path: Path) -> None:
     succeeds(begin(part, tmp_path))

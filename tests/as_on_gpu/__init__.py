@@ -73,6 +73,16 @@ class _FakeGpu(ModuleType):
     def __init__(self) -> None:
         super().__init__(f"torch.{NAME}")
         self._ops = torch.ops.fakegpu
+        self._forked = False
+        os.register_at_fork(
+            before=self._ops.before_fork,
+            after_in_parent=lambda: self._ops.after_fork(False),
+            after_in_child=self._after_fork,
+        )
+
+    def _after_fork(self) -> None:
+        self._ops.after_fork(True)
+        self._forked = True
 
     # -- devices
 
@@ -83,7 +93,7 @@ class _FakeGpu(ModuleType):
         return True
 
     def _is_in_bad_fork(self) -> bool:
-        return False
+        return self._forked
 
     def _lazy_init(self) -> None:
         pass

@@ -49,12 +49,16 @@ std::recursive_mutex& mutex() {
   return *it;
 }
 
-struct Lock { // lets go of the interpreter while it waits: who has the mutex may need that, to drop a tensor
+void acquire(std::recursive_mutex& mutex) { // lets go of the interpreter meanwhile: who has it may need that, to drop a tensor
+  if (mutex.try_lock()) return;
+  PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  mutex.lock();
+  if (state) PyEval_RestoreThread(state);
+}
+
+struct Lock {
   explicit Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
-    if (mutex_.try_lock()) return;
-    PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
-    mutex_.lock();
-    if (state) PyEval_RestoreThread(state);
+    acquire(mutex_);
   }
   Lock(const Lock&) = delete;
   ~Lock() {
@@ -976,6 +980,17 @@ void seed(int64_t value, int64_t device) {
   generator_of((int)device).set_current_seed((uint64_t)value);
 }
 
+void before_fork() { // no other thread is in here while the process is copied: in the copy, it would never leave
+  acquire(mutex());
+}
+
+void after_fork(bool in_child) {
+  if (in_child)
+    new (&mutex()) std::recursive_mutex; // its owner was a thread of the parent
+  else
+    mutex().unlock();
+}
+
 int64_t count() {
   return device_count();
 }
@@ -1005,6 +1020,8 @@ TORCH_LIBRARY(fakegpu, m) {
   m.def("random_state(int device) -> Tensor", &random_state);
   m.def("set_random_state(Tensor state, int device) -> ()", &set_random_state);
   m.def("seed(int value, int device) -> ()", &seed);
+  m.def("before_fork() -> ()", &before_fork);
+  m.def("after_fork(bool in_child) -> ()", &after_fork);
 }
 
 const bool registered = [] {
