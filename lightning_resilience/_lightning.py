@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
@@ -404,7 +405,7 @@ def dump_own_checkpoint(trainer: Trainer) -> dict[str, Any]:
         return {"own": optimizer.optim.state_dict(), "groups": groups}
 
     def module_state() -> dict[str, Any]:
-        if _gathers_state_dict(strategy):
+        if gathers_state_dict(strategy):
             return {name: tensor.detach() for name, tensor in _named_tensors(module)}
         return dict(sharded.to_local(module.state_dict()))
 
@@ -419,13 +420,16 @@ def dump_own_checkpoint(trainer: Trainer) -> dict[str, Any]:
 
 
 def dump_sharded_checkpoint(trainer: Trainer) -> dict[str, Any]:
-    """Like :func:`dump_checkpoint`, with the live DTensors of a strategy of which :func:`writes_shards` holds.
+    """Like :func:`dump_checkpoint`, with each rank's shards, of a strategy that has :func:`shards_under` something.
 
-    By names, as the strategy itself saves and loads them, but it copies everything to the host meanwhile.
+    By names, as the strategy itself saves and loads them. Of FSDP2 they are the live DTensors: it would copy everything
+    to the host meanwhile. FSDP1 knows its shards only by a gathering of its own.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
     strategy: Any = trainer.strategy
+    if gathers_state_dict(strategy):
+        return dump_checkpoint(trainer)
 
     def optimizer_state(optimizer: Any) -> Any:
         return get_optimizer_state_dict(strategy.model, getattr(optimizer, "optimizer", optimizer))
@@ -439,22 +443,47 @@ def dump_sharded_checkpoint(trainer: Trainer) -> dict[str, Any]:
         patches.undo()
 
 
-def writes_shards(strategy: Any) -> bool:
-    """Whether each rank writes its shards by PyTorch's distributed checkpoint, in the layout of FSDP2's strategy."""
-    return type(strategy).save_checkpoint.__module__ in (
-        "lightning.pytorch.strategies.model_parallel",
-        "pytorch_lightning.strategies.model_parallel",
-    )
+def shards_under(strategy: Any) -> str | None:
+    """Where the module's state is in what each rank writes its shards of, by PyTorch's distributed checkpoint.
+
+    ``None``: the strategy saves in another way.
+    """
+    if (module := _saves_in(strategy)) in _SHARDED:  # it reads both, a directory and a file, whatever its own saves are
+        return "state_dict"
+    return "model" if module in _FSDP1 and strategy._state_dict_type == "sharded" else None
+
+
+_SHARDED = ("lightning.pytorch.strategies.model_parallel", "pytorch_lightning.strategies.model_parallel")
+_FSDP1 = ("lightning.pytorch.strategies.fsdp", "pytorch_lightning.strategies.fsdp")
+
+
+def _saves_in(strategy: Any) -> str:
+    return str(type(strategy).save_checkpoint.__module__)
 
 
 def can_write_behind(strategy: Any) -> bool:
     """Whether what a strategy saves can be written by us, in another thread."""
-    return writes_shards(strategy) or not writes_directories(strategy)
+    return _saves_in(strategy) in (*_SHARDED, *_FSDP1) or not writes_directories(strategy)
 
 
-def _gathers_state_dict(strategy: Any) -> bool:
+def gathers_state_dict(strategy: Any) -> bool:
     """FSDP1 gathers in hooks of ``state_dict``; its parameters themselves are this rank's shards."""
     return name_of(strategy) == "FSDPStrategy"
+
+
+def nobody_elses(trainer: Trainer, state: Any) -> Any:
+    """What FSDP1 has gathered, without a tensor that the training still writes.
+
+    It copies to the host what is on a device; what is there already it may give as it is.
+    """
+    live = [*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()]
+    live += optimizer_tensors(trainer.optimizers)
+    used = {each.untyped_storage().data_ptr() for each in live}
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in used else tensor
+
+    return apply_to_collection(state, torch.Tensor, apart)
 
 
 def _named_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -470,7 +499,7 @@ def load_own_checkpoint(trainer: Trainer, patches: Patches) -> None:
 
     def load_sharded(checkpoint: Any, strict: bool = True) -> None:
         saved = checkpoint["state_dict"]
-        if _gathers_state_dict(strategy):
+        if gathers_state_dict(strategy):
             with torch.no_grad():
                 for name, tensor in _named_tensors(module):
                     tensor.detach().copy_(saved[name])

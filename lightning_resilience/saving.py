@@ -115,7 +115,7 @@ class Saver:
         """Like :meth:`save`, but the checkpoint is written behind the training. A collective.
 
         Not begun while the one before is being written. Where there is no memory for a copy of the state, and with
-        strategies that write together in collectives of their own, the training waits for it instead.
+        strategies of the user's own that write together, the training waits for it instead.
 
         Args:
             reason: Why, one word, for the ledger.
@@ -170,18 +170,24 @@ class Saver:
                 background.spoilt = True
 
         live = _lightning.live_tensors(self._session.trainer)
+        # What has been gathered is a copy already; it is not copied again.
+        gathers = _lightning.gathers_state_dict(self._session.trainer.strategy)
         if (shards := self._shards) is not None and state.draft is not None:
             save = Save(path, state.written, {**self._session.metadata, "step": step})
-            part = shards.part(state.draft, state.plan)
+            part, gathered = shards.part(state.draft, state.plan), {}
+            if gathers:
+                part, gathered = {}, _lightning.nobody_elses(self._session.trainer, part)
             rest = checkpoint if self._session.rank == 0 else None
             background.take(
                 {"part": part, "rest": rest},
                 live,
-                lambda copy: report(shards.write(save, copy["part"], copy["rest"])),
+                lambda copy: report(shards.write(save, {**copy["part"], **gathered}, copy["rest"])),
                 lambda error: report(shards.write(save, None, None, None if error is None else repr(error))),
             )
         elif self._session.rank == 0:
-            background.take(checkpoint, live, lambda copy: report(self._write_file(copy, path, step)))
+            names = ("state_dict", "optimizer_states") if gathers else ()
+            gathered = _lightning.nobody_elses(self._session.trainer, {name: checkpoint.pop(name) for name in names})
+            background.take(checkpoint, live, lambda copy: report(self._write_file({**copy, **gathered}, path, step)))
 
     def _open_background(self) -> BackgroundSaves | None:
         if not _lightning.can_write_behind(self._session.trainer.strategy):
@@ -197,7 +203,7 @@ class Saver:
     def _why_it_does_not_fit(self) -> str | None:
         """Why there is no memory for a copy of what this rank writes."""
         trainer = self._session.trainer
-        shares = _lightning.writes_shards(trainer.strategy)
+        shares = _lightning.shards_under(trainer.strategy) is not None
         if not shares and self._session.rank > 0:
             return None  # it copies nothing
         live = {id(tensor): local(tensor).nbytes for tensor in _lightning.live_tensors(trainer)}
@@ -285,7 +291,8 @@ class Saver:
     def _collect(self, final: bool) -> _Collected:
         """The state of this boundary, and what every rank has to say before it is saved. A collective."""
         session, trainer = self._session, self._session.trainer
-        if self._shards is None and _lightning.writes_shards(trainer.strategy):
+        under = _lightning.shards_under(trainer.strategy)
+        if self._shards is None and under is not None:
             store = _store(f"resilience/saves/{session.nonce}") if trainer.world_size > 1 else None
             self._shards = ShardedSaves(session.rank, trainer.world_size, store, session.gather, session.check_owner)
         own, draft = to_host(session.own_state(final)), None
@@ -296,7 +303,7 @@ class Saver:
             checkpoint = self._checkpoint_with(_lightning.dump_sharded_checkpoint, {}, final)
             optimizers = enumerate(checkpoint.pop("optimizer_states", []))
             names = {f"optimizer_{number}": each for number, each in optimizers}  # Lightning's
-            shards, left_out = to_plain(without_numpy_numbers({"state_dict": checkpoint.pop("state_dict"), **names}))
+            shards, left_out = to_plain(without_numpy_numbers({under: checkpoint.pop("state_dict"), **names}))
             draft = self._shards.draft(shards)
         met = session.gather(
             {

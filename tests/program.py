@@ -99,7 +99,7 @@ DEFAULTS: dict[str, Any] = {
     "unreadable": None,  # [rank, file name]
     "disk_full_at": None,  # a step
     "disk_full_rank": None,  # whose shards of that step find no space
-    "slow_shards_s": None,  # [rank, seconds]: how long its shards take
+    "slow_shards_s": None,  # [rank, seconds]: how long its shards take, or the one file
     "touches": None,  # [rank, step]: where its parameters are written to in the middle of a step
     "stuck_local_from": None,  # a step: from there on the storage of local checkpoints does not answer
     "taken_over_at": None,  # a step: another attempt claims the run
@@ -643,6 +643,14 @@ def sabotage(config: dict[str, Any]) -> None:
 
     rank = int(os.environ.get("RANK", "0"))
     write_data = FileSystemWriter.write_data
+    if config["slow_shards_s"] is not None and config["slow_shards_s"][0] == rank:
+        slow = durable.save
+
+        def slow_save(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(config["slow_shards_s"][1])
+            return slow(*args, **kwargs)
+
+        durable.save = slow_save
 
     def bad_write_data(self: FileSystemWriter, *args: Any) -> Any:
         if config["slow_shards_s"] is not None and config["slow_shards_s"][0] == rank:

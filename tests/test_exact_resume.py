@@ -172,10 +172,15 @@ def test_sharded(tmp_path: Path, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", some(FSDP1))
 def test_sharded_by_fsdp1(tmp_path: Path, options: dict[str, Any]) -> None:
-    """A directory of shards, sealed, or one file of what was gathered: the strategy itself loads both."""
-    options = {**options, "trainer": {"devices": 2}}
+    """A directory of shards, sealed, or one file of what was gathered: the strategy itself loads both.
+
+    The training goes on while they are written: it comes to the next save before the one before has ended.
+    """
+    options = {**options, "trainer": {"devices": 2}, "save_every": 2}
     events = [{"at": "train", "step": 23, "rank": 1}]
-    assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
+    done = killed_and_resumed(tmp_path, events, async_save=True, slow_shards_s=[0, 0.5], step_s=0.02, **options)
+    assert done[:2] == undisturbed(tmp_path, **options)
+    assert "is skipped" in done[2]
 
 
 @pytest.mark.parametrize(("data", "skipped"), [("tensors", True), ("shuffle", False)])

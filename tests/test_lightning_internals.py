@@ -122,6 +122,10 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         lambda t: importlib.import_module(f"{package_of(t)}.strategies.fsdp"),
         {"_lazy_load"},
     ),
+    "FSDPStrategy": (
+        lambda t: importlib.import_module(f"{package_of(t)}.strategies").FSDPStrategy(),
+        {"_state_dict_type"},
+    ),
     "DDPStrategy": (
         lambda t: importlib.import_module(f"{package_of(t)}.strategies").DDPStrategy(),
         {"_model_averager", "_timeout"},
@@ -139,6 +143,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
 
 CLASSES = [  # recognised by these names
     ("{package}.strategies.model_parallel", "ModelParallelStrategy"),
+    ("{package}.strategies.fsdp", "FSDPStrategy"),
     ("{package}.callbacks.model_checkpoint", "ModelCheckpoint"),
     ("{package}.plugins.io.async_plugin", "AsyncCheckpointIO"),
     ("{fabric}.plugins.io.torch_io", "TorchCheckpointIO"),

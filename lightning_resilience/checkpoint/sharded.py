@@ -1,4 +1,7 @@
-"""A rank's own part of a state that several ranks share out among them (DTensors of FSDP2 and tensor parallelism)."""
+"""A rank's own part of a state that several ranks share out among them.
+
+DTensors of FSDP2 and tensor parallelism; what FSDP1 saves is in tensors of an older kind.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ import torch
 from torch.nn.parameter import is_lazy
 
 try:
+    from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 except ImportError:  # a torch without distributed
-    DTensor = None  # type: ignore[assignment, misc]
+    DTensor = ShardedTensor = None  # type: ignore[assignment, misc]
 
 _LOCAL = "__local_shard__"
 
@@ -21,6 +25,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     if DTensor is not None and isinstance(tensor, DTensor):
         with torch.no_grad():
             return tensor.to_local()
+    if ShardedTensor is not None and isinstance(tensor, ShardedTensor):
+        (shard,) = tensor.local_shards()
+        return shard.tensor
     return tensor
 
 
