@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from lightning_resilience import _lightning, agreement, checkpoint_io, signals, strategies
-from lightning_resilience.agreement import Agreement, Event, Needs
+from lightning_resilience.agreement import Agreement, Event, Needs, neighbourhood, nodes_of
 from lightning_resilience.checkpoint import data_position, dcp, sharded
 from lightning_resilience.checkpoint.plain import device_of, from_plain
 from lightning_resilience.checkpoint.reduction_order import (
@@ -181,6 +181,7 @@ class FitSession:
             trainer.world_size,
             torch.distributed.distributed_c10d._get_default_store() if trainer.world_size > 1 else None,
             prefix=f"resilience/{self.run.path.name}/{self.index}/{trainer.world_size}/{common['nonce']}",
+            nodes=nodes_of(self.gather(neighbourhood())),
             on_event=lambda event: self.on_event(event),
         )
         self.metadata = {

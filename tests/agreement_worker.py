@@ -27,7 +27,7 @@ from lightning_resilience.agreement import (
 )
 
 BATCHES, EVALUATE_EVERY = 30, 10
-VICTIM = {"a rank dies": 2, "the store's owner dies": 0, "a rank raises": 2}
+VICTIM = {"a rank dies": 2, "the store's owner dies": 0, "a rank raises": 2, "a node's second rank dies": 3}
 DEADLINES = {"answer_timeout": timedelta(seconds=2), "arrival_timeout": timedelta(seconds=6)}
 
 
@@ -36,11 +36,11 @@ def reduce() -> None:
 
 
 class Training:
-    def __init__(self, rank: int, fit: int, scenario: str) -> None:
+    def __init__(self, rank: int, fit: int, scenario: str, nodes: list[list[int]]) -> None:
         self.rank, self.scenario = rank, scenario
         self.random = random.Random(f"{fit}/{rank}")
         deadlines = {} if scenario == "healthy" else DEADLINES
-        self.agreement = Agreement(rank, dist.get_world_size(), prefix=f"agreement/{fit}", **deadlines)
+        self.agreement = Agreement(rank, dist.get_world_size(), prefix=f"agreement/{fit}", nodes=nodes, **deadlines)
         self.acted: list[tuple[Any, Position]] = []
         self.askers = [threading.Thread(target=self.ask, args=(number,)) for number in range(2)]
 
@@ -109,7 +109,7 @@ def shared_store(rank: int, port_file: Path) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", int(port_file.read_text()), is_master=False)
 
 
-def run(rank: int, world_size: int, directory: Path, scenario: str) -> None:
+def run(rank: int, world_size: int, directory: Path, scenario: str, nodes: list[list[int]]) -> None:
     """Trains, and writes what happened to `rank-N.json`; what is printed goes to `rank-N.log`."""
     with open(directory / f"rank-{rank}.log", "wb") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())
@@ -121,7 +121,7 @@ def run(rank: int, world_size: int, directory: Path, scenario: str) -> None:
     current = None
     try:
         for fit in range(2):
-            current = Training(rank, fit, scenario)
+            current = Training(rank, fit, scenario, nodes)
             left_over = current.run()
             report["fits"].append({"acted": current.acted, "left_over": left_over})
     except PeerLost as error:

@@ -37,10 +37,14 @@ def no_thread_left() -> Iterator[None]:
     assert [thread.name for thread in threading.enumerate() if "agreement" in thread.name] == []
 
 
-def run_ranks(directory: Path, scenario: str) -> dict[int, dict[str, Any]]:
+ONE_NODE = [[0, 1, 2, 3]]
+TWO_NODES = [[0, 1], [2, 3]]
+
+
+def run_ranks(directory: Path, scenario: str, nodes: list[list[int]]) -> dict[int, dict[str, Any]]:
     """Runs 4 gloo ranks and returns what those that lived to tell wrote."""
     ranks = [
-        CONTEXT.Process(target=agreement_worker.run, args=(rank, WORLD_SIZE, directory, scenario))
+        CONTEXT.Process(target=agreement_worker.run, args=(rank, WORLD_SIZE, directory, scenario, nodes))
         for rank in range(WORLD_SIZE)
     ]
     for process in ranks:
@@ -62,8 +66,9 @@ def run_ranks(directory: Path, scenario: str) -> dict[int, dict[str, Any]]:
     }
 
 
-def test_four_processes_act_on_every_event_at_the_same_boundary(tmp_path: Path) -> None:
-    reports = run_ranks(tmp_path, "healthy")
+@pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES], ids=["one node", "two nodes"])
+def test_four_processes_act_on_every_event_at_the_same_boundary(tmp_path: Path, nodes: list[list[int]]) -> None:
+    reports = run_ranks(tmp_path, "healthy", nodes)
     assert sorted(reports) == list(range(WORLD_SIZE))
     requested = {f"{rank}/{asker}/{count}" for rank in range(WORLD_SIZE) for asker in range(2) for count in range(3)}
     requested |= {f"{rank}/last" for rank in range(WORLD_SIZE)}
@@ -82,15 +87,18 @@ def test_four_processes_act_on_every_event_at_the_same_boundary(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("scenario", "victim", "told"),
+    ("nodes", "scenario", "victim", "told"),
     [
-        ("a rank dies", 2, r"ranks \[2\] did not answer"),
-        ("the store's owner dies", 0, "lost touch with the other ranks"),
-        ("a rank raises", 2, "rank 2 stopped: out of memory"),
+        (ONE_NODE, "a rank dies", 2, r"ranks \[2\] did not answer"),
+        (ONE_NODE, "the store's owner dies", 0, "lost touch with the other"),
+        (ONE_NODE, "a rank raises", 2, "rank 2 stopped: out of memory"),
+        (TWO_NODES, "a node's second rank dies", 3, r"ranks \[3\] did not answer"),
+        (TWO_NODES, "a rank dies", 2, r"ranks \[2, 3\] did not answer|rank 3 lost touch with the other"),
+        (TWO_NODES, "a rank raises", 2, "rank 2 stopped: out of memory"),
     ],
 )
-def test_survivors_are_told(tmp_path: Path, scenario: str, victim: int, told: str) -> None:
-    reports = run_ranks(tmp_path, scenario)
+def test_survivors_are_told(tmp_path: Path, nodes: list[list[int]], scenario: str, victim: int, told: str) -> None:
+    reports = run_ranks(tmp_path, scenario, nodes)
     for rank in set(range(WORLD_SIZE)) - {victim}:
         assert reports[rank]["error"] is not None
         assert pytest.raises(PeerLost, match=told).matches(PeerLost(reports[rank]["error"])), reports[rank]["error"]
@@ -266,6 +274,21 @@ def test_a_listener_that_raises_does_not_stop_the_watcher(caplog: pytest.LogCapt
     wait_for_events(agreement)
     assert agreement.close() == ()
     assert "on_event raised" in caplog.text
+
+
+def test_the_store_does_not_grow_with_the_events() -> None:
+    store = dist.HashStore()
+    ranks = [Agreement(rank, 2, store, "many") for rank in range(2)]
+    sizes = []
+    for number in range(12):
+        ranks[number % 2].request("save")
+        start = 1 + 20_000 * number
+        acted = both(*(lambda rank=rank, start=start: wait_for_events(rank, start) for rank in ranks))
+        event = acted[0][1][0]
+        both(*(lambda rank=rank, event=event: rank.arrive(event) for rank in ranks))
+        sizes.append(store.num_keys())
+    assert sizes[-1] <= max(sizes[2:5])
+    both(*(rank.close for rank in ranks))
 
 
 def test_a_healthy_boundary_is_cheap(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ keeps a replica of it, or on a node that did not take part in the save.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -40,10 +41,11 @@ def places(nodes: Sequence[tuple[str, int]]) -> list[Place]:
     for host, number in sorted(set(nodes)):
         numbers.setdefault(host, []).append(number)
     found = []
+    sizes, seen = Counter(nodes), Counter[tuple[str, int]]()
     for rank, (host, number) in enumerate(nodes):
-        alike = [other for other, node in enumerate(nodes) if node == (host, number)]
         name = host if len(numbers[host]) == 1 else f"{host}-{numbers[host].index(number)}"
-        found.append(Place(rank, len(nodes), alike.index(rank), len(alike), name))
+        found.append(Place(rank, len(nodes), seen[host, number], sizes[host, number], name))
+        seen[host, number] += 1
     return found
 
 
