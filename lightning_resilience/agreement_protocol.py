@@ -580,9 +580,7 @@ class Relay:
         self._above = _Pace(1 if index == 0 else len(nodes), clock)
         self._look_at = clock()  # when to look above again
         self._news = self._news_here = -1  # how much had been published, above and here, when it last looked
-
         self._next_here = 0  # the first event of this node that is not passed on yet
-        self._next_event = 0  # on the first node: the first event that is in no round yet
         self._round = 0
         self._is_open = False  # whether the round has been brought here
         self._listed: list[dict[str, Any]] = []  # its events
@@ -590,6 +588,7 @@ class Relay:
         self._past: dict[str, str] = {}  # by kind: the meeting before
         self._finished = False  # a rank has, as is known here and above
         self._failed = self._ends = False
+        self._lead = _Lead(self) if index == 0 else None
 
     def watch(self) -> Watching[None]:
         """What it does, from the start to the agreed end or a failure."""
@@ -600,6 +599,8 @@ class Relay:
                     yield from self._pass_on_events()
                     yield from self._pass_on_answers()
                     yield from self._pass_on_failure()
+                if self._lead is not None:
+                    yield from self._lead.look()
                 if self._clock() >= self._look_at and not self._failed:
                     self._look_at = self._clock() + self._above.pause()
                     yield from self._look_above()
@@ -607,6 +608,8 @@ class Relay:
                     yield Sleep(min(self._here.pause(), max(0.0, self._look_at - self._clock())))
             if self._ends:
                 yield from self._leave()
+            elif self._lead is not None:
+                yield from self._lead.look()  # what it has failed for
         except Exception as error:  # nearly always, the store of the job is gone
             if self._ends:
                 return
@@ -619,113 +622,99 @@ class Relay:
         finally:
             self.over = True
 
-    def _publish(self, key: str, value: str) -> Watching[None]:
+    def _say(self, key: str, value: str) -> Watching[None]:
         yield Above(Set(key, value))
-        yield Above(Add("news", 1))
-        self._look_again()
+        yield from self._call_the_lead()
 
-    def _look_again(self) -> None:
+    def _call_the_lead(self) -> Watching[None]:
+        yield Above(Add("said", 1))
+        self._stir()
+
+    def _stir(self) -> None:
         self._here.stir()
         self._above.stir()
-        self._look_at, self._news = self._clock(), -1
+
+    def look_at_once(self) -> None:
+        """Something was published for it."""
+        self._look_at = self._clock()
+        self._stir()
 
     # ---- what its ranks say
 
     def _pass_on_events(self) -> Watching[None]:
         while (described := (yield Get(f"event/{self._next_here}"))) is not None:
             number = (yield Above(Add("events", 1))) - 1
-            yield from self._publish(f"event/{number}", described.decode())
+            yield from self._say(f"event/{number}", described.decode())
             yield Delete(f"event/{self._next_here}")
             self._next_here += 1
 
     def _pass_on_answers(self) -> Watching[None]:
         if not self._finished and (yield Get("finished")) is not None:
             self._finished = True
-            yield from self._publish("finished", "")
+            yield from self._say("finished", "")
         for name, meeting in self._meetings.items():
             if meeting.posted is None and (position := (yield Get(f"{name}/here"))) is not None:
                 yield from self._pass_on_events()  # what a rank asked before it finished is among the events
                 meeting.posted = self._clock()
-                is_last = yield from _meet(name, self._index, len(self._nodes), position.decode(), f"{name}/all", Above)
-                if is_last:
-                    yield Above(Add("news", 1))
-                self._look_again()
+                self._stir()
+                if (yield from _meet(name, self._index, len(self._nodes), position.decode(), f"{name}/all", Above)):
+                    yield from self._call_the_lead()
 
     def _pass_on_failure(self) -> Watching[None]:
         if (reason := (yield Get("abort"))) is not None:
             self._failed = True
             if (yield Above(Get("abort"))) is None:
-                yield from self._publish("abort", reason.decode())
+                yield from self._say("abort", reason.decode())
 
     # ---- what concerns them
 
     def _look_above(self) -> Watching[None]:
         if (news := (yield Above(Add("news", 0)))) != self._news:
             self._news = news
-            if self._index == 0 and not self._is_open:
-                yield from self._open_round()
-            # This is read first: a rank that acted on an event finished after all had arrived.
-            finished = (yield Above(Get("finished"))) is not None
-            if (reason := (yield Above(Get("abort")))) is not None:
-                self._failed = True
-                yield Set("abort", reason.decode())
-                return
-            yield from self._bring_round()
-            yield from self._bring_answers()
-            if finished and not self._finished:
-                self._finished = True
-                yield Set("finished", "")
-            yield from self._say_who_is_missing()
+            yield from self._follow()
         yield from self._look_for_the_missing()
 
-    def _open_round(self) -> Watching[None]:
-        """Lists all open events as the next round; none at all, once every rank has finished."""
-        # This is read first, so that what a rank asked before it finished is among the events.
-        all_finished = self._meetings["done"].posted is not None and (yield Above(Get("done/all"))) is not None
-        events = []
-        while (described := (yield Above(Get(f"event/{self._next_event}")))) is not None:
-            events.append({"number": self._next_event, **json.loads(described)})
-            self._next_event += 1
-        if events or all_finished:
-            yield from self._publish(f"round/{self._round}", json.dumps(events))
-        for event in events:
-            yield Above(Delete(f"event/{event['number']}"))
-
-    def _bring_round(self) -> Watching[None]:
-        name = f"round/{self._round}"
-        if self._is_open or (listed := (yield Above(Get(name)))) is None:
+    def _follow(self) -> Watching[None]:
+        status = json.loads((yield Above(Get("status"))) or b"{}")
+        if not status:
             return
-        self._is_open, self._listed = True, json.loads(listed)
-        if self._listed:
-            self._meetings[name] = _Meeting("answer", self._answer_timeout)
-        else:  # the end is a round without events
-            self._ends = True
-        yield Set(name, listed.decode())
-        self._look_again()
+        self._stir()
+        if status["abort"] is not None:
+            self._failed = True
+            yield Set("abort", status["abort"])
+            return
+        for name, position in status["answers"].values():
+            meeting = self._meetings.get(name)
+            if meeting is not None and meeting.posted is not None:
+                yield from self._bring_answer(name, position)
+        if status["finished"] and not self._finished:  # after the answers: who acted had arrived before
+            self._finished = True
+            yield Set("finished", "")
+        number, events = status["round"]
+        if number == self._round and not self._is_open:
+            self._is_open, self._listed = True, events
+            if events:
+                self._meetings[f"round/{number}"] = _Meeting("answer", self._answer_timeout)
+            else:  # the end is a round without events
+                self._ends = True
+            yield Set(f"round/{number}", json.dumps(events))
+        if status["asked"] is not None:
+            yield from self._say_who_is_missing(*status["asked"])
 
-    def _bring_answers(self) -> Watching[None]:
-        for name in [name for name, meeting in self._meetings.items() if meeting.posted is not None]:
-            if name == "done" or (position := (yield Above(Get(f"{name}/all")))) is None:
-                continue
-            del self._meetings[name]
-            if name == f"round/{self._round}":
-                self._round, self._is_open = self._round + 1, False
-                for event in self._listed:
-                    what = _reach(event["number"], event["kind"])
-                    self._meetings[_arrival(event["number"])] = _Meeting(what, self._arrival_timeout)
-            yield Set(f"{name}/all", position.decode())
-            yield from self._forget_the_one_before(name)
-            self._look_again()
-
-    def _forget_the_one_before(self, name: str) -> Watching[None]:
-        """All ranks have come to this meeting, and know how the one before it has ended."""
+    def _bring_answer(self, name: str, position: str) -> Watching[None]:
+        del self._meetings[name]
+        if name == f"round/{self._round}":
+            self._round, self._is_open = self._round + 1, False
+            for event in self._listed:
+                what = _reach(event["number"], event["kind"])
+                self._meetings[_arrival(event["number"])] = _Meeting(what, self._arrival_timeout)
+        yield Set(f"{name}/all", position)
+        # All ranks have come to this meeting, and know how the one before it has ended.
         kind = name.partition("/")[0]
         before, self._past[kind] = self._past.get(kind), name
         if before is not None:
             for key in (before, f"{before}/all", f"{before}/here"):
                 yield Delete(key)
-            for key in (before, f"{before}/all") if self._index == 0 else ():
-                yield Above(Delete(key))
 
     # ---- what is missing
 
@@ -742,22 +731,22 @@ class Relay:
             if late and _ALTHOUGH not in meeting.what:
                 meeting.what += f", {_ALTHOUGH}"
             if meeting.asked is not None:
-                if now - meeting.asked > self.linger + 1.0 and (yield Above(Get(f"{name}/all"))) is None:
-                    nodes = yield from _missing(name, len(self._nodes), Above)
-                    yield from self._give_up([rank for node in nodes for rank in self._nodes[node]], meeting)
+                if now - meeting.asked > self.linger + 1.0:
+                    yield from self._follow()
+                    if name in self._meetings and not self._failed:
+                        nodes = yield from _missing(name, len(self._nodes), Above)
+                        yield from self._give_up([rank for node in nodes for rank in self._nodes[node]], meeting)
                     return
             elif late or now - meeting.posted > 1.25 * meeting.timeout:
                 meeting.asked = now
-                yield from self._publish("asked", json.dumps([name, meeting.what]))
+                yield from self._say("asked", json.dumps([name, meeting.what]))
 
-    def _say_who_is_missing(self) -> Watching[None]:
-        if (asked := (yield Above(Get("asked")))) is not None:
-            name, what = json.loads(asked)
-            meeting = self._meetings.get(name)
-            if meeting is not None and meeting.posted is None:
-                meeting.what = what
-                missing = yield from _missing(name, len(self._ranks))
-                yield from self._give_up([self._ranks[each] for each in missing], meeting)
+    def _say_who_is_missing(self, name: str, what: str) -> Watching[None]:
+        meeting = self._meetings.get(name)
+        if meeting is not None and meeting.posted is None:
+            meeting.what = what
+            missing = yield from _missing(name, len(self._ranks))
+            yield from self._give_up([self._ranks[each] for each in missing], meeting)
 
     def _give_up(self, ranks: Sequence[int], meeting: _Meeting) -> Watching[None]:
         if (yield Get("abort")) is None:
@@ -773,6 +762,77 @@ class Relay:
         while self._index == 0 and left < len(self._nodes) and self._clock() < until:
             yield Sleep(self._above.shortest)
             left = yield Above(Add("left", 0))
+
+
+class _Lead:
+    """What the relay of rank 0 does for the job: puts together what all relays have to know, in one key.
+
+    Whoever has something to say counts ``said`` up; it counts ``news`` up, and every relay reads the key once.
+    """
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self._said = -1
+        self._next_event = 0  # the first that is in no round yet
+        self._open: list[str] = ["done"]  # what is met for
+        self._is_open = False
+        self._status: dict[str, Any] = {
+            "round": [-1, []],
+            "answers": {},  # by kind, the newest: nobody can want an older one
+            "finished": False,
+            "asked": None,
+            "abort": None,
+        }
+
+    def look(self) -> Watching[None]:
+        """Reads what was said, and publishes what follows from it."""
+        if (said := (yield Above(Add("said", 0)))) == self._said:
+            return
+        self._said = said
+        while (yield from self._take()):
+            yield Above(Set("status", json.dumps(self._status)))
+            yield Above(Add("news", 1))
+            for name, _ in self._status["answers"].values():
+                yield Above(Delete(f"{name}/all"))
+            self._relay.look_at_once()
+
+    def _take(self) -> Watching[bool]:
+        status = json.dumps(self._status)
+        if (reason := (yield Above(Get("abort")))) is not None:
+            self._status["abort"] = reason.decode()
+            return json.dumps(self._status) != status
+        # This is read first: a rank that acted on an event finished after all had arrived.
+        self._status["finished"] = self._status["finished"] or (yield Above(Get("finished"))) is not None
+        all_finished = False
+        for name in list(self._open):
+            if (position := (yield Above(Get(f"{name}/all")))) is None:
+                continue
+            if name == "done":
+                all_finished = True
+                continue
+            self._open.remove(name)
+            self._status["answers"][name.partition("/")[0]] = [name, position.decode()]
+            if name.startswith("round/"):
+                self._is_open = False
+                self._open += [_arrival(event["number"]) for event in self._status["round"][1]]
+        if not self._is_open:
+            yield from self._open_round(all_finished)
+        if (asked := (yield Above(Get("asked")))) is not None:
+            self._status["asked"] = json.loads(asked)
+        return json.dumps(self._status) != status
+
+    def _open_round(self, all_finished: bool) -> Watching[None]:
+        """Lists all open events as the next round; none at all, once every rank has finished."""
+        events = []
+        while (described := (yield Above(Get(f"event/{self._next_event}")))) is not None:
+            events.append({"number": self._next_event, **json.loads(described)})
+            yield Above(Delete(f"event/{self._next_event}"))
+            self._next_event += 1
+        if events or all_finished:
+            number = self._status["round"][0] + 1
+            self._status["round"] = [number, events]
+            self._is_open = True
+            self._open.append(f"round/{number}")
 
 
 def _arrival(number: int) -> str:

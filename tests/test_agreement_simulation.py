@@ -617,9 +617,9 @@ class OwnPositionCounts(Participant):
 class ForgetsAtOnce(Relay):
     """What others have not read yet is deleted."""
 
-    def _forget_the_one_before(self, name: str) -> Any:
+    def _bring_answer(self, name: str, position: str) -> Any:
         self._past[name.partition("/")[0]] = name
-        yield from super()._forget_the_one_before(name)
+        yield from super()._bring_answer(name, position)
 
 
 @pytest.mark.parametrize(
