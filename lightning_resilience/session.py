@@ -415,7 +415,7 @@ class FitSession:
         self._guard_workers(loaders)
         for hook in self.before_training_data:
             hook(loaders)
-        self._check_data(data_position.describe_data(loaders))
+        self._check_data(data_position.describe_data(loaders, (self.fit.fingerprint or {}).get("data")))
         if self.trainer.is_global_zero:
             for reason in data_position.inexact_loaders(loaders):
                 log.warning("A resume may not be exact: %s", reason)

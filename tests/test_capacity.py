@@ -222,6 +222,22 @@ def test_the_folder_is_smaller_than_the_memory(tmp_path: Path, monkeypatch: pyte
     assert available_bytes(tmp_path, machine.proc).files.nbytes == 100 * GIB + capacity._held_bytes(tmp_path)
 
 
+def test_a_small_shared_memory_is_left_to_the_data_loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker's 64 MiB: 18 MB of state found room three times, and the data-loader workers of the script none."""
+    machine = on_file_system(tmp_path, "tmpfs")
+    monkeypatch.setattr(capacity, "_SHARED_MEMORY", tmp_path)
+    statvfs(monkeypatch, 64 << 20, 60 << 20)
+    with pytest.raises(ValueError, match="data-loader workers"):
+        check(tmp_path / "fit-000", 18_000_000, 2, proc=machine.proc)
+    check(tmp_path / "fit-000", 9 << 20, 2, proc=machine.proc)  # 27 of the 28 MiB that are there but for the half
+    statvfs(monkeypatch, 1 << 40, 1 << 36)
+    assert available_bytes(tmp_path / "fit-000", machine.proc).files.nbytes == 56 * GIB
+    statvfs(monkeypatch, 64 << 20, 8 << 20)
+    assert available_bytes(tmp_path / "fit-000", machine.proc).files.nbytes == 0
+    monkeypatch.setattr(capacity, "_SHARED_MEMORY", tmp_path / "missing")  # a memory of our own
+    assert available_bytes(tmp_path / "fit-000", machine.proc).files.nbytes == 8 << 20
+
+
 def test_what_the_folder_holds_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = on_file_system(tmp_path, "tmpfs", available=10 << 20)
     statvfs(monkeypatch, 1 << 30, 5 << 20)

@@ -154,6 +154,10 @@ def test_a_script_runs_as_it_does_under_python_and_its_end_is_recorded(launcher:
         names = ["GRACE_PERIOD_S", "RECIPE", "JOB_ATTEMPT", "SECTION_TIMEOUTS"]
         facts = [sys.argv, __name__, neighbour.answer, [os.environ["LIGHTNING_RESILIENCE_" + name] for name in names]]
         open("facts", "w").write(json.dumps(facts))
+        def f(x: int): pass
+        assert f.__annotations__ == {"x": int}  # nothing of ours is imported from __future__
+        os.chdir("/")
+        assert os.path.isfile(__file__), __file__
         """,
         "code/script.py",
     )

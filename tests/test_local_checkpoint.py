@@ -223,7 +223,7 @@ TWO_NODES = {"devices": 2, "num_nodes": 2, "max_epochs": 2}
 @pytest.mark.also_as_on_gpu
 def test_a_lost_node(tmp_path: Path) -> None:
     config = killed(tmp_path, 27, 3, **options_of(tmp_path, trainer=TWO_NODES))
-    first, second = sorted((tmp_path / "local" / "local_ckpt").iterdir())
+    first, second = sorted((tmp_path / "local" / f"local_ckpt-{os.getuid()}").iterdir())
     step = max(set(steps_in(first)) & set(steps_in(second)))
     there = {path.stem: path.read_bytes() for path in parts_in(first) if f"step-{step:012d}" in str(path)}
     shutil.rmtree(second)
@@ -244,7 +244,7 @@ BOTH = ["auto_resume", LOCAL]
 
 
 def nodes_of(tmp: Path) -> list[Path]:
-    return sorted((tmp / "local" / "local_ckpt").iterdir())
+    return sorted((tmp / "local" / f"local_ckpt-{os.getuid()}").iterdir())
 
 
 @pytest.mark.campaign
@@ -877,7 +877,7 @@ def test_where_states_are_kept(memory: Run, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(LOCAL_DIR_VARIABLE, str(memory.folder.parent / "elsewhere"))
     memory.die(memory.local(dir=None), step=8)
     ids = RunDirectory(memory.path).identity()
-    (node,) = (memory.folder.parent / "elsewhere" / "local_ckpt").iterdir()
+    (node,) = (memory.folder.parent / "elsewhere" / f"local_ckpt-{os.getuid()}").iterdir()
     assert node.name == os.uname().nodename
     assert steps_in(node / ids / "fit-000") == [3, 6]
     assert not memory.folder.exists()

@@ -620,7 +620,7 @@ def test_a_bad_state_that_comes_from_another_node(tmp_path: Path) -> None:
     config = killed(tmp_path, trainer={"num_nodes": 2})
     codes, text = run(config, tmp_path / "run")
     assert -signal.SIGKILL in codes, text
-    first, second = sorted((tmp_path / "local" / "local_ckpt").iterdir())
+    first, second = sorted((tmp_path / "local" / f"local_ckpt-{os.getuid()}").iterdir())
     shutil.rmtree(second)
     reseal(part_of(first, 25, "common-00-of-01"), change=nan_moment)
     codes, text = run(config, tmp_path / "run")

@@ -63,8 +63,8 @@ class LocalCheckpoint(SessionCallback):
 
     Args:
         dir: Where to keep them: a folder on storage of the node; below it a folder for each node is made, as in NeMo
-            (``<dir>/local_ckpt/<host>``). Default: that of ``launch --local-dir``, else node memory (``/dev/shm``),
-            which survives the processes but not the node.
+            (``<dir>/local_ckpt-<user id>/<host>``). Default: that of ``launch --local-dir``, else node memory
+            (``/dev/shm``), which survives the processes but not the node.
         every_n_train_steps: Save whenever ``trainer.global_step`` is a multiple of this.
         train_time_interval: Save when this much time has passed since the last save; a number is in seconds. Default,
             if ``every_n_train_steps`` is not given either: chosen from what a save has cost so far and how often runs
@@ -511,8 +511,9 @@ class _Local:
 
 def _directory(given: str | os.PathLike[str] | None, node: str, run_id: str, fit: int) -> Path:
     chosen = given or os.environ.get(LOCAL_DIR_VARIABLE)
-    base = Path(chosen).expanduser().absolute() if chosen else _node_memory()
-    return base / "local_ckpt" / node / run_id / f"fit-{fit:03d}"
+    # Users of a node may be given the same folder, and what is in ours nobody else may enter.
+    own = Path(chosen).expanduser() / f"local_ckpt-{os.getuid()}" if chosen else _node_memory() / "local_ckpt"
+    return own.absolute() / node / run_id / f"fit-{fit:03d}"
 
 
 def _node_memory() -> Path:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "devtmpfs", "ramfs"}
 _UNLIMITED = 1 << 60
+_SHARED_MEMORY = Path("/dev/shm")
+_LEFT_TO_OTHERS = 8 << 30
 _PROC = Path("/proc")
 
 
@@ -65,7 +67,9 @@ def available_bytes(directory: str | os.PathLike[str], proc: Path = _PROC) -> Av
 
     For memory that is the least of what the machine has available (``MemAvailable``) and of what the control group of
     this process and each group above it have left: limit minus usage, where the cache of files does not count as used,
-    because the kernel gives it up before it lets a group fail.
+    because the kernel gives it up before it lets a group fail. Of ``/dev/shm`` half is left to those who cannot do
+    without, or 8 GiB of a large one: where it is small, as in a container (64 MiB by default), a script that worked by
+    itself would end with "no space left" in its data loaders.
 
     Args:
         directory: Need not exist yet; its file system is that of the nearest folder which does.
@@ -81,10 +85,22 @@ def available_bytes(directory: str | os.PathLike[str], proc: Path = _PROC) -> Av
     # A tmpfs without a limit of its own says that it has no blocks at all.
     free = status.f_bavail * status.f_frsize if status.f_blocks else _UNLIMITED
     files = Room(free + held, f"the free space of the file system of {folder}")
+    if status.f_blocks and _is_shared_memory(folder):
+        left = min(status.f_blocks * status.f_frsize // 2, _LEFT_TO_OTHERS)
+        limit = f"{files.limit}, but for {format_bytes(left)} that data-loader workers may need"
+        files = Room(max(files.nbytes - left, 0), limit)
     if in_memory:
         memory = Room(memory.nbytes + held, memory.limit)
         files = min(files, memory, key=lambda room: room.nbytes)
     return Available(in_memory, files, memory)
+
+
+def _is_shared_memory(folder: Path) -> bool:
+    """Whether ``folder`` is where data-loader workers put their batches and NCCL its buffers: they fail without."""
+    try:
+        return folder.stat().st_dev == _SHARED_MEMORY.stat().st_dev
+    except OSError:  # there is none
+        return False
 
 
 def memory_left(proc: Path = _PROC) -> Room:

@@ -107,15 +107,38 @@ def inexact_loaders(loaders: Iterable[Any]) -> list[str]:
     return reasons
 
 
-def describe_data(loaders: Iterable[Any]) -> list[dict[str, Any]]:
-    """What tells the data of one fit from another's at no cost: their length, and which part of a whole they are."""
-    described = []
+def describe_data(loaders: Iterable[Any], like: Any = None) -> list[dict[str, Any]]:
+    """What tells the data of one fit from another's at little cost: their length, and which part of a whole they are.
+
+    Args:
+        loaders: The data loaders of the fit.
+        like: What was described before and is to be compared with this. Earlier versions described the same data in
+            another way.
+    """
+    described: list[dict[str, Any]] = []
+    as_before = isinstance(like, list) and any(isinstance(each, dict) and "part" in each for each in like)
     for loader in loaders:
         dataset = getattr(loader, "dataset", None)
         length = len(dataset) if isinstance(dataset, Sized) else None
-        part = repr(list(dataset.indices)).encode() if isinstance(dataset, Subset) else None
-        described.append({"length": length, "part": None if part is None else xxhash.xxh3_128_hexdigest(part)})
+        indices = dataset.indices if isinstance(dataset, Subset) else None
+        if as_before:
+            part = None if indices is None else xxhash.xxh3_128_hexdigest(repr(list(indices)).encode())
+            described.append({"length": length, "part": part})
+        else:
+            described.append({"length": length, "indices": None if indices is None else _digest(indices)})
     return described
+
+
+def _digest(indices: Any) -> str:
+    """The same for the same numbers, be they in a list, an array or a tensor."""
+    try:
+        # Millions of them one by one, as tensors, would take minutes.
+        array = indices.cpu().numpy() if isinstance(indices, torch.Tensor) else np.asarray(indices)
+    except (TypeError, ValueError, OverflowError):
+        array = np.empty(0, dtype=object)
+    if array.dtype.kind not in "iu":  # keys of any other kind
+        return xxhash.xxh3_128_hexdigest(repr(list(indices)).encode())
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array, dtype=np.int64).data)
 
 
 def can_skip(loader: Any) -> bool:

@@ -308,7 +308,7 @@ def _shortened(lines: Sequence[str], most: int = 20) -> list[str]:
 
 
 def _node_folders(path: Path) -> list[Path]:
-    """The folders with generations in or below ``path``: BASE/local_ckpt/NODE/RUN/fit-NNN is the deepest place."""
+    """The folders with generations in or below ``path``: BASE/local_ckpt-UID/NODE/RUN/fit-NNN is the deepest place."""
     level = [path]
     for _ in range(5):
         folders = [folder for folder in level if any(_generations_in(folder))]

@@ -157,12 +157,14 @@ def _pieces(memory: torch.Tensor, *sizes: int) -> list[torch.Tensor]:
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _discarding(*sizes: int) -> list[torch.Tensor]:
     """Pieces for so many bytes that all lie in the same memory, for what need not be kept."""
-    scratch = torch.empty(min(max(sizes), _PIECE), dtype=torch.uint8)
+    scratch = torch.empty(min(max(sizes), _PIECE), dtype=torch.uint8, device="cpu")
     return [scratch[: min(_PIECE, size - at)] for size in sizes for at in range(0, size, _PIECE)]
 
 
@@ -209,7 +211,7 @@ class _Channel:
         return self._open().send([message.encode()], self._peer, _MESSAGE_TAG)
 
     def hear(self, patience: timedelta | None = None) -> _Message:
-        data = torch.zeros(_MESSAGE.size, dtype=torch.uint8)
+        data = torch.zeros(_MESSAGE.size, dtype=torch.uint8, device="cpu")
         self._open().recv([data], self._peer, _MESSAGE_TAG).wait(patience or self.timeout)
         return _Message.decode(data)
 

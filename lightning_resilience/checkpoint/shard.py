@@ -594,7 +594,7 @@ def _for_each(task: Callable[[int, int, int, int], None], header: Header) -> Non
 
 def _allocate(nbytes: int, path: str | os.PathLike[str]) -> torch.Tensor:
     try:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
         raise OSError(errno.ENOMEM, f"there is no memory for {nbytes} bytes of it", os.fspath(path)) from error
 
@@ -602,4 +602,4 @@ def _allocate(nbytes: int, path: str | os.PathLike[str]) -> torch.Tensor:
 def _copy(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if spec.device == "meta":
         return tensor
-    return torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device="cpu").copy_(tensor)

@@ -310,7 +310,7 @@ class Undo:
             if now and self._is_prepared(now):
                 verdicts = [group.spoilt(now) for group in self._groups if _has_nonfinite(group.dtype)]
             if not verdicts:
-                return torch.zeros((), dtype=torch.bool)
+                return torch.zeros((), dtype=torch.bool, device="cpu")
             home = next((each.device for each in verdicts if each.device.type != "cpu"), verdicts[0].device)
             return torch.stack([each.to(home, non_blocking=True) for each in verdicts]).any()
 

@@ -263,6 +263,6 @@ class DeviceTime:
 
 
 def _take(steps: deque[tuple[float, ...]]) -> Sample:
-    sample = Sample.of(torch.tensor(list(steps), dtype=torch.float64).reshape(-1, len(SECTIONS)))
+    sample = Sample.of(torch.tensor(list(steps), dtype=torch.float64, device="cpu").reshape(-1, len(SECTIONS)))
     steps.clear()
     return sample

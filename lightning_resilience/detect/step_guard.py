@@ -377,7 +377,7 @@ class StepGuard:
         messenger = self._messenger(optimizer, with_gradient=True)
         if messenger is None or messenger.grad is None:
             return
-        fine = torch.stack(self._fine_losses).all() if self._late else torch.tensor(False)
+        fine = torch.stack(self._fine_losses).all() if self._late else torch.tensor(False, device="cpu")
         mine = local(messenger.grad)
         mine.copy_(_multiplied(mine, torch.where(fine, 1.0, math.nan)))
 

@@ -97,7 +97,7 @@ class Report:
         else:
             score, of_step, by_section = self.individual, self.step_individual, self.individual_lost
         at_least = (of_step / (1 - _CERTAINTY * self.noise).clamp(min=1e-9)).clamp(max=1)
-        is_slow = (at_least < threshold) | (score < threshold if self.of_kernels else torch.tensor(False))
+        is_slow = (at_least < threshold) | (score < threshold if self.of_kernels else torch.tensor(False, device="cpu"))
         worst = torch.fmin(score, of_step)
         ranks = is_slow.nonzero().flatten()
         ranks = ranks[worst[ranks].argsort(stable=True)]
@@ -146,7 +146,7 @@ class Kernels:
     @staticmethod
     def of(times: Mapping[str, tuple[float, float]]) -> Kernels:
         """Of the median and the total time of each kernel, by its name."""
-        medians, weights = torch.tensor([*times.values()], dtype=torch.float64).reshape(-1, 2).unbind(1)
+        medians, weights = torch.tensor([*times.values()], dtype=torch.float64, device="cpu").reshape(-1, 2).unbind(1)
         return Kernels([_number(name) for name in times], medians, weights)
 
 
@@ -162,8 +162,10 @@ class History:
     """
 
     device: str
-    total: torch.Tensor = field(default_factory=lambda: torch.tensor(torch.inf).double())
-    sections: torch.Tensor = field(default_factory=lambda: torch.full((len(SECTIONS),), torch.inf).double())
+    total: torch.Tensor = field(default_factory=lambda: torch.tensor(torch.inf, dtype=torch.float64, device="cpu"))
+    sections: torch.Tensor = field(
+        default_factory=lambda: torch.full((len(SECTIONS),), torch.inf, dtype=torch.float64, device="cpu")
+    )
     kernels: dict[int, float] = field(default_factory=dict)
 
     def observe(self, sample: Sample) -> torch.Tensor:
@@ -175,7 +177,7 @@ class History:
     def observe_kernels(self, kernels: Kernels) -> torch.Tensor:
         """Learns from the kernels; returns their smallest medians, in their order."""
         known = [self.kernels.get(number, torch.inf) for number in kernels.numbers]
-        best = torch.fmin(torch.tensor(known, dtype=torch.float64), kernels.medians)
+        best = torch.fmin(torch.tensor(known, dtype=torch.float64, device="cpu"), kernels.medians)
         self.kernels.update(zip(kernels.numbers, best.tolist(), strict=True))
         return best
 
@@ -192,8 +194,10 @@ class History:
         """Goes on from there, if that was on the same device: another one has a past of its own."""
         if state["device"] == self.device and len(state["sections"]) == len(SECTIONS):
             numbers, bests = state["kernels"]
-            self.sections = torch.fmin(torch.tensor(state["sections"], dtype=torch.float64), self.sections)
-            self.total = torch.fmin(torch.tensor(state["total"], dtype=torch.float64), self.total)
+            self.sections = torch.fmin(
+                torch.tensor(state["sections"], dtype=torch.float64, device="cpu"), self.sections
+            )
+            self.total = torch.fmin(torch.tensor(state["total"], dtype=torch.float64, device="cpu"), self.total)
             self.kernels = {int(number): float(best) for number, best in zip(numbers, bests, strict=True)}
 
 
@@ -256,15 +260,15 @@ def _speed(seconds: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 def _align(kernels: Kernels, exchange: Exchange) -> Kernels:
     """This rank's kernels in the order of rank 0's: what rank 0 does not run is not compared."""
-    own = torch.tensor(kernels.numbers, dtype=torch.int64)
-    count = exchange.from_rank_0(torch.tensor([len(own)]))
+    own = torch.tensor(kernels.numbers, dtype=torch.int64, device="cpu")
+    count = exchange.from_rank_0(torch.tensor([len(own)], device="cpu"))
     theirs = exchange.from_rank_0(own if len(own) == int(count) else own.new_empty(int(count)))
     place = {number: index for index, number in enumerate(own.tolist())}
-    medians = torch.full((len(theirs),), torch.nan, dtype=torch.float64)
-    weights = torch.zeros(len(theirs), dtype=torch.float64)
+    medians = torch.full((len(theirs),), torch.nan, dtype=torch.float64, device="cpu")
+    weights = torch.zeros(len(theirs), dtype=torch.float64, device="cpu")
     found = [(index, place[number]) for index, number in enumerate(theirs.tolist()) if number in place]
     if found:
-        there, here = (torch.tensor(each) for each in zip(*found, strict=True))
+        there, here = (torch.tensor(each, device="cpu") for each in zip(*found, strict=True))
         medians[there], weights[there] = kernels.medians[here], kernels.weights[here]
     return Kernels([], medians, weights)
 

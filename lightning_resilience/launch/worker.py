@@ -5,6 +5,8 @@ Imports neither torch nor Lightning, so that signals are noticed from the script
 
 from __future__ import annotations
 
+import builtins
+import io
 import os
 import re
 import runpy
@@ -13,6 +15,7 @@ import sys
 import sysconfig
 import time
 import traceback
+import types
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -231,7 +234,16 @@ def _run_script(command: list[str]) -> None:
     sys.argv = command
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(command[0]).resolve().parent)
-    runpy.run_path(command[0], run_name="__main__")
+    path = os.path.abspath(command[0])  # what is found from __file__ is found after a chdir, too
+    if not path.endswith(".py"):  # a folder or an archive with a __main__.py in it, say
+        runpy.run_path(path, run_name="__main__")
+        return
+    # Not by runpy, which takes the path for sys.argv[0] too. That is as it was given.
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    vars(module).update(__file__=path, __cached__=None, __builtins__=builtins)
+    exec(code, vars(module))
 
 
 if __name__ == "__main__":
