@@ -1,18 +1,34 @@
-"""What happened to a run: one append-only file of JSON lines, and its readers. Imports neither torch nor Lightning.
+"""What happened to a run: files of JSON lines that are only appended to, one for each writer. No torch, no Lightning.
 
 Every line is one event: ``{"event": ..., "time": seconds since the epoch, "rank": ..., "node": ..., ...}``. A line is
 written by a single ``write`` to a file opened for appending, so processes that write at once do not mix their lines,
 and a ``kill -9`` costs at most the line being written. A torn line is skipped by the reader.
+
+**A writer** is a file system as one kernel has mounted it: ``ledger/<host>-<id>.jsonl``. Appending is up to the kernel:
+on one host lines never mix, but when several hosts append to one file over NFS they do, and overwrite each other. So
+each host has a file of its own.
+
+**The order** is the same for all who read, whatever the clocks of the hosts say. Each line has a place in it
+(``order``): the writer's clock, moved forward by as much as it takes to come after everything that the process has read
+or written. So an effect follows its cause, and what nobody knew of when he wrote is ordered by the clocks. Within a
+file the order is that of the lines, and equals are ordered by the names of their files. First comes what earlier
+versions have written, into one file ``ledger.jsonl`` beside the folder.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import math
 import os
 import platform
+import re
 import time
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +36,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("time", "saved_at", "seconds", "limit"), (int, float)),
+    **dict.fromkeys(("time", "order", "saved_at", "seconds", "limit"), (int, float)),
     **dict.fromkeys(("fit", "step", "verified_step", "rank", "world_size", "nodes"), int),
     **dict.fromkeys(("restart_count", "slurm_restart_count", "job_attempt"), int),
     **dict.fromkeys(("node", "elastic_run_id", "run_id", "slurm_job_id", "tier", "kind", "place", "section"), str),
@@ -30,22 +46,29 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 """What the readers rely on; any of them may be missing or null."""
 _LAST_TIME = datetime(9999, 1, 1).timestamp()
+_TICK_S = 1e-6
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_latest: dict[str, float] = {}
+"""The last place in the order of each ledger that this process knows of."""
 
 
 class Ledger:
-    """Appends events to a run's ledger.
+    """Appends events to a run's ledger, and follows it.
 
     Writing never ends a training: if the storage is full or gone, the event is logged instead and training goes on.
 
     Args:
-        path: The ledger's file; its directory is created.
+        path: The ledger's folder; it is created.
         rank: Written into every event; ``None`` for the launcher, which is no rank.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int | None = 0) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         self.rank = rank
         self._warned = False
+        self._ahead_s = 0.0  # of this host's clock
+        self._reader = _Reader(self.path)
 
     def record(self, event: str, **fields: Any) -> None:
         """Appends one event.
@@ -54,11 +77,12 @@ class Ledger:
             event: What happened, one word or two joined by an underscore: ``start``, ``resumed``, ``saved``...
             **fields: What else is known, JSON-serialisable.
         """
-        line = {"event": event, "time": time.time(), "rank": self.rank, "node": node_name(), **fields}
+        now = time.time()
+        line = {"event": event, "time": now, "order": self._next(now), "rank": self.rank, "node": node_name(), **fields}
         data = json.dumps(line, default=str).encode()
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            self.path.mkdir(parents=True, exist_ok=True)
+            fd = os.open(_own_file(self.path), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 # A process killed in the middle of its line left no newline: begin a fresh line, or two events are
                 # lost.
@@ -75,6 +99,49 @@ class Ledger:
                 )
             log.warning("Ledger event: %s", data.decode())
 
+    def _next(self, now: float) -> float:
+        latest = _latest.get(os.fspath(self.path), -math.inf)
+        # Not only for this event: what this process records next comes later by as much time as it takes.
+        self._ahead_s = max(self._ahead_s, latest + _TICK_S - now)
+        place = _latest[os.fspath(self.path)] = min(now + self._ahead_s, _LAST_TIME)
+        return place
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events in their order. What was read before is not read again.
+
+        Raises:
+            OSError: If it cannot be read.
+        """
+        with suppress(
+            OSError
+        ):  # A client of NFS shows a folder as it was a while ago, unless it has changed it itself.
+            os.utime(self.path)
+        return self._reader.read()
+
+    def catch_up(self) -> None:
+        """Has what is recorded next come after all that others have recorded by now, also if their clocks are ahead."""
+        with suppress(OSError):
+            _Reader(self.path).read()
+
+    @property
+    def insertions(self) -> int:
+        """How often :meth:`events` found something that belongs before what it had returned already."""
+        return self._reader.insertions
+
+
+@functools.cache
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text()
+    except OSError:
+        return ""
+
+
+def _own_file(folder: Path) -> Path:
+    """The file of this kernel and mount. Two containers on a host share it if, and only if, they may."""
+    writer = zlib.crc32(f"{_boot_id()}{folder.stat().st_dev}".encode())
+    return folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', platform.node())[:100]}-{writer:08x}.jsonl"
+
 
 def node_name() -> str:
     """The name of this node: in a Slurm job that which Slurm knows it by, else that of the host."""
@@ -82,36 +149,122 @@ def node_name() -> str:
 
 
 def read_ledger(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The events of a ledger in the order in which they were written; torn and foreign lines are skipped.
+    """The events of a ledger in their order; torn and foreign lines are skipped.
 
     Args:
-        path: The ledger's file. A missing file has no events.
+        path: The ledger's folder. A missing one has no events.
 
     Raises:
         OSError: If it cannot be read.
     """
+    yield from _Reader(Path(path).absolute()).read()
+
+
+def is_ledger(path: str | os.PathLike[str]) -> bool:
+    """Whether somebody has written a ledger at ``path``."""
     try:
-        file = open(path, "rb")
+        return bool(_files_of(Path(path)))
+    except OSError:
+        return os.path.lexists(path)  # whoever reads it says what is wrong
+
+
+@dataclass
+class _File:
+    """How far a file has been read."""
+
+    size: int = 0  # of what was read
+    lines: int = 0
+    order: float = -math.inf
+
+
+_Place = tuple[float, str, int]
+
+
+class _Reader:
+    """Reads the files of a ledger again and again, and each line once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.insertions = 0
+        self._files: dict[Path, _File] = {}
+        self._found: list[tuple[_Place, dict[str, Any]]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        files = _files_of(self.path)
+        if not self._files.keys() <= set(files):
+            self._begin_anew()
+        new: list[tuple[_Place, dict[str, Any]]] = []
+        try:
+            for path in files:
+                new += _read_on(path, path.parent != self.path, self._files.setdefault(path, _File()))
+        except (OSError, _Shorter) as error:
+            self._begin_anew()  # of what comes before, something has been read and not been kept
+            if isinstance(error, OSError):
+                raise
+            return self.read()
+        new.sort(key=_place)
+        if new and self._found and _place(new[0]) < _place(self._found[-1]):
+            self.insertions += 1
+        if new:
+            self._found = sorted(self._found + new, key=_place)  # next to nothing where it is in order already
+            name = os.fspath(self.path)
+            _latest[name] = max(_place(self._found[-1])[0], _latest.get(name, -math.inf))
+        return [event for _, event in self._found]
+
+    def _begin_anew(self) -> None:
+        self.insertions += 1
+        self._files.clear()
+        self._found.clear()
+
+
+class _Shorter(Exception):
+    """A file has less in it than was read of it: it is another one."""
+
+
+def _place(found: tuple[_Place, dict[str, Any]]) -> _Place:
+    return found[0]
+
+
+def _files_of(path: Path) -> list[Path]:
+    before = path.with_suffix(".jsonl")
+    files = [before] if before.exists() else []
+    try:
+        return files + sorted(path / name for name in os.listdir(path) if name.endswith(".jsonl"))
     except FileNotFoundError:
-        return
-    with file:
+        return files
+
+
+def _read_on(path: Path, is_old: bool, read: _File) -> Iterator[tuple[_Place, dict[str, Any]]]:
+    """The events in ``path`` after those that have been read."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size < read.size:
+            raise _Shorter
+        file.seek(read.size)
         for line in file:
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if _is_event(event):
-                yield event | {"time": float(event.get("time") or 0.0)}
+            event = _parse(line)
+            if event is None and not line.endswith(b"\n"):
+                return  # it is being written, or its writer was killed
+            read.size += len(line)
+            read.lines += 1
+            if event is not None:
+                order = float(event.pop("order", None) or event["time"])
+                read.order = -math.inf if is_old else max(read.order, order)
+                yield (read.order, path.name, read.lines), event
 
 
-def _is_event(line: Any) -> bool:
-    """Whether a line is an event as :class:`Ledger` writes them, in what the readers rely on."""
-    if not isinstance(line, dict) or not isinstance(line.get("event"), str):
-        return False
-    known = {name: value for name, value in line.items() if name in _TYPES and value is not None}
-    return (
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The event that a line is, if it is one as :class:`Ledger` writes them, in what the readers rely on."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    known = {name: value for name, value in event.items() if name in _TYPES and value is not None}
+    is_good = (
         all(isinstance(value, _TYPES[name]) and not isinstance(value, bool) for name, value in known.items())
         and all(value >= 0 for value in known.values() if isinstance(value, (int, float)))
         and all(isinstance(each, str) for name in ("node_list", "excluded", "devices") for each in known.get(name, ()))
-        and known.get("time", 0) <= _LAST_TIME
+        and max(known.get("time", 0), known.get("order", 0)) <= _LAST_TIME
     )
+    return event | {"time": float(event.get("time") or 0.0)} if is_good else None

@@ -2,7 +2,7 @@
 
 ```
 RUN_DIR/
-  ledger.jsonl        what happened (see ledger.py)
+  ledger/             what happened: one file for each host that has written (see ledger.py)
   run.json            a name that no other run has
   attempt.json        the token of the processes that may write now; a late process of an older attempt may not
   trainer.json        the process that trains here now; one of another job on its host is refused
@@ -186,7 +186,7 @@ class RunDirectory:
                 "Give one as run_dir."
             )
         self.path = Path(path).expanduser().absolute()
-        self.ledger = self.path / "ledger.jsonl"
+        self.ledger = self.path / "ledger"
         self._attempt = self.path / "attempt.json"
         self._trainer = self.path / "trainer.json"
         self._outcome = self.path / "outcome.json"

@@ -34,6 +34,7 @@ from lightning_resilience.checkpoint.rounds import Rounds
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import Snapshot
 from lightning_resilience.checkpoint.store import PartWriter
+from lightning_resilience.ledger import read_ledger
 from tests.program import Fsdp1OnCpu
 
 PATIENCE_S = 60.0
@@ -322,7 +323,7 @@ def train_and_resume(case: str, folder: Path) -> dict[str, Any]:
         ended, _ = fit(_EndsEarly(witness, 4), saves())
     watching.clear()
     resumed, weights = fit(saves())
-    ledger = [json.loads(line) for line in (folder / "run" / "ledger.jsonl").read_text().splitlines()]
+    ledger = list(read_ledger(folder / "run" / "ledger"))
     return {
         "taken": sorted(witness.expected),
         "published": sorted(witness.published),

@@ -200,7 +200,7 @@ def test_each_recipe_brings_the_model_through_a_kill_a_hang_and_a_stop(
     said = examples.run(arguments)
     assert "Resuming from" in said
     assert digest(said) == digest(undisturbed_longer)
-    assert [record["event"] for record in read_ledger(examples.folder / "runs/gpt/ledger.jsonl")].count("start") == 4
+    assert [record["event"] for record in read_ledger(examples.folder / "runs/gpt/ledger")].count("start") == 4
 
 
 @pytest.mark.campaign

@@ -112,7 +112,7 @@ class Rank:
             fault,
             rank=self.number,
             world_size=self.world_size,
-            ledger=Ledger(self.directory / "ledger.jsonl", self.number),
+            ledger=Ledger(self.directory / "ledger", self.number),
             seed="seed",
             node_pids=self._pids_of_node,
         )
@@ -160,7 +160,7 @@ class Job:
         return [process.exitcode for process in self.processes]
 
     def events(self) -> list[dict[str, Any]]:
-        return [e for e in read_ledger(self.directory / "ledger.jsonl") if e["event"] == "simulated_fault"]
+        return [e for e in read_ledger(self.directory / "ledger") if e["event"] == "simulated_fault"]
 
     def text(self) -> str:
         return (self.directory / "output").read_text()
@@ -287,7 +287,7 @@ def test_a_slow_rank_is_slow_in_every_step(tmp_path: Path, monkeypatch: pytest.M
     slow.disarm()
     slow.at_step(4)
     assert len(slept) == 3
-    assert len(list(read_ledger(tmp_path / "ledger.jsonl"))) == 1
+    assert len(list(read_ledger(tmp_path / "ledger"))) == 1
 
 
 @pytest.mark.parametrize("form", ["loss", "mapping", "saved by autograd"])
@@ -439,7 +439,7 @@ def test_what_cannot_be_simulated_is_left_out(
     one.disarm()
     assert len(caplog.messages) == 1
     assert reason in caplog.text
-    assert not (tmp_path / "ledger.jsonl").exists()
+    assert not (tmp_path / "ledger").exists()
 
 
 def test_the_loaders_of_other_faults_and_ranks_are_left_alone(tmp_path: Path) -> None:
@@ -486,7 +486,7 @@ def test_a_fault_that_cannot_be_written_down_does_not_happen(
 
 
 def test_a_ledger_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "ledger.jsonl").mkdir()
+    (tmp_path / "ledger").touch()
     one = injector(tmp_path, SimulatedFault(fault_type="exception", at_step=0))
     one.arm()
     one.at_step(0)
@@ -571,6 +571,4 @@ def test_a_fault_can_be_pickled() -> None:
 def injector(
     directory: Path, fault: SimulatedFault, rank: int = 0, world_size: int = 1, seed: str = "seed"
 ) -> FaultInjector:
-    return FaultInjector(
-        fault, rank=rank, world_size=world_size, ledger=Ledger(directory / "ledger.jsonl", rank), seed=seed
-    )
+    return FaultInjector(fault, rank=rank, world_size=world_size, ledger=Ledger(directory / "ledger", rank), seed=seed)

@@ -297,6 +297,14 @@ def test_a_mistake_of_the_script_is_tried_twice(launcher: Launcher, mistake: str
     assert len(launcher.events("ran")) == 4, "a person may have mended it"
 
 
+def test_with_several_nodes_the_first_says_for_all_that_a_mistake_is_not_tried_again(launcher: Launcher) -> None:
+    """What one node has recorded another may not see yet: each by itself, some would go on and wait for the others."""
+    launcher.script("ledger.record('ran')\nif restart_count == 2: time.sleep(1000)\nundefined")
+    assert launcher.run(*NODES, "--in-job-restarts=3", "--node-rank=0", "script.py", GROUP_WORLD_SIZE="2") == 1
+    assert len(launcher.events("ran")) == 3, "no worker decides"
+    assert "twice before any training began. Trying again would not change this." in launcher.stderr()
+
+
 def test_a_mistake_after_training_has_begun_is_tried_as_any_failure(launcher: Launcher) -> None:
     launcher.script("ledger.record('fresh', fit=0)\nraise ValueError")
     assert launcher.run("--in-job-restarts=2", "--job-retries=0", "script.py") == 1
@@ -565,9 +573,9 @@ def test_a_node_that_fails_ends_the_workers_of_the_others(launcher: Launcher) ->
 def test_without_a_ledger_nothing_is_restarted(launcher: Launcher) -> None:
     launcher.script("raise RuntimeError")
     launcher.run_directory.path.mkdir()
-    launcher.run_directory.ledger.symlink_to(launcher.folder / "missing" / "ledger.jsonl")
+    launcher.run_directory.ledger.symlink_to(launcher.folder / "missing" / "ledger")
     assert launcher.run() == 1
-    assert "ledger.jsonl cannot be written" in launcher.stderr()
+    assert "ledger cannot be written" in launcher.stderr()
 
 
 def test_a_run_directory_that_cannot_be_made_is_refused(launcher: Launcher) -> None:
@@ -594,16 +602,17 @@ def test_a_scripts_own_arguments_are_left_as_they_are(launcher: Launcher, before
 @pytest.mark.parametrize("action", ["launch", "status", "report"])
 def test_a_ledger_that_cannot_be_read_is_said(launcher: Launcher, action: str) -> None:
     launcher.script("")
-    launcher.run_directory.ledger.mkdir(parents=True)
+    launcher.run_directory.path.mkdir()
+    launcher.run_directory.ledger.touch()
     directory = str(launcher.run_directory.path)
     arguments = [f"--run-dir={directory}", "script.py"] if action == "launch" else [directory]
     command = [sys.executable, "-m", "lightning_resilience.launch.cli", action, *arguments]
     done = subprocess.run(command, cwd=launcher.folder, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("[lightning-resilience] Refused: ")
-    assert "ledger.jsonl" in done.stderr
+    assert str(launcher.run_directory.ledger) in done.stderr
     assert "Traceback" not in done.stderr
-    launcher.run_directory.ledger.rmdir()
+    launcher.run_directory.ledger.unlink()
 
 
 def test_whoever_reads_a_report_may_stop_at_any_line(launcher: Launcher) -> None:

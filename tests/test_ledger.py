@@ -33,7 +33,7 @@ def write_many(path: Path, rank: int, count: int) -> None:
 
 
 def test_events_come_back_in_order_with_who_and_where(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "new" / "run" / "ledger.jsonl", rank=3)
+    ledger = Ledger(tmp_path / "new" / "run" / "ledger", rank=3)
     ledger.record("saved", step=7, path=Path("/somewhere"))
     ledger.record("finished")
     first, second = read_ledger(ledger.path)
@@ -48,24 +48,31 @@ def test_a_missing_ledger_is_empty(tmp_path: Path) -> None:
 
 
 def test_torn_and_foreign_lines_are_skipped_and_the_next_event_is_not_lost_with_them(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = Ledger(tmp_path / "ledger")
     ledger.record("start")
-    with open(ledger.path, "ab") as file:
+    with open(own_file(ledger.path), "ab") as file:
         file.write(b'[1]\n"text"\n{"no": "event"}\n{"event": 1}\n\xff\xfe\n\n{"event": "sav')
     ledger.record("resumed", step=1)
     ledger.record("saved", step=2)
     assert [event["event"] for event in read_ledger(ledger.path)] == ["start", "resumed", "saved"]
 
 
+def own_file(path: Path) -> Path:
+    [file] = path.iterdir()
+    return file
+
+
 def test_processes_that_write_at_once_do_not_mix_their_lines(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
+    path = tmp_path / "ledger"
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=write_many, args=(path, rank, 200)) for rank in range(4)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
-    lines = [line for line in path.read_bytes().splitlines() if line]  # a writer may see half of another's line
+    lines = [
+        line for line in own_file(path).read_bytes().splitlines() if line
+    ]  # a writer may see half of another's line
     assert len(lines) == 800
     steps: dict[int, list[int]] = {}
     for event in map(json.loads, lines):
@@ -74,7 +81,7 @@ def test_processes_that_write_at_once_do_not_mix_their_lines(tmp_path: Path) -> 
 
 
 def test_a_killed_writer_costs_at_most_its_last_line(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
+    path = tmp_path / "ledger"
     for _ in range(3):
         writer = subprocess.Popen(
             [sys.executable, "-c", f"from lightning_resilience.ledger import Ledger\nl = Ledger({str(path)!r})\n"
@@ -83,13 +90,15 @@ def test_a_killed_writer_costs_at_most_its_last_line(tmp_path: Path) -> None:
         )  # fmt: skip
         assert writer.stdout is not None
         writer.stdout.readline()
-        size = path.stat().st_size if path.exists() else 0
-        while not path.exists() or path.stat().st_size < size + 20_000:
+        while not path.exists() or not list(path.iterdir()):
+            pass
+        size = own_file(path).stat().st_size
+        while own_file(path).stat().st_size < size + 20_000:
             pass
         writer.send_signal(signal.SIGKILL)
         writer.communicate()
     events = list(read_ledger(path))
-    lines = path.read_bytes().splitlines()
+    lines = own_file(path).read_bytes().splitlines()
     assert len(lines) - len(events) <= 3
     before = [event["step"] for event in events]
     runs = before.count(0)
@@ -101,7 +110,7 @@ def test_storage_that_cannot_be_written_does_not_end_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    ledger = Ledger(tmp_path / "file" / "ledger.jsonl")
+    ledger = Ledger(tmp_path / "file" / "ledger")
     with caplog.at_level(logging.WARNING):
         ledger.record("saved", step=1)
         ledger.record("saved", step=2)
@@ -189,7 +198,7 @@ def test_the_facts_of_a_job_are_logged_recorded_and_returned(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = Ledger(tmp_path / "ledger")
     with caplog.at_level(logging.INFO):
         info = log_job_info(ledger)
     assert (info["world_size"], info["slurm"]["job_id"]) == (8, "17")
@@ -237,7 +246,7 @@ STORY: tuple[dict[str, Any], ...] = (
 
 
 def test_what_each_interruption_cost(tmp_path: Path) -> None:
-    crash, preempted, killed = interruptions(read_ledger(ledger_of(tmp_path, *STORY) / "ledger.jsonl"))
+    crash, preempted, killed = interruptions(read_ledger(ledger_of(tmp_path, *STORY) / "ledger"))
     assert crash == Interruption(1060.0, "crash", "RuntimeError: boom", 20, 27, 10, 1090.0 - 1040.0)
     assert crash.steps_lost == 17
     assert (preempted.kind, preempted.reason) == ("preempted", "the launcher received SIGTERM")
@@ -256,7 +265,7 @@ def test_what_was_lost_since_a_local_save(tmp_path: Path) -> None:
     story = [
         {**event, "tier": "local", "saved_at": 1055.0} if event["event"] == "resumed" else event for event in STORY
     ]
-    crash, preempted, killed = interruptions(read_ledger(ledger_of(tmp_path, *story) / "ledger.jsonl"))
+    crash, preempted, killed = interruptions(read_ledger(ledger_of(tmp_path, *story) / "ledger"))
     assert crash.seconds_lost == 1090.0 - 1055.0
     assert (preempted.seconds_lost, killed.seconds_lost) == (1160.0 - 1055.0, 1200.0 - 1055.0)
 
@@ -291,7 +300,7 @@ def test_the_first_steps_of_a_fit_are_lost_as_well(tmp_path: Path) -> None:
     fit = [{"event": "fresh", "fit": 1, "step": 3}, {"event": "fault", "fit": 1, "step": 7, "reason": "boom"}]
     first = [{"event": "start"}, {"event": "fresh", "fit": 0}, {"event": "saved", "fit": 0, "step": 100}]
     events = [*first, *fit, {"event": "start"}, fit[0]]
-    [crash] = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger.jsonl"))
+    [crash] = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger"))
     assert (crash.saved_step, crash.reached_step, crash.resumed_step, crash.steps_lost) == (None, 7, 0, 7)
     assert crash.seconds_lost == 1060.0 - 1000.0
 
@@ -300,21 +309,21 @@ def test_nothing_is_lost_to_a_copy_that_is_further_than_the_last_word_of_the_wor
     """Nor to a node whose clock is ahead."""
     copy = {"event": "resumed", "fit": 0, "step": 15, "tier": "local", "saved_at": 2000.0}
     events = [{"event": "start"}, {"event": "saved", "fit": 0, "step": 10}, {"event": "start"}, copy]
-    [killed] = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger.jsonl"))
+    [killed] = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger"))
     assert (killed.reached_step, killed.resumed_step, killed.steps_lost, killed.seconds_lost) == (10, 15, 0, 0.0)
 
 
 def test_a_run_that_was_given_up_or_is_at_work(tmp_path: Path) -> None:
     at_work = STORY[:6]
-    assert interruptions(read_ledger(ledger_of(tmp_path, *at_work) / "ledger.jsonl")) == []
+    assert interruptions(read_ledger(ledger_of(tmp_path, *at_work) / "ledger")) == []
     given_up = ledger_of(tmp_path, *STORY[:7], {"event": "failure", "rank": None, "reason": "rank 1: boom"})
-    [crash] = interruptions(read_ledger(given_up / "ledger.jsonl"))
+    [crash] = interruptions(read_ledger(given_up / "ledger"))
     assert (crash.kind, crash.resumed_step, crash.seconds_lost) == ("crash", None, None)
     assert "crash" in report(given_up)
 
 
 def test_a_run_that_was_stopped_and_is_not_resumed_yet(tmp_path: Path) -> None:
-    found = interruptions(read_ledger(ledger_of(tmp_path, *STORY[:14]) / "ledger.jsonl"))
+    found = interruptions(read_ledger(ledger_of(tmp_path, *STORY[:14]) / "ledger"))
     assert [(each.kind, each.resumed_step) for each in found] == [("crash", 10), ("preempted", None)]
 
 
@@ -330,7 +339,7 @@ def test_who_was_stopped_without_our_launcher_was_preempted(
     tmp_path: Path, end: list[dict[str, Any]], kind: str
 ) -> None:
     begin = {"event": "fresh", "fit": 0}
-    [found] = interruptions(read_ledger(ledger_of(tmp_path, begin, *end, begin) / "ledger.jsonl"))
+    [found] = interruptions(read_ledger(ledger_of(tmp_path, begin, *end, begin) / "ledger"))
     assert found.kind == kind
 
 
@@ -338,7 +347,7 @@ def test_who_was_stopped_without_our_launcher_was_preempted(
 def test_workers_that_ended_in_order_have_said_how_far_they_were(tmp_path: Path, last: str, is_known: bool) -> None:
     begin = {"event": "resumed", "fit": 0, "step": 3}
     events = [begin, {"event": last, "fit": 0, "step": 7}, begin]
-    [found] = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger.jsonl"))
+    [found] = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger"))
     assert (found.steps_lost, found.is_reached_known) == (4, is_known)
 
 
@@ -352,7 +361,7 @@ def test_the_outcome_of_a_run_without_our_launcher_is_that_of_its_last_fit(tmp_p
 
 def test_a_run_without_our_launcher_has_interruptions_too(tmp_path: Path) -> None:
     events = [event for event in STORY if event["event"] in ("fresh", "saved", "fault", "resumed", "finished")]
-    found = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger.jsonl"))
+    found = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger"))
     assert [each.resumed_step for each in found] == [10, 15, 15]
 
 
@@ -390,7 +399,7 @@ def test_the_report_says_which_failure_came_again(tmp_path: Path) -> None:
     )
     assert [line for line in text.splitlines() if "same failure" in line] == [again]
     assert "Interruptions: 4 crash, 2 preempted." in text
-    reasons = [found.reason for found in interruptions(read_ledger(tmp_path / "ledger.jsonl"))]
+    reasons = [found.reason for found in interruptions(read_ledger(tmp_path / "ledger"))]
     assert reasons[3:] == ["rank 1 stuck in train.py:80", "ValueError: row 17 is bad", "ValueError: row 9 is bad"]
 
 
@@ -436,7 +445,7 @@ def test_no_odd_line_keeps_a_reader_from_the_others(tmp_path: Path) -> None:
         for name in ("time", "node", *event):
             odd = [event | {name: odd} for odd in ODD]
             ledger_of(tmp_path, *story[:number], *odd, *story[number + 1 :])
-            events = list(read_ledger(tmp_path / "ledger.jsonl"))
+            events = list(read_ledger(tmp_path / "ledger"))
             assert len(events) >= len(story) - 1
             Budget().decide(events, time.time())
             slices_of(events)
@@ -450,7 +459,7 @@ def test_no_odd_line_keeps_a_reader_from_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["[" * 100_000, '{"event": "saved", "step": 1' + "0" * 5000 + "}"])
 def test_a_line_that_cannot_be_parsed_is_skipped(tmp_path: Path, line: str) -> None:
     (tmp_path / "ledger.jsonl").write_text(f'{line}\n{{"event": "start"}}\n')
-    assert [event["event"] for event in read_ledger(tmp_path / "ledger.jsonl")] == ["start"]
+    assert [event["event"] for event in read_ledger(tmp_path / "ledger")] == ["start"]
 
 
 def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -462,11 +471,11 @@ def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("action", ["report", "status", "diagnose", "watch"])
 def test_a_folder_of_runs_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str) -> None:
-    Ledger(tmp_path / "runs" / "gpt" / "ledger.jsonl").record("start")
+    Ledger(tmp_path / "runs" / "gpt" / "ledger").record("start")
     with pytest.raises(SystemExit) as ended:
         main([action, str(tmp_path / "runs")])
     assert ended.value.code == 2
-    assert f"there is no ledger.jsonl in it; these are: {tmp_path / 'runs' / 'gpt'}" in capsys.readouterr().err
+    assert f"there is no ledger in it; these are: {tmp_path / 'runs' / 'gpt'}" in capsys.readouterr().err
 
 
 def test_nothing_to_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -536,9 +536,7 @@ def test_a_task_on_this_machine_survives_a_crash(tmp_path: Path, partial: bool) 
     done = drive(tmp_path / "home", crashing, dict(os.environ), partial=partial, plugin=plugin)
     assert "STATE SUCCEEDED" in done.stdout, done.stdout + done.stderr
     assert harness.weights(crashing) == harness.weights(undisturbed)
-    starts = [
-        event for event in read_ledger(tmp_path / "crashing-run_dir" / "ledger.jsonl") if event["event"] == "start"
-    ]
+    starts = [event for event in read_ledger(tmp_path / "crashing-run_dir" / "ledger") if event["event"] == "start"]
     assert len(starts) == 2
 
 

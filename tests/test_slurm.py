@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -295,7 +296,7 @@ class Batch:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run_dir = folder / "run"
-        self.ledger = Ledger(self.run_dir / "ledger.jsonl", rank=None)
+        self.ledger = Ledger(self.run_dir / "ledger", rank=None)
         (folder / "bin").mkdir()
         for name, text in {"srun": SRUN, "scontrol": SCONTROL, "sinfo": SINFO}.items():
             program = folder / "bin" / name
@@ -628,9 +629,10 @@ def test_a_ledger_that_cannot_be_used(batch: Batch, restarts: int, code: int, re
     """At first that is a mistake of the user's. Later it is a node that has lost the shared storage."""
     if readable:
         batch.run_dir.mkdir()
-        batch.ledger.path.symlink_to("/dev/null")  # where what is written is lost
+        batch.ledger.path.symlink_to("missing")
     else:
-        batch.ledger.path.mkdir(parents=True)
+        batch.run_dir.mkdir()
+        batch.ledger.path.touch()
     returned, said = batch.run(exits(75), exit_code=75, restarts=restarts)
     assert returned == code, said
     assert str(batch.ledger.path) in said
@@ -645,9 +647,9 @@ def test_a_ledger_that_is_lost_while_the_run_is_at_work(batch: Batch, empty: boo
     try:
         while not (batch.folder / "ready").exists():
             time.sleep(0.05)
-        batch.ledger.path.unlink()
+        shutil.rmtree(batch.ledger.path)
         if not empty:
-            batch.ledger.path.mkdir()
+            batch.ledger.path.touch()
         _, said = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
@@ -935,7 +937,7 @@ def test_slurms_name_of_a_node_goes_before_its_own(monkeypatch: pytest.MonkeyPat
 
 def test_the_table_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status.shutil, "which", lambda name: None)
-    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    ledger = Ledger(tmp_path / "ledger", rank=None)
     budget = {"in_job_restarts": 3, "job_retries": 2, "max_failures_per_day": 50}
     nodes = ["n1", "n2"]
     ledger.record("slice_start", slurm_job_id="17", restart_count=0, node_list=nodes)
@@ -967,7 +969,7 @@ def test_the_table_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_table_of_a_run_without_slurm(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    ledger = Ledger(tmp_path / "ledger", rank=None)
     assert "no run has been launched" in status.status(tmp_path)
     for code in (75, 0):
         ledger.record("launch", slurm_job_id=None)
@@ -986,7 +988,7 @@ test "$*" = "--noheader --jobs=17 --format=%T|%r|%N|%k" && cat squeue
 def test_the_state_of_a_job_is_what_slurm_says_as_long_as_it_knows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    ledger = Ledger(tmp_path / "ledger", rank=None)
     ledger.record("slice_start", slurm_job_id="17", restart_count=0, node_list=["n1", "n2", "n3", "n4"])
     ledger.record("slice_end", how="preempted", then="requeue", reason="told to " + "x" * 200)
     (tmp_path / "squeue").write_text(SQUEUE)
@@ -1009,7 +1011,7 @@ def test_the_state_of_a_job_is_what_slurm_says_as_long_as_it_knows_it(
 
 
 def test_the_table_says_what_has_followed_each_slice(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    ledger = Ledger(tmp_path / "ledger", rank=None)
     ledger.record("slice_start", time=1000.0, slurm_job_id="17", restart_count=0, node_list=["n1", "n2"])
     ledger.record(**suspect("n2"))
     ledger.record("slice_end", time=1090.0, how="failed", then="requeue", excluded=["n2"])
@@ -1035,7 +1037,7 @@ def test_the_table_says_what_has_followed_each_slice(tmp_path: Path) -> None:
 
 
 def test_a_launch_at_work_is_told_from_one_that_is_lost(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    ledger = Ledger(tmp_path / "ledger", rank=None)
     ledger.record("launch", slurm_job_id=None)
     assert status.status(tmp_path).splitlines()[3].split()[-2:] == ["-", "-"]
     record = tmp_path / "launches" / "1.json"
@@ -1051,7 +1053,7 @@ def test_a_launch_at_work_is_told_from_one_that_is_lost(tmp_path: Path) -> None:
 
 
 def test_what_is_left_is_counted_by_the_last_launch(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    ledger = Ledger(tmp_path / "ledger", rank=None)
     for budget in ({"in_job_restarts": 9, "job_retries": 9}, {"in_job_restarts": 1, "job_retries": 3, "other": 1}):
         ledger.record("launch", slurm_job_id=None, budget=budget)
     ledger.record("job_start", retry=True)
@@ -1105,7 +1107,7 @@ def test_interruptions_between_retries_spend_none(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("new_job", [True, False])
 def test_a_node_to_avoid_is_avoided_in_a_new_job_only(tmp_path: Path, new_job: bool) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    ledger = Ledger(tmp_path / "ledger", rank=None)
     settings = LaunchSettings(
         ["train.py"], tmp_path, nnodes="2", node_rank=0, rdzv_endpoint="n1:1", retries_in_new_job=new_job
     )
@@ -1125,7 +1127,7 @@ def test_a_node_to_avoid_is_avoided_in_a_new_job_only(tmp_path: Path, new_job: b
 
 
 def test_the_table_of_a_run_without_launcher(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = Ledger(tmp_path / "ledger")
     for event, step in (("fresh", 0), ("saved", 13), ("interrupted", 13), ("resumed", 13), ("finished", 48)):
         ledger.record(event, fit=0, step=step)
     ledger.record("fresh", fit=1)  # the script's next fit
@@ -1141,7 +1143,7 @@ def test_the_table_of_a_run_without_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", [exits(75), {"event": "slice_end", "how": "cancelled", "then": "end"}])
 def test_a_run_that_goes_on_without_launcher(tmp_path: Path, end: dict[str, Any]) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl", rank=None)
+    ledger = Ledger(tmp_path / "ledger", rank=None)
     ledger.record("slice_start", slurm_job_id="17", restart_count=0, node_list=["n1"])
     ledger.record("launch", slurm_job_id="17")
     ledger.record("resumed", fit=0, step=0)

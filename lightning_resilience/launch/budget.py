@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_resilience.ledger import Ledger
+
 Event = dict[str, Any]
 
 _DAY_S = 24 * 3600.0
@@ -162,7 +164,7 @@ def recurrence(failure: Failure, times: int) -> str:
 
 def last_recurrence(events: Iterable[Event]) -> str | None:
     """The same about the last failure in a ledger; ``None`` if it came for the first time, or if there is none."""
-    return _History(events).recurrence()
+    return History(events).recurrence()
 
 
 def spent(events: Iterable[Event]) -> tuple[int, int]:
@@ -171,7 +173,7 @@ def spent(events: Iterable[Event]) -> tuple[int, int]:
     Args:
         events: The run's ledger, oldest first.
     """
-    history = _History(events)
+    history = History(events)
     return history.failures_in_job, history.job_retries
 
 
@@ -206,14 +208,15 @@ class Budget:
     job_retries: int = 2
     max_failures_per_day: int = 50
 
-    def decide(self, events: Iterable[Event], now: float) -> Decision:
+    def decide(self, history: History | Iterable[Event], now: float) -> Decision:
         """What the history of a run allows next.
 
         Args:
-            events: The run's ledger, oldest first.
+            history: It, or the run's ledger, oldest first.
             now: Seconds since the epoch.
         """
-        history = _History(events)
+        if not isinstance(history, History):
+            history = History(history)
         again = history.recurrence()
         again = f", {again}" if again else ""
         today = sum(count for time, count in history.failures.items() if time > now - _DAY_S)
@@ -243,14 +246,14 @@ class Budget:
         return Decision("retry", min(self.in_job_restarts, left), retry, reason)
 
 
-class _History:
+class History:
     """What counts against the budget.
 
     Args:
         events: The run's ledger, oldest first.
     """
 
-    def __init__(self, events: Iterable[Event]) -> None:
+    def __init__(self, events: Iterable[Event] = ()) -> None:
         self.failures: Counter[float] = Counter()  # how many came when
         self.failures_in_job = 0  # since the last progress
         self.job_retries = 0  # since the last progress
@@ -263,7 +266,7 @@ class _History:
         self._previous_start: Event | None = None
         self._group: list[Event] | None = None  # since workers of this job last said that they have started
         for event in events:
-            self._add(event)
+            self.add(event)
 
     def recurrence(self) -> str | None:
         """What is to be said about the last failure if it was not the first of its kind."""
@@ -271,7 +274,8 @@ class _History:
             return None
         return recurrence(self.last, self.times[self.last])
 
-    def _add(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
+        """Counts what happened next."""
         if (verified := verified_step(event)) is not None:
             self._verify(*verified)
         match event["event"]:
@@ -323,6 +327,33 @@ class _History:
         if self.last is not None:
             self.tries[self.last] += 1
             self.times[self.last] += 1
+
+
+class LiveHistory:
+    """The history of a run that goes on: each event is counted once.
+
+    Args:
+        ledger: Where it is recorded.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._history = History()
+        self._counted = self._insertions = 0
+
+    def now(self) -> History:
+        """What there is by now.
+
+        Raises:
+            OSError: If the ledger cannot be read.
+        """
+        events = self._ledger.events()
+        if self._insertions != self._ledger.insertions:  # something has turned up that belongs further back
+            self._history, self._counted, self._insertions = History(), 0, self._ledger.insertions
+        for event in events[self._counted :]:
+            self._history.add(event)
+        self._counted = len(events)
+        return self._history
 
 
 def _failed_before(start: Event, previous: Event | None) -> int:

@@ -18,8 +18,10 @@ from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.slurm_script import AFTER_GRACE_S, PREEMPT_TIME_S, BatchScript
 from lightning_resilience.launch.status import status
 from lightning_resilience.launch.view import diagnoses, ranks_now, watch
+from lightning_resilience.ledger import is_ledger
 from lightning_resilience.recipes import JOBS
 from lightning_resilience.report import report
+from lightning_resilience.run_directory import RunDirectory
 
 _EXIT_CODES = """exit codes of launch:
   0   the run has finished
@@ -84,11 +86,11 @@ def _why_no_run(path: Path) -> str | None:
     """What is wrong with what was given for a run directory, if anything."""
     if not path.is_dir():
         return f"{path} is not a directory; a run directory was expected"
-    if (path / "ledger.jsonl").exists() or (path / "launches").exists():
+    if is_ledger(RunDirectory(path).ledger) or (path / "launches").exists():
         return None
-    runs = [str(ledger.parent) for pattern in ("*", "*/*") for ledger in path.glob(f"{pattern}/ledger.jsonl")]
+    runs = [str(run) for pattern in ("*", "*/*") for run in path.glob(pattern) if is_ledger(RunDirectory(run).ledger)]
     those = f"; these are: {', '.join(sorted(runs)[:5])}" if runs else ""
-    return f"{path} is no run directory: there is no ledger.jsonl in it{those}"
+    return f"{path} is no run directory: there is no ledger in it{those}"
 
 
 def launch_settings(arguments: Sequence[str]) -> LaunchSettings:

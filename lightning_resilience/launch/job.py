@@ -19,7 +19,7 @@ from lightning_resilience import _nvrx, signals
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience._processes import describe_process, is_running
 from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
-from lightning_resilience.launch.budget import Budget, Decision, highest_verified_step
+from lightning_resilience.launch.budget import Budget, Decision, LiveHistory, highest_verified_step
 from lightning_resilience.launch.nodes import (
     FIRST_NODE_WITHIN_S,
     OWNER_LOST_AFTER_S,
@@ -29,7 +29,7 @@ from lightning_resilience.launch.nodes import (
 )
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
 from lightning_resilience.launch.slurm import get_slurm_info
-from lightning_resilience.launch.worker import JOB_ATTEMPT_VARIABLE, first_fault
+from lightning_resilience.launch.worker import JOB_ATTEMPT_VARIABLE, first_fault, why_not_again
 from lightning_resilience.ledger import Ledger, read_ledger
 from lightning_resilience.recipes import RECIPE_VARIABLE
 from lightning_resilience.run_directory import LAUNCHED, LOCAL_DIR_VARIABLE, RUN_DIR_VARIABLE, Outcome, RunDirectory
@@ -154,6 +154,7 @@ class Launch:
         self._starter = starter
         self._run_directory = RunDirectory(settings.run_dir)
         self._ledger = Ledger(self._run_directory.ledger, rank=None)
+        self._history = LiveHistory(self._ledger)
         self._board = Board(self._run_directory.path / "decision.json", self.launch_id)
         self._record_path = self._run_directory.path / "launches" / f"{self.launch_id}.json"
         self._over_since: float | None = None  # when this node saw that the job it is in has been given up
@@ -186,7 +187,7 @@ class Launch:
             return self._end(Outcome("finished", "it had finished already"))
         self._describe()
         while True:
-            decision = self.settings.budget.decide(read_ledger(self._ledger.path), time.time())
+            decision = self._decide()
             if decision.action == "give_up":
                 self._ledger.record("give_up", reason=decision.reason)
                 return self._end(Outcome("failed", self._with_last_fault(decision.reason)))
@@ -213,7 +214,7 @@ class Launch:
             if outcome.status != "failed":
                 return self._end(outcome)
             self._ledger.record("failure", run_id=run_id, exit_code=exit_code, reason=outcome.reason)
-            following = self.settings.budget.decide(read_ledger(self._ledger.path), time.time())
+            following = self._decide()
             if (reason := self._why_in_a_new_job(following, run_id)) is not None:
                 return self._end(Outcome("interrupted", f"{reason} ({outcome.reason})", details={"new_job": True}))
             if following.action != "give_up":
@@ -232,7 +233,7 @@ class Launch:
         """The nodes that a rank on them has asked to go on without, since these workers were started."""
         if self.settings.is_single_node:
             return []  # there is no other node to compare it to
-        events = list(read_ledger(self._ledger.path))
+        events = self._ledger.events()
         begun = next((index for index, event in enumerate(events) if event.get("run_id") == run_id), 0)
         asked = (event for event in events[begun:] if event["event"] == "workload_request")
         return sorted({str(event.get("node")) for event in asked if event.get("action") == "exclude_this_node"})
@@ -281,6 +282,8 @@ class Launch:
             return said
         if self._stop.signum is not None:
             return Outcome("interrupted", f"the launcher received {self._stop.signum.name}")
+        if exit_code != 0 and (reason := self._not_again()) is not None:
+            return Outcome("halted", reason)
         events = list(read_ledger(self._ledger.path))
         if exit_code == 0:
             if said is not None and said.status == "interrupted":
@@ -311,7 +314,14 @@ class Launch:
             return True  # else its elastic launcher would wait five minutes for that of a node that was told to stop
         if self.settings.retries_in_new_job and self._nodes_to_avoid(run_id):
             return True  # its elastic launcher would start the workers on the same nodes
-        return self.settings.budget.decide(read_ledger(self._ledger.path), time.time()).action != "start"
+        return self._not_again() is not None or self._decide().action != "start"
+
+    def _not_again(self) -> str | None:
+        """Why starting the script once more is in vain. With several nodes this one says so, on one the workers."""
+        return None if self.settings.is_single_node else why_not_again(self._ledger.events())
+
+    def _decide(self) -> Decision:
+        return self.settings.budget.decide(self._history.now(), time.time())
 
     def _has_stopped(self, run_id: str) -> bool:
         """Whether the ranks have stopped together and saved, and the other nodes have nothing left to do."""

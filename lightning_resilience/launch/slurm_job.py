@@ -60,7 +60,7 @@ from lightning_resilience.launch.slurm import (
 )
 from lightning_resilience.launch.slurm_script import seconds_of
 from lightning_resilience.launch.status import compact, progress_line
-from lightning_resilience.ledger import Ledger, read_ledger
+from lightning_resilience.ledger import Ledger
 from lightning_resilience.run_directory import RunDirectory
 from lightning_resilience.signals import EXIT_INTERRUPTED
 
@@ -212,7 +212,7 @@ class BatchStep:
         self._terms += 1
 
     def _events(self) -> list[Event]:
-        return list(read_ledger(self._ledger.path))
+        return self._ledger.events()
 
     def _other_job(self, before: Sequence[Slice]) -> str | None:
         """Another job that works in this run directory now."""

@@ -67,9 +67,12 @@ def main() -> None:
     fault: dict[str, Any] = {}
     if ledger.rank == 0:
         _record_start(run_directory, ledger)
-    if (reason := _why_not_again(read_ledger(run_directory.ledger))) is not None:
+    # On one node all find the same in the ledger. With several the first node's launch decides, for all.
+    events = list(read_ledger(run_directory.ledger))  # also: what this process records comes after it
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" and (reason := why_not_again(events)) is not None:
         _record_end(run_directory, ledger, Outcome("halted", reason), fault, command)
         sys.exit(0)
+    del events
     try:
         _run_script(command)
         outcome = Outcome("finished", "the script ended")
@@ -156,6 +159,7 @@ def _record_end(
 ) -> None:
     elastic_run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if outcome.status == "failed":
+        ledger.catch_up()  # what is known of this group by now comes before its fault
         restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         ledger.record(
             "fault", **fault, reason=outcome.reason, elastic_run_id=elastic_run_id, restart_count=restart_count
@@ -176,10 +180,11 @@ _NOT_THE_USERS = (
 )
 
 
-def _why_not_again(events: Iterable[dict[str, Any]]) -> str | None:
+def why_not_again(events: Iterable[dict[str, Any]]) -> str | None:
     """Why the script need not be run once more: it makes the same mistake each time, before any training begins.
 
-    Asked when a group of workers starts, since all of them must come to the same answer.
+    Asked when a group of workers starts, since all of them must come to the same answer; with several nodes by the
+    first node's launch, since what one node has just written another may not see yet.
 
     Args:
         events: The run's ledger, oldest first.

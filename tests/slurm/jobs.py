@@ -68,7 +68,7 @@ class Chain:
         return ["--nodes=2", "--time=1:00:00", f"--run-dir={self.run_dir}", "--nproc-per-node=1", *options]
 
     def events(self, *names: str) -> list[dict[str, Any]]:
-        return [each for each in read_ledger(self.run_dir / "ledger.jsonl") if not names or each["event"] in names]
+        return [each for each in read_ledger(self.run_dir / "ledger") if not names or each["event"] in names]
 
     def slices(self) -> list[Slice]:
         return slices_of(self.events())
