@@ -43,6 +43,7 @@ from lightning_resilience.run_directory import (
 )
 from lightning_resilience.saving import STATE_KEY, Saver
 from lightning_resilience.tiers import Tiers
+from lightning_resilience.wandb_runs import begin_another, wandb_run_id
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -629,6 +630,7 @@ class FitSession:
         with ExitStack() as steps:  # the last one first; one that raises keeps none from its turn
             if self.rank == 0:
                 steps.callback(self.run.left)
+            steps.callback(begin_another, *(wandb_run_id(self.run_id, self.index + more) for more in (0, 1)))
             steps.callback(_each, self.at_left)
             steps.callback(self._forget)
             steps.callback(self._release)

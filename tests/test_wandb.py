@@ -65,7 +65,7 @@ class OfflineRun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (file,) = folder.glob("*.wandb")
-        self.id = folder.name.rpartition("-")[2]
+        self.id = folder.name.split("-", 3)[3]
         self.history: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
         self.config: dict[str, Any] = {}
@@ -231,6 +231,71 @@ def test_a_restarted_run_is_one_run_with_all_that_is_known_of_its_ranks(end: str
     while services() - before and time.monotonic() < wait_until_gone:
         time.sleep(0.1)
     assert services() - before == set()
+
+
+def folds_main(folder: str, identity: str) -> None:
+    import lightning.pytorch as L
+    from lightning.pytorch.loggers import WandbLogger
+
+    from lightning_resilience import AutoResume
+
+    os.environ.update(WANDB_MODE="offline", WANDB_DIR=folder, WANDB_SILENT="true", WANDB_RUN_ID=identity)
+    fd = os.open(f"{folder}/output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+
+    for fold in range(2):
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_steps=2,
+            logger=WandbLogger(f"fold-{fold}", save_dir=folder, project=f"fold-{fold}"),
+            log_every_n_steps=1,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[AutoResume(f"{folder}/run", async_save=False)],
+        )
+        config = {**program.DEFAULTS, "run_dir": f"{folder}/run", "fit": fold}
+        trainer.fit(program.Module(config), program.loader(config, 1, 0))
+        wandb.finish()
+    assert os.environ.pop("WANDB_RUN_ID") == f"{identity}-2"
+
+
+@pytest.mark.campaign
+def test_each_fit_of_a_script_has_a_run_of_its_own(tmp_path: Path) -> None:
+    """The same one over all restarts: its id follows from the run and the number of the fit alone."""
+    identity = RunDirectory(tmp_path / "run").identity()
+    script = CONTEXT.Process(target=folds_main, args=(str(tmp_path), identity))
+    script.start()
+    script.join(100)
+    assert script.exitcode == 0, (tmp_path / "output").read_text()
+    assert [found.id for found in offline_runs(tmp_path)] == [identity, f"{identity}-1"]
+
+
+@pytest.mark.parametrize("own", [None, "own"])
+def test_each_fit_finds_an_id_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None) -> None:
+    """The short version: what W&B would find in the environment, after a restart too."""
+    import lightning.pytorch as L
+
+    from lightning_resilience import AutoResume
+
+    run_dir, found = tmp_path / "run", []
+    identity = RunDirectory(run_dir).identity()
+
+    class Looks(L.Callback):
+        def setup(self, *args: Any, **kwargs: Any) -> None:
+            found.append(os.environ["WANDB_RUN_ID"])
+
+    for _ in range(2):
+        session._fits_begun.clear()
+        monkeypatch.setenv("WANDB_RUN_ID", own or identity)
+        for fold in range(2):
+            callbacks = [Looks(), AutoResume(run_dir, async_save=False)]
+            options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+            trainer = L.Trainer(accelerator="cpu", max_steps=2, callbacks=callbacks, **options)
+            config = {**program.DEFAULTS, "run_dir": str(run_dir), "fit": fold}
+            trainer.fit(program.Module(config), program.loader(config, 1, 0))
+    assert found == [own or identity, own or f"{identity}-1"] * 2
 
 
 class WandbLogger:

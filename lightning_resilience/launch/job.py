@@ -33,6 +33,7 @@ from lightning_resilience.launch.worker import JOB_ATTEMPT_VARIABLE, first_fault
 from lightning_resilience.ledger import Ledger, read_ledger
 from lightning_resilience.recipes import RECIPE_VARIABLE
 from lightning_resilience.run_directory import LAUNCHED, LOCAL_DIR_VARIABLE, RUN_DIR_VARIABLE, Outcome, RunDirectory
+from lightning_resilience.wandb_runs import RUN_ID_VARIABLE, wandb_run_id
 
 _VERDICT_EXIT_CODES = (16, 17)  # Megatron's: a fault that came again, and one that did not
 _LEFTOVERS_PATIENCE_S = 5.0
@@ -488,7 +489,7 @@ class Launch:
 
     def _defaults(self) -> dict[str, str]:
         """What the user's own environment goes before: Weights & Biases goes on with one run over all restarts."""
-        return {"WANDB_RUN_ID": self._run_directory.identity(), "WANDB_RESUME": "allow"}
+        return {RUN_ID_VARIABLE: wandb_run_id(self._run_directory.identity()), "WANDB_RESUME": "allow"}
 
 
 def say(line: str) -> None:
