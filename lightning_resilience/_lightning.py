@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import importlib
 import sys
@@ -12,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from importlib.util import find_spec
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -390,10 +391,44 @@ def _is_zero(optimizer: Any) -> bool:
     return hasattr(optimizer, "consolidate_state_dict") and hasattr(optimizer, "optim")
 
 
+def _do_nothing(*arguments: Any) -> None:
+    pass
+
+
+def _uses_last_argument(hook: Any, given: int) -> bool:
+    """Whether a function may do something with the last of so many arguments; if in doubt, it may.
+
+    Found in its code and not by watching it: the answer must be the same on all ranks, a hook may have collectives in
+    it, and what it does once it need not do the next time.
+    """
+    function, position = getattr(hook, "__func__", hook), given - 1 + hasattr(hook, "__self__")
+    while hasattr(function, "__wrapped__") and _is_transparent(function):
+        function = function.__wrapped__
+    code = getattr(function, "__code__", None)
+    return not isinstance(code, CodeType) or _uses_argument(code, position)
+
+
+def _is_transparent(decorated: Any) -> bool:
+    """Whether the decorator is one like ``rank_zero_only`` and ``torch.no_grad``, which look at no argument."""
+    package = str(getattr(decorated, "__globals__", {}).get("__name__")).partition(".")[0]
+    return package in ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torch")
+
+
+@functools.cache
+def _uses_argument(code: CodeType, position: int) -> bool:
+    if position >= code.co_argcount or {"locals", "vars", "eval", "exec"} & {*code.co_names}:
+        return True
+    name = code.co_varnames[position]
+    touched = (each.argval for each in dis.get_instructions(code))
+    return any(name in each if isinstance(each, tuple) else name == each for each in touched)
+
+
 def dump_own_checkpoint(trainer: Trainer) -> dict[str, Any]:
     """Like :func:`dump_checkpoint`, but of this rank alone: strategies that shard give their shards and gather nothing.
 
-    Tensors are the live ones, not copies.
+    Tensors are the live ones, not copies. Hooks that do nothing with the checkpoint are left out: there is no state of
+    theirs in it, and what they do instead, such as writing an adapter, is meant for checkpoints that somebody asked
+    for, which come by the hour and not by the second.
     """
     strategy: Any = trainer.strategy
     module = trainer.lightning_module
@@ -413,6 +448,9 @@ def dump_own_checkpoint(trainer: Trainer) -> dict[str, Any]:
     if shards_state(trainer):
         patches.set(strategy, "optimizer_state", optimizer_state)
         patches.set(strategy, "lightning_module_state_dict", module_state)
+    for owner, given in ((module, 1), *((callback, 3) for callback in callbacks(trainer))):
+        if not _uses_last_argument(owner.on_save_checkpoint, given):
+            patches.set(owner, "on_save_checkpoint", _do_nothing)
     try:
         return dump_checkpoint(trainer)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import functools
 import gc
 import logging
 import os
@@ -20,15 +21,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed import PrefixStore, TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import AutoResume, LocalCheckpoint, Preemption, session, signals
+from lightning_resilience import AutoResume, LocalCheckpoint, Preemption, _lightning, session, signals
 from lightning_resilience.callbacks import local_checkpoint, preemption
 from lightning_resilience.checkpoint import capacity, durable, resume, shard
 from lightning_resilience.checkpoint import local as local_saves
@@ -871,6 +874,87 @@ def test_by_time(memory: Run) -> None:
     assert 0 < len(steps_in(memory.folder)) <= 2
     ends_well(memory, memory.local(train_time_interval=timedelta(seconds=0.15)))
     assert memory.resumes[0][0] == "local"
+
+
+class Exports(L.Callback):
+    """Writes something of its own beside each checkpoint that the user has asked for."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    @rank_zero_only
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.steps.append(trainer.global_step)
+
+
+class Counts(L.Callback):
+    """Has a state in the checkpoint only."""
+
+    batches = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["batches"] = self.batches
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.batches = checkpoint["batches"]
+
+
+def test_what_is_done_beside_a_checkpoint_is_done_for_those_that_were_asked_for(tmp_path: Path) -> None:
+    """A hook that writes files is not called every few seconds; one that keeps a state in the checkpoint is."""
+    run, exports = Run(tmp_path), Exports()
+    run.die(run.resume(6), run.local(), exports, Counts(), step=11)
+    assert exports.steps == [6]
+    assert "on_save_checkpoint" not in vars(exports)
+    counts = Counts()
+    ends_well(run, run.resume(6), run.local(), exports, counts)
+    assert run.resumes == [("local", 9)]
+    assert counts.batches == 32
+
+
+def hooks() -> Iterator[tuple[Any, bool]]:
+    def exports(self: Any, checkpoint: Any) -> None:
+        """Writes the adapter beside the checkpoint."""
+        self.save("adapter")
+
+    def keeps(self: Any, checkpoint: Any) -> None:
+        checkpoint["x"] = 1
+
+    def keeps_it_elsewhere(self: Any, checkpoint: Any) -> None:
+        def keep() -> None:
+            checkpoint["x"] = 1
+
+        keep()
+
+    def looks(self: Any, checkpoint: Any) -> None:
+        print(locals())
+
+    def takes_all(*given: Any) -> None:
+        pass
+
+    def decorator(function: Any) -> Any:
+        @functools.wraps(function)
+        def keeps_more(self: Any, checkpoint: Any) -> None:
+            checkpoint["x"] = 1
+            function(self, checkpoint)
+
+        return keeps_more
+
+    yield exports, False
+    yield rank_zero_only(exports), False
+    yield torch.no_grad()(exports), False
+    yield from ((each, True) for each in (keeps, keeps_it_elsewhere, looks, takes_all, decorator(exports)))
+    yield rank_zero_only(keeps), True
+    yield functools.partial(exports), True  # who knows
+    yield L.LightningModule.on_save_checkpoint, False
+
+
+@pytest.mark.parametrize(("hook", "may"), hooks())
+def test_whether_a_hook_may_have_a_state_in_the_checkpoint(hook: Any, may: bool) -> None:
+    bound = functools.partial(hook, None) if isinstance(hook, functools.partial) else MethodType(hook, Net({}))
+    assert _lightning._uses_last_argument(bound, 1) == may
 
 
 def test_where_states_are_kept(memory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
