@@ -640,6 +640,24 @@ def test_a_ledger_that_cannot_be_used(batch: Batch, restarts: int, code: int, re
     assert not (batch.folder / "srun").exists()
 
 
+def test_what_another_node_has_recorded_in_an_earlier_slice_may_turn_up_in_this_one(batch: Batch) -> None:
+    """Over a network file system. It says nothing about how this one has ended."""
+    batch.ledger.record("slice_start", slurm_job_id="17", restart_count=0, node_list=["n1"])
+    batch.ledger.record("launch")
+    batch.ledger.record(**exits(0))
+    batch.ledger.record("slice_end", how="preempted", then="requeue")
+    process = batch.start(exit_code=1, restarts=1, takes=1.0)
+    try:
+        while not (batch.folder / "ready").exists():
+            time.sleep(0.05)
+        late = json.dumps({"event": "fault", "order": 1.0, "reason": "late"}) + "\n"
+        (batch.ledger.path / "n2-01234567.jsonl").write_text(4 * late)
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert (process.returncode, "launch lost" in said) == (75, True), said
+
+
 @pytest.mark.parametrize("empty", [True, False])
 def test_a_ledger_that_is_lost_while_the_run_is_at_work(batch: Batch, empty: bool) -> None:
     """Another node may have it."""

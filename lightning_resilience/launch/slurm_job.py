@@ -180,8 +180,7 @@ class BatchStep:
         self._ledger.record(
             "slice_start", slurm_job_id=self.slurm.job_id, restart_count=self.slurm.restart_count, node_list=nodes
         )
-        events = self._events()
-        if len(slices_of(events)) == len(before):
+        if len(slices_of(self._events())) == len(before):
             # What is not recorded is not counted: there would be no end of it.
             return self._without_ledger(f"{self._ledger.path} cannot be written")
         command = self.command()
@@ -192,7 +191,10 @@ class BatchStep:
             self._show_progress()
             time.sleep(_POLL_S)
         job = show_job(self.slurm.job_id)
-        end = self._how_it_ended(exit_code, self._events()[len(events) :], job)
+        # Not by their number: what another node has recorded before may have turned up meanwhile.
+        events = self._events()
+        begun = [index for index, event in enumerate(events) if event["event"] == "slice_start"]
+        end = self._how_it_ended(exit_code, events[begun[-1] :] if begun else [], job)
         if end.then == "requeue" and self._is_cancelled(job):
             end = End("cancelled", "end", EXIT_INTERRUPTED, "the job was cancelled")
         return self._follow(end)
