@@ -1074,7 +1074,11 @@ def ddp_wrapper(trainer: Trainer) -> DistributedDataParallel | None:
 
 
 def keep_signal_handlers(
-    trainer: Trainer, patches: Patches, signums: Iterable[int], put_back: Callable[[], None]
+    trainer: Trainer,
+    patches: Patches,
+    signums: Iterable[int],
+    take_over: Callable[[], None],
+    put_back: Callable[[], None],
 ) -> None:
     """Keeps Lightning's SIGTERM handler, which broadcasts inside the handler and deadlocks DDP, out of the way.
 
@@ -1083,12 +1087,14 @@ def keep_signal_handlers(
         patches: Undone after the fit.
         signums: Signals that Lightning shall not give back at its end: the handlers that it found are ours, and
             after an exception its end comes after ours.
+        take_over: Called before Lightning registers its handlers, which wrap those of the script.
         put_back: Called after Lightning has registered its handlers, right before the stages run.
     """
     connector = trainer._signal_connector
     register = connector.register_signal_handlers
 
     def wrapper() -> None:
+        take_over()
         register()
         for signum in signums:
             connector._original_handlers.pop(signum, None)

@@ -2,7 +2,8 @@
 
 A Python signal handler runs only when the main thread comes back to the interpreter, which a thread blocked in a
 collective does not do. The interpreter's C handler, however, writes the signal's number to a file descriptor at once
-(``signal.set_wakeup_fd``). A listener thread reads it there: no handler does any work, takes a lock or touches a file.
+(``signal.set_wakeup_fd``). A listener thread reads it there: the handler itself does no work, takes no lock and touches
+no file.
 
 Imports neither torch nor Lightning: ``lightning-resilience launch`` installs this before the script's first import. A
 signal that arrives before anyone listens is kept and delivered to the first subscriber.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import logging
 import multiprocessing
 import os
@@ -21,7 +23,11 @@ import socket
 import sys
 import threading
 import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
@@ -36,6 +42,11 @@ GRACE_PERIOD_VARIABLE = "LIGHTNING_RESILIENCE_GRACE_PERIOD_S"
 """Environment variable in which a launcher that knows the real limit tells it to the workers."""
 
 _WORKERS_END_WITHIN_S = 5.0  # torch's own patience with a worker that has nothing left to do
+_FROM_PYTHON = 0x80  # in a byte of the listener's socket: noted by the handler in Python; signals end at 64
+_PAUSE_AFTER_ERROR_S = 0.1
+_LONGEST_POLL_S = 3600.0
+_SPEAKS_WITHIN_S = 1.0
+_LAST_WORDS_WITHIN_S = 5.0
 
 DEFAULT_GRACE_PERIOD_S = 600.0
 """KempnerForge's shutdown deadline."""
@@ -79,6 +90,9 @@ class SignalListener:
     The process ends at once, by ``os._exit``, when the grace period after the first signal has run out or when a second
     signal arrives (see :data:`SECOND_SIGNAL_AFTER_S`). Whoever subscribes is told about the first signal only.
 
+    A handler that the script has set itself is called too, as Python calls it, and put back at the end. What it raises
+    does not end the training in the middle of a step: the run stops at its next boundary in any case.
+
     Args:
         signums: The signals to notice.
         grace_period_s: Seconds from the first signal to the end of the process.
@@ -88,43 +102,80 @@ class SignalListener:
         self.signums = tuple(signums)
         self.grace_period_s = grace_period_s
         self.received: signal.Signals | None = None
+        self.returned: set[int] = set()
+        """The signals whose own handler has been called and has returned."""
         self._subscriber: Callable[[signal.Signals], None] | None = None
         self._before_exit: Callable[[str], None] | None = None
         self._deadline: float | None = None
         self._first_at = 0.0
         self._previous: dict[signal.Signals, Any] = {}
+        self._scripts: dict[signal.Signals, Any] = {}  # handlers that have been set over this listener's
+        self._calling: set[int] = set()
+        self._held_back: deque[str] = deque()  # what they have raised; a handler must not write
+        self._unanswered: set[int] = set()  # written by the interpreter's C handler; Python's has not been called yet
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
             end.setblocking(False)
-        self._previous_fd = -1
+        self._others_fd: _OthersDescriptor | None = None
         self._closing = threading.Event()
+        self._has_stumbled = False
         self._thread = threading.Thread(target=self._listen, name="resilience-signals", daemon=True)
 
     def start(self) -> None:
         """Installs the handlers. Only the main thread may do this."""
         self.add(self.signums)
-        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread.start()
 
     def add(self, signums: Collection[signal.Signals]) -> None:
         """Notices ``signums`` too. Only the main thread may do this."""
         for signum in signums:
             if signum not in self._previous:
-                self._previous[signum] = signal.signal(signum, self._ignore)
+                self._previous[signum] = signal.signal(signum, self._note)
         self.signums = tuple(self._previous)
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Handles the signals that the script has set handlers for since, which are called from here then."""
+        for signum in self.signums:
+            current = signal.getsignal(signum)
+            if not self._is_own(current):
+                if current not in (None, signal.SIG_DFL):
+                    self._scripts[signum] = current
+                signal.signal(signum, self._note)
+        self.listen_again()
 
     def handle(self) -> None:
         """Puts the handlers back in place after something else (Lightning, at the start of a fit) has replaced them."""
         for signum in self.signums:
-            signal.signal(signum, self._ignore)
+            signal.signal(signum, self._note)
+        self.listen_again()
+
+    def listen_again(self) -> None:
+        """Takes the wakeup descriptor back: whoever closes an asyncio loop that had a signal handler has removed it.
+
+        Without it a signal is noticed only when the main thread comes back to the interpreter. Does nothing in others.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        current = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        if current != self._writer.fileno():
+            self._others_fd = _OthersDescriptor.of(current)
+
+    def give_back(self) -> None:
+        """Puts the script's own handlers back, where it has set any."""
+        for signum, handler in self._scripts.items():
+            if self._is_own(signal.getsignal(signum)):
+                signal.signal(signum, handler)
+        self._scripts.clear()
 
     def stop(self) -> None:
         """Restores what was there before; a signal that was received has then been dealt with."""
-        for signum, previous in self._previous.items():
-            self._give_back(signum, previous)
-        if (current := signal.set_wakeup_fd(self._previous_fd)) != self._writer.fileno():
+        self._restore()
+        others = self._others_fd
+        current = signal.set_wakeup_fd(others.fd if others is not None and others.is_open else -1)
+        if current != self._writer.fileno():
             signal.set_wakeup_fd(current)  # somebody else has taken it over since: leave theirs
         self._closing.set()
         self._wake()
@@ -132,11 +183,6 @@ class SignalListener:
         self._reader.close()
         self._writer.close()
         self._disarm()
-
-    @property
-    def previous_handlers(self) -> dict[signal.Signals, Any]:
-        """What handled each signal before this listener."""
-        return dict(self._previous)
 
     @property
     def seconds_left(self) -> float:
@@ -152,7 +198,7 @@ class SignalListener:
         Args:
             subscriber: Told which signal it was.
             before_exit: Called with the reason when the process ends without having been able to stop in order. It gets
-                little time and must not block.
+                a few seconds.
         """
         with self._lock:
             self._subscriber, self._before_exit = subscriber, before_exit
@@ -161,9 +207,10 @@ class SignalListener:
             subscriber(received)
 
     def unsubscribe(self) -> None:
-        """Drops the subscriber. The grace period goes on."""
+        """Drops the subscriber and gives back the script's own handlers. The grace period goes on."""
         with self._lock:
             self._subscriber = self._before_exit = None
+        self.give_back()
 
     def start_grace_period(self) -> None:
         """Starts the grace period on a rank that got no signal itself but stops because a peer did."""
@@ -172,11 +219,36 @@ class SignalListener:
                 self._deadline = time.monotonic() + self.grace_period_s
                 # Only C code ends a process whose main thread holds the interpreter lock; it comes second.
                 if sys.__stderr__ is not None:
-                    faulthandler.dump_traceback_later(self.grace_period_s + 5.0, exit=True, file=sys.__stderr__)
+                    with suppress(OSError, ValueError, RuntimeError, OverflowError):  # it may be closed
+                        faulthandler.dump_traceback_later(self.grace_period_s + 5.0, exit=True, file=sys.__stderr__)
         self._wake()
 
-    def _ignore(self, signum: int, frame: FrameType | None) -> None:
-        """A handler must exist for the interpreter to write the wake-up byte; the listener does the work."""
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        """A handler must exist for the interpreter to write the wake-up byte; the listener does the work.
+
+        It is told once more from here: the wakeup descriptor may be somebody else's now, or nobody's.
+        """
+        with suppress(OSError):
+            self._writer.send(bytes([signum | _FROM_PYTHON]))
+        handler = self._scripts.get(signal.Signals(signum), self._previous.get(signal.Signals(signum)))
+        if handler is None or not _is_of_the_script(handler):
+            return
+        if signum in self._calling:  # it calls what it has replaced, which is this
+            return
+        self._calling.add(signum)
+        try:
+            handler(signum, frame)
+            self.returned.add(signum)
+        except BaseException as error:
+            if self._subscriber is None:
+                raise
+            self._held_back.append(f"{signal.Signals(signum).name} has raised {error!r}")
+            self._wake()
+        finally:
+            self._calling.discard(signum)
+
+    def _is_own(self, handler: Any) -> bool:
+        return getattr(handler, "__self__", None) is self
 
     def _disarm(self) -> None:
         if self._deadline is not None:
@@ -184,64 +256,146 @@ class SignalListener:
             faulthandler.cancel_dump_traceback_later()
 
     def _wake(self) -> None:
-        try:
+        with suppress(OSError):
             self._writer.send(b"\0")
-        except OSError:
-            pass
 
     def _listen(self) -> None:
+        poll = select.poll()  # not select, which takes no descriptor from 1024 on
+        poll.register(self._reader, select.POLLIN)
         while not self._closing.is_set():
-            deadline = self._deadline
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([self._reader], [], [], timeout)
-            if self._closing.is_set():
-                return
-            if not ready and deadline is not None and time.monotonic() >= deadline:
-                self._exit(f"the grace period of {self.grace_period_s:g} s has run out")
-            if ready:
-                for number in self._reader.recv(4096):
-                    if number in self.signums:
-                        self._on_signal(signal.Signals(number))
-                    elif number and self._previous_fd >= 0:
-                        os.write(self._previous_fd, bytes([number]))
+            try:
+                self._listen_once(poll)
+            except BaseException:  # whatever it is: without this thread the process would be deaf
+                self._say_error()
+                time.sleep(_PAUSE_AFTER_ERROR_S)
+
+    def _say_error(self) -> None:
+        if not self._has_stumbled:
+            self._has_stumbled = True
+            text = f"The listener for signals goes on after an error of its own:\n{traceback.format_exc()}"
+            _within(_SPEAKS_WITHIN_S, log.error, text)
+
+    def _listen_once(self, poll: select.poll) -> None:
+        deadline = self._deadline
+        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+        poll.poll(None if seconds is None else min(seconds, _LONGEST_POLL_S) * 1000)
+        if self._closing.is_set():
+            return
+        if (deadline := self._deadline) is not None and time.monotonic() >= deadline:
+            self._exit(f"the grace period of {self.grace_period_s:g} s has run out")
+        try:
+            noted = self._reader.recv(4096)
+        except BlockingIOError:
+            return
+        for byte in noted:
+            number = byte & ~_FROM_PYTHON
+            if byte & _FROM_PYTHON:
+                if number in self._unanswered:  # Python's handler comes second, and perhaps long after C's
+                    self._unanswered.discard(number)
+                    continue
+            elif number:
+                self._unanswered.add(number)
+                if self._others_fd is not None:
+                    self._others_fd.write(number)
+            if number in self.signums:
+                self._on_signal(signal.Signals(number))
+        while self._held_back:
+            line = f"The script's own handler of {self._held_back.popleft()}: the fit stops at its next boundary first."
+            _within(_SPEAKS_WITHIN_S, log.warning, line)
 
     def _on_signal(self, signum: signal.Signals) -> None:
         now = time.monotonic()
         with self._lock:
-            if self.received is not None:
-                if now - self._first_at >= SECOND_SIGNAL_AFTER_S:
-                    self._exit(f"signal {int(signum)} was received a second time")
-                return
-            self.received, self._first_at = signum, now
+            is_first = self.received is None
+            if is_first:
+                self.received, self._first_at = signum, now
             subscriber = self._subscriber
-        # NeMo's words, so that what watches its logs keeps working.
-        print(f"Received signal {int(signum)}, initiating graceful stop", file=sys.stderr, flush=True)
+        if not is_first:
+            if now - self._first_at >= SECOND_SIGNAL_AFTER_S:
+                self._exit(f"signal {int(signum)} was received a second time")
+            return
         self.start_grace_period()
         if subscriber is not None:
             try:
                 subscriber(signum)
-            except Exception:
-                log.exception("The request to stop could not be passed on; the grace period goes on.")
+            except BaseException:
+                self._say_error()
+        # NeMo's words, so that what watches its logs keeps working.
+        _within(_SPEAKS_WITHIN_S, _say, f"Received signal {int(signum)}, initiating graceful stop")
 
     def _exit(self, reason: str) -> None:
-        print(f"[lightning-resilience] Ending now: {reason}. The newest published checkpoint stands.", file=sys.stderr)
         try:
-            if self._before_exit is not None:
-                self._before_exit(reason)
-            sys.stdout.flush()
-            sys.stderr.flush()
+            line = f"[lightning-resilience] Ending now: {reason}. The newest published checkpoint stands."
+            _within(_SPEAKS_WITHIN_S, _say, line)
+            if (before_exit := self._before_exit) is not None:
+                _within(_LAST_WORDS_WITHIN_S, before_exit, reason)  # it writes to storage, which may not answer
+            _within(_SPEAKS_WITHIN_S, _say, "")
         finally:
             os._exit(exit_code())
 
     def _leave_child_alone(self) -> None:
         """In a forked child: it inherits handlers and file descriptor, and would speak in its parent's name."""
         signal.set_wakeup_fd(-1)
-        for signum, previous in self._previous.items():
-            self._give_back(signum, previous)
+        self._restore()
 
-    def _give_back(self, signum: signal.Signals, previous: Any) -> None:
-        if getattr(signal.getsignal(signum), "__self__", None) is self:
-            signal.signal(signum, previous if previous is not None else signal.SIG_DFL)
+    def _restore(self) -> None:
+        self.give_back()
+        for signum, previous in self._previous.items():
+            if self._is_own(signal.getsignal(signum)):
+                signal.signal(signum, previous if previous is not None else signal.SIG_DFL)
+
+
+@dataclass(frozen=True)
+class _OthersDescriptor:
+    """The wakeup descriptor of somebody else, such as an asyncio loop, which is told what this listener is told."""
+
+    fd: int
+    file: tuple[int, int]
+
+    @classmethod
+    def of(cls, fd: int) -> _OthersDescriptor | None:
+        with suppress(OSError):
+            status = os.fstat(fd)
+            return cls(fd, (status.st_dev, status.st_ino))
+        return None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it still is what it was: a number is given to another file when the one before is closed."""
+        return _OthersDescriptor.of(self.fd) == self
+
+    def write(self, number: int) -> None:
+        with suppress(OSError):
+            if self.is_open:
+                os.write(self.fd, bytes([number]))
+
+
+def _is_of_the_script(handler: Any) -> bool:
+    """Whether a handler is a user's: not Python's for SIGINT, nor Lightning's, which broadcasts from inside of it."""
+    if not callable(handler) or handler is signal.default_int_handler:
+        return False
+    return type(handler).__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
+
+
+def _say(line: str) -> None:
+    if line:
+        print(line, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
+def _within(seconds: float, function: Callable[[str], None], argument: str) -> None:
+    """Calls ``function`` in a thread of its own and waits no longer than that: a pipe or a storage may be stuck."""
+
+    def call() -> None:
+        with suppress(Exception):
+            function(argument)
+
+    thread = threading.Thread(target=call, daemon=True)
+    with suppress(RuntimeError):  # no thread can be started
+        thread.start()
+        thread.join(seconds)
 
 
 _installed: SignalListener | None = None
@@ -291,7 +445,26 @@ def _after_fork_in_child() -> None:
         _installed = None
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+def _at_fork(signums: Callable[[], Collection[signal.Signals]], in_child: Callable[[], None]) -> None:
+    """Has ``in_child`` called in every forked child; signals wait for that, and find the handlers that it has set."""
+    masks: list[set[Any]] = []
+
+    def before() -> None:
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, signums()))
+
+    def after() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+    def after_in_child() -> None:
+        try:
+            in_child()
+        finally:
+            after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)
+
+
+_at_fork(lambda: () if _installed is None else _installed.signums, _after_fork_in_child)
 
 
 class WorkerGuard:
@@ -303,30 +476,55 @@ class WorkerGuard:
 
     Args:
         inner: The loader's own ``worker_init_fn``.
-        signums: The signals that it ignores from anyone but its trainer.
+        signums: The signals that it ignores until its trainer ends.
     """
 
     def __init__(self, inner: Callable[[int], None] | None, signums: Collection[signal.Signals]) -> None:
         self.inner = inner
         self.signums = tuple(signums)
         self.trainer_pid = os.getpid()
+        self.trainer_ends = _trainer_ends().path
         Finalize(None, _end_workers, exitpriority=0)  # before multiprocessing waits for them
 
     def __call__(self, worker_id: int) -> None:
         """Runs in the worker, before the loader's own function."""
         _die_with(self.trainer_pid)
         if self.signums:
-            _obey_only(self.trainer_pid, self.signums)
+            _ignore_until(self.trainer_ends, self.signums)
         if self.inner is not None:
             self.inner(worker_id)
+
+
+class _TrainerEnds:
+    """Whether the trainer's process ends: a byte that its workers can read, however they were started."""
+
+    def __init__(self) -> None:
+        self._fd, self.path = -1, ""
+        if sys.platform == "linux":
+            self._fd = os.memfd_create("trainer-ends")
+            os.truncate(self._fd, 1)
+            self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def set(self) -> None:
+        with suppress(OSError):
+            os.pwrite(self._fd, b"\1", 0)
+
+
+@functools.cache
+def _trainer_ends() -> _TrainerEnds:
+    return _TrainerEnds()
+
+
+os.register_at_fork(after_in_child=_trainer_ends.cache_clear)  # which is a trainer itself, if it is any
 
 
 def _end_workers() -> None:
     """Ends the workers that are left when the trainer's process ends.
 
     torch has asked them to by SIGTERM, and multiprocessing waits for them without a limit: for ever if one is stuck in
-    code that holds the interpreter lock, which it needs to learn who has sent the signal.
+    code that never comes back to the interpreter.
     """
+    _trainer_ends().set()
     workers = [process for process in multiprocessing.active_children() if process.daemon]
     for worker in workers:
         worker.terminate()
@@ -337,22 +535,30 @@ def _end_workers() -> None:
             worker.kill()
 
 
-def _obey_only(trainer: int, signums: Collection[signal.Signals]) -> None:
-    """Has these signals end this process if they come from its trainer, and do nothing if they come from elsewhere.
+def _ignore_until(trainer_ends: str, signums: Collection[signal.Signals]) -> None:
+    """Has these signals do nothing in this process until its trainer ends, and end it then.
 
-    The trainer ends its workers by SIGTERM when it exits, and waits for them. A handler is not told who sent a signal,
-    and torch's own, in place by now, ends the worker in any case.
+    By a handler, which what this process starts does not inherit, as it would a mask or signals that are ignored: a
+    reader such as ffmpeg could not be terminated. torch's own handler, in place by now, ends the worker in any case.
     """
-    if not hasattr(signal, "sigwaitinfo"):  # macOS
+    try:
+        flag = os.open(trainer_ends, os.O_RDONLY)
+    except OSError:  # it would have to be killed
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, signums)
 
-    def wait() -> None:
-        while True:
-            if signal.sigwaitinfo(signums).si_pid == trainer:
-                os._exit(0)
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if os.pread(flag, 1, 0) != b"\0":
+            os._exit(0)
 
-    threading.Thread(target=wait, name="resilience-worker-signals", daemon=True).start()
+    def leave_child_alone() -> None:
+        for signum in signums:
+            if signal.getsignal(signum) is handle:
+                signal.signal(signum, signal.SIG_DFL)
+
+    for signum in signums:
+        signal.signal(signum, handle)
+        signal.siginterrupt(signum, False)  # C code of a data set need not know of system calls that are interrupted
+    _at_fork(lambda: signums, leave_child_alone)
 
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

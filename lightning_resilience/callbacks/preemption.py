@@ -31,7 +31,8 @@ class Preemption(SessionCallback):
     collective, and all ranks stop between the same two batches, in training or in validation. They save one checkpoint
     that counts the batches done, and end with :class:`~lightning_resilience.signals.Interrupted`, a ``SystemExit``: the
     script's own code after ``fit()`` does not run on an unfinished model. A signal before the training starts takes
-    effect at its first boundary.
+    effect at its first boundary. A handler that the script has set itself is called as well and is in place again
+    after the fit; what it raises during the fit does not come before the stop in order.
 
     A second signal (later than the double delivery that schedulers produce), or the end of the grace period, ends the
     process at once; the newest checkpoint published before stands.
@@ -92,7 +93,8 @@ class Preemption(SessionCallback):
         session.protect_workers = self.enable_exit_handler_for_data_loader
         session.handlers[_PREEMPT] = lambda event: _stop(session, event)
         session.on_event = lambda event: listener.start_grace_period() if event.kind == _PREEMPT else None
-        _lightning.keep_signal_handlers(trainer, session.patches, listener.signums, listener.handle)
+        put_back = listener.take_over, listener.handle
+        _lightning.keep_signal_handlers(trainer, session.patches, listener.signums, *put_back)
         listener.subscribe(
             lambda signum: _request(session, signum, requeue=signum == requeue),
             before_exit=lambda reason: _end_now(session, reason),
@@ -103,6 +105,14 @@ class Preemption(SessionCallback):
         listener = signals.installed()
         if listener is not None and listener.received is not None:
             raise signals.Interrupted(f"interrupted by signal {int(listener.received)} outside of a fit")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What ran since the last epoch may have taken the signals away."""
+        _listen_again()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What ran in it may have taken the signals away."""
+        _listen_again()
 
     def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
         """Stops ``trainer.validate``; within a fit validation batches are boundaries."""
@@ -127,9 +137,16 @@ class Preemption(SessionCallback):
         if session_of(trainer, self):
             listener = signals.installed()
             super().teardown(trainer, pl_module, stage)
-            if listener is not None and listener.received is not None and signals.installed() is None:
-                # It came when nothing was left to stop in this fit: what handled it before decides about the rest.
+            if listener is None or listener.received is None or signals.installed() is not None:
+                return
+            # It came when nothing was left to stop in this fit: what handled it before decides about the rest.
+            if listener.received not in listener.returned:
                 signal.raise_signal(listener.received)
+
+
+def _listen_again() -> None:
+    if (listener := signals.installed()) is not None:
+        listener.listen_again()
 
 
 def _to_signal(value: signal.Signals | int | str) -> signal.Signals:
@@ -143,8 +160,9 @@ def _to_signal(value: signal.Signals | int | str) -> signal.Signals:
 
 
 def _request(session: FitSession, signum: signal.Signals, requeue: bool) -> None:
-    session.ledger.record("signal", fit=session.index, signum=int(signum))
+    # First of all: the storage on which the ledger lies may not answer.
     session.agreement.request(_PREEMPT, {"signum": int(signum), "requeue": requeue}, Needs.CLEAN)
+    session.ledger.record("signal", fit=session.index, signum=int(signum))
 
 
 def _stop(session: FitSession, event: Event) -> None:
