@@ -30,6 +30,7 @@ from lightning_resilience.checkpoint.reduction_order import (
     rebuilds_buckets,
     replay_gradient_arrival,
 )
+from lightning_resilience.detect import witness
 from lightning_resilience.detect.progress import Progress, Section
 from lightning_resilience.ledger import Ledger
 from lightning_resilience.run_directory import (
@@ -467,6 +468,9 @@ class FitSession:
         if self._running:
             return
         self._running = True
+        if self.progress is None and (launched := witness.of_worker()) is not None:
+            launched.progress.enter("left")  # nobody notes the sections of this fit
+            self.at_left.append(launched.end_fit)
         self.tiers.begin()
         self._fetches_ahead = _lightning.fetches_ahead_here(self.trainer)
         if self._resumed is not None:

@@ -41,6 +41,7 @@ def test_the_defaults_hold_for_every_section() -> None:
         "validation": 180.0,
         "checkpointing": 420.0,
         "out_of_section": 300.0,
+        "start": 600.0,
     }
 
 

@@ -24,7 +24,14 @@ from lightning_resilience.callbacks.auto_resume import AutoResume
 from lightning_resilience.detect import health, timeouts, watchdog
 from lightning_resilience.detect.progress import Section
 from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
-from lightning_resilience.detect.witness import EXIT_HUNG, Witness, handle_signals_again, node_directory, pids
+from lightning_resilience.detect.witness import (
+    EXIT_HUNG,
+    Witness,
+    handle_signals_again,
+    node_directory,
+    of_worker,
+    pids,
+)
 from lightning_resilience.faults import FaultInjector, SimulatedFault
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import is_started_again
@@ -59,6 +66,9 @@ class FaultTolerance(SessionCallback):
     ``out_of_section``  the rest: the ends of epochs and validations, new data-loader iterators
     ==================  ==================================================================================
 
+    Where ``launch`` has started the rank, it is watched from its first line on, before and after a fit in section
+    ``start``: while it and what it has started neither compute nor read nor write.
+
     When a rank is overdue, the watchdog collects what is known of all ranks (their Python stacks, what the kernel says,
     torch's Flight Recorder) in ``RUN_DIR/diagnostics``, says in one line which rank is stuck and how, and ends the
     ranks; whatever started them (``lightning-resilience launch``, ``ft_launcher``, ``torchrun``) starts them again. A
@@ -83,7 +93,7 @@ class FaultTolerance(SessionCallback):
             ``None`` (go on as usual). Ranks that only lose a peer get an exception that says so.
         section_timeouts: The limits in seconds: :class:`~lightning_resilience.detect.timeouts.SectionTimeouts`, a
             mapping, or ``"setup:600,step:180,checkpointing:420,out_of_section:300"``. Default: the launcher's, else
-            those values, which are Megatron-Bridge's.
+            those values, which are Megatron-Bridge's. That of ``start`` is the launcher's in any case.
         engine: Who ends hung ranks besides this callback's watchdog: ``nvrx`` (NVRx's rank monitors; the ranks must
             have been started by ``ft_launcher``), ``watchdog`` (nobody), ``auto`` (NVRx's where they are).
         health_check_interval_steps: Every so many steps all ranks meet in a small collective with a deadline
@@ -237,18 +247,24 @@ class _Watching:
     def _begin(self) -> Witness | None:
         """Has this rank watched; what hinders that must not end a healthy training."""
         session, trainer = self.session, self.session.trainer
-        witness = None
+        witness = launched = None
         try:
             if sys.platform != "linux":
                 raise OSError("hangs are looked for on Linux only")
-            self._directory = node_directory(session.token, trainer.node_rank)
-            witness = Witness(self._directory, session.rank, self.timeouts.by_section(), self._about())
+            if (launched := of_worker()) is not None:
+                self._directory = launched.directory
+                launched.begin_fit(self.timeouts.by_section(), self._about())
+                witness = launched
+            else:
+                self._directory = node_directory(session.token, trainer.node_rank)
+                witness = Witness(self._directory, session.rank, self.timeouts.by_section(), self._about())
             session.progress = witness.progress
             session.at_raised.append(witness.fail)
-            session.at_left.append(witness.close)
+            session.at_left.append(witness.end_fit)
         except OSError as error:
             log.error("Rank %d is not watched: a hang of it will not be found (%s).", session.rank, error)
-            if trainer.num_devices == 1 and self._directory is not None:  # there is no other rank to watch here
+            is_alone = launched is None and trainer.num_devices == 1
+            if is_alone and self._directory is not None:  # there is nobody else to watch here
                 shutil.rmtree(self._directory, ignore_errors=True)
                 self._directory = None
         self._keep_watchdog()

@@ -137,6 +137,21 @@ def usage(pid: int) -> tuple[float, int] | None:
         return None
 
 
+def usage_of_all(pid: int) -> dict[int, tuple[float, int]]:
+    """For a process and all that it has started: CPU seconds, and bytes read and written, so far."""
+    found = {}
+    with suppress(psutil.Error):
+        parent = psutil.Process(pid)
+        for process in [parent, *parent.children(recursive=True)]:
+            with suppress(psutil.Error):
+                times, chars = process.cpu_times(), 0
+                with suppress(psutil.AccessDenied):
+                    counters = process.io_counters()
+                    chars = counters.read_chars + counters.write_chars
+                found[process.pid] = times.user + times.system, chars
+    return found
+
+
 def _stacks(pid: int, path: Path) -> str:
     """Has a process write its stacks into the file of its rank, and returns them."""
     file = path.with_suffix(".stacks")

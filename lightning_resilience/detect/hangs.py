@@ -40,17 +40,22 @@ Kind = Literal[
     "slow_checkpoint",
     "data_loader",
     "left",
+    "outside",
     "unknown",
 ]
 """What is the matter with a rank. ``mismatch``: it called another collective than its peers; ``unfinished``: all have
-entered the collective that it is in; ``left``: it has left the fit; ``unknown``: nothing came from it."""
+entered the collective that it is in; ``left``: it has left the fit; ``outside``: before or after a fit, it may wait for
+something that is no rank; ``unknown``: nothing came from it."""
 
 _BROKEN: frozenset[Kind] = frozenset({"dead", "stopped"})
-_EXCUSED: frozenset[Kind] = frozenset({"debugged", "slow_checkpoint"})
+_EXCUSED: frozenset[Kind] = frozenset({"debugged", "slow_checkpoint", "outside"})
 
 _WRITES_FROM = 1e6  # bytes per second: less may be a log
 _BUSY_FROM = 0.5  # of one CPU
 _MAX_CLAUSES = 4
+_ALONE = 6
+"""How many times its limit a rank outside of a fit may take if no other is seen to wait for it: it may wait for
+something that is no rank, such as data. With the default an hour, NVRx's limit to the first heartbeat."""
 
 _AGREEMENT = "lightning_resilience/agreement.py"
 # Where Python code waits for other ranks without a record of the Flight Recorder.
@@ -490,8 +495,17 @@ class _Case:
             return "data_loader", f"stuck in its data loader: {loading}"
         if rank in self.unfinished:
             return self._unfinished(*self.unfinished[rank], where)
+        if each.section == "start" and self._may_wait_outside(each):
+            return "outside", f"waiting for something that is no rank in {where}"
         busy = each.process.cpu_s >= _BUSY_FROM * each.process.watched_s > 0
         return "stuck", f"stuck in {where}" + (", busy on the CPU" if busy else "")
+
+    def _may_wait_outside(self, each: RankEvidence) -> bool:
+        """Whether a rank before or after a fit may wait for what is not seen, such as data that another one fetches."""
+        others = (other for other in self.evidence.values() if not self._is_accounted_for(other.rank))
+        if any(other.seconds <= other.timeout for other in others):
+            return True
+        return not self.waits and each.seconds <= _ALONE * each.timeout
 
     def _unfinished(self, group: _Group | None, record: Collective, where: str) -> tuple[Kind, str]:
         records = group.records[record.sequence] if group is not None else {}
@@ -641,11 +655,11 @@ def _enumerate(parts: Sequence[Any]) -> str:
 
 
 def _culprit_clauses(culprits: list[Finding]) -> list[str]:
-    same: defaultdict[tuple[str, int | None], list[Finding]] = defaultdict(list)
+    same: defaultdict[tuple[str, str], list[Finding]] = defaultdict(list)
     for culprit in culprits:
-        same[culprit.text, culprit.step].append(culprit)
+        same[culprit.text, _when(culprit)].append(culprit)
     clauses = []
-    for (text, step), findings in same.items():
+    for (text, at), findings in same.items():
         who = _name([finding.rank for finding in findings])
         if len(findings) == 1 and findings[0].pid is not None:
             who += f" ({findings[0].node}, pid {findings[0].pid})"
@@ -655,9 +669,16 @@ def _culprit_clauses(culprits: list[Finding]) -> list[str]:
             predicate = f"{verb} {rest}"
         else:
             predicate = text if verb == "called" else f"{'is' if len(findings) == 1 else 'are'} {text}"
-        at = "" if step is None else f" at step {step}"
         clauses.append(f"{who} {predicate}{',' if ',' in predicate and at else ''}{at}")
     return _at_most(clauses)
+
+
+def _when(culprit: Finding) -> str:
+    if culprit.step is None:
+        return ""
+    if culprit.section == "start":
+        return " after a fit" if culprit.step else " before the first fit"
+    return f" at step {culprit.step}"
 
 
 def _victim_clauses(culprits: list[Finding], victims: list[Finding]) -> list[str]:

@@ -19,9 +19,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal, get_args
 
-Section = Literal["setup", "step", "validation", "checkpointing", "out_of_section", "left"]
-"""What a rank is doing. NVRx's sections, but ``validation`` is told apart from ``step``, because it takes its own time,
-and ``left`` is a rank that has left the fit."""
+Section = Literal["setup", "step", "validation", "checkpointing", "out_of_section", "left", "start"]
+"""What a rank is doing. NVRx's sections, but ``validation`` is told apart from ``step``, because it takes its own time;
+``left`` is a rank that has left the fit, and ``start`` a launched one before its first fit or after one."""
 
 Position = tuple[int, int, int, int]
 """A place in the fit, see ``agreement.Position``; the parts are written as they are."""
@@ -130,6 +130,15 @@ class Progress:
             yield
         finally:
             self.enter(before)
+
+    def begin(self, timeouts: Mapping[Section, float]) -> None:
+        """A fit begins."""
+        self.timeouts = dict(timeouts)
+        self.longest.clear()
+        self.counts.clear()
+        self._longest_here, self._since = 0.0, time.monotonic()
+        self._section, self._step, self._position = "left", 0, _NOWHERE  # what was before is no part of it
+        self.enter("setup")
 
     def set_timeouts(self, timeouts: Mapping[Section, float]) -> None:
         """Has other limits hold from now on."""

@@ -47,7 +47,7 @@ one hiccup of shared storage."""
 MIN_TRAIN_ITERATIONS = 16
 """Training batches after which the longest of them says something about the rest (NVRx's and Megatron-Bridge's)."""
 
-_SECTIONS: tuple[Section, ...] = ("setup", "step", "validation", "checkpointing", "out_of_section")
+_SECTIONS: tuple[Section, ...] = ("setup", "step", "validation", "checkpointing", "out_of_section", "start")
 _NO_LIMIT = ("none", "null")  # NVRx's spellings
 _VERSION = 1
 
@@ -56,6 +56,8 @@ _VERSION = 1
 class SectionTimeouts:
     """Seconds that a rank may spend in a section without a sign of progress. The defaults are Megatron-Bridge's.
 
+    That of ``start`` is Megatron-Bridge's for ``setup``, which begins with the process there.
+
     Args:
         setup: From the beginning of the fit to the end of the first batch; ``None``: no limit.
         step: A whole training batch; ``None``: no limit.
@@ -63,6 +65,8 @@ class SectionTimeouts:
         out_of_section: Everything else; ``None``: no limit.
         validation: A whole validation batch; ``None``: what is configured for ``step``, even when ``step`` has been
             calculated, because the time of a training batch says nothing about the first validation.
+        start: In which neither the process of a launched rank nor any that it has started does anything, from its first
+            line to ``setup`` of the first fit, and after a fit; ``None``: no limit.
         calculated: Timeouts that hold instead of the configured ones, see :func:`calculate`.
 
     Raises:
@@ -74,6 +78,7 @@ class SectionTimeouts:
     checkpointing: float | None = 420.0
     out_of_section: float | None = 300.0
     validation: float | None = None
+    start: float | None = 600.0
     calculated: Mapping[Section, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -119,6 +124,8 @@ class SectionTimeouts:
         limits = self.by_section()
         if self.validation is None and limits["validation"] == limits["step"]:
             del limits["validation"]
+        if self.start == SectionTimeouts.start:
+            del limits["start"]  # it is of the launch, and no section of a fit
         shown = {name: "none" if limit == math.inf else str(limit) for name, limit in limits.items()}
         return ",".join(f"{name}:{limit.removesuffix('.0')}" for name, limit in shown.items())
 

@@ -37,7 +37,7 @@ from lightning_resilience._files import publish, read_json, write_json
 from lightning_resilience._processes import describe_process, is_running, pid_namespace
 from lightning_resilience.detect.deaths import Death, Deathbed, MemoryShortage, is_ending
 from lightning_resilience.detect.evidence import RankEvidence
-from lightning_resilience.detect.examine import examine, usage
+from lightning_resilience.detect.examine import examine, usage, usage_of_all
 from lightning_resilience.detect.flight_recorder import shorten
 from lightning_resilience.detect.hangs import Verdict, diagnose
 from lightning_resilience.detect.progress import Stay, read_record
@@ -71,6 +71,10 @@ _RAISES_WITHIN_S = 2.0  # a survivor that notices the death of a peer, as gloo's
 _NOTICES_FAILURE_WITHIN_S = 5.0  # a rank that fails is still there for a while, and its peers raise when it has gone
 _ENDS_WORK_WITHIN_S = 30.0  # what a survivor still writes, such as a checkpoint; launchers do not wait any longer
 _WRITES_FROM = 1e6  # bytes in one look: less may be a log
+_LOOK_FOR_ACTIVITY_EVERY_S = 60.0
+_ACTIVE_FROM = 0.05  # of one CPU: what only waits, such as a thread that looks after something, uses less
+_ACTIVE_FROM_BYTES = 2e4  # per second: a download at which nobody would wait any longer
+_OUTSIDE = -1  # the number of no fit
 _LOOK_AGAIN_S = 0.5
 
 
@@ -91,6 +95,8 @@ class Rank:
     lost_s: float = 0.0  # time within the present stay in which this watchdog did not run either
     excused_until: float = 0.0
     seen: Stay | None = field(default=None)
+    active_at: float = 0.0  # when it was seen to do something, in a section that has no boundaries
+    _used: tuple[float, dict[int, tuple[float, int]]] | None = field(default=None)
 
     @property
     def rank(self) -> int:
@@ -100,7 +106,7 @@ class Rank:
     @property
     def fit(self) -> int:
         """Number of the fit in which it is."""
-        return int(self.about["fit"])
+        return int(_OUTSIDE if self.about["fit"] is None else self.about["fit"])
 
     def look(self, pause_s: float) -> None:
         """Reads its progress.
@@ -114,10 +120,28 @@ class Rank:
             self.ticks, self.lost_s, self.excused_until = stay.ticks, 0.0, 0.0
         self.lost_s += pause_s
         self.seen = stay
+        if stay.section == "start":
+            self._look_for_activity(stay.timeout)
+
+    def _look_for_activity(self, timeout: float) -> None:
+        """Nothing says that a script advances outside of a fit but what it and its processes compute, read, write."""
+        now = time.monotonic()
+        seconds = now - (self._used[0] if self._used is not None else 0.0)
+        if seconds < min(timeout / 4, _LOOK_FOR_ACTIVITY_EVERY_S):
+            return
+        used = usage_of_all(int(self.about["pid"]))
+        if self._used is not None:
+            before = self._used[1]
+            cpu = sum(each[0] - before.get(pid, (0.0, 0))[0] for pid, each in used.items())
+            chars = sum(each[1] - before.get(pid, (0.0, 0))[1] for pid, each in used.items())
+            least = max(1.0, seconds)  # to be asked for its stacks takes a little too
+            if cpu >= _ACTIVE_FROM * least or chars >= _ACTIVE_FROM_BYTES * least:
+                self.active_at, self.lost_s = now, 0.0
+        self._used = now, used
 
     def seconds(self, now: float) -> float:
         """Since its last progress, as far as it could have made any."""
-        return 0.0 if self.seen is None else max(0.0, now - self.seen.since - self.lost_s)
+        return 0.0 if self.seen is None else max(0.0, now - max(self.seen.since, self.active_at) - self.lost_s)
 
     def is_overdue(self, now: float) -> bool:
         """Whether it has taken longer than it may."""
@@ -126,12 +150,16 @@ class Rank:
         return self.seconds(now) > self.seen.timeout
 
     def is_in_fit(self) -> bool:
-        """Whether it has not said that it leaves the fit."""
-        return self.seen is None or self.seen.section != "left"
+        """Whether it has begun a fit and has not said that it leaves it."""
+        return self.seen is None or self.seen.section not in ("left", "start")
 
     def is_watched(self) -> bool:
         """Whether it takes part in the fit still."""
         return self.is_in_fit() and is_running(self.about)
+
+    def is_here(self) -> bool:
+        """Whether it may hang: also outside of a fit, where it was launched."""
+        return (self.seen is None or self.seen.section != "left") and is_running(self.about)
 
     def has_died(self) -> bool:
         """Whether its process has ended. Of one in another container nothing is known: its number says nothing here."""
@@ -203,7 +231,7 @@ class Watchdog:
             now = time.monotonic()
             pause = now - last - POLL_S
             last = now
-            is_over = bool(self.ranks) and not any(rank.is_watched() for rank in self.ranks.values())
+            is_over = bool(self.ranks) and not any(rank.is_here() for rank in self.ranks.values())
             try:
                 if self._look(now, pause if pause > _FROZEN_AFTER_S else 0.0):
                     last = time.monotonic()
@@ -226,8 +254,8 @@ class Watchdog:
             self._shortage.look()
         if self._look_for_loss(now):
             return True
-        overdue = [rank for rank in self.ranks.values() if rank.is_overdue(now) and rank.is_watched()]
-        if lost := [rank for rank in overdue if rank.fit == self._lost_fit]:
+        overdue = [rank for rank in self.ranks.values() if rank.is_overdue(now) and rank.is_here()]
+        if lost := [rank for rank in overdue if rank.fit == self._lost_fit and rank.is_in_fit()]:
             self._end_ranks(lost, ", which could not leave")
             return True
         if not overdue and not self._is_case_open(now):
@@ -438,7 +466,7 @@ class Watchdog:
         is_hang = self._judge(folder, evidence, noticed)
         self._cases += 1
         if is_hang:
-            self._lost_fit = self._about["fit"]
+            self._lost_fit = next(iter(self.ranks.values())).fit
             self._end_ranks(list(self.ranks.values()))
         else:
             self._excuse()
@@ -477,6 +505,11 @@ class Watchdog:
             return False
         verdict_here = diagnose(evidence, world_size)
         self._announce(verdict_here, folder, evidence, noticed)
+        if any(each.section == "start" and each.seconds > each.timeout for each in evidence):
+            self._speaker.say(
+                "Outside of a fit a rank may do nothing for as long as section start allows. If that is too short "
+                "here: launch --section-timeouts start:SECONDS, or start:none."
+            )
         return verdict_here.is_hang
 
     def _refreshed(self, folder: Path | None, evidence: list[RankEvidence]) -> list[RankEvidence]:
@@ -640,6 +673,9 @@ class _Speaker:
                 os.write(2, line.encode())
 
 
+_starting = threading.Lock()
+
+
 def start(directory: Path) -> dict[str, Any] | None:
     """Starts the watchdog of a node, which then belongs to nobody: it must outlive whichever rank has started it.
 
@@ -652,11 +688,38 @@ def start(directory: Path) -> dict[str, Any] | None:
     Raises:
         OSError, subprocess.SubprocessError: If it does not start.
     """
-    if (record := read_json(directory / _RECORD)) is not None and is_running(record):
-        return record  # it has been given up as too slow to start, and has started
+    with _starting:
+        if (record := read_json(directory / _RECORD)) is not None and is_running(record):
+            return record  # it has been given up as too slow to start, and has started
+        if _begin(directory).wait(_START_WITHIN_S) != 0:
+            raise subprocess.SubprocessError("it has ended before it began")
+        return read_json(directory / _RECORD)
+
+
+def start_soon(directory: Path, unless_within_s: float = 0.0) -> None:
+    """Starts the watchdog of a node without waiting for it; whoever calls :func:`start` next does.
+
+    Args:
+        directory: As for :func:`start`.
+        unless_within_s: How long somebody else has to start it.
+    """
+    begun = None if unless_within_s else _begin(directory)
+
+    def wait() -> None:
+        if begun is not None:
+            with _starting, suppress(subprocess.SubprocessError):
+                begun.wait(_START_WITHIN_S)
+            return
+        time.sleep(unless_within_s)
+        with suppress(OSError, subprocess.SubprocessError):  # the first fit says so
+            start(directory)
+
+    threading.Thread(target=wait, name="resilience-start", daemon=True).start()
+
+
+def _begin(directory: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "lightning_resilience.detect.watchdog", os.fspath(directory)]
-    subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=True, timeout=_START_WITHIN_S)
-    return read_json(directory / _RECORD)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import faulthandler
 import logging
+import math
 import os
 import shutil
 import signal
@@ -97,36 +98,78 @@ class Witness:
         rank: Global rank.
         timeouts: Seconds by section, for :class:`Progress`.
         about: What the watchdog writes into its diagnosis and the ledger.
+        is_workers: Whether it begins with a launched worker, in section ``start``, and stays for all of its fits.
 
     Raises:
         OSError: If node memory is full or cannot be written; no signal is handled and nothing serves then.
     """
 
-    def __init__(self, directory: Path, rank: int, timeouts: Mapping[Section, float], about: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        timeouts: Mapping[Section, float],
+        about: dict[str, Any],
+        is_workers: bool = False,
+    ) -> None:
         self.directory = directory
-        name = f"rank-{rank:05d}"
-        self.progress_path = directory / f"{name}.progress"
-        self._failed_path = directory / f"{name}.failed"
+        self.rank = rank
+        self.pid = os.getpid()
+        self._is_workers = is_workers
+        self._start_timeout = timeouts.get("start", math.inf)
+        self._about = about
+        self._path = directory / f"rank-{rank:05d}"
+        self.progress_path = self._path.with_suffix(".progress")
+        self._failed_path = self._path.with_suffix(".failed")
         self._failed_path.unlink(missing_ok=True)  # of an earlier fit
         self.progress = Progress(self.progress_path, timeouts)
-        self.progress.enter("setup")
-        self._stacks = open(directory / f"{name}.stacks", "ab", buffering=0)
+        self.progress.enter("start" if is_workers else "setup")
+        self._stacks = open(self._path.with_suffix(".stacks"), "ab", buffering=0)
         self.handle_signals()
         self._server: Any | None = None
         try:
-            self._server = _start_worker_server(directory / f"{name}.socket")
-            registration = {
-                **about,
-                **describe_process(),
-                "rank": rank,
-                "main_thread": threading.get_ident(),  # that of the fit
-                "has_server": self._server is not None,
-            }
-            write_json(directory / f"{name}.json", registration)
+            if not is_workers:  # the server needs torch
+                self._server = _start_worker_server(self._path.with_suffix(".socket"))
+            self._register()
         except BaseException:
             self.close()
             raise
         _open.add(self)
+
+    def _register(self) -> None:
+        registration = {
+            **self._about,
+            **describe_process(),
+            "rank": self.rank,
+            "main_thread": threading.get_ident(),  # that of the fit
+            "has_server": self._server is not None,
+        }
+        write_json(self._path.with_suffix(".json"), registration)
+
+    def begin_fit(self, timeouts: Mapping[Section, float], about: dict[str, Any]) -> None:
+        """A launched worker, which is watched already, begins a fit.
+
+        Args:
+            timeouts: As for the first.
+            about: As for the first; of the token, all nodes keep the one with which they have begun.
+
+        Raises:
+            OSError: If node memory is full or cannot be written.
+        """
+        self._about = {**about, "token": self._about["token"]}
+        self._failed_path.unlink(missing_ok=True)
+        if self._server is None:
+            self._server = _start_worker_server(self._path.with_suffix(".socket"))
+        self._register()
+        self.progress.begin(timeouts)
+
+    def end_fit(self) -> None:
+        """The rank leaves the fit."""
+        if self._is_workers:
+            self.progress.timeouts["start"] = self._start_timeout  # the launcher's, whatever held for the fit
+            self.progress.enter("start")
+        else:
+            self.close()
 
     def handle_signals(self) -> None:
         """Handles the watchdog's signals; again after whoever has taken that for a handler to be put back."""
@@ -158,6 +201,11 @@ class Witness:
 
 _open: set[Witness] = set()
 """Those of this process: none or one."""
+
+
+def of_worker() -> Witness | None:
+    """That of this launched worker, if it has one."""
+    return next((each for each in _open if each._is_workers and each.pid == os.getpid()), None)
 
 
 def handle_signals_again() -> None:

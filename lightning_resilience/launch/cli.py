@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         metavar="NAME:SECONDS,...",
         help="how long a worker may take in a section without a sign of progress until it counts as hung; none: for "
-        f"ever (default: {nemo.section_timeouts})",
+        f"ever (default: {nemo.section_timeouts}, and start:{nemo.section_timeouts.start:g} outside of a fit)",
     )
     launch.add_argument(
         "--out-of-section-timeout",

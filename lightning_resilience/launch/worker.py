@@ -6,8 +6,10 @@ Imports neither torch nor Lightning, so that signals are noticed from the script
 from __future__ import annotations
 
 import builtins
+import hashlib
 import io
 import os
+import platform
 import re
 import runpy
 import signal
@@ -22,14 +24,20 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience import signals
+from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
+from lightning_resilience.detect.watchdog import start_soon
+from lightning_resilience.detect.witness import Witness, node_directory
 from lightning_resilience.launch.budget import first_cause, highest_verified_step, last_recurrence, normalised
 from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.ledger import Ledger, read_ledger
+from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
 from lightning_resilience.run_directory import RUN_DIR_VARIABLE, WORKER_PID_VARIABLE, Outcome, RunDirectory
 
 JOB_ATTEMPT_VARIABLE = "LIGHTNING_RESILIENCE_JOB_ATTEMPT"
 """Environment variable with the number of the job retry: 0 is the first job."""
 
+
+_FIRST_STARTS_WATCHDOG_WITHIN_S = 5.0
 
 # What Lightning says when script and run cannot go together, and what is to be done about it.
 _IN_VAIN = {
@@ -63,6 +71,7 @@ def main() -> None:
     command = sys.argv[1:]
     run_directory = RunDirectory(os.environ[RUN_DIR_VARIABLE])
     ledger = Ledger(run_directory.ledger, rank=int(os.environ.get("RANK", "0")))
+    _begin_watch(run_directory, ledger.rank or 0)
     began = time.time()
     fault: dict[str, Any] = {}
     if ledger.rank == 0:
@@ -106,6 +115,34 @@ def main() -> None:
             outcome = said
     _record_end(run_directory, ledger, outcome, fault, command)
     sys.exit(1 if outcome.status == "failed" else 0)  # the launcher would restart whatever does not end with 0
+
+
+def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
+    """Has this rank watched from here on: a fit may never begin because one is stuck in an import or a rendezvous."""
+    limits, elastic_run_id = os.environ.get(SECTION_TIMEOUTS_VARIABLE), os.environ.get("TORCHELASTIC_RUN_ID")
+    if sys.platform != "linux" or not limits or not elastic_run_id or os.environ.get(RECIPE_VARIABLE) == NO_RECIPE:
+        return
+    restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    token = hashlib.sha256(f"{elastic_run_id} {restart_count}".encode()).hexdigest()[:32]  # the same on all nodes
+    about = {
+        "run_dir": str(run_directory.path),
+        "fit": None,
+        "token": token,
+        "node": platform.node(),
+        "nodes": int(os.environ.get("GROUP_WORLD_SIZE", "1")),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "elastic_run_id": elastic_run_id,
+        "restart_count": restart_count,
+    }
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    try:
+        directory = node_directory(token, int(os.environ.get("GROUP_RANK", "0")))
+        Witness(directory, rank, SectionTimeouts.parse(limits).by_section(), about, is_workers=True)
+        # The first one's affair, and another one's only if that has not, because it is stopped already.
+        start_soon(directory, local_rank and _FIRST_STARTS_WATCHDOG_WITHIN_S + local_rank)
+    except OSError as error:
+        line = f"[lightning-resilience] Rank {rank} is not watched before its first fit ({error})."
+        print(line, file=sys.stderr, flush=True)
 
 
 def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:

@@ -1,0 +1,180 @@
+"""A launched rank that never comes to its fit, or never leaves the script after it, is found as one in a fit is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_resilience import AutoResume, FaultTolerance
+from lightning_resilience._files import read_json
+from lightning_resilience.detect import watchdog
+from lightning_resilience.detect.evidence import Frame, ProcessEvidence, RankEvidence, Thread
+from lightning_resilience.detect.hangs import diagnose
+from lightning_resilience.detect.progress import read_progress
+from lightning_resilience.detect.witness import EXIT_HUNG, Witness, node_directory, of_worker
+from lightning_resilience.launch.view import ranks_now
+from tests.test_launch import Launcher
+from tests.test_launch import launcher as launcher
+from tests.test_signals import Module
+from tests.test_watchdog import _FORK, Job, hangs
+from tests.test_watchdog import run_dir as run_dir
+
+LIMIT_S = 0.6
+
+
+def _rank(job: Job, rank: int, does: str) -> None:
+    fd = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 2)
+    about = {"run_dir": str(job.run_dir), "fit": None, "token": job.token, "node": "node-0", "nodes": 1}
+    about |= {"world_size": 2, "elastic_run_id": None, "restart_count": 0}
+    witness = Witness(job.directory(), rank, {"start": LIMIT_S, "setup": 60.0}, about, is_workers=True)
+    if rank == 0:
+        watchdog.start(job.directory())
+    until = time.monotonic() + 4 * LIMIT_S
+    if does == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif does == "computes in a child":
+        while time.monotonic() < until:
+            subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+    elif does == "fits":
+        witness.begin_fit({"start": LIMIT_S, "setup": 60.0}, {**about, "fit": 0, "token": "another"})
+        time.sleep(4 * LIMIT_S)
+        witness.end_fit()
+    elif does == "waits for ever":
+        time.sleep(30)
+    else:
+        time.sleep(4 * LIMIT_S)
+    os._exit(0)
+
+
+def run(run_dir: Path, *do: str) -> list[int | None]:
+    job = Job(run_dir)
+    for rank, does in enumerate(do):
+        process = _FORK.Process(target=_rank, args=(job, rank, does))
+        process.start()
+        job.processes.append(process)
+    return job.wait()
+
+
+def test_one_that_is_stopped_before_its_first_fit_is_found(run_dir: Path) -> None:
+    assert run(run_dir, "waits", "stops") == [EXIT_HUNG] * 2
+    (fault,) = hangs(run_dir)
+    assert (fault["kind"], fault["rank"], fault["section"], fault["limit"]) == ("hang", 1, "start", LIMIT_S)
+    assert "is stopped (SIGSTOP) before the first fit" in fault["reason"]
+    assert "start:SECONDS" in run_dir.with_suffix(".log").read_text()
+
+
+def test_one_that_waits_while_another_is_at_work_is_left_alone(run_dir: Path) -> None:
+    assert run(run_dir, "waits", "computes in a child") == [0, 0]
+    assert not hangs(run_dir)
+
+
+def test_one_that_waits_while_another_is_in_its_fit_is_left_alone(run_dir: Path) -> None:
+    assert run(run_dir, "waits", "fits") == [0, 0]
+    assert not hangs(run_dir)
+
+
+def test_one_that_nobody_waits_for_is_found_late(run_dir: Path) -> None:
+    assert run(run_dir, "waits for ever", "waits for ever") == [EXIT_HUNG] * 2
+    (fault,) = hangs(run_dir)
+    assert fault["section"] == "start"
+    assert "No hang: " in run_dir.with_suffix(".log").read_text()
+
+
+IN_RENDEZVOUS = Frame("/x/site-packages/torch/distributed/rendezvous.py", 189, "_create_c10d_store")
+IN_DOWNLOAD = Frame("/home/user/data.py", 7, "fetch")
+
+
+def start_of(rank: int, frame: Frame, seconds: float, **process: Any) -> RankEvidence:
+    threads = [Thread(1, True, [frame, Frame("/home/user/train.py", 3, "main")])]
+    return RankEvidence(
+        rank=rank,
+        node="node-0",
+        process=ProcessEvidence(pid=100 + rank, state="sleeping", threads=threads, **process),
+        section="start",
+        step=0,
+        position=(0, 0, 0, 0),
+        seconds=seconds,
+        timeout=600.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("evidence", "is_hang", "says"),
+    [
+        ([start_of(0, IN_RENDEZVOUS, 601), start_of(1, IN_DOWNLOAD, 601)], True, "rank 1 (node-0, pid 101) is stuck"),
+        ([start_of(0, IN_RENDEZVOUS, 601), start_of(1, IN_DOWNLOAD, 20)], False, "rank 1"),
+        ([start_of(0, IN_RENDEZVOUS, 601)], True, "rank 1 is silent"),
+        ([start_of(0, IN_DOWNLOAD, 601), start_of(1, IN_DOWNLOAD, 601)], False, "ranks 0 and 1 are waiting for"),
+        ([start_of(0, IN_DOWNLOAD, 3601), start_of(1, IN_DOWNLOAD, 3601)], True, "ranks 0 and 1 are stuck"),
+    ],
+    ids=["one is awaited", "one advances", "one never came", "nobody is awaited", "nobody is awaited for an hour"],
+)
+def test_the_verdict_about_a_start(evidence: list[RankEvidence], is_hang: bool, says: str) -> None:
+    verdict = diagnose(evidence, 2)
+    assert verdict.is_hang is is_hang
+    assert verdict.line.startswith(says)
+    assert "silent" in says or "before the first fit" in verdict.line
+
+
+def test_launch_survives_one(launcher: Launcher) -> None:
+    launcher.script("if restart_count == 0: os.kill(os.getpid(), signal.SIGSTOP)")
+    assert launcher.run("--section-timeouts=start:1", "script.py") == 0
+    (fault,) = (event for event in launcher.events("fault") if event["kind"] == "hang")
+    assert (fault["section"], fault["limit"], fault["fit"]) == ("start", 1.0, None)
+    assert [event["restart_count"] for event in launcher.events("start")] == [0, 1]
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Witness]:
+    """What a launched worker has when its script begins."""
+    directory = node_directory(os.urandom(8).hex(), 0)
+    about = {"run_dir": str(tmp_path / "run"), "fit": None, "token": "launch", "node": "here", "nodes": 1}
+    about |= {"world_size": 1, "elastic_run_id": "1", "restart_count": 0}
+    witness = Witness(directory, 0, {"start": 60.0}, about, is_workers=True)
+    yield witness
+    witness.close()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_the_fits_of_a_launched_worker_are_watched_by_the_same_watchdog(
+    tmp_path: Path, worker: Witness, watched: bool
+) -> None:
+    seen: list[tuple[str, Any]] = []
+
+    def look() -> None:
+        about, stay = read_json(worker.progress_path.with_suffix(".json")), read_progress(worker.progress_path)
+        assert about is not None
+        assert stay is not None
+        assert about["token"] == "launch"
+        seen.append((stay.section, about["fit"]))
+
+    assert of_worker() is worker
+    run_dir = tmp_path / "run"
+    for _ in range(2):
+        module = Module()
+        module.at_step[1] = look
+        callbacks = [FaultTolerance(run_dir=run_dir), AutoResume(run_dir=run_dir)][not watched :]
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = L.Trainer(max_epochs=1, callbacks=callbacks, accelerator="cpu", **quiet)  # type: ignore[arg-type]
+        look()
+        trainer.fit(module, DataLoader(torch.ones(4, 1)))
+    look()
+    first, last = (0, 1) if watched else (None, None)
+    fits = ["step", "step"] if watched else ["left", "left"]
+    expected = [("start", None), (fits[0], first), ("start", first), (fits[1], last), ("start", last)]
+    assert seen == expected
+    assert " start " in ranks_now(run_dir)
