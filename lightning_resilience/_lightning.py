@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dis
 import functools
 import importlib
@@ -1263,10 +1264,16 @@ def after_async_saves(io: Any, action: Callable[[], None]) -> None:
     io._executor.submit(act)
 
 
-def wait_for_async_saves(io: Any) -> None:
-    """Waits until everything queued in an ``AsyncCheckpointIO`` is done; its error stays for its teardown to raise."""
-    if io._executor is not None:
-        io._executor.submit(lambda: None).result()
+def wait_for_async_saves(io: Any, within_s: float) -> bool:
+    """Waits until everything queued in an ``AsyncCheckpointIO`` is done; its error stays for its teardown to raise.
+
+    Returns:
+        Whether it is done.
+    """
+    if io._executor is None:
+        return True
+    done, _ = concurrent.futures.wait([io._executor.submit(lambda: None)], within_s)
+    return bool(done)
 
 
 def replace_link_checkpoint(callback: Any, link: Callable[[Any, str, str], None]) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
@@ -30,6 +31,10 @@ else:
     from lightning_fabric.plugins import CheckpointIO
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LAST_SAVES_WITHIN_S = 1800.0  # torch's own limit for those that wait for this rank
 
 
 def _local_path(path: str | Path) -> Path | None:
@@ -151,10 +156,9 @@ class _SealedSave:
         strategy = self._strategy
         path = Path(strategy.broadcast(filepath))
         metadata = _stamped(checkpoint, self.metadata)  # Before the strategy takes things out of it.
-        _on_rank_zero(strategy, partial(durable.set_aside, path))
-        self._save(checkpoint, filepath, storage_options)
-        strategy.barrier()
-        _on_rank_zero(strategy, partial(self._finish, path, metadata))
+        from_rank_zero(strategy, partial(durable.set_aside, path))
+        on_every_rank(strategy, partial(self._save, checkpoint, filepath, storage_options))
+        from_rank_zero(strategy, partial(self._finish, path, metadata))
 
     def _finish(self, path: Path, metadata: dict[str, Any]) -> None:
         if path.is_dir():
@@ -165,32 +169,58 @@ class _SealedSave:
         durable.discard_aside(path)
 
 
-def _on_rank_zero(strategy: Any, action: Callable[[], None]) -> None:
-    """Runs ``action`` on rank 0 while the others wait; if it raises, every rank does, and none waits for ever."""
+def from_rank_zero(strategy: Any, action: Callable[[], T]) -> T:
+    """What ``action`` returns on rank 0, on all ranks; if it raises, every rank does, and none waits for ever."""
     raised: BaseException | None = None
+    result: Any = None
     if strategy.is_global_zero:
         try:
-            action()
+            result = action()
         except (Exception, SystemExit) as error:
             raised = error
-    told = strategy.broadcast(None if raised is None else (isinstance(raised, SystemExit), str(raised)))
+    told = None if raised is None else (isinstance(raised, SystemExit), str(raised))
+    result, told = strategy.broadcast((result, told))
     if raised is not None:
         raise raised
     if told is not None:
         ends, message = told
         raise (SystemExit if ends else RuntimeError)(f"rank 0: {message}")
+    return cast(T, result)
+
+
+def on_every_rank(strategy: Any, action: Callable[[], None]) -> None:
+    """Runs ``action`` on every rank; if it raises on any, every rank does, and none waits for ever."""
+    raised: Exception | None = None
+    try:
+        action()
+    except Exception as error:
+        raised = error
+    rank, world_size = getattr(strategy, "global_rank", 0), getattr(strategy, "world_size", 1)
+    mine = None if raised is None else f"rank {rank}: {type(raised).__name__}: {raised}"
+    everywhere: list[str | None] = [mine]
+    if world_size > 1:
+        everywhere = [None] * world_size
+        torch.distributed.all_gather_object(everywhere, mine)
+    if raised is not None:
+        raise raised
+    if problems := [problem for problem in everywhere if problem is not None]:
+        raise RuntimeError(problems[0])
 
 
 def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
     """``ModelCheckpoint._link_checkpoint`` without the moment in which there is no ``last.ckpt``."""
     asynchronous = _lightning.is_async_checkpoint_io(trainer.strategy.checkpoint_io)
     is_there = asynchronous or os.path.lexists(filepath)  # not if it was refused
-    if trainer.is_global_zero and is_there and os.path.abspath(filepath) != os.path.abspath(linkpath):
+
+    def link() -> None:
+        if not is_there or os.path.abspath(filepath) == os.path.abspath(linkpath):
+            return
         if asynchronous:  # then it is not written yet
             _lightning.after_async_saves(trainer.strategy.checkpoint_io, partial(durable.link, filepath, linkpath))
         else:
             durable.link(filepath, linkpath)
-    trainer.strategy.barrier()
+
+    from_rank_zero(trainer.strategy, link)
 
 
 def keep_all(trainer: Trainer) -> None:
@@ -261,7 +291,11 @@ def undo(trainer: Trainer) -> None:
     if isinstance(io, DurableCheckpointIO):
         strategy.checkpoint_io = io.inner
     elif _lightning.is_async_checkpoint_io(io) and isinstance(io.checkpoint_io, DurableCheckpointIO):
-        _lightning.wait_for_async_saves(io)
+        if not _lightning.wait_for_async_saves(io, _LAST_SAVES_WITHIN_S):
+            log.error(
+                "Saves of AsyncCheckpointIO have not ended within %.0f s: they are left behind.", _LAST_SAVES_WITHIN_S
+            )
+            return  # they use what would be taken off
         _lightning.set_inner_checkpoint_io(io, io.checkpoint_io.inner)
         del io.remove_checkpoint
     if isinstance(vars(strategy).get("save_checkpoint"), _SealedSave):

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 STATE_KEY = "lightning_resilience"
 """The key in a Lightning checkpoint of everything that an exact resume needs beside Lightning's own state."""
 
+_PATIENCE = 0.8  # of the time after which the others would give up
+_LONGEST_WAIT_S = 1800.0  # torch's default for them
 _LAST_SAVE_S = 120.0  # for what is being written when a fit ends
 
 
@@ -102,10 +105,15 @@ class Saver:
             The checkpoint, or ``None`` if it could not be written; the run then goes on with the older ones.
         """
         with self._session.during("checkpointing"):
-            self.wait()
+            with suppress(TimeoutError):  # all ranks are told below
+                self.wait()
             if not self.may_save(self._session.fit.checkpoints):
                 return None
-            path = self._save(reason, final, self._collect(final))
+            state = self._collect(final)
+            if state.is_busy:
+                self._report_failed(self._step, f"the one before has not been written within {self._patience_s:.0f} s")
+                return None
+            path = self._save(reason, final, state)
             if path is not None and not final:
                 for hook in self.at_saved:
                     hook(False)
@@ -232,10 +240,19 @@ class Saver:
                 self._step,
             )
 
+    @property
+    def _patience_s(self) -> float:
+        """How long what is being written may take, while the other ranks wait for this one in a collective."""
+        return _PATIENCE * (_lightning.collective_timeout(self._session.trainer) or _LONGEST_WAIT_S)
+
     def wait(self) -> None:
-        """Waits for what is being written behind the training."""
-        if self._background is not None:
-            self._background.wait()
+        """Waits for what is being written behind the training.
+
+        Raises:
+            TimeoutError: If that finds no end.
+        """
+        if self._background is not None and not self._background.wait(self._patience_s):
+            raise TimeoutError(f"no checkpoint was written within {self._patience_s:.0f} s: is the storage well?")
 
     def close(self) -> None:
         """The same at the end of a fit, but not for ever."""

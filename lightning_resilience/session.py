@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_READS_OWNER_AGAIN_AFTER_S = (0.2, 1.0)
 _EXTRA_STATE = "_extra_state"  # torch's name for it in a state dict
 _CLEAN_TRAINING = Needs.TRAINING | Needs.CLEAN  # made once: an operation on flags costs a microsecond
 
@@ -147,28 +149,23 @@ class FitSession:
                 "This run was launched with --run-dir %s: run_dir=%s of its callbacks is not used.", launched, run_dir
             )
         path = launched or run_dir or os.path.join(trainer.default_root_dir, "resilience")
-        common: dict[str, Any] = {}
-        if trainer.is_global_zero:
-            self.run = RunDirectory(path)
-            common = {
-                "path": str(self.run.path),
-                "other": self.run.enter(LAUNCHED if launched else os.environ.get("TORCHELASTIC_RUN_ID")),
-            }
-        common = trainer.strategy.broadcast(common)
+
+        def enter() -> dict[str, Any]:
+            run = RunDirectory(path)
+            other = run.enter(LAUNCHED if launched else os.environ.get("TORCHELASTIC_RUN_ID"))
+            return {"path": str(run.path), "other": other}
+
+        def claim() -> dict[str, str]:
+            return {"token": self.run.claim(), "id": self.run.identity(), "nonce": uuid.uuid4().hex[:12]}
+
+        common = checkpoint_io.from_rank_zero(trainer.strategy, enter)
         if common["other"] is not None:
             raise RuntimeError(
                 f"Process {common['other']} on this host trains in {common['path']} now, and this one would take the "
                 "run over. Wait for it, stop it with SIGTERM, or use another run_dir."
             )
-        if trainer.is_global_zero:
-            common = {
-                "path": str(self.run.path),
-                "token": self.run.claim(),
-                "id": self.run.identity(),
-                "nonce": uuid.uuid4().hex[:12],
-            }
-        common = trainer.strategy.broadcast(common)
         self.run = RunDirectory(common["path"])
+        common = checkpoint_io.from_rank_zero(trainer.strategy, claim)
         self.token: str = common["token"]
         self.run_id: str = common["id"]
         self.nonce: str = common["nonce"]
@@ -202,6 +199,7 @@ class FitSession:
         """Whether the fit ends by an exception: the other ranks may be gone."""
         self._silenced = False
         self._fingerprint: dict[str, str] = {}
+        self._owner_unknown_said = False
         self._install()
 
         self._running = False
@@ -229,7 +227,7 @@ class FitSession:
 
     def _install(self) -> None:
         trainer, patches = self.trainer, self.patches
-        checkpoint_io.make_durable(trainer, self.check_owner, self.metadata)
+        checkpoint_io.make_durable(trainer, self._check_owner_if_known, self.metadata)
         _lightning.before_strategy_setup(trainer, patches, self._describe)
         _lightning.on_restore(trainer, patches, self._restore)
         _lightning.on_restore_training_state(trainer, patches, self._before_training_state)
@@ -249,6 +247,19 @@ class FitSession:
     def check_owner(self) -> None:
         """Raises :class:`StaleAttempt` if another attempt has taken over; called before anything is published."""
         self.run.check_owner(self.token)
+
+    def _check_owner_if_known(self) -> None:
+        """The same before somebody else's save: that the run directory cannot be read does not end the training."""
+        for pause_s in (*_READS_OWNER_AGAIN_AFTER_S, None):
+            try:
+                self.check_owner()
+                return
+            except OSError as error:
+                if pause_s is None and not self._owner_unknown_said:
+                    self._owner_unknown_said = True
+                    log.warning("Checkpoints of the Trainer's other callbacks are saved all the same: %s", error)
+            if pause_s is not None:
+                time.sleep(pause_s)
 
     def _enter(self, section: Section) -> None:
         if self.progress is not None:
@@ -337,15 +348,16 @@ class FitSession:
     def _check_fingerprint(self, explicit: str | None) -> None:
         """A fit folder belongs to one model: no fit ever loads another's weights."""
         self._describe()
-        problems: list[str] = []
-        if self.trainer.is_global_zero:  # ranks may hold different parameters
+
+        def find() -> list[str]:
             recorded = self.fit.fingerprint
-            if recorded is None:
-                self.fit.fingerprint = {**self._fingerprint, "ckpt_path": explicit}
-            else:
-                problems = self._differences(recorded)
-        problems = self.trainer.strategy.broadcast(problems)
-        if problems:
+            if recorded is not None:
+                return self._differences(recorded)
+            self.fit.fingerprint = {**self._fingerprint, "ckpt_path": explicit}
+            return []
+
+        # Ranks may hold different parameters.
+        if problems := checkpoint_io.from_rank_zero(self.trainer.strategy, find):
             raise AnotherFit(
                 f"{self.fit.path} holds another fit: {', and '.join(problems)}. Fits are told "
                 "apart by their order in the script. If the script or the model has changed, give the run another "
@@ -764,7 +776,7 @@ class FitSession:
             )
         for hook in self.before_going_back:
             hook()
-        self.saver.wait()
+        checkpoint_io.on_every_rank(self.trainer.strategy, self.saver.wait)
         choice = self.tiers.newest(until, self._explicit is not None)
         if choice is None and self._explicit is None:
             otherwise()

@@ -154,6 +154,21 @@ def test_the_final_state_comes_after_what_is_being_written(tmp_path: Path, monke
     assert saved == [4, 12]
 
 
+def test_a_storage_that_never_answers_does_not_keep_the_fit_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, held = tmp_path / "run", Held(monkeypatch)
+    monkeypatch.setattr(saving, "_LONGEST_WAIT_S", 0.5)
+    monkeypatch.setattr(saving, "_LAST_SAVE_S", 0.1)
+    bound = threading.Timer(20, held.let_go.set)
+    bound.start()
+    fit(run, {})
+    bound.cancel()
+    assert not held.let_go.is_set(), "it has waited for it"
+    assert "The checkpoint of step 12 could not be saved (the one before has not been written" in caplog.text
+    held.let_go.set()
+
+
 def test_a_fit_that_raises_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, held = tmp_path / "run", Held(monkeypatch)
 

@@ -240,7 +240,7 @@ def pending(namespace: Namespace, tmp_path: Path) -> tuple[Any, Gate]:
     gate = Gate(io.checkpoint_io)
     gate.open.set()
     io.save_checkpoint({"global_step": 1}, tmp_path / "1.ckpt")
-    _lightning.wait_for_async_saves(io)
+    assert _lightning.wait_for_async_saves(io, 60)
     gate.open.clear()
     return trainer, gate
 
@@ -489,7 +489,7 @@ def test_lightning_still_has_the_names(namespace: Namespace) -> None:
     assert io.checkpoint_io is other
     ran = []
     _lightning.after_async_saves(io, lambda: ran.append(1))
-    _lightning.wait_for_async_saves(io)
+    assert _lightning.wait_for_async_saves(io, 60)
     assert ran == [1]
     io.teardown()
     assert io._error is None

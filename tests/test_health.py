@@ -15,10 +15,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_resilience import FaultTolerance
+from lightning_resilience.detect import health
 from lightning_resilience.detect.health import (
     Check,
     HealthReport,
@@ -30,6 +33,7 @@ from lightning_resilience.detect.health import (
     check_node,
 )
 from tests.harness import CONTEXT
+from tests.test_signals import Module
 
 SOON = 0.2
 UUID = "8a6f7f3e-0001-0002-0003-abcdefabcdef"
@@ -429,6 +433,25 @@ def test_a_healthy_node(tmp_path: Path) -> None:
     report = check_node(tmp_path / "run", "cpu", local_dirs=[tmp_path])
     assert report.ok, report
     assert [check.name for check in report.checks] == ["compute", "memory", "free space", "free space", "clock"]
+
+
+def test_one_rank_of_a_node_looks_at_its_storage_and_in_one_fit_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {check.name for check in check_node(None, "cpu").checks} == {"compute", "memory"}
+    looked: list[Path] = []
+
+    def look(directory: Path) -> float:
+        looked.append(directory)
+        return time.time()
+
+    monkeypatch.setattr(health, "_write_time", look)
+    for _ in range(2):
+        callbacks = [FaultTolerance(run_dir=tmp_path / "run", autoresume=False)]
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        trainer = L.Trainer(max_epochs=1, accelerator="cpu", callbacks=callbacks, **quiet)  # type: ignore[arg-type]
+        trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(2, 1)))
+    assert len(looked) == 2, "one file for the space and one for the clock, in the first fit"
 
 
 def test_a_device_that_is_used_for_the_first_time_may_take_longer_than_a_storage(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_resilience import Interrupted, Preemption, signals
+from lightning_resilience.ledger import Ledger
 from tests.harness import run_command
 
 BEFORE = """
@@ -193,6 +195,9 @@ class Readers(Dataset[torch.Tensor]):
         return torch.ones(1)
 
 
+BATCHES = 1000  # the listener is another thread, and may be a few steps late
+
+
 def fit(run_dir: Path, module: Module, workers: int = 0, **options: Any) -> L.Trainer:
     trainer = L.Trainer(
         max_epochs=1,
@@ -203,7 +208,7 @@ def fit(run_dir: Path, module: Module, workers: int = 0, **options: Any) -> L.Tr
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(Readers() if workers else torch.ones(4, 1), num_workers=workers, **options))
+    trainer.fit(module, DataLoader(Readers() if workers else torch.ones(BATCHES, 1), num_workers=workers, **options))
     return trainer
 
 
@@ -249,7 +254,7 @@ def test_a_handler_of_the_script_is_called_and_given_back(
         terminate()
 
     module.at_step[1] = twice
-    with pytest.raises(Interrupted, match="interrupted at step 2"):  # and not by an exit in the middle of step 1
+    with pytest.raises(Interrupted, match="interrupted at step"):  # and not by an exit in the middle of one
         fit(tmp_path / "stopped", module)
     assert called == [signal.SIGTERM] * 2
     assert signal.getsignal(signal.SIGTERM) is handler
@@ -257,6 +262,25 @@ def test_a_handler_of_the_script_is_called_and_given_back(
     while "has raised SystemExit(143)" not in caplog.text and time.monotonic() < until:
         time.sleep(0.01)
     assert "has raised SystemExit(143)" in caplog.text
+
+
+def test_a_ledger_on_storage_that_does_not_answer_holds_no_signal_up(
+    tmp_path: Path, launched: signals.SignalListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, answers = Ledger.record, threading.Event()
+
+    def stuck(self: Ledger, event: str, **fields: Any) -> None:
+        if event == "signal":
+            answers.wait(20)
+        record(self, event, **fields)
+
+    monkeypatch.setattr(Ledger, "record", stuck)
+    module = Module()
+    module.at_step[0] = terminate
+    with pytest.raises(Interrupted):
+        fit(tmp_path, module)
+    assert not answers.is_set()
+    answers.set()
 
 
 def test_without_launch_a_handler_of_the_script_is_called_once(tmp_path: Path) -> None:

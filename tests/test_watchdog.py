@@ -332,3 +332,36 @@ def test_a_process_is_not_taken_for_dead_because_this_one_cannot_look(monkeypatc
 
     monkeypatch.setattr(Path, "read_text", no_more_files)
     assert is_running(record)
+
+
+def test_a_watchdog_that_sees_nothing_does_not_stay_as_one_that_watches(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory = node_directory(uuid.uuid4().hex, 0)
+    (directory / "rank-00000.json").write_text("{}")  # as a file that somebody else has spoilt
+    monkeypatch.setattr(watchdog, "_BLIND_FOR_S", 0.5)
+    monkeypatch.setattr(watchdog, "_FIRST_RANK_WITHIN_S", 10.0)
+    blind = watchdog.Watchdog(directory)
+    blind.register()
+    began = time.monotonic()
+    blind.run()
+    assert time.monotonic() - began < 8, "it has gone on until nobody came"
+    assert directory.is_dir(), "the ranks are there still, and the next watchdog needs their files"
+    assert "hangs on this node are not found" in capfd.readouterr().err
+    shutil.rmtree(directory)
+
+
+def test_a_watchdog_that_stands_still_is_replaced(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = node_directory(uuid.uuid4().hex, 0)
+    first = watchdog.start(directory)
+    assert first is not None
+    assert watchdog.is_alive(directory, first)
+    os.kill(first["pid"], signal.SIGSTOP)
+    monkeypatch.setattr(watchdog, "_STANDS_STILL_AFTER_S", 0.3)
+    time.sleep(0.5)
+    second = watchdog.start(directory)
+    assert second is not None
+    assert second["pid"] != first["pid"]
+    assert not is_running(first)
+    os.kill(second["pid"], signal.SIGKILL)
+    shutil.rmtree(directory)

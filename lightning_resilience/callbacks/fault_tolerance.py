@@ -275,9 +275,10 @@ class _Watching:
         if self._directory is None or self.session.trainer.local_rank != 0:
             return
         if self._watchdog is not None:
-            if is_running(self._watchdog):
+            if watchdog.is_alive(self._directory, self._watchdog):
                 return
-            log.warning("The watchdog of %s has gone; it is started again.", platform.node())
+            trouble = "stands still" if is_running(self._watchdog) else "has gone"
+            log.warning("The watchdog of %s %s; it is started again.", platform.node(), trouble)
             self._watchdog = None
         try:
             self._watchdog = watchdog.start(self._directory)
@@ -466,7 +467,9 @@ class _Watching:
     def _check_node(self) -> None:
         """A sick node fails here, with its name, and not in the middle of a step of all."""
         session = self.session
-        report = health.check_node(session.run.path, session.trainer.strategy.root_device)
+        # The storage is the node's: one look, and not one of every rank at every fit, each with files that are synced.
+        looks = session.trainer.local_rank == 0 and session.index == 0
+        report = health.check_node(session.run.path if looks else None, session.trainer.strategy.root_device)
         # A storage that is slow fails nothing here. A device that does not answer would hang in the first step.
         failed = [
             check for check in report.failed if check.name != "clock" and (check.answered or check.name == "device")

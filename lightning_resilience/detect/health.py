@@ -88,7 +88,7 @@ class HealthReport:
 
 
 def check_node(
-    run_dir: str | os.PathLike[str],
+    run_dir: str | os.PathLike[str] | None,
     device: torch.device | str | None = None,
     needed_bytes: int = 100_000_000,
     local_dirs: Sequence[str | os.PathLike[str]] = (),
@@ -98,7 +98,7 @@ def check_node(
     """Whether a worker may join from this node. Checks the device, the directories and the clock, all at once.
 
     Args:
-        run_dir: On storage that all nodes share; it need not exist yet.
+        run_dir: On storage that all nodes share; it need not exist yet. ``None``: another worker of this node looks.
         device: See :func:`check_gpu_health`.
         needed_bytes: What must be free in each directory. The default holds what a run writes besides its checkpoints.
         local_dirs: Directories of this node that are written to as well.
@@ -109,8 +109,10 @@ def check_node(
     started = [
         (Path(directory), "free space", _start(partial(_one, check_free_space, directory, needed_bytes)))
         for directory in (run_dir, *local_dirs)
+        if directory is not None
     ]
-    started.append((Path(run_dir), "clock", _start(partial(_one, check_clock, run_dir))))
+    if run_dir is not None:
+        started.append((Path(run_dir), "clock", _start(partial(_one, check_clock, run_dir))))
     checks = check_gpu_health(device, device_timeout_s)
     for directory, name, answer in started:
         subject = f"the storage of {directory}"

@@ -14,10 +14,12 @@ Imports neither torch nor Lightning.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -55,6 +57,11 @@ POLL_S = 0.2
 """How often the progress of the ranks is read: a hang is noticed within its timeout and this."""
 
 _RECORD = "watchdog.json"
+_BEAT = "watchdog.beat"
+_BEATS = struct.Struct("<d")  # seconds of ``time.monotonic()``, which all processes of a node share
+_BEAT_EVERY_S = 1.0
+_STANDS_STILL_AFTER_S = 120.0  # a case, which it is busy with, takes less
+_BLIND_FOR_S = 30.0
 _VERDICT = "verdict.json"
 _COLLECTIVES_KEPT = 128
 _LOOK_FOR_VERDICT_EVERY_S = 0.25
@@ -213,6 +220,8 @@ class Watchdog:
         self._storage = _Storage()
         self._speaker = _Speaker()
         self._has_stumbled = False
+        self._beats: FileIO | None = None
+        self._beaten = -math.inf
 
     def register(self) -> None:
         """Says in the folder which process watches it.
@@ -220,13 +229,22 @@ class Watchdog:
         Raises:
             OSError: If that cannot be written: nobody would know of this watchdog.
         """
+        fd = os.open(self.directory / _BEAT, os.O_RDWR | os.O_CREAT, 0o600)
+        self._beats = FileIO(fd, "r+")
+        self._beat(time.monotonic())
         write_json(self.directory / _RECORD, describe_process())
+
+    def _beat(self, now: float) -> None:
+        """Says that it looks: a process that is there may stand still, or fail at every look."""
+        if self._beats is not None and now - self._beaten >= _BEAT_EVERY_S:
+            self._beaten = now
+            os.pwrite(self._beats.fileno(), _BEATS.pack(now), 0)
 
     def run(self) -> None:
         """Watches until no rank is left."""
         with suppress(OSError):  # another watchdog may be doing the same
             remove_abandoned(self.directory)
-        started = last = time.monotonic()
+        started = last = saw = time.monotonic()
         while self.ranks or last - started < _FIRST_RANK_WITHIN_S:
             now = time.monotonic()
             pause = now - last - POLL_S
@@ -235,10 +253,19 @@ class Watchdog:
             try:
                 if self._look(now, pause if pause > _FROZEN_AFTER_S else 0.0):
                     last = time.monotonic()
+                saw = time.monotonic()
+                self._beat(saw)
             except Exception:  # whatever it is, the ranks must not go unwatched
                 if not self._has_stumbled:
                     self._has_stumbled = True
                     self._speaker.say(f"The watchdog goes on after an error of its own:\n{traceback.format_exc()}")
+                if time.monotonic() - saw > _BLIND_FOR_S:  # nobody must take it for one that watches
+                    self._speaker.say(
+                        f"The watchdog of {platform.node()} gives up: it has seen nothing for {_BLIND_FOR_S:g} s. The "
+                        "next save starts another one; until then hangs on this node are not found."
+                    )
+                    self._speaker.stop()
+                    return
             if is_over:
                 break
             self._deathbed.wait(POLL_S)
@@ -690,10 +717,33 @@ def start(directory: Path) -> dict[str, Any] | None:
     """
     with _starting:
         if (record := read_json(directory / _RECORD)) is not None and is_running(record):
-            return record  # it has been given up as too slow to start, and has started
+            if is_alive(directory, record):
+                return record  # it has been given up as too slow to start, and has started
+            with suppress(ProcessLookupError):
+                os.kill(int(record["pid"]), signal.SIGKILL)
         if _begin(directory).wait(_START_WITHIN_S) != 0:
             raise subprocess.SubprocessError("it has ended before it began")
         return read_json(directory / _RECORD)
+
+
+def is_alive(directory: Path, record: dict[str, Any]) -> bool:
+    """Whether a watchdog runs and looks.
+
+    Args:
+        directory: Which it watches.
+        record: Its process.
+    """
+    if not is_running(record):
+        return False
+    for pause_s in (2 * _BEAT_EVERY_S, 0.0):  # all may have been frozen, and it comes to itself after whoever asks
+        try:
+            beat: float = _BEATS.unpack((directory / _BEAT).read_bytes())[0]
+        except (OSError, struct.error):
+            return True
+        if time.monotonic() - beat < _STANDS_STILL_AFTER_S:
+            return True
+        time.sleep(pause_s)
+    return False
 
 
 def start_soon(directory: Path, unless_within_s: float = 0.0) -> None:
