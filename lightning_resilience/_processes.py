@@ -25,6 +25,19 @@ def pid_namespace() -> str | None:
         return None
 
 
+def is_on_this_system(record: dict[str, Any]) -> bool:
+    """Whether the number in :func:`describe_process` means something here: the same boot of a kernel, the same numbers.
+
+    Without containers the numbers of all hosts are said to be the same ones.
+    """
+    here = describe_process()
+    return record.get("namespace") == here["namespace"] and _boot(record) == _boot(here)
+
+
+def _boot(record: dict[str, Any]) -> str:
+    return str(record.get("process_started")).rpartition("-")[0]
+
+
 def is_running(record: dict[str, Any]) -> bool:
     """Whether the process of :func:`describe_process` runs still, and not another one with its number."""
     try:

@@ -7,7 +7,7 @@ RUN_DIR/
   attempt.json        the token of the processes that may write now; a late process of an older attempt may not
   trainer.json        the process that trains here now; one of another job on its host is refused
   outcome.json        how the script ended last
-  launches/           the launches of this run that are at work now, each with its host and process
+  launches/           the launches of this run that are at work now, each with its host and process; one decides
   decision.json       with several nodes: what the first node has decided for all
   elastic/            the elastic launcher's own files
   fit-000/            one folder for every fit of the script, in the order in which the script makes them

@@ -343,6 +343,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         grace_period_s=job.grace_period_s if options.grace_period is None else options.grace_period,
         section_timeouts=section_timeouts,
         local_dir=None if options.local_dir is None else options.local_dir.expanduser().absolute(),
+        is_default_run_dir=options.run_dir is None,
         retries_in_new_job=options.retries_in_new_job,
     )
 

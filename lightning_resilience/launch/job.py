@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,23 +13,27 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from lightning_resilience import _nvrx, signals
-from lightning_resilience._files import read_json, write_json
-from lightning_resilience._processes import describe_process, is_running
 from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.launch.budget import Budget, Decision, LiveHistory, highest_verified_step
 from lightning_resilience.launch.nodes import (
     FIRST_NODE_WITHIN_S,
     OWNER_LOST_AFTER_S,
+    AnotherLaunch,
     Board,
     FirstNodeMissing,
     is_this_host,
 )
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
+from lightning_resilience.launch.record import InUse, LaunchRecord, TakenOver, records
 from lightning_resilience.launch.slurm import get_slurm_info
-from lightning_resilience.launch.worker import JOB_ATTEMPT_VARIABLE, first_fault, why_not_again
+from lightning_resilience.launch.worker import (
+    FIRST_LAUNCH_VARIABLE,
+    JOB_ATTEMPT_VARIABLE,
+    first_fault,
+    why_not_again,
+)
 from lightning_resilience.ledger import Ledger, read_ledger
 from lightning_resilience.recipes import RECIPE_VARIABLE
 from lightning_resilience.run_directory import LAUNCHED, LOCAL_DIR_VARIABLE, RUN_DIR_VARIABLE, Outcome, RunDirectory
@@ -60,6 +64,7 @@ class LaunchSettings:
         grace_period_s: How long the workers have to save and end when they are told to.
         section_timeouts: How long a worker may take in each section of the run until it counts as hung.
         local_dir: Where every node keeps its local checkpoints; ``None``: in node memory.
+        is_default_run_dir: Whether nobody has named the run directory, so that scripts with other arguments share it.
         retries_in_new_job: End as interrupted where the job is to be retried, or a node is to be avoided: whoever has
             started this launch gets a new job for it, on other nodes perhaps.
     """
@@ -75,6 +80,7 @@ class LaunchSettings:
     grace_period_s: float = signals.DEFAULT_GRACE_PERIOD_S
     section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
     local_dir: Path | None = None
+    is_default_run_dir: bool = False
     retries_in_new_job: bool = False
 
     @property
@@ -156,8 +162,10 @@ class Launch:
         self._run_directory = RunDirectory(settings.run_dir)
         self._ledger = Ledger(self._run_directory.ledger, rank=None)
         self._history = LiveHistory(self._ledger)
-        self._board = Board(self._run_directory.path / "decision.json", self.launch_id)
-        self._record_path = self._run_directory.path / "launches" / f"{self.launch_id}.json"
+        self._board = Board(self._run_directory.path / "decision.json", self.launch_id, settings.rdzv_endpoint or "")
+        self._launches = self._run_directory.path / "launches"
+        node = None if settings.is_owner else str(settings.node_rank)
+        self._record = LaunchRecord(self._launches, self.launch_id, node)
         self._over_since: float | None = None  # when this node saw that the job it is in has been given up
 
     def run(self) -> int:
@@ -167,23 +175,31 @@ class Launch:
             Refused: If the run directory is in use.
         """
         self._stop = _StopRequest()
-        self._register()
-        reaper = Reaper(self.launch_id)
         try:
-            exit_code = self._own() if self.settings.is_owner else self._follow()
+            if not self._register():
+                say(f"Interrupted: nothing was started (exit code {signals.EXIT_INTERRUPTED})")
+                return signals.EXIT_INTERRUPTED
+            reaper = Reaper(self.launch_id)
+            try:
+                return self._own() if self.settings.is_owner else self._follow()
+            finally:
+                end_processes(self.launch_id, _LEFTOVERS_PATIENCE_S)
+                reaper.dismiss()
+        except TakenOver as lost:
+            # Not even an exit is recorded: what is in the ledger, and in the run directory, is the other's.
+            self._ledger.record("refused", reason=str(lost))
+            say(f"Ended: {lost}; this launch has ended its workers (exit code 1)")
+            return 1
         finally:
-            end_processes(self.launch_id, _LEFTOVERS_PATIENCE_S)
-            self._record_path.unlink(missing_ok=True)
-            reaper.dismiss()
-        return exit_code
+            self._record.release()
 
     # The node that decides
 
     def _own(self) -> int:
         if (outcome := self._finished_before()) is not None:
             say(
-                f"The run in {self._run_directory.path} has finished already ({outcome.reason}); nothing to do. Other "
-                "script arguments, or another --run-dir, would run the script again."
+                f"The run in {self._run_directory.path} has finished already ({outcome.reason}); nothing to do. "
+                "Another --run-dir, or this one named and other script arguments, would run the script again."
             )
             return self._end(Outcome("finished", "it had finished already"))
         self._describe()
@@ -206,7 +222,9 @@ class Launch:
                 return self._end(Outcome("failed", f"the ledger {self._ledger.path} cannot be written"))
             if not self.settings.is_single_node:
                 self._board.publish(run_id, decision.max_restarts, decision.job_attempt)
-            exit_code = self._run_workers(run_id, decision.max_restarts, decision.job_attempt, self._watch_nodes)
+            exit_code = self._run_workers(
+                run_id, decision.max_restarts, decision.job_attempt, self.launch_id, self._watch_nodes
+            )
             if exit_code != 0 and self._has_stopped(run_id):
                 exit_code = 0  # it was this launch that has ended its elastic launcher
             if exit_code == 0 and not self.settings.is_single_node:
@@ -351,7 +369,7 @@ class Launch:
 
     def _other_nodes(self, run_id: str) -> list[int]:
         """The exit codes of the other nodes' elastic launchers, as far as they have ended."""
-        ends = [record.get("ended") or {} for _, record in self._records()]
+        ends = [record.content.get("ended") or {} for record in records(self._launches)]
         return [int(end["exit_code"]) for end in ends if end.get("run_id") == run_id]
 
     def _end(self, outcome: Outcome) -> int:
@@ -384,9 +402,13 @@ class Launch:
             decision = self._board.wait_for(None, FIRST_NODE_WITHIN_S, lambda: bool(self._stop))
             while decision is not None and decision.exit_code is None:
                 run_id = decision.run_id
-                exit_code = self._run_workers(run_id, decision.max_restarts, decision.job_attempt, self._is_superseded)
-                self._write_record(ended={"run_id": run_id, "exit_code": exit_code})
+                exit_code = self._run_workers(
+                    run_id, decision.max_restarts, decision.job_attempt, decision.owner, self._is_superseded
+                )
+                self._record.update(ended={"run_id": run_id, "exit_code": exit_code})
                 decision = self._board.wait_for(decision, OWNER_LOST_AFTER_S, lambda: self._stop.now)
+        except AnotherLaunch as other:
+            raise self._refused(str(other), "wait for it, stop it, or use another --run-dir") from None
         except FirstNodeMissing as missing:
             # Whether the run has failed is the first node's to say: with a new one it goes on.
             say(f"Interrupted: {missing} (exit code {signals.EXIT_INTERRUPTED})")
@@ -408,46 +430,42 @@ class Launch:
 
     # Every node
 
-    def _register(self) -> None:
-        """Refuses a run directory in use, ends what a killed launch has left on this host, and leaves a record."""
-        this_host = platform.node()
-        for path, record in self._records():
-            if record.get("host") != this_host or not isinstance(record.get("launch_id"), str):
-                continue
-            if not is_running(record):
-                if count := end_processes(record["launch_id"]):
-                    say(f"Ended {count} processes that an earlier launch of this run had left.")
-                path.unlink(missing_ok=True)
-            elif record.get("node_rank") == self.settings.node_rank:
-                reason = f"process {record['pid']} on this host runs {self._run_directory.path} already"
-                self._ledger.record("refused", reason=reason)
-                raise Refused(f"{reason}; wait for it, stop it with SIGTERM, or use another --run-dir")
+    def _register(self) -> bool:
+        """Refuses a run directory in use, leaves a record, and ends what a killed launch has left here.
+
+        Returns:
+            Whether the launch can begin; not if it was told to stop meanwhile.
+        """
+        try:
+            if not self._record.take(lambda: self._stop, say):
+                return False
+        except InUse as in_use:
+            raise self._refused(str(in_use), "wait for it, stop it with SIGTERM, or use another --run-dir") from None
+        if self.settings.is_default_run_dir and (other := other_command(self.settings)) is not None:
+            raise self._refused(*other)
+        for record in records(self._launches):
+            if record.is_dead and (count := end_processes(record.launch_id)):
+                say(f"Ended {count} processes that an earlier launch of this run had left.")
+            if record.is_dead or self._record.follows(record):
+                record.path.unlink(missing_ok=True)
         if (pid := self._run_directory.trained_by(LAUNCHED)) is not None:
             reason = f"process {pid} on this host, which no launch has started, trains in {self._run_directory.path}"
-            self._ledger.record("refused", reason=reason)
-            raise Refused(f"{reason}; wait for it, stop it with SIGTERM, or use another --run-dir")
-        self._record_path.parent.mkdir(parents=True, exist_ok=True)
-        self._write_record(ended=None)
+            raise self._refused(reason, "wait for it, stop it with SIGTERM, or use another --run-dir")
+        return True
 
-    def _records(self) -> list[tuple[Path, dict[str, Any]]]:
-        paths = sorted(self._record_path.parent.glob("*.json"))
-        return [(path, record) for path in paths if (record := read_json(path)) is not None]
+    def _refused(self, reason: str, then: str) -> Refused:
+        self._ledger.record("refused", reason=reason)
+        return Refused(f"{reason}; {then}")
 
-    def _write_record(self, ended: dict[str, Any] | None) -> None:
-        """Says which process this launch is, and how its workers ended."""
-        write_json(
-            self._record_path,
-            {
-                "launch_id": self.launch_id,
-                "host": platform.node(),
-                **describe_process(),
-                "node_rank": self.settings.node_rank,
-                "ended": ended,
-            },
-        )
+    def _run_workers(
+        self, run_id: str, max_restarts: int, job_attempt: int, first_launch: str, must_go: Callable[[str], bool]
+    ) -> int:
+        """Runs the workers to their end and returns the exit code of their launcher.
 
-    def _run_workers(self, run_id: str, max_restarts: int, job_attempt: int, must_go: Callable[[str], bool]) -> int:
-        """Runs the workers to their end and returns the exit code of their launcher."""
+        Raises:
+            TakenOver: If another launch has taken the run over; the workers are ended then.
+        """
+        self._record.check()
         if self._stop:
             return 0
         self._over_since = None
@@ -459,6 +477,7 @@ class Launch:
             SECTION_TIMEOUTS_VARIABLE: str(self.settings.section_timeouts),
             LAUNCH_ID_VARIABLE: self.launch_id,
             JOB_ATTEMPT_VARIABLE: str(job_attempt),
+            FIRST_LAUNCH_VARIABLE: first_launch,
         }
         if self.settings.local_dir is not None:
             environment[LOCAL_DIR_VARIABLE] = str(self.settings.local_dir)
@@ -479,17 +498,34 @@ class Launch:
             if self._stop.now or (deadline is not None and now > deadline):
                 say("Ending the workers now: " + ("a second signal." if self._stop.now else "their time is up."))
                 end_processes(self.launch_id)
+            elif self._record.is_lost:
+                end_processes(self.launch_id)
             elif now - nodes_checked_at >= _CHECK_NODES_EVERY_S and deadline is None:
                 nodes_checked_at = now
                 if must_go(run_id):
                     end_processes(self.launch_id)
             time.sleep(_POLL_S)
         end_processes(self.launch_id, _LEFTOVERS_PATIENCE_S)
+        self._record.check()
         return exit_code
 
     def _defaults(self) -> dict[str, str]:
         """What the user's own environment goes before: Weights & Biases goes on with one run over all restarts."""
         return {RUN_ID_VARIABLE: wandb_run_id(self._run_directory.identity()), "WANDB_RESUME": "allow"}
+
+
+def other_command(settings: LaunchSettings) -> tuple[str, str] | None:
+    """What is wrong if the run directory holds the run of another command, and what to do about it."""
+    path = RunDirectory(settings.run_dir).ledger
+    commands = [each.get("command") for each in read_ledger(path) if each["event"] == "launch"]
+    last = commands[-1] if commands else None
+    if last == settings.command or not isinstance(last, list):
+        return None
+    theirs, ours = shlex.join(map(str, last)), shlex.join(settings.command)
+    return (
+        f"{settings.run_dir} holds the run of `{theirs}`, and this is `{ours}`",
+        "name a --run-dir: that one to go on with its run, or another for a run of its own",
+    )
 
 
 def say(line: str) -> None:

@@ -25,6 +25,10 @@ class FirstNodeMissing(Exception):
     """The node that decides has not published anything for too long."""
 
 
+class AnotherLaunch(Exception):
+    """The nodes of another launch, which meet elsewhere, are at work in the run directory."""
+
+
 @dataclass(frozen=True)
 class Decision:
     """What all nodes do.
@@ -34,6 +38,7 @@ class Decision:
         run_id: Id of the rendezvous to join.
         max_restarts: How often the elastic launcher may restart the workers.
         job_attempt: Number of the job retry.
+        endpoint: Where the nodes meet; one that was told to meet elsewhere is none of them.
         exit_code: Set once the run is over.
         beat: Moves as long as the owner lives.
     """
@@ -42,6 +47,7 @@ class Decision:
     run_id: str
     max_restarts: int
     job_attempt: int
+    endpoint: str = ""
     exit_code: int | None = None
     beat: int = 0
 
@@ -52,17 +58,19 @@ class Board:
     Args:
         path: The file, on storage that all nodes share.
         launch_id: Who writes, if this node does.
+        endpoint: Where this node was told that the nodes meet.
     """
 
-    def __init__(self, path: Path, launch_id: str) -> None:
+    def __init__(self, path: Path, launch_id: str, endpoint: str = "") -> None:
         self.path = path
         self._launch_id = launch_id
+        self._endpoint = endpoint
         self._published: Decision | None = None
         self._beat_at = 0.0
 
     def publish(self, run_id: str, max_restarts: int, job_attempt: int) -> None:
         """The first node: makes a new job known."""
-        self._write(Decision(self._launch_id, run_id, max_restarts, job_attempt))
+        self._write(Decision(self._launch_id, run_id, max_restarts, job_attempt, self._endpoint))
 
     def _write(self, decision: Decision) -> None:
         self._published = decision
@@ -100,6 +108,7 @@ class Board:
             The decision, or ``None`` if ``stop`` said so.
 
         Raises:
+            AnotherLaunch: If it is the owner of other nodes that lives.
             FirstNodeMissing: If nothing has moved for ``within_s``.
         """
         first = after if after is not None else self.read()
@@ -107,6 +116,13 @@ class Board:
         moved_at = time.monotonic()
         while not stop():
             decision = self.read()
+            if decision != last and decision is not None and not meet_alike(decision.endpoint, self._endpoint):
+                if decision.exit_code is None and decision.beat > 0:
+                    raise AnotherLaunch(
+                        f"other nodes, which meet at {decision.endpoint} and not at {self._endpoint}, run "
+                        f"{self.path.parent} already"
+                    )
+                decision = last
             if decision != last:
                 last, moved_at = decision, time.monotonic()
             if decision is not None and decision != first:
@@ -122,10 +138,32 @@ class Board:
         return None
 
 
+def meet_alike(endpoint: str, other: str) -> bool:
+    """Whether two nodes that were given these will meet; so they will if it cannot be said that they will not.
+
+    Args:
+        endpoint: ``HOST:PORT``, or nothing.
+        other: The other's.
+    """
+    if not endpoint or not other:
+        return True
+    (host, _, port), (other_host, _, other_port) = endpoint.rpartition(":"), other.rpartition(":")
+    if port != other_port:
+        return False
+    addresses, others = _addresses(host), _addresses(other_host)
+    is_known = addresses and others and not any(address.startswith(("127.", "::1")) for address in addresses | others)
+    return host == other_host or not is_known or bool(addresses & others)
+
+
+def _addresses(host: str) -> set[str]:
+    try:
+        return {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return set()
+
+
 def is_this_host(name: str) -> bool:
     """Whether ``name`` is a name or an address of this machine."""
-    addresses = {address.address for nics in psutil.net_if_addrs().values() for address in nics}
-    try:
-        return any(str(info[4][0]) in addresses for info in socket.getaddrinfo(name, None))
-    except OSError:
-        return False
+    return not _addresses(name).isdisjoint(
+        address.address for nics in psutil.net_if_addrs().values() for address in nics
+    )

@@ -10,10 +10,9 @@ from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 
-from lightning_resilience._files import read_json
-from lightning_resilience._processes import is_running
 from lightning_resilience.launch.budget import Budget, Event, highest_verified_step, spent
 from lightning_resilience.launch.chain import Slice, current_chain, slices_of
+from lightning_resilience.launch.record import records
 from lightning_resilience.launch.slurm import run_slurm
 from lightning_resilience.ledger import node_name, read_ledger
 from lightning_resilience.report import table
@@ -131,9 +130,7 @@ def _now(slices: Sequence[Slice], run_dir: Path) -> str:
     if last.then == "end" or (last.exit is not None and last.then is None):
         how = last.how or str(last.exit and last.exit.get("status"))
         return f"ended: {how}"
-    records = [record for path in (run_dir / "launches").glob("*.json") if (record := read_json(path)) is not None]
-    here = [record for record in records if record.get("host") == os.uname().nodename]
-    if any(is_running(record) for record in here):
+    if any(record.is_here and not record.is_dead for record in records(run_dir / "launches")):
         return f"running on this node ({node_name()})"
     ago = duration(max(0.0, time.time() - last.last_seen))
     if last.then == "requeue":

@@ -29,12 +29,16 @@ from lightning_resilience.detect.watchdog import start_soon
 from lightning_resilience.detect.witness import Witness, node_directory
 from lightning_resilience.launch.budget import first_cause, highest_verified_step, last_recurrence, normalised
 from lightning_resilience.launch.job_info import job_info
+from lightning_resilience.launch.record import FIRST, newest
 from lightning_resilience.ledger import Ledger, read_ledger
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
 from lightning_resilience.run_directory import RUN_DIR_VARIABLE, WORKER_PID_VARIABLE, Outcome, RunDirectory
 
 JOB_ATTEMPT_VARIABLE = "LIGHTNING_RESILIENCE_JOB_ATTEMPT"
 """Environment variable with the number of the job retry: 0 is the first job."""
+
+FIRST_LAUNCH_VARIABLE = "LIGHTNING_RESILIENCE_FIRST_LAUNCH"
+"""Environment variable with the id of the launch that decides for all workers of a run."""
 
 
 _FIRST_STARTS_WATCHDOG_WITHIN_S = 5.0
@@ -74,6 +78,11 @@ def main() -> None:
     _begin_watch(run_directory, ledger.rank or 0)
     began = time.time()
     fault: dict[str, Any] = {}
+    first = newest(run_directory.path / "launches", FIRST)
+    if first is not None and first.launch_id not in ("", os.environ.get(FIRST_LAUNCH_VARIABLE)):
+        sys.exit(
+            0
+        )  # the run is another launch's by now, and ours says so: to claim it back would end that one's workers
     if ledger.rank == 0:
         _record_start(run_directory, ledger)
     # On one node all find the same in the ledger. With several the first node's launch decides, for all.
