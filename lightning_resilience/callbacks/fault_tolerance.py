@@ -34,7 +34,7 @@ from lightning_resilience.detect.witness import (
 )
 from lightning_resilience.faults import FaultInjector, SimulatedFault
 from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import is_started_again
+from lightning_resilience.run_directory import RUN_DIR_VARIABLE, is_started_again
 from lightning_resilience.session import FitSession, SessionCallback, report_progress, session_of
 
 if TYPE_CHECKING:
@@ -509,9 +509,11 @@ class _Watching:
             return None
         session = self.session
         session.ledger.record("workload_request", fit=session.index, action=action, reason=description)
-        if self._monitor is not None:
+        # launch reads it in the ledger; ft_launcher would close the rendezvous of all, or let this node join again.
+        is_told = action == _nvrx.EXCLUDE_THIS_NODE and RUN_DIR_VARIABLE in os.environ
+        if self._monitor is not None and not is_told:
             self._monitor.send(action, description)
-        elif action == "exclude_this_node":
+        elif action == "exclude_this_node" and not is_told:
             log.warning("No launcher that can exclude %s from the next attempt has started this rank.", platform.node())
         if action != "shutdown_workload":
             return None

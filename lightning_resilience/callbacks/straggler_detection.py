@@ -34,6 +34,7 @@ from lightning_resilience.detect.stragglers import (
     make_report,
 )
 from lightning_resilience.detect.waiting import Waiting
+from lightning_resilience.launch.nodes import why_it_keeps
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import is_started_again
 from lightning_resilience.session import FitSession, SessionCallback, session_of
@@ -407,6 +408,10 @@ class _Measuring:
             return
         if not is_started_again():
             self._say_once("The run is not stopped: nothing would start it again, as lightning-resilience launch does.")
+            return
+        nodes = {each.place.node for each in new}
+        if self._nodes > 1 and (reason := why_it_keeps(self.session.run.path, nodes, self._nodes)):
+            self._say_once(f"The run is not stopped, and goes on with its stragglers: {reason}.")
             return
         log.error("Detected stragglers. Terminating training...")
         self.session.agreement.request(

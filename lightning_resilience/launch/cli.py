@@ -28,7 +28,8 @@ _EXIT_CODES = """exit codes of launch:
   75  interrupted (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2), or the first of several nodes is gone; the same command
       resumes it
   1   failed for good: the budget of restarts and retries is spent, or the launch could not begin
-  16, 17  a callback's verdict: the fault came again when the step was repeated (16), or did not (17)
+  16  failed for good, and a bad step has to be tried on other devices (NaNGuard with a rerun)
+  17  a bad step was tried again, on other devices or from an older checkpoint, and that does not help
 """
 
 
@@ -214,6 +215,9 @@ def _parser() -> argparse.ArgumentParser:
         help="number of this node; 0 decides for all; slurm: as Slurm counts the nodes of this step",
     )
     here.add_argument(
+        "--spare", action="store_true", help="this node only waits, to take the place of one that is left out"
+    )
+    here.add_argument(
         "--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="where the nodes meet: the first node"
     )
     here.add_argument(
@@ -311,6 +315,8 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         parser.error(f"there is no script {options.script}; a module is run with -m")
     if options.nnodes not in ("1", "1:1") and options.rdzv_endpoint is None:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT, with the first node's host and a free port on it")
+    if options.spare and (options.nnodes in ("1", "1:1") or options.node_rank is not None):
+        parser.error("--spare is for one more node than --nnodes says, and goes without --node-rank")
     timeouts = [options.section_timeouts] if options.section_timeouts else []
     if options.out_of_section_timeout is not None:
         timeouts.append(f"out_of_section:{options.out_of_section_timeout}")
@@ -331,6 +337,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         nproc_per_node=options.nproc_per_node,
         nnodes=options.nnodes,
         node_rank=options.node_rank,
+        spare=options.spare,
         rdzv_endpoint=options.rdzv_endpoint,
         budget=replace(
             job.budget,
@@ -394,7 +401,7 @@ def _batch_script(options: argparse.Namespace) -> BatchScript:
         parser.error(str(error))
 
 
-_ONE_NODE = {"nnodes": "1", "node_rank": None, "rdzv_endpoint": None, "retries_in_new_job": True}
+_ONE_NODE = {"nnodes": "1", "node_rank": None, "spare": False, "rdzv_endpoint": None, "retries_in_new_job": True}
 _NOT_FORWARDED = ("run_dir", "grace_period", "module")  # the batch script has its own say, or the command holds it
 
 

@@ -10,36 +10,40 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
 from lightning_resilience import _nvrx, signals
 from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
-from lightning_resilience.launch.budget import Budget, Decision, LiveHistory, highest_verified_step
+from lightning_resilience.launch import budget
+from lightning_resilience.launch.budget import Budget, LiveHistory, highest_verified_step
 from lightning_resilience.launch.nodes import (
     FIRST_NODE_WITHIN_S,
     OWNER_LOST_AFTER_S,
     AnotherLaunch,
     Board,
+    Decision,
     FirstNodeMissing,
     is_this_host,
+    nodes_to_avoid,
 )
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
-from lightning_resilience.launch.record import InUse, LaunchRecord, TakenOver, records
+from lightning_resilience.launch.record import InUse, LaunchRecord, Spares, TakenOver, records
 from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.worker import (
     FIRST_LAUNCH_VARIABLE,
     JOB_ATTEMPT_VARIABLE,
+    TRY_ELSEWHERE,
     first_fault,
     why_not_again,
 )
-from lightning_resilience.ledger import Ledger, read_ledger
+from lightning_resilience.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.recipes import RECIPE_VARIABLE
 from lightning_resilience.run_directory import LAUNCHED, LOCAL_DIR_VARIABLE, RUN_DIR_VARIABLE, Outcome, RunDirectory
 from lightning_resilience.wandb_runs import RUN_ID_VARIABLE, wandb_run_id
 
-_VERDICT_EXIT_CODES = (16, 17)  # Megatron's: a fault that came again, and one that did not
+_VERDICT_EXIT_CODES = (TRY_ELSEWHERE, 17)  # Megatron's: to be tried on other devices, and validated there
 _LEFTOVERS_PATIENCE_S = 5.0
 _TERM_MARGIN_S = 5.0  # the workers keep to the grace period themselves; the elastic launcher comes after them...
 _KILL_MARGIN_S = 20.0  # ...and this launch after both
@@ -59,6 +63,7 @@ class LaunchSettings:
         nproc_per_node: Workers for each node: a number or ``auto``.
         nnodes: Nodes: a number or ``MIN:MAX``.
         node_rank: Which node this is, if that is fixed.
+        spare: Whether this node only waits, until it takes the place of one that is left out.
         rdzv_endpoint: ``HOST:PORT`` of the rendezvous; needed with several nodes.
         budget: How often the run may fail.
         grace_period_s: How long the workers have to save and end when they are told to.
@@ -75,6 +80,7 @@ class LaunchSettings:
     nproc_per_node: str = "auto"
     nnodes: str = "1"
     node_rank: int | None = None
+    spare: bool = False
     rdzv_endpoint: str | None = None
     budget: Budget = field(default_factory=Budget)
     grace_period_s: float = signals.DEFAULT_GRACE_PERIOD_S
@@ -91,6 +97,8 @@ class LaunchSettings:
     @property
     def is_owner(self) -> bool:
         """Whether this node decides: the one that hosts the rendezvous."""
+        if self.spare:
+            return False
         if self.is_single_node or self.node_rank is not None:
             return not self.node_rank
         return self.rdzv_endpoint is not None and is_this_host(self.rdzv_endpoint.rpartition(":")[0].strip("[]"))
@@ -115,7 +123,7 @@ def elastic_command(settings: LaunchSettings, run_id: str, max_restarts: int) ->
     command += [f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}"]
     if settings.node_rank is not None:
         command += [f"--node-rank={settings.node_rank}"]
-    if settings.is_single_node:
+    if settings.is_single_node and settings.rdzv_endpoint is None:
         command += ["--local-addr=127.0.0.1"]  # the machine's own name need not resolve
     else:
         command += [f"--rdzv-conf=is_host={int(settings.is_owner)}"]  # the node that decides is the one the others lose
@@ -164,8 +172,16 @@ class Launch:
         self._history = LiveHistory(self._ledger)
         self._board = Board(self._run_directory.path / "decision.json", self.launch_id, settings.rdzv_endpoint or "")
         self._launches = self._run_directory.path / "launches"
-        node = None if settings.is_owner else str(settings.node_rank)
-        self._record = LaunchRecord(self._launches, self.launch_id, node)
+        node = f"spare-{self.launch_id[:8]}" if settings.spare else str(settings.node_rank)
+        self._record = LaunchRecord(
+            self._launches, self.launch_id, None if settings.is_owner else node, is_spare=settings.spare
+        )
+        self._nnodes = settings.nnodes  # as many as are left
+        self._excluded: list[str] = []
+        self._kept: set[str] = set()
+        self._replacements: dict[str, str] = {}  # launch ids of spares that have a place, and their nodes
+        self._spares = Spares(self._launches)
+        self._waits_because = ""
         self._over_since: float | None = None  # when this node saw that the job it is in has been given up
 
     def run(self) -> int:
@@ -207,7 +223,11 @@ class Launch:
             decision = self._decide()
             if decision.action == "give_up":
                 self._ledger.record("give_up", reason=decision.reason)
-                return self._end(Outcome("failed", self._with_last_fault(decision.reason)))
+                said = self._run_directory.outcome
+                details = (
+                    {"exit_code": TRY_ELSEWHERE} if said and said.details.get("exit_code") == TRY_ELSEWHERE else {}
+                )
+                return self._end(Outcome("failed", self._with_last_fault(decision.reason), details=details))
             run_id = uuid.uuid4().hex[:12]
             self._ledger.record(
                 "job_start",
@@ -220,11 +240,10 @@ class Launch:
             if not any(event.get("run_id") == run_id for event in read_ledger(self._ledger.path)):
                 # Failures that are not recorded are not counted: the restarts would never end.
                 return self._end(Outcome("failed", f"the ledger {self._ledger.path} cannot be written"))
+            plan = self._plan(run_id, decision)
             if not self.settings.is_single_node:
-                self._board.publish(run_id, decision.max_restarts, decision.job_attempt)
-            exit_code = self._run_workers(
-                run_id, decision.max_restarts, decision.job_attempt, self.launch_id, self._watch_nodes
-            )
+                self._board.publish(plan)
+            exit_code = self._run_workers(plan, self._watch_nodes)
             if exit_code != 0 and self._has_stopped(run_id):
                 exit_code = 0  # it was this launch that has ended its elastic launcher
             if exit_code == 0 and not self.settings.is_single_node:
@@ -238,8 +257,65 @@ class Launch:
                 return self._end(Outcome("interrupted", f"{reason} ({outcome.reason})", details={"new_job": True}))
             if following.action != "give_up":
                 say(f"Failed: {outcome.reason}. Next: {following.reason}.")
+                self._leave_out(run_id)
 
-    def _why_in_a_new_job(self, following: Decision, run_id: str) -> str | None:
+    def _plan(self, run_id: str, decision: budget.Decision) -> Decision:
+        """What all nodes are told."""
+        return Decision(
+            owner=self.launch_id,
+            run_id=run_id,
+            max_restarts=decision.max_restarts,
+            job_attempt=decision.job_attempt,
+            nnodes=self._nnodes,
+            endpoint=self.settings.rdzv_endpoint or "",
+            node=node_name(),
+            excluded=self._excluded,
+            replacements=list(self._replacements),
+            spares=sorted(self._waiting().values()),
+            ends_for_new_job=self.settings.retries_in_new_job,
+        )
+
+    def _waiting(self) -> dict[str, str]:
+        """The spares that have no place yet: their launch ids and nodes."""
+        if self.settings.is_single_node:
+            return {}
+        return {launch: node for launch, node in self._spares.look().items() if launch not in self._replacements}
+
+    def _nodes_to_leave_out(self, run_id: str) -> list[str]:
+        """Of the nodes that a rank has asked to go on without those without which the run can go on; says which not."""
+        able: list[str] = []
+        count = self._count_nodes(run_id)
+        plan = self._plan(run_id, budget.Decision("start", 0, 0, ""))
+        for node in self._nodes_to_avoid(run_id):
+            if (reason := plan.why_it_keeps([*able, node], count)) is None:
+                able.append(node)
+                continue
+            self._kept.add(node)
+            say(f"The run goes on with {node}, which it was asked to leave out: {reason}.")
+        return able
+
+    def _leave_out(self, run_id: str) -> None:
+        """Lets a node that waits take the place of one to leave out, or goes on with fewer."""
+        for node in self._nodes_to_leave_out(run_id):
+            self._excluded = [*self._excluded, node]
+            if waiting := self._waiting():
+                launch, name = min(waiting.items())
+                self._replacements[launch] = name
+                then = f"{name}, which waited, takes its place"
+            else:
+                least, _, most = self._nnodes.partition(":")
+                self._nnodes = f"{least}:{int(most) - 1}"
+                then = "the run goes on with fewer nodes"
+            say(f"{node} is left out from here on, and {then}.")
+            self._ledger.record("left_out", excluded=[node], reason=then)
+
+    def _count_nodes(self, run_id: str) -> int:
+        """On how many nodes the workers have started."""
+        events = read_ledger(self._ledger.path)
+        starts = [event for event in events if event["event"] == "start" and event.get("elastic_run_id") == run_id]
+        return int(starts[-1].get("nodes") or 1) if starts else int(self._nnodes.rpartition(":")[2])
+
+    def _why_in_a_new_job(self, following: budget.Decision, run_id: str) -> str | None:
         """Why the workers are to be started again in a new job and not in this one, if so."""
         if not self.settings.retries_in_new_job or following.action == "give_up":
             return None
@@ -252,10 +328,8 @@ class Launch:
         """The nodes that a rank on them has asked to go on without, since these workers were started."""
         if self.settings.is_single_node:
             return []  # there is no other node to compare it to
-        events = self._ledger.events()
-        begun = next((index for index, event in enumerate(events) if event.get("run_id") == run_id), 0)
-        asked = (event for event in events[begun:] if event["event"] == "workload_request")
-        return sorted({str(event.get("node")) for event in asked if event.get("action") == "exclude_this_node"})
+        nodes = nodes_to_avoid(self._ledger.events(), run_id)
+        return sorted(nodes - {*self._excluded, *self._kept})
 
     def _finished_before(self) -> Outcome | None:
         """The outcome, if the whole run had finished with the very same command."""
@@ -327,11 +401,12 @@ class Launch:
         if self.settings.is_single_node:
             return False
         self._board.beat()
-        if ":" not in self.settings.nnodes and any(exit_code != 0 for exit_code in self._other_nodes(run_id)):
+        self._board.note_spares(sorted(self._waiting().values()))
+        if ":" not in self._nnodes and any(exit_code != 0 for exit_code in self._other_nodes(run_id)):
             return True  # with a fixed number of nodes the others would wait for that one in vain
         if self._has_stopped(run_id):
             return True  # else its elastic launcher would wait five minutes for that of a node that was told to stop
-        if self.settings.retries_in_new_job and self._nodes_to_avoid(run_id):
+        if self._nodes_to_leave_out(run_id):
             return True  # its elastic launcher would start the workers on the same nodes
         return self._not_again() is not None or self._decide().action != "start"
 
@@ -348,16 +423,11 @@ class Launch:
         if said is None or said.status != "interrupted" or said.details.get("elastic_run_id") != run_id:
             return False
         others = self._other_nodes(run_id)
-        return self.settings.nnodes == str(len(others) + 1) and len(others) > 0 and not any(others)
+        return self._nnodes == str(len(others) + 1) and len(others) > 0 and not any(others)
 
     def _wait_for_nodes(self, run_id: str) -> int:
         """How the other nodes' workers ended: their launchers do not tell each other."""
-        starts = [
-            event
-            for event in read_ledger(self._ledger.path)
-            if event["event"] == "start" and event.get("elastic_run_id") == run_id
-        ]
-        others = (starts[-1].get("nodes") or 1) - 1 if starts else 0
+        others = self._count_nodes(run_id) - 1
         deadline = time.monotonic() + _OTHERS_END_WITHIN_S
         while len(exit_codes := self._other_nodes(run_id)) < others and not self._stop:
             if time.monotonic() > deadline:
@@ -374,7 +444,7 @@ class Launch:
 
     def _end(self, outcome: Outcome) -> int:
         exit_code = {"finished": 0, "interrupted": signals.EXIT_INTERRUPTED, "failed": 1, "halted": 1}[outcome.status]
-        if outcome.status == "halted" and outcome.details.get("exit_code") in _VERDICT_EXIT_CODES:
+        if outcome.status in ("halted", "failed") and outcome.details.get("exit_code") in _VERDICT_EXIT_CODES:
             exit_code = outcome.details["exit_code"]
         new_job = {"new_job": True} if outcome.details.get("new_job") else {}
         self._ledger.record("exit", status=outcome.status, exit_code=exit_code, reason=outcome.reason, **new_job)
@@ -401,11 +471,11 @@ class Launch:
         try:
             decision = self._board.wait_for(None, FIRST_NODE_WITHIN_S, lambda: bool(self._stop))
             while decision is not None and decision.exit_code is None:
-                run_id = decision.run_id
-                exit_code = self._run_workers(
-                    run_id, decision.max_restarts, decision.job_attempt, decision.owner, self._is_superseded
-                )
-                self._record.update(ended={"run_id": run_id, "exit_code": exit_code})
+                if not self._has_place(decision):
+                    decision = self._board.wait_for(decision, OWNER_LOST_AFTER_S, lambda: bool(self._stop))
+                    continue
+                exit_code = self._run_workers(decision, self._is_superseded)
+                self._record.update(ended={"run_id": decision.run_id, "exit_code": exit_code})
                 decision = self._board.wait_for(decision, OWNER_LOST_AFTER_S, lambda: self._stop.now)
         except AnotherLaunch as other:
             raise self._refused(str(other), "wait for it, stop it, or use another --run-dir") from None
@@ -417,6 +487,19 @@ class Launch:
             return signals.EXIT_INTERRUPTED
         say(f"The first node ended the run (exit code {decision.exit_code}).")
         return decision.exit_code
+
+    def _has_place(self, decision: Decision) -> bool:
+        """Whether this node is one of those that meet; if not, it waits."""
+        if node_name() in decision.excluded:
+            why = f"{node_name()} is left out of the run. This launch ends when the run does"
+        elif self.settings.spare and self.launch_id not in decision.replacements:
+            why = f"{node_name()} waits as a spare"
+        else:
+            why = ""
+        if why != self._waits_because:
+            self._waits_because = why
+            say(f"{why or f'{node_name()} takes the place of a node that is left out'}.")
+        return not why
 
     def _is_superseded(self, run_id: str) -> bool:
         decision = self._board.read()
@@ -457,9 +540,7 @@ class Launch:
         self._ledger.record("refused", reason=reason)
         return Refused(f"{reason}; {then}")
 
-    def _run_workers(
-        self, run_id: str, max_restarts: int, job_attempt: int, first_launch: str, must_go: Callable[[str], bool]
-    ) -> int:
+    def _run_workers(self, plan: Decision, must_go: Callable[[str], bool]) -> int:
         """Runs the workers to their end and returns the exit code of their launcher.
 
         Raises:
@@ -469,15 +550,15 @@ class Launch:
         if self._stop:
             return 0
         self._over_since = None
-        command, environment = self._starter(self.settings, run_id, max_restarts)
+        command, environment = self._starter(replace(self.settings, nnodes=plan.nnodes), plan.run_id, plan.max_restarts)
         environment |= {
             RUN_DIR_VARIABLE: str(self._run_directory.path),
             RECIPE_VARIABLE: self.settings.recipe,
             signals.GRACE_PERIOD_VARIABLE: str(self.settings.grace_period_s),
             SECTION_TIMEOUTS_VARIABLE: str(self.settings.section_timeouts),
             LAUNCH_ID_VARIABLE: self.launch_id,
-            JOB_ATTEMPT_VARIABLE: str(job_attempt),
-            FIRST_LAUNCH_VARIABLE: first_launch,
+            JOB_ATTEMPT_VARIABLE: str(plan.job_attempt),
+            FIRST_LAUNCH_VARIABLE: plan.owner,
         }
         if self.settings.local_dir is not None:
             environment[LOCAL_DIR_VARIABLE] = str(self.settings.local_dir)
@@ -502,7 +583,7 @@ class Launch:
                 end_processes(self.launch_id)
             elif now - nodes_checked_at >= _CHECK_NODES_EVERY_S and deadline is None:
                 nodes_checked_at = now
-                if must_go(run_id):
+                if must_go(plan.run_id):
                     end_processes(self.launch_id)
             time.sleep(_POLL_S)
         end_processes(self.launch_id, _LEFTOVERS_PATIENCE_S)

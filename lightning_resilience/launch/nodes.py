@@ -6,15 +6,17 @@ file that a dead launch has left behind is told from a live one without comparin
 
 from __future__ import annotations
 
+import os
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
 from lightning_resilience._files import read_json, write_json
+from lightning_resilience.launch.budget import Event
 
 BEAT_INTERVAL_S = 5.0
 OWNER_LOST_AFTER_S = 120.0
@@ -38,7 +40,13 @@ class Decision:
         run_id: Id of the rendezvous to join.
         max_restarts: How often the elastic launcher may restart the workers.
         job_attempt: Number of the job retry.
-        endpoint: Where the nodes meet; one that was told to meet elsewhere is none of them.
+        nnodes: How many nodes meet: a number or ``MIN:MAX``.
+        endpoint: Where they meet; one that was told to meet elsewhere is none of them.
+        node: The first node.
+        excluded: The nodes that are left out.
+        replacements: Launch ids of the spares that have taken the place of one.
+        spares: The nodes that wait for such a place.
+        ends_for_new_job: Whether nodes are left out by whoever starts this launch again, and not here.
         exit_code: Set once the run is over.
         beat: Moves as long as the owner lives.
     """
@@ -47,9 +55,33 @@ class Decision:
     run_id: str
     max_restarts: int
     job_attempt: int
+    nnodes: str = "1"
     endpoint: str = ""
+    node: str = ""
+    excluded: list[str] = field(default_factory=list)
+    replacements: list[str] = field(default_factory=list)
+    spares: list[str] = field(default_factory=list)
+    ends_for_new_job: bool = False
     exit_code: int | None = None
     beat: int = 0
+
+    def why_it_keeps(self, nodes: Collection[str], count: int) -> str | None:
+        """Why the run must go on with these nodes, if so.
+
+        Args:
+            nodes: Their names.
+            count: How many nodes are at work, with these.
+        """
+        if self.ends_for_new_job:
+            return None
+        if 2 * len(nodes) > count:
+            return "these are more than half of its nodes"
+        if self.node in nodes:
+            return f"at the first node, {self.node}, all others meet"
+        least = int(self.nnodes.partition(":")[0])
+        if count - len(nodes) + len(self.spares) < least:
+            return f"it needs {least} nodes, and no launch --spare waits"
+        return None
 
 
 class Board:
@@ -68,9 +100,14 @@ class Board:
         self._published: Decision | None = None
         self._beat_at = 0.0
 
-    def publish(self, run_id: str, max_restarts: int, job_attempt: int) -> None:
+    def publish(self, decision: Decision) -> None:
         """The first node: makes a new job known."""
-        self._write(Decision(self._launch_id, run_id, max_restarts, job_attempt, self._endpoint))
+        self._write(decision)
+
+    def note_spares(self, spares: list[str]) -> None:
+        """The first node: makes known which nodes wait."""
+        if self._published is not None and self._published.spares != spares:
+            self._write(replace(self._published, spares=spares))
 
     def _write(self, decision: Decision) -> None:
         self._published = decision
@@ -85,7 +122,7 @@ class Board:
 
     def finish(self, exit_code: int) -> None:
         """The first node: tells the others how it ends."""
-        published = self._published or Decision(self._launch_id, run_id="", max_restarts=0, job_attempt=0)
+        published = self._published or Decision(self._launch_id, "", max_restarts=0, job_attempt=0)
         self._write(replace(published, exit_code=exit_code, beat=published.beat + 1))
 
     def read(self) -> Decision | None:
@@ -136,6 +173,38 @@ class Board:
                 )
             time.sleep(0.2)
         return None
+
+
+def why_it_keeps(run_dir: Path, nodes: Collection[str], count: int) -> str | None:
+    """Why the run would go on with these nodes if a rank asked to go on without them; ``None`` also if it is not known.
+
+    Args:
+        run_dir: The run directory.
+        nodes: Their names.
+        count: How many nodes are at work, with these.
+    """
+    decision = Board(run_dir / "decision.json", "").read()
+    if decision is None or decision.run_id != os.environ.get("TORCHELASTIC_RUN_ID"):
+        return None
+    return decision.why_it_keeps(nodes, count)
+
+
+def nodes_to_avoid(events: Iterable[Event], run_id: str | None) -> set[str]:
+    """The nodes that a rank on them has asked to go on without, since the workers were started.
+
+    Args:
+        events: The run's ledger, oldest first.
+        run_id: Id of the rendezvous for which they were.
+    """
+    nodes: set[str] = set()
+    is_this = False
+    for event in events:
+        if event["event"] == "job_start":
+            nodes.clear()
+            is_this = event.get("run_id") == run_id
+        elif event["event"] == "workload_request" and event.get("action") == "exclude_this_node" and is_this:
+            nodes.add(str(event.get("node")))
+    return nodes
 
 
 def meet_alike(endpoint: str, other: str) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 
 from lightning_resilience._files import create_json, read_json, write_json
 from lightning_resilience._processes import describe_process, is_on_this_system, is_running, pid_namespace
+from lightning_resilience.ledger import node_name
 
 FIRST = "first"
 """The place of the launch that decides."""
@@ -120,6 +121,34 @@ def _read(folder: Path, place: str, number: int) -> Record:
     return Record(path, place, number, read_json(path) or {})
 
 
+class Spares:
+    """The launches that wait for the place of another, as long as their records move.
+
+    Args:
+        folder: ``launches`` in the run directory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._moved: dict[str, tuple[int, float | None]] = {}  # the last beat, and when it was seen to move
+
+    def look(self) -> dict[str, str]:
+        """Their launch ids, and their nodes; to be called often."""
+        now = time.monotonic()
+        waiting = {}
+        for record in records(self._folder):
+            beat = record.content.get("beat", 0)
+            if not record.content.get("spare"):
+                continue
+            last, at = self._moved.get(record.launch_id, (beat, None))
+            if beat != last:
+                at = now
+            self._moved[record.launch_id] = beat, at
+            if at is not None and now - at < DEAD_AFTER_BEATS * BEAT_INTERVAL_S:
+                waiting[record.launch_id] = str(record.content.get("node"))
+        return waiting
+
+
 class LaunchRecord:
     """This launch's own.
 
@@ -128,15 +157,19 @@ class LaunchRecord:
         launch_id: Its name.
         node: Which node of the run this is, for one that does not decide: several may have the same, but not in one
             container. ``None``: the one that decides.
+        is_spare: Whether this launch waits for the place of another.
     """
 
-    def __init__(self, folder: Path, launch_id: str, node: str | None = None) -> None:
+    def __init__(self, folder: Path, launch_id: str, node: str | None = None, is_spare: bool = False) -> None:
         self._folder, self._number = folder, 0
         here = f"{zlib.crc32(f'{platform.node()} {pid_namespace()}'.encode()):08x}"
         self._place = FIRST if node is None else f"node-{node}-{here}"
+        self._beats = node is None or is_spare  # what others watch
         self._content: dict[str, Any] = {
             "launch_id": launch_id,
             "host": platform.node(),
+            "node": node_name(),
+            "spare": is_spare,
             "uid": os.getuid(),
             **describe_process(),
             "beat": 0,
@@ -172,7 +205,7 @@ class LaunchRecord:
             found = newest(self._folder, self._place)
             is_free = found is None or found.is_dead or self._stands_still(found, stop, say)
             if is_free and self._create(1 if found is None else found.number + 1):
-                if self._place == FIRST:
+                if self._beats:
                     self._beating.start()
                 return True
             time.sleep(_POLL_S)

@@ -29,6 +29,7 @@ from lightning_resilience.detect.watchdog import start_soon
 from lightning_resilience.detect.witness import Witness, node_directory
 from lightning_resilience.launch.budget import first_cause, highest_verified_step, last_recurrence, normalised
 from lightning_resilience.launch.job_info import job_info
+from lightning_resilience.launch.nodes import Board, nodes_to_avoid
 from lightning_resilience.launch.record import FIRST, newest
 from lightning_resilience.ledger import Ledger, read_ledger
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
@@ -39,6 +40,9 @@ JOB_ATTEMPT_VARIABLE = "LIGHTNING_RESILIENCE_JOB_ATTEMPT"
 
 FIRST_LAUNCH_VARIABLE = "LIGHTNING_RESILIENCE_FIRST_LAUNCH"
 """Environment variable with the id of the launch that decides for all workers of a run."""
+
+TRY_ELSEWHERE = 16
+"""Megatron's exit code of a script that has to be tried on other devices; ``launch`` ends with it when it gives up."""
 
 
 _FIRST_STARTS_WATCHDOG_WITHIN_S = 5.0
@@ -61,6 +65,7 @@ _MISTAKES = (
     *("SyntaxError", "IndentationError", "TabError", "NameError", "UnboundLocalError", "AttributeError", "TypeError"),
     *("ValueError", "KeyError", "IndexError", "AssertionError", "ModuleNotFoundError"),
 )
+_ENDED_WITHIN_S = 15.0
 _REFUSED = "the script ended by sys.exit(2)"  # argparse's
 
 
@@ -83,6 +88,7 @@ def main() -> None:
         sys.exit(
             0
         )  # the run is another launch's by now, and ours says so: to claim it back would end that one's workers
+    _wait_for_other_nodes(run_directory)
     if ledger.rank == 0:
         _record_start(run_directory, ledger)
     # On one node all find the same in the ledger. With several the first node's launch decides, for all.
@@ -103,7 +109,8 @@ def main() -> None:
             reason = str(exit_request)  # an exception of ours that ends the process says why
             if reason == str(exit_request.code):
                 reason = f"the script ended by sys.exit({exit_request.code!r})"
-            outcome = Outcome("failed", reason)
+            details = {"exit_code": TRY_ELSEWHERE} if exit_request.code == TRY_ELSEWHERE else {}
+            outcome = Outcome("failed", reason, details=details)
             fault = _describe(exit_request)
             if not isinstance(exit_request.code, int):
                 print(exit_request.code, file=sys.stderr)  # as Python does
@@ -152,6 +159,19 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
     except OSError as error:
         line = f"[lightning-resilience] Rank {rank} is not watched before its first fit ({error})."
         print(line, file=sys.stderr, flush=True)
+
+
+def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
+    """The elastic launcher has started this rank again with a node that is about to be left out: the launch ends it."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return
+    nodes = nodes_to_avoid(read_ledger(run_directory.ledger), run_id)
+    decision = Board(run_directory.path / "decision.json", "").read()
+    if not nodes or decision is None or decision.run_id != run_id:
+        return
+    if decision.why_it_keeps(nodes, int(os.environ.get("GROUP_WORLD_SIZE", "1"))) is None:
+        time.sleep(_ENDED_WITHIN_S)
 
 
 def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:

@@ -1,0 +1,202 @@
+"""A node that a rank wants to go on without stays out, if the run can go on without it: with real launches.
+
+The nodes are processes of one host with names of their own; at the end in namespaces of their own, under the real
+elastic launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_resilience.launch.cli import launch_settings
+from lightning_resilience.launch.nodes import Board, Decision, why_it_keeps
+from tests.test_kubernetes import why_no_pods
+from tests.test_launch import PATIENCE_S, REAL, WITHOUT_NVRX, Launcher, wait_until
+from tests.test_two_launches import HERE
+
+# As many nodes as are told to meet do so.
+MEETING = "from lightning_resilience.launch import job\njob._CHECK_NODES_EVERY_S = 0.2\n" + HERE.replace(
+    "{}\n", '{"GROUP_WORLD_SIZE": settings.nnodes.rpartition(":")[2]}\n', 1
+)
+MEET = "--rdzv-endpoint=127.0.0.1:1"
+# Slow is the node called so; the others run until they are told to end, as ranks do that wait for each other.
+SCRIPT = """
+    node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    ledger.record("on", name=node, nodes=int(os.environ["GROUP_WORLD_SIZE"]))
+    if node == "slow" and not os.path.exists("asked"):
+        while len([event for event in open(run_directory.ledger) if '"event": "on"' in event]) < 2: time.sleep(0.01)
+        open("asked", "w").close()
+        ledger.record("workload_request", action="exclude_this_node", reason="slow")
+        sys.exit("slow")
+    while not os.path.exists("end"): time.sleep(0.01)
+"""
+
+
+class Nodes:
+    """Starts launches that are the nodes of one run."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self.started: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, name: str, *options: str, rank: int = 0) -> None:
+        environment = {"SLURMD_NODENAME": name, "RANK": str(rank)}
+        self.started[name] = self.launcher.start(MEET, *options, "script.py", program=MEETING, **environment)
+
+    def stderr(self, name: str) -> str:
+        return self.launcher.stderr(list(self.started).index(name))
+
+    def wait_for(self, name: str, line: str) -> None:
+        wait_until(lambda: line in self.stderr(name), lambda: "\n".join(map(self.stderr, self.started)))
+
+    def ran(self) -> list[str]:
+        return [event["name"] for event in self.launcher.events("on")]
+
+    def end(self) -> list[int]:
+        (self.launcher.folder / "end").touch()
+        return [node.wait(PATIENCE_S) for node in self.started.values()]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    launcher = Launcher(tmp_path)
+    launcher.script(SCRIPT)
+    yield Nodes(launcher)
+    launcher.clean_up()
+
+
+def test_a_spare_takes_the_place_of_a_node_that_is_left_out(nodes: Nodes) -> None:
+    nodes.start("spare", "--nnodes=2", "--spare", rank=1)
+    wait_until(lambda: (nodes.launcher.run_directory.path / "launches").exists())
+    nodes.start("first", "--nnodes=2", "--node-rank=0")
+    nodes.wait_for("spare", "spare waits as a spare")
+    board = Board(nodes.launcher.run_directory.path / "decision.json", "")
+    wait_until(lambda: (decision := board.read()) is not None and decision.spares == ["spare"])
+    nodes.start("slow", "--nnodes=2", "--node-rank=1", rank=1)
+    nodes.wait_for("first", "slow is left out from here on, and spare, which waited, takes its place.")
+    nodes.wait_for("slow", "slow is left out of the run. This launch ends when the run does.")
+    nodes.wait_for("spare", "spare takes the place of a node that is left out.")
+    wait_until(lambda: len(nodes.ran()) == 4)
+    assert nodes.end() == [0, 0, 0], nodes.stderr("first")
+    assert sorted(nodes.ran()) == ["first", "first", "slow", "spare"]
+
+
+def test_the_run_goes_on_with_fewer_nodes_where_that_is_allowed(nodes: Nodes) -> None:
+    nodes.start("first", "--nnodes=1:2", "--node-rank=0")
+    nodes.start("slow", "--nnodes=1:2", "--node-rank=1", rank=1)
+    nodes.wait_for("first", "slow is left out from here on, and the run goes on with fewer nodes.")
+    wait_until(lambda: nodes.ran().count("first") == 2)
+    decision = Board(nodes.launcher.run_directory.path / "decision.json", "").read()
+    assert decision is not None
+    assert (decision.nnodes, decision.excluded) == ("1:1", ["slow"])
+    (nodes.launcher.folder / "end").touch()
+    assert nodes.end() == [0, 0], nodes.stderr("first")
+    assert nodes.ran().count("slow") == 1
+
+
+def test_the_run_goes_on_with_a_node_that_it_needs(nodes: Nodes) -> None:
+    nodes.start("first", "--nnodes=2", "--node-rank=0")
+    nodes.start("slow", "--nnodes=2", "--node-rank=1", rank=1)
+    reason = "it needs 2 nodes, and no launch --spare waits"
+    nodes.wait_for("first", f"The run goes on with slow, which it was asked to leave out: {reason}.")
+    wait_until(lambda: nodes.ran().count("slow") == 2)
+    assert nodes.end() == [0, 0], nodes.stderr("first")
+    assert nodes.stderr("first").count("The run goes on with slow") == 1
+
+
+def test_a_spare_that_is_not_needed_ends_with_the_run(nodes: Nodes) -> None:
+    nodes.start("first", "--nnodes=2", "--node-rank=0")
+    nodes.start("second", "--nnodes=2", "--node-rank=1", rank=1)
+    nodes.start("spare", "--nnodes=2", "--spare")
+    nodes.start("other", "--nnodes=2", "--spare")
+    nodes.wait_for("spare", "waits as a spare")
+    nodes.wait_for("other", "waits as a spare")
+    nodes.started["other"].send_signal(signal.SIGTERM)
+    assert nodes.started["other"].wait(PATIENCE_S) == 75
+    assert nodes.end() == [0, 0, 0, 75]
+    assert sorted(nodes.ran()) == ["first", "second"]
+
+
+DECISION = Decision("owner", "run", 3, 0, nnodes="2:4", node="n0", spares=[])
+
+
+@pytest.mark.parametrize(
+    ("changes", "bad", "count", "reason"),
+    [
+        ({}, ["n1"], 4, None),
+        ({}, ["n1", "n2"], 4, None),
+        ({}, ["n1"], 2, "it needs 2 nodes"),
+        ({"spares": ["s0"]}, ["n1"], 2, None),
+        ({"spares": ["s0"]}, ["n1", "n2"], 3, "more than half"),
+        ({}, ["n0"], 4, "at the first node, n0"),
+        ({"nnodes": "4"}, ["n3"], 4, "it needs 4 nodes"),
+        ({"nnodes": "4", "ends_for_new_job": True}, ["n0"], 4, None),
+        ({"run_id": "an earlier one"}, ["n1"], 2, None),
+    ],
+)
+def test_whether_a_run_can_do_without(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, object],
+    bad: list[str],
+    count: int,
+    reason: str | None,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    assert why_it_keeps(tmp_path, bad, count) is None, "nothing is known"
+    Board(tmp_path / "decision.json", "owner").publish(Decision(**{**vars(DECISION), **changes}))  # type: ignore[arg-type]
+    said = why_it_keeps(tmp_path, bad, count)
+    assert said is None if reason is None else reason in str(said)
+
+
+def test_a_spare_is_no_node_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").touch()
+    script = str(tmp_path / "train.py")
+    settings = launch_settings(["--nnodes=2", "--spare", "--rdzv-endpoint=127.0.0.1:1", script])
+    assert settings.spare
+    assert not settings.is_owner, "although that address is this host's"
+    for wrong in (["--spare"], ["--spare", "--nnodes=2", "--node-rank=1", "--rdzv-endpoint=127.0.0.1:1"]):
+        with pytest.raises(SystemExit):
+            launch_settings([*wrong, script])
+        assert "--spare is for one more node" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(bool(why_no_pods()), reason=why_no_pods())
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(REAL, marks=[pytest.mark.nvrx, pytest.mark.campaign]), WITHOUT_NVRX],
+    ids=["nvrx", "torchrun"],
+)
+def test_real_a_slow_node_does_not_join_again(nodes: Nodes, program: str) -> None:
+    launcher = nodes.launcher
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    options = [f"--run-dir={launcher.run_directory.path}", "--nnodes=1:2", "--nproc-per-node=1"]
+    options += [f"--rdzv-endpoint=127.0.0.1:{port}"]
+    with open(launcher.folder / "output", "w") as output:
+        started = []
+        for rank, name in enumerate(["first", "slow"]):
+            command = [sys.executable, "-c", program, "launch", *options, f"--node-rank={rank}", "script.py"]
+            isolated = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+            isolated += ["sh", "-c", 'hostname "$0" && exec "$@"', name]
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE": "1"}
+            started.append(subprocess.Popen([*isolated, *command], cwd=launcher.folder, env=environment, stderr=output))
+    try:
+        wait_until(lambda: launcher.events("left_out"), lambda: (launcher.folder / "output").read_text())
+        wait_until(lambda: nodes.ran().count("first") == 2, lambda: (launcher.folder / "output").read_text())
+        (launcher.folder / "end").touch()
+        assert [node.wait(PATIENCE_S) for node in started] == [0, 0], (launcher.folder / "output").read_text()
+        assert nodes.ran().count("slow") == 1
+        assert launcher.events("on")[-1]["nodes"] == 1
+    finally:
+        for node in started:
+            node.kill()
+            node.wait()
