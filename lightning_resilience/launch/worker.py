@@ -166,11 +166,12 @@ def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return
-    nodes = nodes_to_avoid(read_ledger(run_directory.ledger), run_id)
     decision = Board(run_directory.path / "decision.json", "").read()
-    if not nodes or decision is None or decision.run_id != run_id:
+    if decision is None or decision.owner != os.environ.get(FIRST_LAUNCH_VARIABLE):
         return
-    if decision.why_it_keeps(nodes, int(os.environ.get("GROUP_WORLD_SIZE", "1"))) is None:
+    nodes = nodes_to_avoid(read_ledger(run_directory.ledger), run_id)
+    count = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if decision.run_id != run_id or (nodes and decision.why_it_keeps(nodes, count) is None):
         time.sleep(_ENDED_WITHIN_S)
 
 
