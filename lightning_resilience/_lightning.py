@@ -695,6 +695,15 @@ def logged_step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def accumulates(trainer: Trainer) -> bool:
+    """Whether an optimizer's step is for more than one batch, now or in an epoch to come.
+
+    A ``GradientAccumulationScheduler`` sets the Trainer's number when its epoch begins.
+    """
+    schedules = (getattr(each, "going_to_accumulate_grad_batches", None) for each in callbacks(trainer))
+    return trainer.accumulate_grad_batches != 1 or any(schedule() for schedule in schedules if schedule is not None)
+
+
 def has_grad_scaler(trainer: Trainer) -> bool:
     """Whether a gradient scaler looks for infinite gradients (16-bit floats), and skips steps in its normal work."""
     return getattr(trainer.precision_plugin, "scaler", None) is not None

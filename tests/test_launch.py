@@ -371,6 +371,21 @@ def test_the_word_of_a_fit_counts_even_if_a_library_swallowed_it(
     assert (outcome.status, outcome.reason, outcome.step) == (status, "said so", 7)
 
 
+def test_a_step_that_other_devices_have_to_judge_ends_the_launch_with_16_when_it_gives_up(launcher: Launcher) -> None:
+    launcher.script(
+        """
+        class Elsewhere(SystemExit):
+            def __str__(self): return "the loss is nan, twice: to be tried on others"
+        raise Elsewhere(16)
+        """
+    )
+    assert launcher.run("--in-job-restarts=1", "--job-retries=0", "script.py") == 16
+    assert len(launcher.events("start")) == 2
+    assert "last failure: rank 0: the loss is nan, twice: to be tried on others" in launcher.stderr()
+    launcher.script("sys.exit(1)")
+    assert launcher.run("--in-job-restarts=0", "--job-retries=0", "script.py") == 1
+
+
 def test_an_earlier_attempt_has_no_word(launcher: Launcher) -> None:
     launcher.run_directory.fit(0).create()
     launcher.run_directory.fit(0).outcome = Outcome("interrupted", "by an earlier attempt")

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_resilience import NaNGuard
 from lightning_resilience.detect.reruns import Suspect, faulty, weigh
@@ -186,3 +189,14 @@ def test_where_a_batch_cannot_be_run_again(options: dict[str, Any], tmp_path: Pa
     codes, text = run(make(tmp_path, "run", **OPTIONS, **options), tmp_path / "run")
     assert codes == [1]
     assert "rerun needs automatic optimization without accumulation" in text
+
+
+def test_nor_where_batches_are_accumulated_in_a_later_epoch(tmp_path: Path) -> None:
+    trainer = Trainer(
+        max_epochs=2,
+        logger=False,
+        default_root_dir=tmp_path,
+        callbacks=[NaNGuard(rerun="validate_results", run_dir=tmp_path), GradientAccumulationScheduler({1: 2})],
+    )
+    with pytest.raises(ValueError, match="rerun needs automatic optimization without accumulation"):
+        trainer.fit(BoringModel())

@@ -52,14 +52,23 @@ class TrainingDiverged(RuntimeError):
 class RerunElsewhere(SystemExit):
     """A bad step came again on the same devices: the run ends here, to be resumed on others.
 
-    With Megatron's exit code 16. ``launch`` restarts the workers; so do others that restart what ends with this code.
+    With Megatron's exit code 16. ``launch`` restarts the workers, and ends with this code when it gives up; others
+    restart what ends with it.
 
     Attributes:
+        reason: What was bad.
         suspects_this_node: Why a launcher that can should go on without the node of this rank, one of several, where it
-            began (:class:`~lightning_resilience.FaultTolerance` asks NVRx's); empty: it need not.
+            began (:class:`~lightning_resilience.FaultTolerance` asks it to); empty: it need not.
     """
 
     suspects_this_node = ""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(16)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.reason}: to be tried on others"
 
 
 class NaNGuard(SessionCallback):
@@ -216,7 +225,7 @@ def _why_not(settings: NaNGuard, trainer: Trainer) -> str | None:
     if _lightning.has_grad_scaler(trainer) and settings.spiky_loss_factor is not None:
         return "in precision 16-mixed losses are scaled, and spikes cannot be seen; use bf16-mixed."
     if settings.rerun != "disabled":
-        if trainer.accumulate_grad_batches != 1 or not trainer.lightning_module.automatic_optimization:
+        if _lightning.accumulates(trainer) or not trainer.lightning_module.automatic_optimization:
             return "rerun needs automatic optimization without accumulation; use rerun='disabled'."
         if _lightning.has_grad_scaler(trainer):
             return (
@@ -715,8 +724,8 @@ class _Guarding:
         decision = self._from_rank_0(lambda: self._weigh(window, reason))
         why = f"{reason}, after step {step}, twice on the same devices"
         if decision == "elsewhere":
-            log.warning("%s: to be tried on others (exit code 16).", why)
-            elsewhere = RerunElsewhere(16)
+            elsewhere = RerunElsewhere(why)
+            log.warning("%s (exit code 16).", elsewhere)
             nodes = {device.split(" ")[0] for device in self._devices}
             if len(nodes) > 1 and self._is_mine:
                 elsewhere.suspects_this_node = "a bad step came again on this node, and is tried on others"
