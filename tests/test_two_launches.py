@@ -208,8 +208,8 @@ def test_a_default_run_directory_is_not_shared_by_other_arguments(launcher: Laun
     """A sweep would end with the first one's weights, again and again."""
     launcher.script("open('said', 'a').write(sys.argv[1])")
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", FAKE, "launch", *arguments]
+    def run(*arguments: str, action: str = "launch") -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", FAKE, action, *arguments]
         return subprocess.run(command, cwd=launcher.folder, capture_output=True, text=True, timeout=60, check=False)
 
     assert run("script.py", "1").returncode == 0
@@ -220,6 +220,7 @@ def test_a_default_run_directory_is_not_shared_by_other_arguments(launcher: Laun
         f"Refused: {default} holds the run of `script.py 1`, and this is `script.py 2`; name a --run-dir"
         in other.stderr
     )
+    assert [run("script.py", number, action="slurm").returncode for number in "12"] == [0, 1]
     assert run("script.py", "1").returncode == 0, "the same command goes on with it"
     assert (launcher.folder / "said").read_text() == "1"
     assert run(f"--run-dir={default}", "script.py", "3").returncode == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lightning_resilience import __version__
 from lightning_resilience.detect.timeouts import SectionTimeouts
-from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, say
+from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, other_command, say
 from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.slurm_script import AFTER_GRACE_S, PREEMPT_TIME_S, BatchScript
 from lightning_resilience.launch.status import status
@@ -376,6 +376,8 @@ def _batch_script(options: argparse.Namespace) -> BatchScript:
     if options.nproc_per_node == "auto" and options.gpus_per_node is not None:
         options.nproc_per_node = str(options.gpus_per_node)
     settings = _settings(argparse.Namespace(**vars(options), **_ONE_NODE))  # says what is wrong with them
+    if settings.is_default_run_dir and (other := other_command(settings)) is not None:
+        raise Refused("; ".join(other))  # launch would not: the batch script names the run directory
     grace_period_s = options.grace_period
     if grace_period_s is None and settings.grace_period_s < options.preempt_time - AFTER_GRACE_S:
         grace_period_s = settings.grace_period_s  # the recipe's, which is shorter than what Slurm leaves

@@ -296,7 +296,7 @@ class LaunchRecord:
     def release(self) -> None:
         """Gives the place back."""
         self._stopping.set()
-        if self._number and self._writing.acquire(timeout=BEAT_INTERVAL_S):  # storage may not answer
+        if self._number and not self.is_lost and self._writing.acquire(timeout=BEAT_INTERVAL_S):  # storage may be stuck
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
             self._writing.release()
