@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -15,7 +16,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+PATIENCE_S = 60.0
+"""For how long reads are tried again at a start before they fail it."""
+
+_LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+"""Errors that waiting does not help against."""
+_SAID_EVERY_S = 15.0
+_LONGEST_PAUSE_S = 2.0
 
 _TEMPORARY_NAME = re.compile(r"\..+\.(?P<host>[0-9a-f]{8})-(?P<pid>[0-9]+)-[0-9a-f]{8}\.tmp")
 _ABANDONED_AFTER_S = 24 * 3600
@@ -166,10 +177,70 @@ def create_json(path: str | os.PathLike[str], content: dict[str, Any]) -> bool:
     return True
 
 
-def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The JSON object in ``path``, or ``None`` if the file is missing or holds anything else."""
+def load_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The JSON object in ``path``, or ``None`` if the file is missing or holds anything else.
+
+    Raises:
+        OSError: If the storage fails to answer: that says nothing about the file.
+    """
     try:
         content = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError, RecursionError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """As :func:`load_json`, and ``None`` also where the storage fails to answer."""
+    try:
+        return load_json(path)
+    except OSError:
+        return None
+
+
+class Patience:
+    """Tries again what fails because the storage does not answer, for about a minute in all.
+
+    Right after the fault of a node that is common: stale handles, mounts that are still to come. Only what is spent on
+    failures counts, of all calls together.
+
+    Args:
+        waiting: Called now and then meanwhile.
+    """
+
+    def __init__(self, waiting: Callable[[], None] = lambda: None) -> None:
+        self._waiting = waiting
+        self.left_s = PATIENCE_S
+
+    def __call__(self, action: Callable[[], T], who: str = "") -> T:
+        """What ``action`` returns, as soon as it does.
+
+        Args:
+            action: Is called again after an ``OSError``, and must not mind.
+            who: Stands in front of what is said: ``Rank 3 on n7``.
+
+        Raises:
+            OSError: The last one, when no patience is left.
+        """
+        failed_s, said_s, pause_s = 0.0, -_SAID_EVERY_S, 0.1
+        prefix = f"{who}: " if who else ""
+        while True:
+            begun = time.monotonic()
+            try:
+                result = action()
+            except OSError as error:
+                if self.left_s <= 0 or error.errno in _LASTING:
+                    raise
+                if failed_s - said_s >= _SAID_EVERY_S:
+                    said_s = failed_s
+                    log.warning("%sthe storage fails (%s); trying again for %.0f s.", prefix, error, self.left_s)
+            else:
+                if failed_s:
+                    log.info("%sthe storage answers again, after %.0f s.", prefix, failed_s)
+                return result
+            self._waiting()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            spent_s = time.monotonic() - begun
+            failed_s += spent_s
+            self.left_s -= spent_s

@@ -3,7 +3,8 @@
 ```
 RUN_DIR/
   ledger/             what happened: one file for each host that has written (see ledger.py)
-  run.json            a name that no other run has
+  run.json            a name that no other run has, and which directory it belongs to
+  copy-of-*.json      where this directory is a copy of another run's: the name that it has got instead
   attempt.json        the token of the processes that may write now; a late process of an older attempt may not
   trainer.json        the process that trains here now; one of another job on its host is refused
   outcome.json        how the script ended last
@@ -14,6 +15,7 @@ RUN_DIR/
     fingerprint.json  what the fit trains: module class and parameter shapes
     outcome.json      how this fit ended last
     condemned.json    checkpoints that have turned out to be bad after they were loaded
+    courses.json      at which steps the fit has left a course for another one
     nan_guard.json    how often the fit has gone back, and the batches that it passes over
     checkpoints/      step-000000000012.ckpt ...
     quarantine/       what failed its verification, with the reason beside it
@@ -22,17 +24,22 @@ RUN_DIR/
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 import re
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from lightning_resilience._files import create_json, read_json, write_json
+from lightning_resilience._files import clean_temporaries, create_json, load_json, read_json, temporary_path, write_json
 from lightning_resilience._processes import describe_process, is_being_killed, is_running, pid_namespace
+
+log = logging.getLogger(__name__)
 
 RUN_DIR_VARIABLE = "LIGHTNING_RESILIENCE_RUN_DIR"
 """Environment variable in which ``lightning-resilience launch`` tells the workers their run directory."""
@@ -87,7 +94,10 @@ class Outcome:
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Outcome | None:
         """The outcome at ``path``, or ``None`` if there is none that can be read."""
-        content = read_json(path)
+        return Outcome._of(read_json(path))
+
+    @staticmethod
+    def _of(content: dict[str, Any] | None) -> Outcome | None:
         if content is None or content.get("status") not in get_args(Status):
             return None
         step, attempt, written, details = (content.get(key) for key in ("step", "attempt", "time", "details"))
@@ -112,6 +122,10 @@ class AnotherFit(RuntimeError):
     """The run directory holds another fit than the script has now: every attempt would end like this one."""
 
 
+class StorageFails(RuntimeError):
+    """The storage has not answered at the start of a fit. Nothing was moved or begun anew: it is to be tried again."""
+
+
 class FitDirectory:
     """One fit's folder in a run directory.
 
@@ -126,10 +140,20 @@ class FitDirectory:
         self._outcome = path / "outcome.json"
         self._fingerprint = path / "fingerprint.json"
         self._condemned = path / "condemned.json"
+        self._courses = path / "courses.json"
 
     def create(self) -> None:
         """Makes the folders."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
+
+    def begin(self) -> Outcome | None:
+        """Makes the folders; returns how this fit ended last.
+
+        Raises:
+            OSError: If that cannot be done, or read.
+        """
+        self.create()
+        return Outcome._of(load_json(self._outcome))
 
     @property
     def outcome(self) -> Outcome | None:
@@ -142,8 +166,12 @@ class FitDirectory:
 
     @property
     def fingerprint(self) -> dict[str, Any] | None:
-        """What this fit trains, as its first attempt described it."""
-        return read_json(self._fingerprint)
+        """What this fit trains, as its first attempt described it.
+
+        Raises:
+            OSError: If it cannot be read. What is written over it then would be half of it.
+        """
+        return load_json(self._fingerprint)
 
     @fingerprint.setter
     def fingerprint(self, fingerprint: dict[str, Any]) -> None:
@@ -151,17 +179,35 @@ class FitDirectory:
 
     @property
     def condemned(self) -> dict[str, str]:
-        """The checkpoints that have turned out to be bad after they were loaded: their names, and why."""
-        content = read_json(self._condemned) or {}
+        """The checkpoints that have turned out to be bad after they were loaded: their names, and why.
+
+        Raises:
+            OSError: If they cannot be read.
+        """
+        content = load_json(self._condemned) or {}
         return {name: str(reason) for name, reason in content.items()}
 
     def condemn(self, name: str, reason: str) -> None:
         """Adds a checkpoint to :attr:`condemned`."""
         write_json(self._condemned, {**self.condemned, f"{name}": reason})
 
+    @property
+    def forks(self) -> list[int]:
+        """At which steps the fit has left a course for another one, oldest first; see :func:`~.generations.counts`.
 
-def _identity(path: Path) -> str | None:
-    found = (read_json(path) or {}).get("id")
+        Raises:
+            OSError: If they cannot be read.
+        """
+        content = load_json(self._courses) or {}
+        return [int(step) for step in content.get("forks", [])]
+
+    @forks.setter
+    def forks(self, steps: list[int]) -> None:
+        write_json(self._courses, {"forks": steps})
+
+
+def _identity(record: dict[str, Any] | None) -> str | None:
+    found = (record or {}).get("id")
     return found if isinstance(found, str) and re.fullmatch(r"[0-9a-f]{16}", found) else None
 
 
@@ -260,16 +306,99 @@ class RunDirectory:
             self._trainer.unlink(missing_ok=True)
 
     def identity(self) -> str:
-        """A name that no other run has, not even one that once used the same directory; whoever asks first makes it."""
+        """A name that no other run has; whoever asks first makes it.
+
+        It belongs to this directory, wherever that is moved or mounted. One that was removed and made anew gets another
+        one, and so does a copy, which otherwise would share node memory with what it was copied from.
+
+        Raises:
+            OSError: If it cannot be read or written.
+        """
         path = self.path / "run.json"
-        if (found := _identity(path)) is None:
+        record = load_json(path)
+        if (found := _identity(record)) is None:
             found = uuid.uuid4().hex[:16]
             self.path.mkdir(parents=True, exist_ok=True)
-            if not create_json(path, {"id": found}):
-                if (others := _identity(path)) is not None:
+            content = {"id": found, "directory": self._place()}
+            if not create_json(path, content):
+                if (others := _identity(load_json(path))) is not None:
                     return others
-                write_json(path, {"id": found})  # over what says nothing
+                write_json(path, content)  # over what says nothing
+            return found
+        place = (record or {}).get("directory")
+        if isinstance(place, dict) and self._is_copy(found, place):
+            found = self._name_of_copy(found, place)
+        elif isinstance(place, dict) and place.get("path") == self._place()["path"]:
+            return found
+        write_json(path, {"id": found, "directory": self._place()})
         return found
+
+    def _place(self) -> dict[str, Any]:
+        # No number of a device: of network storage each host has another one.
+        inode = os.stat(self.path).st_ino
+        return {"path": os.path.realpath(self.path), "inode": inode, "host": os.uname().nodename}
+
+    def _is_copy(self, identity: str, place: dict[str, Any]) -> bool:
+        """Whether this directory is a copy of the one at ``place``, and not that one itself.
+
+        Where that cannot be told it is one: a run that gives up its local checkpoints loses less than two that share
+        them.
+        """
+        here, there = self._place(), Path(str(place.get("path")))
+        if here["path"] == str(there):
+            return False
+        with contextlib.suppress(OSError):
+            if os.path.samefile(there, self.path):  # by another way
+                return False
+            if _identity(load_json(there / "run.json")) == identity:
+                return True
+        if here["inode"] == place.get("inode"):
+            return False  # moved, or mounted elsewhere
+        was_moved = here["host"] == place.get("host") and there.parent.is_dir() and not os.path.lexists(there)
+        return not was_moved  # to another file system
+
+    def _name_of_copy(self, copied: str, place: dict[str, Any]) -> str:
+        """The name of this copy, which whoever comes first makes, on any node."""
+        claim = self.path / f"copy-of-{copied}.json"
+        if create_json(claim, {"id": uuid.uuid4().hex[:16], "copied_from": place.get("path")}):
+            log.warning(
+                "%s is a copy of the run in %s: it gets an identity of its own, and goes on from the checkpoints in "
+                "it. Local checkpoints and the W&B run are the other's.",
+                self.path,
+                place.get("path"),
+            )
+        if (own := _identity(load_json(claim))) is None:
+            raise OSError(errno.EIO, "it cannot be read which name this copy of a run has", os.fspath(claim))
+        # What processes have said about themselves, they have said of the other directory.
+        copied_at_ns = claim.stat().st_mtime_ns
+        for path in [self._trainer, *(self.path / "launches").glob("*.json")]:
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime_ns < copied_at_ns:
+                    path.unlink()
+        return own
+
+    @contextlib.contextmanager
+    def sign(self) -> Iterator[str]:
+        """Puts up a sign by whose name other nodes know whether they see the same directory, for the time of a block.
+
+        Its name is new every time: what is behind a name that it has looked up before, a node may remember for a while.
+        """
+        clean_temporaries(self.path)
+        sign = temporary_path(self._attempt)
+        sign.touch()
+        try:
+            yield sign.name
+        finally:
+            with contextlib.suppress(OSError):
+                sign.unlink()
+
+    def look_for(self, sign: str) -> None:
+        """Looks for what :meth:`sign` has put up.
+
+        Raises:
+            OSError: If it is not there.
+        """
+        (self.path / sign).stat()
 
     @property
     def attempt(self) -> str | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from lightning_resilience import _nvrx, signals
+from lightning_resilience._files import Patience
 from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.launch import budget
 from lightning_resilience.launch.budget import Budget, LiveHistory, highest_verified_step
@@ -191,6 +192,7 @@ class Launch:
             Refused: If the run directory is in use.
         """
         self._stop = _StopRequest()
+        self._identity = Patience()(self._run_directory.identity)  # a copy is told first: what it holds is another's
         try:
             if not self._register():
                 say(f"Interrupted: nothing was started (exit code {signals.EXIT_INTERRUPTED})")
@@ -592,7 +594,7 @@ class Launch:
 
     def _defaults(self) -> dict[str, str]:
         """What the user's own environment goes before: Weights & Biases goes on with one run over all restarts."""
-        return {RUN_ID_VARIABLE: wandb_run_id(self._run_directory.identity()), "WANDB_RESUME": "allow"}
+        return {RUN_ID_VARIABLE: wandb_run_id(self._identity), "WANDB_RESUME": "allow"}
 
 
 def other_command(settings: LaunchSettings) -> tuple[str, str] | None:
