@@ -15,13 +15,14 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from lightning_resilience import _lightning, agreement, checkpoint_io, signals, strategies
+from lightning_resilience._files import Patience
 from lightning_resilience.agreement import Agreement, Event, Needs, neighbourhood, nodes_of
 from lightning_resilience.checkpoint import data_position, dcp, sharded
 from lightning_resilience.checkpoint.plain import device_of, from_plain
@@ -33,7 +34,7 @@ from lightning_resilience.checkpoint.reduction_order import (
 )
 from lightning_resilience.detect import witness
 from lightning_resilience.detect.progress import Progress, Section
-from lightning_resilience.ledger import Ledger
+from lightning_resilience.ledger import Ledger, node_name
 from lightning_resilience.run_directory import (
     LAUNCHED,
     RUN_DIR_VARIABLE,
@@ -42,6 +43,7 @@ from lightning_resilience.run_directory import (
     RunDirectory,
     StaleAttempt,
     Status,
+    StorageFails,
 )
 from lightning_resilience.saving import STATE_KEY, Saver
 from lightning_resilience.tiers import Tiers
@@ -61,6 +63,7 @@ _active: FitSession | None = None
 _fits_begun: dict[Path, int] = {}
 
 
+_T = TypeVar("_T")
 _Choice = tuple[Path, "dict[str, Any] | None"]
 """A checkpoint's path and content; no content where the strategy itself loads it."""
 
@@ -149,37 +152,36 @@ class FitSession:
                 "This run was launched with --run-dir %s: run_dir=%s of its callbacks is not used.", launched, run_dir
             )
         path = launched or run_dir or os.path.join(trainer.default_root_dir, "resilience")
-
-        def enter() -> dict[str, Any]:
-            run = RunDirectory(path)
-            other = run.enter(LAUNCHED if launched else os.environ.get("TORCHELASTIC_RUN_ID"))
-            return {"path": str(run.path), "other": other}
-
-        def claim() -> dict[str, str]:
-            return {"token": self.run.claim(), "id": self.run.identity(), "nonce": uuid.uuid4().hex[:12]}
-
-        common = checkpoint_io.from_rank_zero(trainer.strategy, enter)
-        if common["other"] is not None:
+        self.patience = Patience(self.advanced)
+        """For storage that does not answer when the fit starts, or goes back."""
+        launched_as = LAUNCHED if launched else os.environ.get("TORCHELASTIC_RUN_ID")
+        self.run = RunDirectory(path)
+        self.run_id: str
+        # A copy is told from its original before anything in it is believed.
+        path, self.run_id, other = self.from_rank_0(
+            lambda: (str(self.run.path), self.run.identity(), self.run.enter(launched_as))
+        )
+        self.run = RunDirectory(path)  # rank 0's counts
+        if other is not None:
             raise RuntimeError(
-                f"Process {common['other']} on this host trains in {common['path']} now, and this one would take the "
-                "run over. Wait for it, stop it with SIGTERM, or use another run_dir."
+                f"Process {other} on this host trains in {path} now, and this one would take the run over. Wait for "
+                "it, stop it with SIGTERM, or use another run_dir."
             )
-        self.run = RunDirectory(common["path"])
-        common = checkpoint_io.from_rank_zero(trainer.strategy, claim)
-        self.token: str = common["token"]
-        self.run_id: str = common["id"]
-        self.nonce: str = common["nonce"]
+        self.token: str
+        self.nonce: str
+        self.token, self.nonce = self.from_rank_0(lambda: (self.run.claim(), uuid.uuid4().hex[:12]))
+        if trainer.num_nodes > 1:
+            self._check_that_all_nodes_see_it()
         self.index = _fits_begun.get(self.run.path, 0)
         _fits_begun[self.run.path] = self.index + 1
         self.fit = self.run.fit(self.index)
-        self.fit.create()
         self.ledger = Ledger(self.run.ledger, self.rank)
-        self.previous_outcome = self.fit.outcome
+        self.previous_outcome = self.from_rank_0(self.fit.begin)
         self.agreement = Agreement(
             self.rank,
             trainer.world_size,
             torch.distributed.distributed_c10d._get_default_store() if trainer.world_size > 1 else None,
-            prefix=f"resilience/{self.run.path.name}/{self.index}/{trainer.world_size}/{common['nonce']}",
+            prefix=f"resilience/{self.run.path.name}/{self.index}/{trainer.world_size}/{self.nonce}",
             nodes=nodes_of(self.gather(neighbourhood())),
             on_event=lambda event: self.on_event(event),
         )
@@ -204,7 +206,7 @@ class FitSession:
 
         self._running = False
         self._explicit: str | None = None
-        self._goes_back: tuple[int, Callable[[], None]] | None = None
+        self._goes_back: tuple[int, Callable[[], None], bool] | None = None
         self._accumulates = trainer.accumulate_grad_batches
         self._counted_before = 0
         self._own_callbacks: Any = None
@@ -260,6 +262,49 @@ class FitSession:
                     log.warning("Checkpoints of the Trainer's other callbacks are saved all the same: %s", error)
             if pause_s is not None:
                 time.sleep(pause_s)
+
+    def from_rank_0(self, make: Callable[[], _T]) -> _T:
+        """What rank 0 finds or makes on storage, on every rank. A collective.
+
+        Args:
+            make: Is called on rank 0, again while the storage fails.
+
+        Raises:
+            StorageFails: On every rank, if it goes on failing.
+        """
+
+        def attempt() -> tuple[_T | None, str | None]:
+            try:
+                return self.patience(make, self.whoami), None
+            except OSError as error:
+                return None, f"{self.whoami}: {error}"
+
+        made, problem = checkpoint_io.from_rank_zero(self.trainer.strategy, attempt)
+        if problem is not None:
+            raise StorageFails(f"{problem}. Nothing was moved or begun anew: start it again when the storage answers.")
+        return cast(_T, made)
+
+    @property
+    def whoami(self) -> str:
+        """This rank and its node, for a person."""
+        return f"Rank {self.rank} on {node_name()}"
+
+    def _check_that_all_nodes_see_it(self) -> None:
+        """Before anything is looked for in the run directory, or made: what is not mounted would seem to be empty."""
+        problem = None
+        with ExitStack() as signs:
+            sign = self.from_rank_0(lambda: signs.enter_context(self.run.sign()))
+            if self.trainer.local_rank == 0:
+                try:
+                    self.patience(lambda: self.run.look_for(sign), self.whoami)
+                except OSError as error:
+                    problem = f"{node_name()} ({error.strerror})"
+            blind = [each for each in self.gather(problem) if each is not None]
+        if blind:
+            raise StorageFails(
+                f"{self.run.path} is not one directory on all nodes: what rank 0 on {self.from_rank_0(node_name)} "
+                f"writes there is not seen on {', '.join(blind)}. Mount the same storage there on every node."
+            )
 
     def _enter(self, section: Section) -> None:
         if self.progress is not None:
@@ -349,15 +394,14 @@ class FitSession:
         """A fit folder belongs to one model: no fit ever loads another's weights."""
         self._describe()
 
-        def find() -> list[str]:
+        def compare() -> list[str]:
             recorded = self.fit.fingerprint
             if recorded is not None:
                 return self._differences(recorded)
             self.fit.fingerprint = {**self._fingerprint, "ckpt_path": explicit}
             return []
 
-        # Ranks may hold different parameters.
-        if problems := checkpoint_io.from_rank_zero(self.trainer.strategy, find):
+        if problems := self.from_rank_0(compare):  # ranks may hold different parameters
             raise AnotherFit(
                 f"{self.fit.path} holds another fit: {', and '.join(problems)}. Fits are told "
                 "apart by their order in the script. If the script or the model has changed, give the run another "
@@ -376,7 +420,7 @@ class FitSession:
 
     def _check_data(self, data: list[dict[str, Any]]) -> None:
         """A script that skips finished fits by itself makes its fits in another order: weights must not be mixed up."""
-        fingerprint = self.fit.fingerprint or {}
+        fingerprint = self.from_rank_0(lambda: self.fit.fingerprint or {})
         if "data" not in fingerprint:
             if self.trainer.is_global_zero:
                 self.fit.fingerprint = {**fingerprint, "data": data}
@@ -755,7 +799,7 @@ class FitSession:
 
     # -- going back ----------------------------------------------------------------------------------------------------
 
-    def go_back(self, until: int, otherwise: Callable[[], None]) -> None:
+    def go_back(self, until: int, otherwise: Callable[[], None], only_global: bool = False) -> None:
         """Has the fit go on from its newest state that can be verified, as a new process would, but in this one.
 
         To be called in the handler of an event, on all ranks: what else is agreed on for this boundary comes first.
@@ -763,12 +807,13 @@ class FitSession:
         Args:
             until: Not from one of a larger ``trainer.global_step`` than this.
             otherwise: Called on all ranks if there is no such state.
+            only_global: Whether only a state in the run directory will do.
         """
-        self._goes_back = until, otherwise
+        self._goes_back = until, otherwise, only_global
 
     def _go_back(self) -> None:
         assert self._goes_back is not None
-        (until, otherwise), self._goes_back = self._goes_back, None
+        (until, otherwise, only_global), self._goes_back = self._goes_back, None
         if _lightning.frame(self.trainer) != self._frame:
             raise RuntimeError(
                 "The fit has to go back to an older state, but a callback has changed its optimizers or schedulers "
@@ -777,7 +822,8 @@ class FitSession:
         for hook in self.before_going_back:
             hook()
         checkpoint_io.on_every_rank(self.trainer.strategy, self.saver.wait)
-        choice = self.tiers.newest(until, self._explicit is not None)
+        self.patience = Patience(self.advanced)
+        choice = self.tiers.newest(until, self._explicit is not None, only_global)
         if choice is None and self._explicit is None:
             otherwise()
         else:

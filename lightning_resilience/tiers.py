@@ -8,23 +8,28 @@
 
 A generation of the local tier comes before a global checkpoint of the same step; where a part of it is missing or bad,
 its replica is taken. All ranks decide together. What fails its verification goes into quarantine, with the reason; what
-was condemned in its probation (:meth:`Tiers.condemn`) is never chosen again.
+was condemned in its probation (:meth:`Tiers.condemn`) is never chosen again, nor is what belongs to a course that the
+training has left. Storage that does not answer says nothing about what lies on it: it is waited for, then the start
+fails, and nothing is moved.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+import os
+import stat
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_resilience._files import clean_temporaries
 from lightning_resilience.checkpoint import dcp, durable, resume
-from lightning_resilience.checkpoint.generations import Generation
+from lightning_resilience.checkpoint.generations import Generation, counts
 from lightning_resilience.checkpoint.recovery import LocalTier
-from lightning_resilience.run_directory import AnotherFit
+from lightning_resilience.run_directory import AnotherFit, StorageFails
 from lightning_resilience.strategies import loads_state, name_of
 
 if TYPE_CHECKING:
@@ -32,8 +37,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 MAX_CONDEMNED = 3
-"""How many checkpoints of a fit may be condemned until the run ends: by then the cause is not in the checkpoints."""
+"""How many checkpoints of a tier may be condemned in a fit: by then the cause is not in the checkpoints.
+
+Of the local tier: then the newest global one is tried. Of the global one, or when there is none left: the run ends.
+"""
 
 
 class CondemnedCheckpoint(RuntimeError):
@@ -69,6 +79,10 @@ class Tiers:
         """The local generations that can still be resumed from, newest first, as of the resume."""
         self.probation_steps = 10
         self.loaded: _Loaded | None = None
+        self.forks: list[int] = []
+        """At which steps the fit has left a course for another one; see :func:`~.generations.counts`."""
+        self._left_lying: list[str] = []
+        """Checkpoints that are passed over although they may be intact, the same on all ranks."""
         self._users_choice: str | None = None
         self._event = "resumed"
 
@@ -86,18 +100,18 @@ class Tiers:
         session = self._session
         if self.local is None and not self.uses_global:
             return None
-        trainer, zero = session.trainer, session.trainer.is_global_zero
-        generations = self._generations()
-        own = bool(generations) or bool(self.uses_global and resume.checkpoints(session.fit.checkpoints))
-        if trainer.strategy.broadcast(explicit is not None and self._is_users_choice(explicit, own)):
+        zero = session.trainer.is_global_zero
+        paths, generations = self._paths(), self._generations()
+        own = bool(paths or generations)
+        if session.from_rank_0(lambda: explicit is not None and self._is_users_choice(explicit, own)):
             if zero and own:
                 log.info("The checkpoints of %s are not used: fit(ckpt_path=%r) wins.", session.fit.path, explicit)
             self._users_choice, self.complete = explicit, []
             return None
         if zero:
-            clean_temporaries(session.fit.checkpoints)
+            with contextlib.suppress(OSError):  # they harm nobody
+                clean_temporaries(session.fit.checkpoints)
         finished = session.finished_before()
-        paths = self._paths()
         if (choice := self._first_usable(paths, generations, finished)) is not None:
             return choice
         if zero:
@@ -110,7 +124,9 @@ class Tiers:
             session.ledger.record("fresh", fit=session.index)
         return None
 
-    def newest(self, until: int, or_begin: bool) -> tuple[Path, dict[str, Any] | None] | None:
+    def newest(
+        self, until: int, or_begin: bool, only_global: bool = False
+    ) -> tuple[Path, dict[str, Any] | None] | None:
         """The newest checkpoint of this fit that all ranks can verify, in the middle of it; called on all ranks.
 
         What is newer is set aside: from here on the training takes another course.
@@ -118,6 +134,7 @@ class Tiers:
         Args:
             until: Not one of a larger ``trainer.global_step`` than this.
             or_begin: Whether the fit goes back to its beginning if there is none.
+            only_global: Whether the local tier had its tries.
 
         Returns:
             As :meth:`choose`; ``None`` if there is none.
@@ -128,13 +145,14 @@ class Tiers:
         paths, generations = self._paths(), self._generations()
         choice = self._first_usable(
             [path for path in paths if resume.step_of(path) <= until],
-            [each for each in generations if each.step <= until],
+            [each for each in generations if each.step <= until and not only_global],
             finished=False,
         )
         if choice is not None or or_begin:
             step = self.loaded.step if choice is not None and self.loaded is not None else -1
             reason = "the fit has gone back to an older one"
-            self.complete = [each for each in self.complete if each.step <= step]
+            self._leave_course(step)
+            self.complete = [each for each in self.complete if each.step <= step and not only_global]
             if self.local is not None:
                 self.local.discard({each.name for each in generations if each.step > step}, reason)
             if self._session.trainer.is_global_zero:
@@ -144,16 +162,34 @@ class Tiers:
             self._session.trainer.strategy.barrier("resilience newest")
         return choice
 
+    @property
+    def course(self) -> int:
+        """The number of the course that the training is on."""
+        return len(self.forks)
+
+    def _leave_course(self, step: int) -> None:
+        """Only what was saved up to ``step`` counts from now on, on whichever node it lies; called on all ranks."""
+        self._session.from_rank_0(lambda: self._write_fork(step))
+        self.forks = [*self.forks, step]
+        self._session.metadata["course"] = self.course
+
+    def _write_fork(self, step: int) -> None:
+        self._session.check_owner()
+        self._session.fit.forks = [*self.forks, step]
+
     def _paths(self) -> list[Path]:
-        session = self._session
-        paths: list[Path] = session.trainer.strategy.broadcast(
-            resume.checkpoints(session.fit.checkpoints) if self.uses_global else []
-        )
-        return paths
+        fit = self._session.fit
+
+        def look() -> list[Path]:
+            fit.checkpoints.stat()  # it was made: what is missing now is not empty
+            return resume.checkpoints(fit.checkpoints)
+
+        return self._session.from_rank_0(look) if self.uses_global else []
 
     def _first_usable(
         self, paths: list[Path], generations: list[Generation], finished: bool
     ) -> tuple[Path, dict[str, Any] | None] | None:
+        self._left_lying = []
         for candidate in self._in_order(paths, generations, finished):
             if isinstance(candidate, Generation):
                 choice = self._load_local(candidate)
@@ -161,6 +197,12 @@ class Tiers:
                 choice = self._load_global(candidate, finished)
             if choice is not None:
                 return choice
+        unread = [*self._left_lying, *(self.local.unreadable if self.local is not None else [])]
+        if unread:
+            raise StorageFails(
+                f"No checkpoint of {self._session.fit.path} can be used now, and some may be intact: {unread[0]}. "
+                "Nothing was moved or begun anew: start it again when the storage answers."
+            )
         return None
 
     def _is_users_choice(self, explicit: str, own: bool) -> bool:
@@ -176,10 +218,13 @@ class Tiers:
         What the fit has saved before belongs to another course of the training, and would be taken for its newest.
         """
         session, chosen = self._session, self._users_choice
-        if chosen is None or not session.trainer.is_global_zero:
+        if chosen is None:
             return
         # A checkpoint of the fit's own, and those before it, are on the way to where it is.
         here = Path(chosen).absolute().parent == session.fit.checkpoints.absolute()
+        self._leave_course(session.trainer.global_step if here else -1)
+        if not session.trainer.is_global_zero:
+            return
         for path in resume.checkpoints(session.fit.checkpoints) if self.uses_global else []:
             if not here or path.name > Path(chosen).name:
                 self._set_aside(path, f"the fit was begun anew from {chosen}, which is not where this has led from")
@@ -194,13 +239,14 @@ class Tiers:
 
     def _generations(self) -> list[Generation]:
         """The local generations that can be used."""
-        if self.local is None:
-            return []
         session = self._session
         # As rank 0 reads it: on shared storage others may still see what was there before.
-        condemned: dict[str, str] = session.trainer.strategy.broadcast(session.fit.condemned)
+        condemned, self.forks = session.from_rank_0(lambda: (session.fit.condemned, session.fit.forks))
+        session.metadata["course"] = self.course
+        if self.local is None:
+            return []
         self.local.discard(set(condemned), "condemned in its probation")
-        usable, reasons = self.local.find(without=condemned)
+        usable, reasons = self.local.find(without=condemned, forks=self.forks)
         self._report_bad()
         if reasons and session.trainer.is_global_zero:
             log.info("Local checkpoints that are not used: %s.", "; ".join(reasons))
@@ -254,37 +300,76 @@ class Tiers:
         return Path(name), checkpoint
 
     def _load_global(self, path: Path, finished: bool) -> tuple[Path, dict[str, Any] | None] | None:
-        session = self._session
-        rank, world_size, strategy = session.rank, session.trainer.world_size, session.trainer.strategy
-        is_directory: bool = strategy.broadcast(path.is_dir())
-        problem: str | None = None
-        saved_by: str | None = None
-        if is_directory or rank == 0:  # a file is read by all, but by rank 0 before anybody else
-            try:
-                of_mine = functools.partial(dcp.is_share, rank=rank, world_size=world_size)
-                saved_by = resume.verify(path, {"fit": session.index}, of_mine).metadata.get("strategy")
-            except durable.CorruptCheckpoint as error:
-                problem = str(error)
-        problems = self._problems(problem)
-        loaded = None
-        if not problems:
-            _check_parts(path, saved_by, strategy)
-            loaded, problem = _load(path)
-            if problem is not None:
-                log.warning("Rank %d cannot read %s (%s).", rank, path, problem)
-            problems = self._problems(problem)
-        if not problems:
-            # Without its final state a finished fit is resumed from an older one, and finished again.
-            self._restored(path, finished and resume.is_final(path))
-            # Such a strategy reads a file of its own by itself, and takes nothing from what it is given.
-            return path, None if loads_state(strategy) else loaded
-        if rank == 0:
-            self._quarantine(path, problems[0])
+        session, strategy = self._session, self._session.trainer.strategy
+        is_directory, found, reason = session.from_rank_0(lambda: self._look(path))  # before anybody else
+        if is_directory and reason is None:
+            found, corrupt = self._try(lambda: self._verify(path, is_directory))
+            found, reason = strategy.broadcast(found), next(iter(corrupt.values()), None)
+        if reason is None and not counts(self.forks, int(found.get("course", 0)), resume.step_of(path)):
+            if session.rank == 0:
+                self._set_aside(path, "it is of a course that the training has left")
+            return None
+        if reason is None:
+            _check_parts(path, is_directory, found.get("strategy"), strategy)
+            loaded, corrupt = self._try(lambda: _load(path, is_directory))
+            if not corrupt:
+                # Without its final state a finished fit is resumed from an older one, and finished again.
+                self._restored(path, finished and resume.is_final(path))
+                # Such a strategy reads a file of its own by itself, and takes nothing from what it is given.
+                return path, None if loads_state(strategy) else loaded
+            reason = corrupt.get(0)
+        if reason is None:  # rank 0 has read every byte of it, and some other one reads something else
+            self._left_lying += corrupt.values()
+        elif session.rank == 0:
+            self._quarantine(path, reason)
         return None
 
-    def _problems(self, mine: str | None) -> list[str]:
-        """What any rank has found; the same on all."""
-        return [each for each in self._session.gather(mine) if each is not None]
+    def _look(self, path: Path) -> tuple[bool, dict[str, Any], str | None]:
+        """Whether it is a directory, and of a file also what :meth:`_verify` says. What is not there any more fails."""
+        if not stat.S_ISDIR(path.stat().st_mode):
+            return (False, *self._verify(path, False))
+        sealed = os.path.lexists(path / durable.MARKER)
+        return True, {}, None if sealed else f"{path} was never finished (no {durable.MARKER} marker)"
+
+    def _verify(self, path: Path, is_directory: bool) -> tuple[dict[str, Any], str | None]:
+        """What a checkpoint says about itself, or what is wrong with it."""
+        session = self._session
+        of_mine = functools.partial(dcp.is_share, rank=session.rank, world_size=session.trainer.world_size)
+        if is_directory:
+            (path / durable.MARKER).stat()  # rank 0 has seen it
+        try:
+            return resume.verify(path, {"fit": session.index}, of_mine).metadata, None
+        except durable.CorruptCheckpoint as error:
+            return {}, str(error)
+
+    def _try(self, read: Callable[[], tuple[_T, str | None]]) -> tuple[_T, dict[int, str]]:
+        """Reads a checkpoint on all ranks.
+
+        Args:
+            read: Reads this rank's; returns also why it is corrupt, if it is.
+
+        Returns:
+            This rank's, and by rank what is corrupt, the same on all.
+
+        Raises:
+            StorageFails: On all ranks, if one of them could not read its own.
+        """
+        session = self._session
+        content: Any = None
+        corrupt = unread = None
+        try:
+            content, corrupt = session.patience(read, session.whoami)
+            if corrupt is not None:
+                log.warning("Rank %d cannot read it (%s).", session.rank, corrupt)
+        except OSError as error:
+            unread = f"{session.whoami}: {error}"
+        everywhere = session.gather((corrupt, unread))
+        if problem := next((each for _, each in everywhere if each is not None), None):
+            raise StorageFails(
+                f"The newest checkpoint cannot be read: {problem}. Nothing was moved or begun anew: start it again "
+                "when the storage answers. If that file alone is lost, move it away, and an older one is taken."
+            )
+        return content, {rank: each for rank, (each, _) in enumerate(everywhere) if each is not None}
 
     def _quarantine(self, path: Path, reason: str) -> None:
         log.warning("Checkpoint rejected: %s. The next best one is tried.", reason)
@@ -383,26 +468,48 @@ class Tiers:
         session.ledger.record("condemned", fit=session.index, step=loaded.step, path=str(loaded), reason=reason)
         if loaded.path is not None:
             self._quarantine(loaded.path, f"{loaded.path} is condemned: {reason}")
+        # What was saved since then has come from it. When the local tier has had its tries, nothing newer than the
+        # newest global checkpoint counts.
+        left = self._global_ones_left()
+        of_local, _ = self._condemned()
+        has_had_its_tries = of_local >= MAX_CONDEMNED and loaded.generation is not None and left
+        self._write_fork(min(loaded.step, left[0]) if has_had_its_tries else loaded.step)
 
     def verdict(self, exception: BaseException) -> str | None:
         """Whether the run ends by this exception: the reason, once too many checkpoints have been condemned."""
         return self._too_many(str(exception)) if isinstance(exception, CondemnedCheckpoint) else None
 
     def _too_many(self, last: str) -> str | None:
-        condemned = self._session.fit.condemned
-        if len(condemned) < MAX_CONDEMNED:
+        of_local, of_global = self._condemned()
+        if of_global < MAX_CONDEMNED and (of_local + of_global < MAX_CONDEMNED or self._global_ones_left()):
             return None
         return (
-            f"{len(condemned)} checkpoints of this fit have been condemned, so the cause is not in the checkpoints "
-            f"(last: {last}). Look at the data and the learning rate around this step; the checkpoints are in "
-            f"{self._session.fit.quarantine} and in the quarantine of the nodes"
+            f"{of_local + of_global} checkpoints of this fit have been condemned, so the cause is not in the "
+            f"checkpoints (last: {last}). Look at the data and the learning rate around this step; the checkpoints are "
+            f"in {self._session.fit.quarantine} and in the quarantine of the nodes"
         )
 
+    def _condemned(self) -> tuple[int, int]:
+        """How many of the local tier and of the global one; the former have no path."""
+        names = self._session.fit.condemned
+        of_global = sum(os.sep in name for name in names)
+        return len(names) - of_global, of_global
 
-def _check_parts(path: Path, saved_by: str | None, strategy: Any) -> None:
+    def has_global(self, until: int) -> bool:
+        """Whether there is a global checkpoint of at most this step, as rank 0 sees it."""
+        return any(step <= until for step in self._global_ones_left())
+
+    def _global_ones_left(self) -> list[int]:
+        """The steps of the global checkpoints that are there, newest first."""
+        if not self.uses_global:
+            return []
+        return [resume.step_of(path) for path in resume.checkpoints(self._session.fit.checkpoints)]
+
+
+def _check_parts(path: Path, is_directory: bool, saved_by: str | None, strategy: Any) -> None:
     """One file is read by every strategy; parts in a directory only by the one that has written them."""
     now = name_of(strategy)
-    if path.is_dir() and (not loads_state(strategy) or saved_by not in (None, now)):
+    if is_directory and (not loads_state(strategy) or saved_by not in (None, now)):
         raise AnotherFit(
             f"{path} was saved in parts by {saved_by or 'a strategy that shards'}, and is not what "
             f"{now or type(strategy).__name__} reads. Go on with the strategy that has saved it, or give the run "
@@ -410,13 +517,16 @@ def _check_parts(path: Path, saved_by: str | None, strategy: Any) -> None:
         )
 
 
-def _load(path: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """The content of a file, or what is wrong with it; neither of a directory, whose parts the strategy reads."""
-    if path.is_dir():
+def _load(path: Path, is_directory: bool) -> tuple[dict[str, Any] | None, str | None]:
+    """The content of a file, or what is wrong with it; neither of a directory, whose parts the strategy reads.
+
+    Raises:
+        OSError: If it cannot be read here. That says nothing about the file.
+    """
+    if is_directory:
         return None, None
+    path.stat()  # rank 0 has read it: what is missing here is not seen here
     try:
         return durable.load(path), None
     except durable.CorruptCheckpoint as error:
         return None, str(error)
-    except OSError as error:
-        return None, f"{path} cannot be read: {error}"

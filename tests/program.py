@@ -39,7 +39,7 @@ from torch.utils.data import (
 )
 from torchmetrics import MeanMetric
 
-from lightning_resilience import session
+from lightning_resilience import _files, session
 from lightning_resilience.agreement import Needs
 from lightning_resilience.callbacks import fault_tolerance, nan_guard
 from lightning_resilience.checkpoint import durable, resume
@@ -127,6 +127,8 @@ DEFAULTS: dict[str, Any] = {
     "late": None,  # of each rank, by how many batches a verdict comes later, as on an accelerator
     "collectives": None,  # every rank writes here which there were in some healthy steps
     "trace": None,  # every rank writes here which section it enters, with its limits, and what happens in between
+    "cwd": None,  # of each rank, so that /proc/self/cwd is another directory for each
+    "patience_s": None,  # with storage that does not answer at a start
     "slow_writer_s": None,  # ModelCheckpoint's files are written in the background, and take this long
 }
 
@@ -536,6 +538,8 @@ def main(config: dict[str, Any]) -> None:
     if config["collectives"]:
         os.environ["TORCH_FR_BUFFER_SIZE"] = "20000"
     sabotage(config)
+    if config["cwd"] is not None:
+        os.chdir(config["cwd"][int(os.environ.get("RANK", "0"))])
     world_size = config["trainer"].get("devices", 1) * config["trainer"].get("num_nodes", 1)
     results = []
     L.seed_everything(1, verbose=False)
@@ -681,6 +685,8 @@ def sabotage(config: dict[str, Any]) -> None:
     if config["own_nodes"]:
         name = f"node-{os.environ.get('GROUP_RANK', '0')}"
         platform.node = lambda: name
+    if config["patience_s"] is not None:
+        _files.PATIENCE_S = config["patience_s"]
     if config["floor_s"] is not None:
         timeouts.MIN_CALCULATED_S = config["floor_s"]
     if config["ping_within_s"] is not None:

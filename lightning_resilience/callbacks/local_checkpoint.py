@@ -189,7 +189,14 @@ class _Local:
         self._fetches = 0
         session.tiers.probation_steps = settings.probation_steps
         session.tiers.local = LocalTier(
-            self.store, self.places, session.rank, self.owner, _kind(trainer), session.gather, self._fetch
+            self.store,
+            self.places,
+            session.rank,
+            self.owner,
+            _kind(trainer),
+            session.gather,
+            self._fetch,
+            lambda: session.patience,
         )
         self._common: list[torch.nn.Parameter] = []
         self._expected: dict[str, int] = {}
@@ -250,7 +257,6 @@ class _Local:
             return
         step = trainer.global_step
         several = trainer.world_size > 1
-        layout = {"kind": _kind(trainer), "commons": self.place.local_world_size if self._common else 0}
         self._history = self._failures_so_far()
         # From a failure on, a process needs as long as this one has until it trains.
         started_s = time.time() - psutil.Process().create_time()
@@ -260,7 +266,7 @@ class _Local:
             self.store,
             self.places,
             session.rank,
-            {**self.owner, "layout": layout},
+            self._identity(),
             Schedule(self.settings.every_n_train_steps, self._interval_s),
             self.settings.keep,
             _rounds(self._prefix(), trainer.world_size) if several else None,
@@ -297,7 +303,14 @@ class _Local:
     def _go_on_from_here(self) -> None:
         if self._saves is not None:
             step = self.session.trainer.global_step
-            self._saves.go_on_from(step, [each.name for each in self.session.tiers.complete if each.step <= step])
+            complete = [each.name for each in self.session.tiers.complete if each.step <= step]
+            self._saves.go_on_from(step, complete, self._identity())
+
+    def _identity(self) -> dict[str, Any]:
+        """Fields that all parts have that are saved from now on."""
+        commons = self.place.local_world_size if self._common else 0
+        layout = {"kind": _kind(self.session.trainer), "commons": commons, "course": self.session.tiers.course}
+        return {**self.owner, "layout": layout}
 
     def _at_boundary(self, clean: bool) -> None:
         assert self._saves is not None

@@ -94,8 +94,9 @@ class NaNGuard(SessionCallback):
             back. ``"rollback"``: the run goes back at once. ``"stop"``: it is skipped, the state is saved and the run
             ends. ``"warn"``: it is reported, and happens.
         max_consecutive: How many steps in a row may be skipped (KempnerForge's name and default).
-        max_rollbacks: How many times the run may go back because of one trouble, restarts included. Then it ends, with
-            the reason, and is not tried again.
+        max_rollbacks: How many times the run may go back because of one trouble, restarts included; if the last one was
+            to a local checkpoint, as often to those of the run directory, if there is one. Then it ends, with the
+            reason, and is not tried again.
         check_grads: Whether gradients are looked at. Losses always are.
         spiky_loss_factor: A loss of this many times the reference is a spike, and a bad step too. Megatron uses 10.
             Default: no limit.
@@ -365,7 +366,7 @@ class _Guarding:
         now = {name for name, tensor in _lightning.named_state(session.trainer) if not bool(all_finite([tensor]))}
         names = sorted(set().union(*session.gather(now)))
         if session.rank == 0:
-            self._troubles = Troubles.read(self._file, session.trainer.world_size)
+            self._troubles = session.patience(lambda: Troubles.read(self._file, session.trainer.world_size))
             if self._troubles.unfit_from_birth is None:
                 self._troubles.unfit_from_birth = names
                 self._write()
@@ -579,14 +580,17 @@ class _Guarding:
         )
         # Where the checkpoint is to blame, the batches are not.
         times = self._from_rank_0(lambda: self._count(step, windows, not is_suspect))
-        self._read()
         losses = session.gather(self._loss)
         why = f"{reason}, after step {step}"
         if times > settings.max_rollbacks:
-            self._end(f"{why}; the run has gone back {settings.max_rollbacks} times because of it")
+            if not self._turns_to_global(windows[0].step):
+                self._end(f"{why}; the run has gone back {settings.max_rollbacks} times because of it")
+            times = 1
+        self._read()
         if is_suspect and (too_many := session.tiers.condemn_together(why, windows[0].step)) is not None:
             self._end(too_many)
-        session.go_back(windows[0].step, otherwise=lambda: self._stay(f"{why}; {_NOWHERE}"))
+        only_global = self._from_rank_0(lambda: self._troubles.of_global)
+        session.go_back(windows[0].step, lambda: self._stay(f"{why}; {_NOWHERE}"), only_global)
 
         def say() -> None:
             log.warning(
@@ -601,6 +605,20 @@ class _Guarding:
             )
 
         self._say = say
+
+    def _turns_to_global(self, step: int) -> bool:
+        """Whether a global checkpoint from before ``step`` is left that the local ones have not let have its turn."""
+        tiers = self.session.tiers
+        was_local = self.settings.max_rollbacks > 0 and tiers.loaded is not None and tiers.loaded.path is None
+
+        def decide() -> bool:
+            if self._troubles.of_global or not was_local or not tiers.has_global(step):
+                return False
+            self._troubles.turn_to_global()
+            self._write()
+            return True
+
+        return self._from_rank_0(decide)
 
     def _stay(self, why: str) -> None:
         """There is nowhere to go back to."""

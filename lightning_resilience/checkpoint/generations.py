@@ -59,6 +59,20 @@ def common_part(index: int, count: int) -> str:
     return f"common-{index:02d}-of-{count:02d}"
 
 
+def counts(forks: Sequence[int], course: int, step: int) -> bool:
+    """Whether a state is on the way to where the training is.
+
+    A fit begins on course 0. When it goes back to an older state, by whoever's decision, what is newer belongs to a
+    course that it has left, and must not come back from a node that was away meanwhile.
+
+    Args:
+        forks: At which step each further course began, in the order of courses.
+        course: On which the state was saved.
+        step: Of the state.
+    """
+    return all(step <= fork for fork in forks[course:])
+
+
 @dataclass(frozen=True)
 class Holding:
     """A part that a node has.
@@ -73,6 +87,7 @@ class Holding:
         kind: How the ranks shared their state out; see :attr:`Generation.kind`.
         commons: Into how many common parts a node has split its copy.
         alike: What these hold; parts of which it differs do not go together.
+        course: Of the training; see :func:`counts`.
     """
 
     node: str
@@ -84,6 +99,7 @@ class Holding:
     kind: str
     commons: int
     alike: str = ""
+    course: int = 0
 
 
 @dataclass
@@ -97,6 +113,7 @@ class Generation:
         kind: How the ranks shared their state out, such as ``replicated`` or ``sharded``; another kind cannot read it.
         commons: Into how many common parts a node has split its copy.
         alike: What these hold.
+        course: Of the training; see :func:`counts`.
         holders: The nodes that have a part, in a fixed order.
         sizes: Bytes of the parts.
     """
@@ -107,6 +124,7 @@ class Generation:
     kind: str
     commons: int
     alike: str = ""
+    course: int = 0
     holders: dict[str, list[str]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
 
@@ -139,13 +157,14 @@ def generations(holdings: Iterable[Holding], without: Collection[str] = ()) -> l
             continue
         one = found.setdefault(
             (each.step, each.generation),
-            Generation(each.step, each.generation, each.world_size, each.kind, each.commons, each.alike),
+            Generation(each.step, each.generation, each.world_size, each.kind, each.commons, each.alike, each.course),
         )
-        if (one.world_size, one.kind, one.commons, one.alike) == (
+        if (one.world_size, one.kind, one.commons, one.alike, one.course) == (
             each.world_size,
             each.kind,
             each.commons,
             each.alike,
+            each.course,
         ):
             one.holders.setdefault(each.part, []).append(each.node)
             one.sizes[each.part] = each.size

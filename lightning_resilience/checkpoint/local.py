@@ -180,13 +180,15 @@ class LocalSaves:
         """Waits in the training thread, which holds the lock."""
         return patiently(lambda seconds: self._changed.wait_for(condition, seconds), timeout_s, self._waiting)
 
-    def go_on_from(self, step: int, complete: Sequence[str]) -> None:
+    def go_on_from(self, step: int, complete: Sequence[str], identity: dict[str, Any]) -> None:
         """The training has gone back to an older state.
 
         Args:
             step: ``trainer.global_step`` of that state.
             complete: The generations that are complete and not newer, newest first.
+            identity: Fields that all parts have from now on.
         """
+        self._identity = identity
         with self._changed:
             self._complete = list(complete)
             self._last = self._passed = step
@@ -260,7 +262,7 @@ class LocalSaves:
         """
         assert self._fence is not None
         snapshot = self._snapshots.take(state, stable)
-        taken = RankState(snapshot, step, planned.generation, self._place, common)
+        taken = RankState(snapshot, step, planned.generation, self._place, common, self._identity)
         if (n := self._schedule.every_n_train_steps) is not None and self._rounds is not None:
             self.figures.skipped += max(0, (step - self._last) // n - 1)
         self._schedule.begin()
@@ -322,7 +324,7 @@ class LocalSaves:
         snapshot = self._snapshots.take(state, stable)
         snapshot.release()  # nothing changes meanwhile: this is the training thread
         snapshot.fence()
-        taken = RankState(snapshot, step, generation, self._place, common)
+        taken = RankState(snapshot, step, generation, self._place, common, self._identity)
         published: list[bool] = []
 
         def save() -> None:
@@ -500,7 +502,7 @@ class LocalSaves:
 
     def _save(self, taken: RankState) -> list[Part]:
         """Publishes this rank's parts and returns them; none if the snapshot was no good."""
-        parts = taken.publish(self._store, self._identity, self._check)
+        parts = taken.publish(self._store, self._check)
         if parts:
             self._last_failure = ""
             self._expected = {part.name: part.size for part in parts}

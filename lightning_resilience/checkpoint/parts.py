@@ -41,15 +41,24 @@ class RankState:
         generation: The name of what all ranks save at this boundary.
         place: Where the rank is.
         common: The tensors that all ranks of its node have alike; each of these ranks keeps a share of them.
+        identity: Fields that all parts of this fit have: run, fit, layout. They say of which course it is, and that is
+            the one on which it was taken, whenever it is published.
     """
 
     def __init__(
-        self, snapshot: Snapshot, step: int, generation: str, place: Place, common: Sequence[torch.Tensor]
+        self,
+        snapshot: Snapshot,
+        step: int,
+        generation: str,
+        place: Place,
+        common: Sequence[torch.Tensor],
+        identity: Mapping[str, Any],
     ) -> None:
         self.snapshot = snapshot
         self.step = step
         self.generation = generation
         self._place = place
+        self._identity = identity
         numbers: dict[int, int] = {}
         for number, tensor in enumerate(common):
             if (where := address(tensor)) != 0:
@@ -113,12 +122,11 @@ class RankState:
                     raise TypeError(f"{name} cannot be kept: {error}") from None
             raise
 
-    def publish(self, store: NodeStore, identity: Mapping[str, Any], check: Check | None = None) -> list[Part]:
+    def publish(self, store: NodeStore, check: Check | None = None) -> list[Part]:
         """Copies this rank's parts into memory of the store and publishes them; waits for the fence in between.
 
         Args:
             store: Of this node.
-            identity: Fields that all parts of this fit have: run, fit, layout.
             check: Given the names and contents of the copied tensors; raises if they must not be kept.
 
         Returns:
@@ -144,11 +152,11 @@ class RankState:
             if check is not None:
                 names = tensor_names(snapshot.skeleton)
                 check((names.get(index, ""), copy) for index, copy in copies)
-            layout = {**identity["layout"], "alike": self.alike()}
+            layout = {**self._identity["layout"], "alike": self.alike()}
             for part in parts:
                 own = part.name == rank_part(place.rank)
                 about = shard.Identity(
-                    **{**identity, "layout": layout},
+                    **{**self._identity, "layout": layout},
                     step=self.step,
                     generation=self.generation,
                     part=part.name,

@@ -8,17 +8,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from lightning_resilience._files import Patience
 from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.generations import (
     Generation,
     Holding,
     Journey,
     Place,
+    counts,
     generations,
     journeys,
     rank_part,
@@ -28,12 +32,23 @@ from lightning_resilience.checkpoint.store import NodeStore, PartWriter
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 Gather = Callable[[Any], list[Any]]
 """Gives every rank what each rank has given: ``all_gather_object``."""
 
 Fetch = Callable[[Sequence[Journey], Callable[[str], Path]], dict[str, PartWriter]]
 """Has parts travel between ranks, given the path of each on a node that has it. Returns those that have arrived here,
 in memory in which they can be published."""
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """A part that cannot be used where it is; ``unreadable`` says why where it may be intact."""
+
+    node: str
+    part: str
+    unreadable: str = ""
 
 
 class LocalTier:
@@ -47,6 +62,7 @@ class LocalTier:
         kind: How the ranks share their state out.
         gather: Gives every rank what each rank has given.
         fetch: Has parts travel between ranks.
+        patience: What there is at the moment, for storage that does not answer.
     """
 
     def __init__(
@@ -58,6 +74,7 @@ class LocalTier:
         kind: str,
         gather: Gather,
         fetch: Fetch,
+        patience: Callable[[], Patience] = Patience,
     ) -> None:
         self.store = store
         self.places = places
@@ -66,18 +83,24 @@ class LocalTier:
         self.kind = kind
         self._gather = gather
         self._fetch = fetch
+        self._patience = patience
         self.bad: list[tuple[str, str]] = []
         """What this rank has put into quarantine, and why."""
+        self.unreadable: list[str] = []
+        """What any rank could not read since :meth:`find`, and why; the same on all. It may be intact."""
         self.travelled = False
         """Whether the last :meth:`load` has needed a part from another node; the same on all ranks."""
 
-    def find(self, without: Collection[str] = ()) -> tuple[list[Generation], list[str]]:
+    def find(self, without: Collection[str] = (), forks: Sequence[int] = ()) -> tuple[list[Generation], list[str]]:
         """The generations that can be resumed from, newest first, and why others cannot.
 
         Args:
             without: Names of generations that must not be used.
+            forks: At which steps the training has left a course; see :func:`~.generations.counts`.
         """
-        found = generations([each for held in self._gather(self._scan()) for each in held], without)
+        scans = self._gather(self._scan())
+        self.unreadable = [each for _, unreadable in scans for each in unreadable]
+        found = generations([each for holdings, _ in scans for each in holdings], without)
         usable, reasons = [], []
         world_size = len(self.places)
         for each in found:
@@ -87,6 +110,8 @@ class LocalTier:
                 )
             elif each.kind != self.kind:
                 reasons.append(f"that of step {each.step} was saved by another strategy ({each.kind}, not {self.kind})")
+            elif not counts(forks, each.course, each.step):
+                reasons.append(f"that of step {each.step} is of a course that the training has left")
             elif each.lacking:
                 parts = ", ".join(each.lacking[:3]) + (", ..." if len(each.lacking) > 3 else "")
                 reasons.append(f"that of step {each.step} is incomplete: nobody has {parts}")
@@ -94,30 +119,38 @@ class LocalTier:
                 usable.append(each)
         return usable, reasons
 
-    def _scan(self) -> list[Holding]:
-        """What this node has; its first rank looks."""
+    def _scan(self) -> tuple[list[Holding], list[str]]:
+        """What this node has, and what of it cannot be read; its first rank looks."""
+        holdings: list[Holding] = []
         if self.place.local_rank != 0:
-            return []
-        holdings = []
-        for held in self.store.held():
+            return holdings, []
+        unreadable: list[str] = []
+        try:
+            held_here = self._patiently(self.store.held)
+        except OSError as error:
+            log.warning("%s cannot be read (%s); nothing in it is used.", self.store.directory, error)
+            return holdings, [f"{self.store.directory} on {self.place.node}: {error}"]
+        for held in held_here:
+            expected = {**self.owner, "step": held.step, "generation": held.generation, "part": held.part}
             try:
-                header = shard.read_identity(
-                    held.path,
-                    {**self.owner, "step": held.step, "generation": held.generation, "part": held.part},
-                )
+                header = self._patiently(partial(shard.read_identity, held.path, expected))
             except shard.CorruptShard as error:
                 self._quarantine(held.path, error)
                 continue
             except OSError as error:
                 log.warning("%s cannot be read (%s); it is not used.", held.path, error)
+                unreadable.append(f"{held.path} on {self.place.node}: {error}")
                 continue
             found = header.identity
             kind, commons, alike = (found.layout.get(key) for key in ("kind", "commons", "alike"))
+            course = found.layout.get("course", 0)
             if (
                 isinstance(kind, str)
                 and isinstance(commons, int)
                 and 0 <= commons <= found.world_size
                 and isinstance(alike, str)
+                and isinstance(course, int)
+                and course >= 0
             ):
                 holdings.append(
                     Holding(
@@ -130,9 +163,13 @@ class LocalTier:
                         kind,
                         commons,
                         alike,
+                        course,
                     )
                 )
-        return holdings
+        return holdings, unreadable
+
+    def _patiently(self, read: Callable[[], T]) -> T:
+        return self._patience()(read, f"Rank {self.place.rank} on {self.place.node}")
 
     def load(self, generation: Generation) -> dict[str, Any] | None:
         """This rank's checkpoint, once every rank has verified its own; ``None`` if a rank could not.
@@ -142,62 +179,74 @@ class LocalTier:
         """
         self.travelled = False
         while not generation.lacking:
-            checkpoint, bad = None, self._bring(generation)
-            if not bad:
+            checkpoint, lost = None, self._bring(generation)
+            if not lost:
                 checkpoint, mine = self._read(generation)
-                bad = [each for one in self._gather(mine) for each in one]
-            if not bad:
+                lost = self._all(mine)
+            if not lost:
                 return checkpoint
-            for node, part in bad:
-                generation.lose(node, part)
+            for each in lost:
+                generation.lose(each.node, each.part)
         return None
 
-    def _bring(self, generation: Generation) -> list[tuple[str, str]]:
-        """Has brought to each node what it lacks; returns what has turned out to be bad anywhere."""
+    def _all(self, mine: list[_Lost]) -> list[_Lost]:
+        """What any rank has lost."""
+        lost = [each for one in self._gather(mine) for each in one]
+        self.unreadable += [each.unreadable for each in lost if each.unreadable]
+        return lost
+
+    def _unreadable(self, node: str, part: str, what: str, why: object) -> _Lost:
+        log.warning("Rank %d: %s is not used: %s.", self.place.rank, what, why)
+        return _Lost(node, part, f"{what} on {self.place.node}: {why}")
+
+    def _bring(self, generation: Generation) -> list[_Lost]:
+        """Has brought to each node what it lacks; returns what could not be had, or is bad, anywhere."""
         wanted = journeys(generation, self.places)
         if not wanted:
             return []
         self.travelled = True
-        me, mine = self.place.rank, []
+        me, mine = self.place.rank, list[_Lost]()
         arrived = self._fetch(wanted, lambda part: self._path(generation, part))
         for each in wanted:
             if each.destination != me:
                 continue
             source = self.places[each.source].node
-            writer = arrived.get(each.part)
+            what = f"{each.part} of step {generation.step} from {source}"
+            if (writer := arrived.get(each.part)) is None:
+                mine.append(self._unreadable(source, each.part, what, "it could not be had"))
+                continue
             try:
-                if writer is None:
-                    raise shard.CorruptShard(f"{each.part} of step {generation.step} could not be had from {source}")
                 content = writer.memory[: each.size]
-                shard.load_bytes(content, self._expected(generation, each.part), f"{each.part} from {source}")
+                shard.load_bytes(content, self._expected(generation, each.part), what)
                 # Written here too: what has lost a copy has two again.
                 writer.publish(generation.step, generation.name, each.size, b"")
-            except (shard.CorruptShard, OSError) as error:
-                if writer is not None:
-                    writer.abandon()
-                self.bad.append((f"{each.part} of step {generation.step} on {source}", str(error)))
-                mine.append((source, each.part))
+            except shard.CorruptShard as error:
+                writer.abandon()
+                self.bad.append((what, str(error)))
+                mine.append(_Lost(source, each.part))
+            except OSError as error:
+                writer.abandon()
+                mine.append(self._unreadable(source, each.part, what, error))
         # What the ranks of a node have received is there for all of them.
-        bad = [each for one in self._gather(mine) for each in one]
-        if not bad:
+        lost = self._all(mine)
+        if not lost:
             for each in wanted:
                 generation.holders[each.part].append(self.places[each.destination].node)
-        return bad
+        return lost
 
-    def _read(self, generation: Generation) -> tuple[dict[str, Any] | None, list[tuple[str, str]]]:
+    def _read(self, generation: Generation) -> tuple[dict[str, Any] | None, list[_Lost]]:
         """Verifies and reads the parts that this rank needs, from its own node."""
         contents: list[list[torch.Tensor]] = []
         document: Any = None
         for part in generation.needed_by(self.place.rank):
             path = self._path(generation, part)
             try:
-                header, tensors = shard.load(path, self._expected(generation, part))
+                header, tensors = self._patiently(partial(shard.load, path, self._expected(generation, part)))
             except shard.CorruptShard as error:
                 self._quarantine(path, error)
-                return None, [(self.place.node, part)]
+                return None, [_Lost(self.place.node, part)]
             except OSError as error:
-                self.bad.append((str(path), str(error)))
-                return None, [(self.place.node, part)]
+                return None, [self._unreadable(self.place.node, part, str(path), error)]
             if part == rank_part(self.place.rank):
                 document = header.skeleton
             contents.append(tensors)
@@ -207,7 +256,7 @@ class LocalTier:
         except (ValueError, KeyError, IndexError, TypeError) as error:
             path = self._path(generation, rank_part(self.place.rank))
             self._quarantine(path, shard.CorruptShard(f"shard {path} does not fit its generation ({error})"))
-            return None, [(self.place.node, rank_part(self.place.rank))]
+            return None, [_Lost(self.place.node, rank_part(self.place.rank))]
 
     def _expected(self, generation: Generation, part: str) -> dict[str, Any]:
         return {
@@ -237,7 +286,8 @@ class LocalTier:
         """Puts everything that this node has of some generations into quarantine."""
         if self.place.local_rank != 0:
             return
-        for held in self.store.held():
-            if held.generation in names:
-                with suppress(OSError):
-                    self.store.quarantine(held.path, reason)
+        with suppress(OSError):  # what cannot be read is left where it is
+            for held in self.store.held():
+                if held.generation in names:
+                    with suppress(OSError):
+                        self.store.quarantine(held.path, reason)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from lightning_resilience._files import read_json, write_json
+from lightning_resilience._files import load_json, write_json
 from lightning_resilience.detect.reruns import Suspect
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,8 @@ class Troubles:
         validated: Windows whose steps are bad on other devices too.
         suspect: What is to be tried on other devices.
         unfit_from_birth: What was not finite when the fit began, and is meant so.
+        of_global: Whether the local tier has had its tries against the last trouble, and ``rollbacks`` counts those of
+            the global one.
     """
 
     world_size: int
@@ -57,14 +59,19 @@ class Troubles:
     validated: list[Window] = field(default_factory=list)
     suspect: Suspect | None = None
     unfit_from_birth: list[str] | None = None
+    of_global: bool = False
 
     @staticmethod
     def read(path: str | os.PathLike[str], world_size: int) -> Troubles:
-        """What is known; nothing if there is no file, or none that can be understood (which is said)."""
+        """What is known; nothing if there is no file, or none that can be understood (which is said).
+
+        Raises:
+            OSError: If it cannot be read.
+        """
         if not os.path.lexists(path):
             return Troubles(world_size)
         try:
-            content: dict[str, Any] = read_json(path) or {}
+            content: dict[str, Any] = load_json(path) or {}
             found = Troubles(
                 int(content["world_size"]),
                 int(content["rollbacks"]),
@@ -74,12 +81,14 @@ class Troubles:
                 [_window(each) for each in content["validated"]],
                 Suspect.from_json(content["suspect"]),
                 None if content["unfit_from_birth"] is None else [str(each) for each in content["unfit_from_birth"]],
+                content.get("of_global") is True,
             )
         except (KeyError, TypeError, ValueError):
             log.warning("%s cannot be understood: what it said about bad steps is forgotten.", path)
             return Troubles(world_size)
         if found.world_size != world_size:
-            return Troubles(world_size, found.rollbacks, found.trouble, unfit_from_birth=found.unfit_from_birth)
+            of_global, unfit = found.of_global, found.unfit_from_birth
+            return Troubles(world_size, found.rollbacks, found.trouble, unfit_from_birth=unfit, of_global=of_global)
         return found
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -113,10 +122,15 @@ class Troubles:
         """
         is_new = not self.rollbacks or step > self.trouble + REFILL_STEPS
         self.rollbacks = 1 if is_new else self.rollbacks + 1
+        self.of_global &= not is_new
         self.trouble = max(step, self.trouble)
         self.went_back_from = windows[0]
         if pass_over:
             self.passed_over += windows
+
+    def turn_to_global(self) -> None:
+        """The local tier has had its tries: the last one counted is the first of the global tier."""
+        self.rollbacks, self.of_global = 1, True
 
 
 def _window(content: Any) -> Window:
