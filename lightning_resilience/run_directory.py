@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from lightning_resilience._files import clean_temporaries, create_json, load_json, read_json, temporary_path, write_json
+from lightning_resilience._files import create_json, load_json, read_json, temporary_path, write_json
 from lightning_resilience._processes import describe_process, is_being_killed, is_running, pid_namespace
 
 log = logging.getLogger(__name__)
@@ -354,7 +354,7 @@ class RunDirectory:
                 return True
         if here["inode"] == place.get("inode"):
             return False  # moved, or mounted elsewhere
-        was_moved = here["host"] == place.get("host") and there.parent.is_dir() and not os.path.lexists(there)
+        was_moved = here["host"] == place.get("host") and os.path.isdir(there.parent) and not os.path.lexists(there)
         return not was_moved  # to another file system
 
     def _name_of_copy(self, copied: str, place: dict[str, Any]) -> str:
@@ -383,7 +383,6 @@ class RunDirectory:
 
         Its name is new every time: what is behind a name that it has looked up before, a node may remember for a while.
         """
-        clean_temporaries(self.path)
         sign = temporary_path(self._attempt)
         sign.touch()
         try:

@@ -527,6 +527,7 @@ class FitSession:
         if self.progress is None and (launched := witness.of_worker()) is not None:
             launched.progress.enter("left")  # nobody notes the sections of this fit
             self.at_left.append(launched.end_fit)
+        self.patience = Patience(self.advanced)
         self.tiers.begin()
         self._fetches_ahead = _lightning.fetches_ahead_here(self.trainer)
         if self._resumed is not None:

@@ -201,7 +201,8 @@ class Tiers:
         if unread:
             raise StorageFails(
                 f"No checkpoint of {self._session.fit.path} can be used now, and some may be intact: {unread[0]}. "
-                "Nothing was moved or begun anew: start it again when the storage answers."
+                "Nothing was moved or begun anew: start it again when the storage answers. To begin anew all the same, "
+                "move it away, or use another run directory."
             )
         return None
 
@@ -335,11 +336,12 @@ class Tiers:
         """What a checkpoint says about itself, or what is wrong with it."""
         session = self._session
         of_mine = functools.partial(dcp.is_share, rank=session.rank, world_size=session.trainer.world_size)
-        if is_directory:
-            (path / durable.MARKER).stat()  # rank 0 has seen it
+        seen = path / durable.MARKER if is_directory else path  # by rank 0
+        seen.stat()
         try:
             return resume.verify(path, {"fit": session.index}, of_mine).metadata, None
         except durable.CorruptCheckpoint as error:
+            seen.stat()  # else it is not what is in it that is wrong
             return {}, str(error)
 
     def _try(self, read: Callable[[], tuple[_T, str | None]]) -> tuple[_T, dict[int, str]]:
@@ -451,33 +453,41 @@ class Tiers:
         Returns:
             Why the run should end instead; ``None`` if it need not.
         """
-        session = self._session
-        if self.loaded is None or not self.is_suspect(step):
+        loaded = self.loaded
+        if loaded is None or not self.is_suspect(step):
             return None
-        if session.trainer.is_global_zero:
-            log.warning("%s is condemned, and will not be used again: %s.", self.loaded, reason)
-            self._condemn(self.loaded, reason)
-        too_many: str | None = session.trainer.strategy.broadcast(self._too_many(reason))
-        return too_many
+
+        def condemn() -> str | None:
+            log.warning("%s is condemned, and will not be used again: %s.", loaded, reason)
+            self._condemn(loaded, reason)
+            return self._too_many(reason)
+
+        return self._session.from_rank_0(condemn)
 
     def _condemn(self, loaded: _Loaded, reason: str) -> None:
         session = self._session
         session.check_owner()
         name = loaded.generation or f"{loaded.path} ({session.token[:8]})"
         session.fit.condemn(name, reason)
-        session.ledger.record("condemned", fit=session.index, step=loaded.step, path=str(loaded), reason=reason)
-        if loaded.path is not None:
-            self._quarantine(loaded.path, f"{loaded.path} is condemned: {reason}")
         # What was saved since then has come from it. When the local tier has had its tries, nothing newer than the
         # newest global checkpoint counts.
         left = self._global_ones_left()
         of_local, _ = self._condemned()
         has_had_its_tries = of_local >= MAX_CONDEMNED and loaded.generation is not None and left
         self._write_fork(min(loaded.step, left[0]) if has_had_its_tries else loaded.step)
+        session.ledger.record("condemned", fit=session.index, step=loaded.step, path=str(loaded), reason=reason)
+        if loaded.path is not None:
+            self._quarantine(loaded.path, f"{loaded.path} is condemned: {reason}")
 
     def verdict(self, exception: BaseException) -> str | None:
         """Whether the run ends by this exception: the reason, once too many checkpoints have been condemned."""
-        return self._too_many(str(exception)) if isinstance(exception, CondemnedCheckpoint) else None
+        if not isinstance(exception, CondemnedCheckpoint):
+            return None
+        try:
+            return self._too_many(str(exception))
+        except OSError as error:  # then the next start counts
+            log.warning("It cannot be read how many checkpoints have been condemned (%s).", error)
+            return None
 
     def _too_many(self, last: str) -> str | None:
         of_local, of_global = self._condemned()
@@ -529,4 +539,5 @@ def _load(path: Path, is_directory: bool) -> tuple[dict[str, Any] | None, str | 
     try:
         return durable.load(path), None
     except durable.CorruptCheckpoint as error:
+        path.stat()  # as before
         return None, str(error)

@@ -618,7 +618,7 @@ class _Guarding:
             self._write()
             return True
 
-        return self._from_rank_0(decide)
+        return self.session.from_rank_0(decide)
 
     def _stay(self, why: str) -> None:
         """There is nowhere to go back to."""
