@@ -115,7 +115,7 @@ class Tiers:
         if (choice := self._first_usable(paths, generations, finished)) is not None:
             return choice
         if zero:
-            if finished or paths or generations or session.fit.quarantine.exists():
+            if finished or paths or generations or os.path.lexists(session.fit.quarantine):
                 log.warning("No checkpoint in %s can be used; this fit starts from the beginning.", session.fit.path)
             elif session.previous_outcome is not None:
                 log.info("Nothing was saved yet in %s; this fit starts from the beginning.", session.fit.path)
@@ -157,7 +157,7 @@ class Tiers:
                 self.local.discard({each.name for each in generations if each.step > step}, reason)
             if self._session.trainer.is_global_zero:
                 for path in paths:
-                    if resume.step_of(path) > step and path.exists():
+                    if resume.step_of(path) > step and os.path.lexists(path):
                         self._set_aside(path, reason)
             self._session.trainer.strategy.barrier("resilience newest")
         return choice
@@ -224,12 +224,14 @@ class Tiers:
         # A checkpoint of the fit's own, and those before it, are on the way to where it is.
         here = Path(chosen).absolute().parent == session.fit.checkpoints.absolute()
         self._leave_course(session.trainer.global_step if here else -1)
-        if not session.trainer.is_global_zero:
-            return
-        for path in resume.checkpoints(session.fit.checkpoints) if self.uses_global else []:
-            if not here or path.name > Path(chosen).name:
-                self._set_aside(path, f"the fit was begun anew from {chosen}, which is not where this has led from")
-        session.fit.fingerprint = {**(session.fit.fingerprint or {}), "ckpt_path": chosen}
+
+        def begin() -> None:
+            for path in resume.checkpoints(session.fit.checkpoints) if self.uses_global else []:
+                if not here or path.name > Path(chosen).name:
+                    self._set_aside(path, f"the fit was begun anew from {chosen}, which is not where this has led from")
+            session.fit.fingerprint = {**(session.fit.fingerprint or {}), "ckpt_path": chosen}
+
+        session.from_rank_0(begin)
 
     def _set_aside(self, path: Path, reason: str) -> None:
         log.info("%s is set aside in %s: %s.", path.name, self._session.fit.quarantine, reason)

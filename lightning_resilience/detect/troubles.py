@@ -68,10 +68,11 @@ class Troubles:
         Raises:
             OSError: If it cannot be read.
         """
-        if not os.path.lexists(path):
+        written = load_json(path)
+        if written is None and not os.path.lexists(path):
             return Troubles(world_size)
         try:
-            content: dict[str, Any] = load_json(path) or {}
+            content: dict[str, Any] = written or {}
             found = Troubles(
                 int(content["world_size"]),
                 int(content["rollbacks"]),
