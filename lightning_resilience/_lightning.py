@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_resilience.checkpoint import data_position, sharded
@@ -573,7 +574,8 @@ def live_tensors(trainer: Trainer) -> list[torch.Tensor]:
     """What does not change before the optimizers' steps: parameters, what optimizers keep, and averages of weights."""
     optimizers: list[Any] = list(trainer.optimizers)
     optimizers = [optimizer.optim if _is_zero(optimizer) else optimizer for optimizer in optimizers]
-    return [*trainer.lightning_module.parameters(), *optimizer_tensors(optimizers), *_averaged_tensors(trainer)]
+    parameters = [each for each in trainer.lightning_module.parameters() if not is_lazy(each)]
+    return [*parameters, *optimizer_tensors(optimizers), *_averaged_tensors(trainer)]
 
 
 def _averaged_tensors(trainer: Trainer) -> Iterator[torch.Tensor]:
@@ -587,8 +589,9 @@ def _averaged_tensors(trainer: Trainer) -> Iterator[torch.Tensor]:
 def named_state(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
     """What the training makes: parameters, buffers, and what optimizers keep, by the names of the module."""
     module = trainer.lightning_module
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not is_lazy(tensor):
+            yield name, tensor
     for number, tensor in enumerate(optimizer_tensors(trainer.optimizers)):
         yield f"tensor {number} of the optimizers", tensor
 
@@ -1053,7 +1056,8 @@ def set_modes(trainer: Trainer, module: LightningModule, state: dict[str, Any]) 
     trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
     frozen, evaluating = set(state["frozen"]), set(state["evaluating"])
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name not in frozen)
+        if parameter.requires_grad == (name in frozen):  # else nothing is asked of one that is not initialized yet
+            parameter.requires_grad_(name not in frozen)
     for name, each in module.named_modules():
         each.training = name not in evaluating
 

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from lightning_resilience import _lightning
 from lightning_resilience._files import temporary_path
-from lightning_resilience.checkpoint import durable, resume
-from lightning_resilience.checkpoint.background import BackgroundSaves
+from lightning_resilience.checkpoint import dcp, durable, resume
+from lightning_resilience.checkpoint.background import BackgroundSaves, Copy
 from lightning_resilience.checkpoint.capacity import format_bytes, memory_left
-from lightning_resilience.checkpoint.plain import pack, to_host, to_plain
+from lightning_resilience.checkpoint.plain import (
+    MISSING,
+    Entries,
+    content,
+    is_known_to_torch,
+    pack,
+    plain,
+    to_host,
+    to_plain,
+    unpack,
+)
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.sharded_save import Draft, Outcome, Save, ShardedSaves, without_numpy_numbers
 from lightning_resilience.run_directory import StaleAttempt
@@ -44,26 +56,21 @@ class _Collected:
 
     Args:
         checkpoint: Lightning's, without what each rank writes by itself.
-        left_out: What of that had to be left out.
-        draft: That, where each rank writes its shards.
+        left_out: What had to be left out before.
+        draft: What each rank writes, where it writes its shards.
         plan: Whether it has to be planned anew.
         written: Where they are written.
         is_busy: Whether a rank is still writing the one before.
         lacks: Why a rank has no memory for a copy.
     """
 
-    checkpoint: dict[str, Any]
+    checkpoint: Entries
     left_out: list[str]
     draft: Draft | None
     plan: bool
     written: Path
     is_busy: bool
     lacks: str | None
-
-    def plain(self) -> tuple[dict[str, Any], list[str]]:
-        """The checkpoint in types that a safe load reads, and what was left out."""
-        plain, left_out = _whole_states_to_plain(self.checkpoint)
-        return plain, [*self.left_out, *left_out]
 
 
 class Saver:
@@ -93,6 +100,7 @@ class Saver:
         self._lacks_memory: str | None = None
         self._wait_said = self._skip_said = False
         self._left_out_reported: tuple[str, ...] = ()
+        self._read_back = True
 
     def save(self, reason: str, final: bool = False) -> Path | None:
         """Publishes the state of all ranks at this boundary. A collective.
@@ -110,10 +118,10 @@ class Saver:
             if not self.may_save(self._session.fit.checkpoints):
                 return None
             state = self._collect(final)
-            if state.is_busy:
+            if state is not None and state.is_busy:
                 self._report_failed(self._step, f"the one before has not been written within {self._patience_s:.0f} s")
                 return None
-            path = self._save(reason, final, state)
+            path = None if state is None else self._save(reason, final, state)
             if path is not None and not final:
                 for hook in self.at_saved:
                     hook(False)
@@ -136,6 +144,8 @@ class Saver:
             if not self.may_save(self._session.fit.checkpoints):
                 return
             state = self._collect(final=False)
+            if state is None:
+                return
             if state.is_busy:
                 self._say_skipped()
                 return
@@ -162,15 +172,14 @@ class Saver:
         published: Callable[[], None],
     ) -> None:
         step, path = self._step, self._path(False)
-        checkpoint, left_out = state.plain()
 
-        def report(outcome: Outcome) -> None:
+        def report(outcome: Outcome, left_out: list[str]) -> None:
             if outcome.how == "stale":
                 raise StaleAttempt(outcome.reason)
             if self._session.rank > 0:
                 return
             if outcome.how == "published":
-                self._report_saved(step, path, reason, started, left_out)
+                self._report_saved(step, path, reason, started, [*state.left_out, *left_out])
                 published()
             elif outcome.how == "failed":
                 self._report_failed(step, outcome.reason)
@@ -182,20 +191,57 @@ class Saver:
         gathers = _lightning.gathers_state_dict(self._session.trainer.strategy)
         if (shards := self._shards) is not None and state.draft is not None:
             save = Save(path, state.written, {**self._session.metadata, "step": step})
-            part, gathered = shards.part(state.draft, state.plan), {}
-            if gathers:
-                part, gathered = {}, _lightning.nobody_elses(self._session.trainer, part)
-            rest = checkpoint if self._session.rank == 0 else None
-            background.take(
-                {"part": part, "rest": rest},
-                live,
-                lambda copy: report(shards.write(save, {**copy["part"], **gathered}, copy["rest"])),
-                lambda error: report(shards.write(save, None, None, None if error is None else repr(error))),
-            )
+            self._begin_shards(background, shards, save, state, live, report)
         elif self._session.rank == 0:
-            names = ("state_dict", "optimizer_states") if gathers else ()
-            gathered = _lightning.nobody_elses(self._session.trainer, {name: checkpoint.pop(name) for name in names})
-            background.take(checkpoint, live, lambda copy: report(self._write_file({**copy, **gathered}, path, step)))
+            whole = state.checkpoint.of
+            apart = {name: whole[name] for name in ("state_dict", "optimizer_states") if gathers}
+            skeleton, gathered, missing = pack(Entries(apart))
+            gathered = _lightning.nobody_elses(self._session.trainer, gathered)
+
+            def write(copied: Copy) -> None:
+                def content() -> Any:
+                    return {**plain(copied.skeleton, copied.tensors), **plain(skeleton, gathered)}
+
+                report(self._write_file(content, path, step), [*copied.left_out, *missing])
+
+            try:
+                rest = Entries({name: each for name, each in whole.items() if name not in apart})
+                background.take(rest, live, write)
+            except Exception as error:
+                report(Outcome("failed", f"{type(error).__name__}: {error}"), [])
+
+    def _begin_shards(
+        self,
+        background: BackgroundSaves,
+        shards: ShardedSaves,
+        save: Save,
+        state: _Collected,
+        live: list[torch.Tensor],
+        report: Callable[[Outcome, list[str]], None],
+    ) -> None:
+        assert state.draft is not None
+
+        def miss(error: BaseException | None) -> None:  # the others wait to hear it
+            report(shards.write(save, None, None, None if error is None else repr(error)), [])
+
+        def write(copied: Copy) -> None:
+            try:
+                part = unpack(copied.skeleton["part"], copied.tensors)
+                rest = plain(copied.skeleton["rest"], copied.tensors)
+            except Exception as error:
+                miss(error)
+            else:
+                part.update(gathered)
+                report(shards.write(save, part, rest, read_back=self._read_back), copied.left_out)
+
+        part, gathered = shards.part(state.draft, state.plan), {}
+        if _lightning.gathers_state_dict(self._session.trainer.strategy):
+            part, gathered = {}, _lightning.nobody_elses(self._session.trainer, part)
+        rest = state.checkpoint if self._session.rank == 0 else None
+        try:
+            background.take({"part": part, "rest": rest}, live, write, miss)
+        except Exception as error:
+            miss(error)
 
     def _open_background(self) -> BackgroundSaves | None:
         if not _lightning.can_write_behind(self._session.trainer.strategy):
@@ -305,36 +351,53 @@ class Saver:
     def _path(self, final: bool) -> Path:
         return self._session.fit.checkpoints / resume.checkpoint_name(self._step, final)
 
-    def _collect(self, final: bool) -> _Collected:
-        """The state of this boundary, and what every rank has to say before it is saved. A collective."""
+    def _collect(self, final: bool) -> _Collected | None:
+        """The state of this boundary, and what every rank has to say before it is saved. A collective.
+
+        Returns:
+            ``None`` if a rank could not collect its state: what a hook of the user's raises does not end the training.
+        """
         session, trainer = self._session, self._session.trainer
         under = _lightning.shards_under(trainer.strategy)
         if self._shards is None and under is not None:
             store = _store(f"resilience/saves/{session.nonce}") if trainer.world_size > 1 else None
             self._shards = ShardedSaves(session.rank, trainer.world_size, store, session.gather, session.check_owner)
-        own, draft = to_host(session.own_state(final)), None
+        checkpoint: dict[str, Any] = {}
+        entries = Entries(checkpoint)
+        own, draft, problem = None, None, None
         left_out: list[str] = []
-        if self._shards is None:
-            checkpoint = self._checkpoint_with(_lightning.dump_checkpoint, {}, final)
-        else:
-            checkpoint = self._checkpoint_with(_lightning.dump_sharded_checkpoint, {}, final)
-            optimizers = enumerate(checkpoint.pop("optimizer_states", []))
-            names = {f"optimizer_{number}": each for number, each in optimizers}  # Lightning's
-            shards, left_out = to_plain(without_numpy_numbers({under: checkpoint.pop("state_dict"), **names}))
-            draft = self._shards.draft(shards)
+        try:
+            # What others are given, and what is written, is what can be kept.
+            skeleton, tensors, left_out = pack(_own_entries(to_host(session.own_state(final))))
+            own = unpack(skeleton, tensors)
+            dump = _lightning.dump_checkpoint if self._shards is None else _lightning.dump_sharded_checkpoint
+            checkpoint = self._checkpoint_with(dump, {}, final)
+            if self._shards is not None and under is not None:
+                shards, missing = to_plain(_sharded_entries(checkpoint, under))
+                left_out += missing
+                draft = self._shards.draft(shards)
+            entries = _entries(checkpoint)
+        except Exception as error:
+            log.debug("The state could not be collected", exc_info=True)
+            problem = f"rank {session.rank}: {type(error).__name__}: {error}"
         met = session.gather(
             {
                 "state": own,
+                "left_out": left_out,
+                "problem": problem,
                 "busy": self._background is not None and self._background.busy,
                 "lacks": self._lacks_memory,
                 "written": str(temporary_path(self._path(final))),
                 "new": draft is not None and draft.is_new,
             }
         )
+        if (problem := next((each["problem"] for each in met if each["problem"] is not None), None)) is not None:
+            self._report_failed(self._step, f"its state could not be collected: {problem}")
+            return None
         checkpoint[STATE_KEY]["ranks"] = [each["state"] for each in met]
         return _Collected(
-            checkpoint,
-            left_out,
+            entries,
+            list(dict.fromkeys(name for each in met for name in each["left_out"])),
             draft,
             plan=any(each["new"] for each in met),
             written=Path(met[0]["written"]),
@@ -359,19 +422,29 @@ class Saver:
             "due": "validation" if before is not None else None,
             "final": final,
             "arrival_order": self._session.arrival_order,
+            "left_out": MISSING,
         }
         return {**checkpoint, STATE_KEY: state}
 
     def _save(self, reason: str, final: bool, state: _Collected) -> Path | None:
         trainer, started = self._session.trainer, time.monotonic()
-        checkpoint, left_out = state.plain()
         path, outcome = self._path(final), Outcome("published")
+        left_out: list[str] = []
+
+        def checkpoint() -> dict[str, Any]:
+            rewritten, missing = to_plain(state.checkpoint)
+            left_out.extend(missing)
+            return cast(dict[str, Any], rewritten)
+
         if self._shards is not None and state.draft is not None:
             save = Save(path, state.written, {**self._session.metadata, "step": self._step})
-            outcome = self._shards.write(save, self._shards.part(state.draft, state.plan), to_host(checkpoint))
+            part = self._shards.part(state.draft, state.plan)
+            outcome = self._shards.write(save, part, to_host(checkpoint()), read_back=self._read_back)
         elif _lightning.writes_directories(trainer.strategy):
             try:
-                trainer.strategy.save_checkpoint(checkpoint, path)
+                trainer.strategy.save_checkpoint(checkpoint(), path)
+                if trainer.is_global_zero and self._read_back:
+                    _check_readable(path)
             except SystemExit as error:  # raised on the other ranks for the StaleAttempt of rank 0
                 outcome = Outcome("stale", str(error))
             except Exception as error:
@@ -386,12 +459,13 @@ class Saver:
             self._report_failed(self._step, outcome.reason)
             return None
         if trainer.is_global_zero:
-            self._report_saved(self._step, path, reason, started, left_out)
+            self._report_saved(self._step, path, reason, started, [*state.left_out, *left_out])
         return path
 
-    def _write_file(self, checkpoint: dict[str, Any], path: Path, step: int) -> Outcome:
+    def _write_file(self, checkpoint: Callable[[], dict[str, Any]], path: Path, step: int) -> Outcome:
         try:
-            durable.save(checkpoint, path, {**self._session.metadata, "step": step}, self._session.check_owner)
+            metadata = {**self._session.metadata, "step": step}
+            durable.save(checkpoint(), path, metadata, self._session.check_owner, self._read_back)
         except StaleAttempt as error:
             return Outcome("stale", str(error))
         except Exception as error:
@@ -402,7 +476,7 @@ class Saver:
         if self._session.rank == 0:
             log.error(
                 "The checkpoint of step %d could not be saved (%s). Training goes on; the newest checkpoint is an "
-                "older one. Free some space under %s, or give the run another directory.",
+                "older one. If there is no space left, free some under %s, or give the run another directory.",
                 step,
                 reason,
                 self._session.fit.checkpoints,
@@ -410,6 +484,7 @@ class Saver:
         self._session.ledger.record("save_failed", fit=self._session.index, step=step, reason=reason)
 
     def _report_saved(self, step: int, path: Path, reason: str, started: float, left_out: list[str]) -> None:
+        self._read_back = False
         self._session.ledger.record(
             "saved",
             fit=self._session.index,
@@ -427,20 +502,31 @@ class Saver:
             self._left_out_reported = tuple(left_out)
             log.warning(
                 "These parts of the state can only be pickled, and are not in the checkpoints that the run resumes "
-                "from: %s. Keep them in types that torch.load(weights_only=True) reads.",
+                "from, each with all that belongs to it: %s. A resume takes what the script makes anew instead. Keep "
+                "them in types that torch.load(weights_only=True) reads.",
                 ", ".join(left_out),
             )
 
-    def capture(self) -> tuple[dict[str, Any], list[str]]:
+    def capture(self) -> Entries:
         """This rank's state at this boundary, for its own eyes only: no collective, and nothing is copied.
 
         Returns:
-            A checkpoint whose tensors and arrays are the live ones; and what had to be left out.
+            A checkpoint, as ``plain.pack`` takes it, whose tensors and arrays are the live ones.
         """
-        checkpoint = self._checkpoint_with(
-            _lightning.dump_own_checkpoint, {"mine": self._session.own_state(False)}, final=False
-        )
-        return _without(checkpoint, lambda value: pack(value)[2])
+        own = {"mine": _own_entries(self._session.own_state(False))}
+        return _entries(self._checkpoint_with(_lightning.dump_own_checkpoint, own, final=False))
+
+
+def _check_readable(path: Path) -> None:
+    """Removes what a strategy has saved if a safe load does not read it."""
+    try:
+        if path.is_dir():
+            dcp.check(path, lambda name: True)
+        else:
+            durable.load(path, "meta")
+    except ValueError:
+        durable.remove(path)
+        raise
 
 
 def _store(prefix: str) -> Any:
@@ -450,40 +536,76 @@ def _store(prefix: str) -> Any:
     return PrefixStore(prefix, shared.clone())  # a client serialises its calls: others have theirs
 
 
-_LIGHTNINGS_OWN = ("state_dict", "loops", "optimizer_states", "lr_schedulers", STATE_KEY)
+# What is kept or left out by itself: what whoever loads the state asks for by name.
 
 
-def _whole_states_to_plain(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Like :func:`to_plain`, but leaves out the whole state of a callback, or whole entry of the user's, or nothing."""
-    kept, left_out = _without(checkpoint, lambda value: to_plain(value)[1])
-    plain, missing = to_plain(kept)
-    return plain, [*left_out, *missing]
+def _entries(checkpoint: dict[str, Any]) -> Entries:
+    """Lightning's checkpoint: each entry of the user's, state of a callback, of a layer, of a parameter, ..."""
+    known: dict[str, Callable[[Any], Any]] = {
+        "callbacks": Entries,
+        "state_dict": lambda state: Entries(_contents(state)),
+        "optimizer_states": lambda states: [_optimizer_entries(each) for each in states],
+        "lr_schedulers": lambda states: [Entries(each) if isinstance(each, Mapping) else each for each in states],
+        "loops": lambda states: Entries({name: _loop_entries(each) for name, each in states.items()}),
+        STATE_KEY: Entries,
+    }
+    return Entries({key: known[key](value) if key in known else value for key, value in checkpoint.items()})
 
 
-def _without(checkpoint: dict[str, Any], missing_of: Callable[[Any], list[str]]) -> tuple[dict[str, Any], list[str]]:
-    """Leaves out what cannot be kept: the whole state of a callback, or the whole entry of the user's.
+def _optimizer_entries(state: Any) -> Any:
+    if not isinstance(state, Mapping):
+        return state
+    entries = dict(state)
+    if isinstance(of := state.get("state"), Mapping):
+        entries["state"] = Entries({name: _contents(each) for name, each in of.items()})
+    if type(groups := state.get("param_groups")) is list:
+        entries["param_groups"] = [Entries(each) if isinstance(each, Mapping) else each for each in groups]
+    if "own" in state:  # of ``ZeroRedundancyOptimizer``
+        entries["own"] = _optimizer_entries(state["own"])
+    return Entries(entries)
 
-    Half a state would fail in the ``load_state_dict`` that gets it, at every resume.
 
-    Args:
-        checkpoint: Lightning's.
-        missing_of: Says what of a value cannot be kept.
+def _loop_entries(state: Any) -> Any:
+    """Of a loop: its counts, and what the user's data loaders want to keep."""
+    if not isinstance(state, Mapping):
+        return state
+    return Entries({key: Entries(value) if key.endswith("state_dict") else value for key, value in state.items()})
 
-    Returns:
-        A checkpoint without those, and the names of what cannot be kept.
+
+def _own_entries(state: dict[str, Any]) -> Entries:
+    """See :meth:`.FitSession.own_state`."""
+    metrics = {name: Entries(each) for name, each in state["metrics"].items()}
+    metrics["latest"] = Entries({name: Entries(each) for name, each in state["metrics"]["latest"].items()})
+    return Entries({**state, "kept": Entries(state["kept"]), "metrics": Entries(metrics)})
+
+
+def _sharded_entries(checkpoint: dict[str, Any], under: str) -> dict[str, Any]:
+    """Takes out of ``checkpoint`` what each rank writes by itself, under Lightning's names: the module ``under`` one."""
+    optimizers = enumerate(checkpoint.pop("optimizer_states", []))
+    states = {f"optimizer_{number}": _optimizer_entries(without_numpy_numbers(each)) for number, each in optimizers}
+    return {under: Entries(without_numpy_numbers(checkpoint.pop("state_dict"))), **states}
+
+
+def _contents(state: Any) -> Any:
+    """Tensors of subclasses as plain ones: they are loaded into live ones.
+
+    Raises:
+        TypeError: If there is one that cannot be kept: a resume must not go on with other weights than the run's.
     """
-    left_out: list[str] = []
-
-    def keep(items: dict[str, Any], prefix: str) -> dict[str, Any]:
-        kept = {}
-        for key, value in items.items():
-            missing = missing_of(value)
-            left_out.extend(f"{prefix}{key}.{each}" for each in missing)
-            if not missing:
-                kept[key] = value
-        return kept
-
-    lightnings = {key: value for key, value in checkpoint.items() if key in _LIGHTNINGS_OWN}
-    users = {key: value for key, value in checkpoint.items() if key not in (*_LIGHTNINGS_OWN, "callbacks")}
-    callbacks = keep(checkpoint.get("callbacks", {}), "callbacks.")
-    return {**lightnings, **keep(users, ""), "callbacks": callbacks}, left_out
+    if not isinstance(state, Mapping):
+        return state
+    changed = {}
+    for name, each in state.items():
+        if isinstance(each, torch.Tensor) and not is_known_to_torch(type(each)) and not is_lazy(each):
+            changed[name] = plain_one = content(each)
+            if plain_one is each:
+                kind = f"{type(each).__module__}.{type(each).__qualname__}"
+                raise TypeError(
+                    f"{name} cannot be kept: it is a {kind}, which has no memory of its own and is not among "
+                    "torch.serialization.add_safe_globals"
+                )
+    if not changed:
+        return state
+    copied: Any = copy.copy(state)  # with the attributes of an OrderedDict
+    copied.update(changed)
+    return copied

@@ -21,7 +21,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from lightning_resilience import _lightning, agreement, checkpoint_io, signals, strategies
+from lightning_resilience import _lightning, agreement, checkpoint_io, left_out, signals, strategies
 from lightning_resilience._files import Patience
 from lightning_resilience.agreement import Agreement, Event, Needs, neighbourhood, nodes_of
 from lightning_resilience.checkpoint import data_position, dcp, sharded
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _READS_OWNER_AGAIN_AFTER_S = (0.2, 1.0)
-_EXTRA_STATE = "_extra_state"  # torch's name for it in a state dict
 _CLEAN_TRAINING = Needs.TRAINING | Needs.CLEAN  # made once: an operation on flags costs a microsecond
 
 _sessions: weakref.WeakKeyDictionary[Any, FitSession] = weakref.WeakKeyDictionary()
@@ -217,6 +216,7 @@ class FitSession:
         self._resumed: dict[str, Any] | None = None
         self._replayed = False
         self._checkpoint: dict[str, Any] | None = None
+        self._left_out: list[list[str | int]] = []
         self._first_batch_random_state: data_position.RandomState | None = None
         self._epoch_random_state: data_position.RandomState | None = None
         self._fetches_ahead = False
@@ -352,13 +352,13 @@ class FitSession:
         path, checkpoint = choice if choice is not None else (self._explicit, None)
         if choice is not None and checkpoint is None:
             with dcp.nothing_unpickled():
-                checkpoint = _lightning.load_own_whole_checkpoint(self.trainer, str(path))
+                checkpoint = from_plain(_lightning.load_own_whole_checkpoint(self.trainer, str(path)))
         elif checkpoint is None:
             checkpoint = _lightning.load_checkpoint(self.trainer, None if path is None else str(path), weights_only)
+            if STATE_KEY in checkpoint:
+                checkpoint = from_plain(checkpoint)
         if STATE_KEY in checkpoint:
-            checkpoint = from_plain(checkpoint)
-            if "state_dict" in checkpoint:  # not where the strategy has loaded it
-                _complete_extra_states(self.module, checkpoint["state_dict"])
+            self._complete_what_was_left_out(checkpoint)
             self._resumed = self._understand(checkpoint, Path(str(path)))
             if self._resumed is not None and (mine := self._resumed["mine"]) is not None:
                 for name, value in mine.get("kept", {}).items():
@@ -370,6 +370,18 @@ class FitSession:
         _lightning.restore_checkpoint(self.trainer, None if path is None else str(path), checkpoint)
         self._checkpoint = checkpoint
 
+    def _complete_what_was_left_out(self, checkpoint: dict[str, Any]) -> None:
+        paths = checkpoint[STATE_KEY].get("left_out", [])  # earlier versions did not keep them
+        self._left_out = [path for path in paths if path[0] != STATE_KEY]
+        if any(self.gather(bool(self._left_out))):
+            self.saver.is_dumping = True
+            try:
+                left_out.complete(self.trainer, checkpoint, self._left_out)
+            finally:
+                self.saver.is_dumping = False
+        if "state_dict" in checkpoint:  # not where the strategy has loaded it
+            left_out.complete_extra_states(self.module, checkpoint["state_dict"])
+
     def _take_back(self, name: str, value: Any) -> None:
         try:
             self.kept[name][1](value)
@@ -380,6 +392,8 @@ class FitSession:
     def _before_training_state(self) -> None:
         """Lightning restores loops and optimizers: from what it has loaded, which a search in between has dropped."""
         if not self._is_search() and self._checkpoint is not None:
+            if self._left_out:
+                left_out.complete_training_state(self.trainer, self._checkpoint, self._left_out)
             _lightning.set_loaded_checkpoint(self.trainer, self._checkpoint)
             self._checkpoint = None
 
@@ -440,7 +454,8 @@ class FitSession:
         epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
         if "mine" in state:  # saved by this rank for this rank
             _lightning.load_own_checkpoint(self.trainer, self._loading)
-            return {**{key: state[key] for key in ("mine", "due", "final", "arrival_order")}, "epoch": epoch}
+            about = {key: state[key] for key in ("due", "final", "arrival_order")}
+            return {**about, "mine": _with_defaults(state["mine"]), "epoch": epoch}
         world_size = len(state["ranks"])
         if world_size != self.trainer.world_size:
             if self.trainer.is_global_zero:
@@ -457,7 +472,7 @@ class FitSession:
             return {"mine": None, "due": state["due"], "final": state["final"], "arrival_order": None, "epoch": epoch}
         return {
             "epoch": epoch,
-            "mine": state["ranks"][self.rank],
+            "mine": _with_defaults(state["ranks"][self.rank]),
             "due": state["due"],
             "final": state["final"],
             "arrival_order": state["arrival_order"],
@@ -950,15 +965,10 @@ def _digest(parameters: Iterable[tuple[str, tuple[int, ...] | None, torch.dtype]
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _complete_extra_states(module: torch.nn.Module, saved: dict[str, Any]) -> None:
-    """Gives layers whose extra state could not be kept, as the save has said, the one that they have now.
-
-    Without an entry a strict load would fail, at every resume.
-    """
-    for name, each in module.named_modules():
-        key = f"{name}.{_EXTRA_STATE}".lstrip(".")
-        if key not in saved and type(each).get_extra_state is not torch.nn.Module.get_extra_state:
-            saved[key] = each.get_extra_state()
+def _with_defaults(own: dict[str, Any]) -> dict[str, Any]:
+    """A rank's own state, also if what data loaders keep of themselves could not be saved."""
+    metrics = {"results": {}, "modules": {}, "latest": {}, "loop": {}, **own.get("metrics", {})}
+    return {"loader_states": None, "kept": {}, **own, "metrics": metrics}
 
 
 def _resized(checkpoint: dict[str, Any], before: int, now: int) -> int:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lightning_resilience._files import clean_temporaries
 from lightning_resilience.checkpoint import dcp, durable, resume
 from lightning_resilience.checkpoint.generations import Generation, counts
+from lightning_resilience.checkpoint.plain import from_plain
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.run_directory import AnotherFit, StorageFails
 from lightning_resilience.strategies import loads_state, name_of
@@ -539,7 +540,12 @@ def _load(path: Path, is_directory: bool) -> tuple[dict[str, Any] | None, str | 
         return None, None
     path.stat()  # rank 0 has read it: what is missing here is not seen here
     try:
-        return durable.load(path), None
+        loaded = from_plain(durable.load(path))
+        if type(loaded) is not dict or "loops" not in loaded:
+            raise ValueError("it does not hold the state of a fit")
+        return loaded, None
     except durable.CorruptCheckpoint as error:
         path.stat()  # as before
         return None, str(error)
+    except ValueError as error:
+        return None, f"checkpoint {path} cannot be used: {error}"

@@ -16,7 +16,7 @@ import torch
 
 from lightning_resilience import AutoResume, resolve_resume_path
 from lightning_resilience.checkpoint import durable, resume
-from lightning_resilience.checkpoint.plain import from_plain, to_plain
+from lightning_resilience.checkpoint.plain import Entries, from_plain, to_plain
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import RunDirectory
 from tests.harness import result, run
@@ -229,6 +229,6 @@ def test_state_in_plain_types(tmp_path: Path) -> None:
         assert loaded[key] == state[key]
     assert torch.equal(loaded["nested"][0][0]["x"], torch.ones(2))
 
-    plain, left_out = to_plain({"callbacks": {"Mine": {"encoder": object(), "kept": 1}}})
-    assert plain == {"callbacks": {"Mine": {"kept": 1}}}
-    assert left_out == ["callbacks.Mine.encoder (builtins.object)"]
+    plain, left_out = to_plain({"callbacks": Entries({"Mine": {"encoder": object(), "half": 1}, "Other": {"kept": 1}})})
+    assert plain == {"callbacks": {"Other": {"kept": 1}}}
+    assert left_out == ["Mine.encoder (builtins.object)"]

@@ -20,6 +20,7 @@ from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.generations import Journey, common_part, places, rank_part
 from lightning_resilience.checkpoint.interval import Schedule, mean_time_to_failure_s, optimal_interval_s
 from lightning_resilience.checkpoint.local import Figures, LocalSaves
+from lightning_resilience.checkpoint.plain import Entries
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.replicas import ReplicaError, Replicas, Transfer, cliques, fetch
 from lightning_resilience.checkpoint.rounds import Rounds, new_generation
@@ -204,7 +205,6 @@ class _Local:
         self._replicas: Replicas | None = None
         self._saves: LocalSaves | None = None
         self._device: torch.device | None = None
-        self._left_out: list[str] = []
         self._history = (0, 0.0)
         self._recovery_s = 0.0
         self._said_interval_s = 0.0
@@ -324,13 +324,12 @@ class _Local:
                 self._saves.miss(step, error)
                 return
             if self.session.rank == 0:
-                self.session.saver.report_left_out([*self._left_out, *left_out])
+                self.session.saver.report_left_out(left_out)
 
-    def _state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]:
+    def _state(self) -> tuple[Entries, list[torch.Tensor], list[torch.Tensor]]:
         """This rank's checkpoint; what of it only optimizers change; what of it all ranks of the node have alike."""
-        state, self._left_out = self.session.saver.capture()
         live = _lightning.live_tensors(self.session.trainer)
-        return state, live, _lightning.trained_tensors(self.session.trainer, self._common)
+        return self.session.saver.capture(), live, _lightning.trained_tensors(self.session.trainer, self._common)
 
     def save_now(self, reason: str, within_s: float) -> bool:
         """Saves at this boundary, the same on all ranks; returns whether every rank has published its parts in time."""

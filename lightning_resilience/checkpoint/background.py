@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lightning_resilience.checkpoint.devices import accelerator
-from lightning_resilience.checkpoint.plain import unpack
 from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots
 from lightning_resilience.checkpoint.store import MappedFile
 
@@ -18,6 +18,21 @@ log = logging.getLogger(__name__)
 
 _REGISTERED_BYTES = 1 << 20
 """From this size on a device writes into memory by itself: to register less takes longer than it saves."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A state as it was at a boundary, taken apart by ``plain.pack``.
+
+    Args:
+        skeleton: The state without its tensors.
+        tensors: Copies of those.
+        left_out: What of the state could not be kept.
+    """
+
+    skeleton: Any
+    tensors: list[torch.Tensor]
+    left_out: list[str]
 
 
 class BackgroundSaves:
@@ -45,7 +60,7 @@ class BackgroundSaves:
         self,
         state: Any,
         stable: Iterable[torch.Tensor],
-        write: Callable[[Any], None],
+        write: Callable[[Copy], None],
         missed: Callable[[BaseException | None], None] | None = None,
     ) -> None:
         """Begins a save; only when not :attr:`busy`.
@@ -65,7 +80,7 @@ class BackgroundSaves:
         self._thread.start()
 
     def _run(
-        self, snapshot: Snapshot, write: Callable[[Any], None], missed: Callable[[BaseException | None], None]
+        self, snapshot: Snapshot, write: Callable[[Copy], None], missed: Callable[[BaseException | None], None]
     ) -> None:
         try:
             try:
@@ -77,7 +92,7 @@ class BackgroundSaves:
                 self.spoilt = True
                 missed(None)
             else:
-                write(unpack(snapshot.skeleton, copies))
+                write(Copy(snapshot.skeleton, copies, snapshot.left_out))
         except BaseException as error:
             log.debug("A checkpoint could not be written in the background", exc_info=True)
             self._trouble = error

@@ -28,7 +28,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_resilience.checkpoint.plain import from_plain, to_plain
+from lightning_resilience.checkpoint.plain import from_plain
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +51,9 @@ def get_random_state(device: torch.device, generators: Iterable[torch.Generator]
         generators: More generators, those of data loaders and samplers; a resume passes the same ones in the same
             order.
     """
-    numpy_state = np.random.get_state(legacy=False)
     state = {
         "python": random.getstate(),
-        "numpy": to_plain(numpy_state)[0],
+        "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
         "generators": [generator.get_state() for generator in generators],
     }
@@ -67,7 +66,7 @@ def set_random_state(state: RandomState, device: torch.device, generators: Itera
     """Restores what :func:`get_random_state` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    np.random.set_state(from_plain(state["numpy"]))
+    np.random.set_state(from_plain(state["numpy"]))  # earlier versions have saved it as such
     torch.set_rng_state(state["torch"])
     for generator, generator_state in zip(generators, state["generators"], strict=False):
         generator.set_state(generator_state)

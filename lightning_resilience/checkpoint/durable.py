@@ -146,6 +146,7 @@ def save(
     path: str | os.PathLike[str],
     metadata: dict[str, Any] | None = None,
     before_publish: Callable[[], None] | None = None,
+    read_back: bool = False,
 ) -> Stamp:
     """Saves ``obj`` as ``torch.save`` does, so that after any crash ``path`` holds its old content or the new one.
 
@@ -158,6 +159,10 @@ def save(
         metadata: JSON-serialisable; read back by :func:`read_stamp` without loading the checkpoint. At most 64 KiB.
         before_publish: Called when everything is written, right before the checkpoint becomes visible; what it raises
             stops the save.
+        read_back: Whether a safe load must read it before it becomes visible. Takes no memory for its tensors.
+
+    Raises:
+        UnsafeContent: If it is read back, and cannot be.
     """
 
     def write(file: BinaryIO) -> Stamp:
@@ -181,6 +186,8 @@ def save(
         written = _read_trailer(file, path)
         if written is None:  # Cannot be, unless torch.save no longer ends its archives in the way we know.
             raise RuntimeError(f"torch {torch.__version__} wrote {path} in a format that has no room for a checksum")
+        if read_back:
+            _read_back(cast(IO[bytes], file))
         return written[0]
 
     try:
@@ -191,6 +198,17 @@ def save(
             f"cannot save the checkpoint ({error.strerror or error}); what was at this path before is untouched",
             os.fspath(path),
         ) from error
+
+
+def _read_back(file: IO[bytes]) -> None:
+    file.seek(0)
+    try:
+        load_plain(file, "meta")
+    except UnsafeContent:
+        raise
+    except Exception:  # there are kinds of tensors that the meta device does not know
+        file.seek(0)
+        load_plain(file)
 
 
 # Files: reading
@@ -340,7 +358,18 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: 
                 return load_plain(file, map_location)
             except UnsafeContent as error:
                 raise _corrupt(path, f"it is refused: {error}") from None
+            except (OSError, MemoryError):
+                raise
+            except Exception as error:
+                if is_lack_of_memory(error):
+                    raise
+                raise _corrupt(path, f"its content cannot be read ({type(error).__name__}: {error})") from error
         return torch.load(file, map_location=map_location, weights_only=weights_only)
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether a load has failed for want of memory, which says nothing about what was to be loaded."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 
 class UnsafeContent(ValueError):

@@ -1,7 +1,11 @@
-"""Training state in types that ``torch.load(weights_only=True)`` reads, so that no resume ever unpickles.
+"""The codec of training state: types that a safe load reads, and only those, so that no resume ever unpickles.
 
-What users put into their state beside tensors (NumPy arrays and numbers, paths, times) is written in a tagged form and
-rebuilt on load. Anything else can only be pickled: it is left out, by name.
+Whatever users put into their state beside tensors (NumPy arrays and numbers, paths, times, ...) is written in a tagged
+form and rebuilt on load. Anything else can only be pickled: the value that holds it is left out as a whole, by name.
+
+There are two forms of the same. The *skeleton* is a document for JSON beside a list of tensors: what the shards of
+local checkpoints hold. The *plain* form is the same in types that ``torch.load(weights_only=True)`` knows, tensors
+included: what the files in the run directory hold. Both are made by :func:`pack`, which alone decides what is kept.
 """
 
 from __future__ import annotations
@@ -10,82 +14,582 @@ import base64
 import datetime
 import gc
 import math
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
-from pathlib import Path, PurePath
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 _TAG = "__resilience_type__"
-_PLAIN = (str, bytes, bool, int, float, complex, torch.Tensor, torch.Size, torch.dtype, torch.device)
 _LEFT_OUT = object()
+
+_ARRAY_AS_TENSOR = 16 << 10  # bytes, from where on an array is cheaper as a tensor than as text
+_DEEPEST = 100  # containers within each other; json recurses, too
+_INT64 = 1 << 63
+_ARRAY_KINDS = "biufcSUmM"  # of NumPy: those whose bytes are all that there is
+
+# Where a value is: where its container is, its key or index in it, whether that is an index.
+_Where = tuple[Any, Any, bool] | None
+
+
+class Entries:
+    """A dict whose entries are kept or left out one by one: a part of another value is never left out alone.
+
+    Half a state would fail in the ``load_state_dict`` that gets it, at every resume.
+
+    Args:
+        of: The dict. It comes back as a ``dict`` or ``OrderedDict``, of whatever class it is.
+    """
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: Mapping[Any, Any]) -> None:
+        self.of = of
+
+
+class _Missing:
+    """See :data:`MISSING`."""
+
+
+MISSING = _Missing()
+"""In its place within a value comes the list of the paths of what is left out of that: its keys and indices, lists."""
+
+
+# Into the skeleton
+
+
+def pack(value: Any) -> tuple[Any, list[torch.Tensor], list[str]]:
+    """Separates a value into a document for JSON and the tensors in it. Copies no tensor.
+
+    Is quick: it runs in the training thread.
+
+    Args:
+        value: Nested dicts, lists, tuples and sets of anything, kept or left out as a whole but for :class:`Entries`.
+
+    Returns:
+        * The skeleton: serialisable by ``json``, and sharing nothing that may change with ``value``. Each tensor in it
+          is replaced by ``{"__resilience_type__": "tensor", "index": i}``. ``None`` if all is left out.
+        * The tensors. Those of the same memory, shape, strides and type are in it once, so that what is tied stays
+          tied. Large NumPy arrays are among them, as bytes; they are not copied either, and change with the array.
+        * The path and type of everything for which something is left out, for example
+          ``callbacks.MyCallback.encoder (LabelEncoder)``: what can only be pickled, or contains itself.
+    """
+    packing = _Packing()
+    # So many small objects would have the collector look at everything there is now and then: 0.1 s in the training.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        skeleton = packing.pack(value, None)
+    finally:
+        if collecting:
+            gc.enable()
+    if skeleton is _LEFT_OUT:
+        return None, [], packing.left_out
+    return skeleton, packing.tensors, packing.left_out
+
+
+class _Packing:
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.left_out: list[str] = []
+        self._missing: list[list[Any]] = []
+        self._has_entries = False
+        self._outermost: _Where = None  # where the outermost of them are: names and paths begin there
+        self._known: dict[Any, list[int]] = {}  # indices of the tensors that begin at one place in memory
+        self._open: set[int] = set()  # ids of the containers around the value at hand
+        self._containers: dict[type, Callable[[Any, _Where], Any]] = {
+            **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), self._dict),
+            **dict.fromkeys((list, tuple, set, frozenset, deque), self._sequence),
+            Entries: self._entries,
+            _Missing: lambda value, where: self._missing,
+        }
+
+    def pack(self, value: Any, where: _Where) -> Any:
+        kind = type(value)
+        if kind is torch.Tensor:
+            return self._tensor(value)
+        if kind in _PACKED:
+            return _PACKED[kind](value)
+        if kind in self._containers:
+            return self._containers[kind](value, where)
+        if kind is torch.nn.Parameter:
+            return {_TAG: "parameter", "data": self._tensor(value.detach()), "requires_grad": value.requires_grad}
+        if kind is np.ndarray and value.dtype.kind in _ARRAY_KINDS:
+            return self._array(value)
+        if isinstance(value, np.generic) and kind is value.dtype.type and value.dtype.kind in _ARRAY_KINDS:
+            return {_TAG: "scalar", "dtype": value.dtype.str, "data": _text_of_bytes(value.tobytes())}
+        if kind is datetime.datetime and _has_plain_zone(value):
+            return {_TAG: "datetime", "data": value.isoformat()}
+        if isinstance(value, torch.Tensor) and is_known_to_torch(kind):
+            return self._tensor(value)
+        return self._leave_out(f"{kind.__module__}.{kind.__qualname__}", where)
+
+    def _leave_out(self, what: str, where: _Where) -> Any:
+        pieces = []
+        while where is not self._outermost:
+            assert where is not None
+            where, key, is_index = where
+            pieces.append(f"[{key}]" if is_index else f".{key}")
+        self.left_out.append(f"{''.join(reversed(pieces)).removeprefix('.') or 'value'} ({what})")
+        return _LEFT_OUT
+
+    def _tensor(self, value: torch.Tensor) -> dict[str, Any]:
+        is_plain = type(value) is torch.Tensor
+        needs_grad = is_plain and value.requires_grad and value.is_leaf
+        if is_plain and value.requires_grad:
+            value = value.detach()
+        try:
+            # What has no address (meta, or empty) is told apart by its storage.
+            place: Any = (value.data_ptr() or (value.untyped_storage()._cdata,)) if is_plain else (id(value),)
+        except RuntimeError:  # sparse and the like; whether they can be kept is not decided here
+            place = (id(value),)
+        indices = self._known.setdefault(place, [])
+        for index in indices:
+            if _is_same(self.tensors[index], value):
+                break
+        else:
+            index = len(self.tensors)
+            indices.append(index)
+            self.tensors.append(value)
+        if needs_grad:
+            return {_TAG: "tensor", "index": index, "requires_grad": True}
+        return {_TAG: "tensor", "index": index}
+
+    def _array(self, value: np.ndarray[Any, Any]) -> dict[str, Any]:
+        data: Any
+        if value.nbytes < _ARRAY_AS_TENSOR:
+            data = _text_of_bytes(value.tobytes())
+        else:
+            flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+            data = self._tensor(torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
+        return {_TAG: "ndarray", "dtype": value.dtype.str, "shape": list(value.shape), "data": data}
+
+    def _sequence(self, value: Any, where: _Where) -> Any:
+        kind = type(value)
+        if set(map(type, value)) == {int} and min(value) >= -_INT64 and max(value) < _INT64:
+            items = list(value)  # Python's random state has 625
+        else:
+            if not self._enter(value):
+                return self._leave_out("contains itself, or is too deep", where)
+            items = [self.pack(item, (where, index, True)) for index, item in enumerate(value)]
+            self._open.remove(id(value))
+            if any(item is _LEFT_OUT for item in items):
+                return _LEFT_OUT
+        if kind is list:
+            return items
+        if kind is deque:
+            return {_TAG: "deque", "items": items, "maxlen": value.maxlen}
+        return {_TAG: kind.__name__, "items": items}
+
+    def _dict(self, value: Any, where: _Where) -> Any:
+        kind = type(value)
+        about: dict[str, Any] = {_TAG: kind.__name__}
+        if kind is defaultdict:
+            if (factory := _FACTORY_NAMES.get(value.default_factory)) is None:
+                return self._leave_out(f"default_factory of type {type(value.default_factory).__qualname__}", where)
+            about["factory"] = factory
+        if not self._enter(value):
+            return self._leave_out("contains itself, or is too deep", where)
+        items = {key: self.pack(item, (where, key, False)) for key, item in value.items()}
+        attributes: Any = {}
+        if kind is OrderedDict and value.__dict__:  # of a module's state: the versions of what it is made of
+            attributes = self.pack(value.__dict__, where)
+        self._open.remove(id(value))
+        if attributes is _LEFT_OUT or any(item is _LEFT_OUT for item in items.values()):
+            return _LEFT_OUT
+        return self._pack_items(about, items, attributes, where)
+
+    def _entries(self, value: Entries, where: _Where) -> Any:
+        kind = OrderedDict if isinstance(value.of, OrderedDict) else dict
+        if not self._has_entries:
+            self._has_entries, self._outermost = True, where
+        if not self._enter(value.of):
+            return self._leave_out("contains itself, or is too deep", where)
+        items = {}
+        for key, item in value.of.items():
+            packed = self._entry(item, (where, key, False))
+            if packed is not _LEFT_OUT and type(key) is not str and not _is_plain_key(key):
+                packed = self._leave_out_key(key, where)
+            if packed is not _LEFT_OUT:
+                items[key] = packed
+        attributes: Any = {}
+        if kind is OrderedDict and value.of.__dict__:
+            packed = {name: self._entry(item, (where, name, False)) for name, item in value.of.__dict__.items()}
+            attributes = {name: item for name, item in packed.items() if item is not _LEFT_OUT}
+        self._open.remove(id(value.of))
+        return self._pack_items({_TAG: kind.__name__}, items, attributes, where)
+
+    def _entry(self, value: Any, where: _Where) -> Any:
+        """Packs a value; if it is left out, so is all that belongs to it."""
+        before = len(self.tensors)
+        packed = self.pack(value, where)
+        if packed is _LEFT_OUT:
+            del self.tensors[before:]
+            for indices in self._known.values():
+                while indices and indices[-1] >= before:
+                    indices.pop()
+            path: list[Any] = []
+            while where is not self._outermost:
+                assert where is not None
+                where, key, _ = where
+                path.insert(0, key)
+            if all(type(key) in (str, int) for key in path):
+                self._missing.append([_pack_str(key) if type(key) is str else key for key in path])
+        return packed
+
+    def _pack_items(
+        self, about: dict[str, Any], items: dict[Any, Any], attributes: dict[str, Any], where: _Where
+    ) -> Any:
+        has_names = set(map(type, items)) <= {str} and _TAG not in items
+        if has_names and about[_TAG] == "dict" and "".join(items).isascii():
+            return items
+        pairs = []
+        for key, item in items.items():
+            packed_key = self.pack(key, (where, key, False)) if _is_plain_key(key) else self._leave_out_key(key, where)
+            if packed_key is _LEFT_OUT:
+                return _LEFT_OUT
+            pairs.append([packed_key, item])
+        about["items"] = pairs
+        if attributes:
+            about["attributes"] = attributes
+        return about
+
+    def _leave_out_key(self, key: Any, where: _Where) -> Any:
+        return self._leave_out(f"key of type {type(key).__module__}.{type(key).__qualname__}", (where, key, False))
+
+    def _enter(self, container: Any) -> bool:
+        if id(container) in self._open or len(self._open) == _DEEPEST:
+            return False
+        self._open.add(id(container))
+        return True
+
+
+def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors that begin at the same place are the same numbers in the same form."""
+    if first is second:
+        return True
+    try:
+        return (
+            (first.dtype, first.shape, first.device) == (second.dtype, second.shape, second.device)
+            and first.stride() == second.stride()
+            and (first.is_conj(), first.is_neg()) == (second.is_conj(), second.is_neg())
+        )
+    except RuntimeError:
+        return False
+
+
+def is_known_to_torch(kind: type[torch.Tensor]) -> bool:
+    """Whether torch loads tensors of this class: its own, and those that somebody vouches for.
+
+    These are those of ``torch.serialization.add_safe_globals``, and what strategies share out among the ranks (DTensor,
+    ShardedTensor), which PyTorch's distributed checkpoint takes apart.
+    """
+    return (
+        kind in (torch.Tensor, torch.nn.Parameter)
+        or kind in torch.serialization.get_safe_globals()
+        or kind.__module__.startswith("torch.distributed.")
+    )
+
+
+def content(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a subclass as a plain one of the same memory, if it has some of its own; else as it is.
+
+    For what is loaded into a live tensor, whose class stays.
+    """
+    kind: Any = type(tensor)
+    if is_known_to_torch(kind) or is_lazy(tensor):
+        return tensor
+    keeps_itself = getattr(kind, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
+    return tensor.detach().as_subclass(torch.Tensor) if keeps_itself else tensor
+
+
+def _is_plain_key(key: Any) -> bool:
+    kind = type(key)
+    if kind in (tuple, frozenset):
+        return all(map(_is_plain_key, key))
+    if kind is datetime.datetime:
+        return _has_plain_zone(key)
+    return kind in _PACKED or (
+        isinstance(key, np.generic) and kind is key.dtype.type and key.dtype.kind in _ARRAY_KINDS
+    )
+
+
+def _has_plain_zone(value: datetime.datetime) -> bool:
+    return value.tzinfo is None or type(value.tzinfo) is datetime.timezone
+
+
+def _text_of_bytes(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _pack_int(value: int) -> Any:
+    # Python refuses to read or write very long decimal numbers.
+    return value if -_INT64 <= value < _INT64 else {_TAG: "int", "data": hex(value)}
+
+
+def _pack_float(value: float) -> Any:
+    return value if math.isfinite(value) else {_TAG: "float", "data": value.hex()}  # JSON knows finite numbers only
+
+
+def _pack_str(value: str) -> Any:
+    if value.isascii():
+        return value
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON makes one character of two surrogates that follow each other
+        return {_TAG: "str", "data": _text_of_bytes(value.encode("utf-8", "surrogatepass"))}
+    return value
+
+
+def _pack_path(value: PurePath) -> Any:
+    return {_TAG: "path", "data": _pack_str(str(value))}
+
+
+_PACKED: dict[type, Callable[[Any], Any]] = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
+    int: _pack_int,
+    float: _pack_float,
+    str: _pack_str,
+    bytes: lambda value: {_TAG: "bytes", "data": _text_of_bytes(value)},
+    bytearray: lambda value: {_TAG: "bytearray", "data": _text_of_bytes(value)},
+    complex: lambda value: {_TAG: "complex", "data": [value.real.hex(), value.imag.hex()]},
+    torch.Size: lambda value: {_TAG: "size", "data": list(value)},
+    torch.dtype: lambda value: {_TAG: "dtype", "data": str(value).removeprefix("torch.")},
+    torch.device: lambda value: {_TAG: "device", "data": str(value)},
+    datetime.timedelta: lambda value: {_TAG: "timedelta", "data": [value.days, value.seconds, value.microseconds]},
+    datetime.date: lambda value: {_TAG: "date", "data": value.isoformat()},
+    type(Path()): _pack_path,
+    PurePosixPath: lambda value: {**_pack_path(value), "pure": "posix"},
+    PureWindowsPath: lambda value: {**_pack_path(value), "pure": "windows"},
+}
+
+_FACTORIES: dict[str, Callable[[], Any] | None] = {
+    "None": None,
+    **{kind.__name__: kind for kind in (int, float, bool, str, bytes, list, tuple, dict, set)},
+    **{kind.__name__: kind for kind in (OrderedDict, Counter, deque)},
+}
+_FACTORY_NAMES: dict[Any, str] = {factory: name for name, factory in _FACTORIES.items()}
+
+
+# Out of the skeleton
+
+
+def unpack(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Puts together what :func:`pack` has separated.
+
+    Args:
+        skeleton: As returned by :func:`pack`, or read back from JSON.
+        tensors: As returned by :func:`pack`, or what was saved of them, in the same order. They become part of the
+            value, not copies of them.
+
+    Raises:
+        ValueError: If the skeleton is none, or does not belong to these tensors.
+    """
+    try:
+        return _unpack(skeleton, tensors)
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RuntimeError,
+    ) as error:  # RecursionError, too
+        raise ValueError(f"the skeleton is malformed ({type(error).__name__}: {error})") from error
+
+
+def from_plain(value: Any) -> Any:
+    """Rebuilds what :func:`to_plain` rewrote, also an earlier version of it.
+
+    Raises:
+        ValueError: If it is nothing of the kind.
+    """
+    return unpack(value, ())
+
+
+def _unpack(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    kind = type(value)
+    if kind is list:
+        return [_unpack(item, tensors) for item in value]
+    if kind is not dict:
+        return _unpack_plain(value, tensors) if kind in _PLAIN_CONTAINERS else value
+    if _TAG not in value:
+        return {_unpack(key, tensors): _unpack(item, tensors) for key, item in value.items()}
+    tag = value[_TAG]
+    if tag == "tensor":
+        return _tensor_of(value, tensors)
+    if tag in _DICTS:
+        items = [(_unpack(key, tensors), _unpack(item, tensors)) for key, item in value["items"]]
+        return _made_dict(value, items, _unpack(value.get("attributes", {}), tensors))
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag](_unpack(item, tensors) for item in value["items"])
+    if tag == "deque":
+        return deque((_unpack(item, tensors) for item in value["items"]), value["maxlen"])
+    if tag == "parameter":
+        return torch.nn.Parameter(_unpack(value["data"], tensors), value["requires_grad"])
+    if tag == "ndarray":
+        data = value["data"]
+        content = _bytes_of(data) if type(data) in (str, bytes) else _unpack(data, tensors).numpy()
+        # A copy: it can be written to, and does not keep a whole file in memory.
+        return _made_array(content, value["dtype"], value["shape"])
+    if tag == "path":
+        return _PATHS[value.get("pure")](_unpack(value["data"], tensors))
+    if tag not in _UNPACKED:
+        raise ValueError(f"the skeleton has a value of the unknown type {tag!r}")
+    return _UNPACKED[tag](value)
+
+
+def _unpack_plain(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Containers that only the plain form has as such."""
+    if not isinstance(value, dict):
+        return type(value)(_unpack(item, tensors) for item in value)
+    made = type(value)({_unpack(key, tensors): _unpack(item, tensors) for key, item in value.items()})
+    made.__dict__.update(_unpack(value.__dict__, tensors))
+    return made
+
+
+def _tensor_of(value: dict[str, Any], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    index = value["index"]
+    if type(index) is not int or not 0 <= index < len(tensors):
+        raise ValueError(f"the skeleton names tensor {index!r} of {len(tensors)}")
+    return tensors[index].detach().requires_grad_() if value.get("requires_grad") else tensors[index]
+
+
+def _made_dict(value: dict[str, Any], items: Iterable[tuple[Any, Any]], attributes: dict[str, Any]) -> Any:
+    tag = value[_TAG]
+    if tag == "defaultdict":
+        return defaultdict(_FACTORIES[value["factory"]], items)
+    made = _DICTS[tag](dict(items))
+    if attributes:
+        made.__dict__.update(attributes)
+    return made
+
+
+def _made_array(content: Any, dtype: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    kind = np.dtype(dtype)
+    if kind.kind not in _ARRAY_KINDS:
+        raise ValueError(f"there are no arrays of {kind} in a skeleton")
+    if kind.itemsize == 0:
+        return np.zeros(shape, kind)
+    array: np.ndarray[Any, Any] = np.frombuffer(content, dtype=kind).reshape(shape).copy()
+    return array
+
+
+def _bytes_of(data: str | bytes) -> bytes:
+    return data if type(data) is bytes else base64.b64decode(data)  # as such in files of earlier versions
+
+
+def _unpack_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this version of torch has no type {name!r}")
+    return dtype
+
+
+def _unpack_complex(real: str, imaginary: str) -> complex:
+    return complex(float.fromhex(real), float.fromhex(imaginary))
+
+
+_PLAIN_CONTAINERS = (tuple, set, OrderedDict, Counter)
+_DICTS: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "defaultdict": defaultdict,
+}
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_PATHS: dict[str | None, Callable[[str], PurePath]] = {
+    None: Path,
+    "posix": PurePosixPath,
+    "windows": PureWindowsPath,
+}
+_UNPACKED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "int": lambda value: int(value["data"], 16),
+    "float": lambda value: float.fromhex(value["data"]),
+    "str": lambda value: base64.b64decode(value["data"]).decode("utf-8", "surrogatepass"),
+    "bytes": lambda value: base64.b64decode(value["data"]),
+    "bytearray": lambda value: bytearray(base64.b64decode(value["data"])),
+    "complex": lambda value: _unpack_complex(*value["data"]),
+    "scalar": lambda value: _made_array(_bytes_of(value["data"]), value["dtype"], [1])[0],
+    "size": lambda value: torch.Size(value["data"]),
+    "dtype": lambda value: _unpack_dtype(value["data"]),
+    "device": lambda value: torch.device(value["data"]),
+    "timedelta": lambda value: datetime.timedelta(*value["data"]),
+    "datetime": lambda value: datetime.datetime.fromisoformat(value["data"]),
+    "date": lambda value: datetime.date.fromisoformat(value["data"]),
+}
+
+
+# The plain form
+
+_KNOWN_TO_TORCH = ("int", "float", "str", "bytes", "bytearray", "complex", "size", "dtype", "device", "parameter")
 
 
 def to_plain(value: Any) -> tuple[Any, list[str]]:
     """Rewrites ``value`` for a safe load.
 
     Args:
-        value: Nested dicts, lists, tuples and sets of anything. Tensors are passed through, not copied.
+        value: As for :func:`pack`. Tensors are passed through, not copied.
 
     Returns:
-        The rewritten value, and the path and type of everything that had to be left out, for example
-        ``callbacks.MyCallback.encoder (LabelEncoder)``.
+        The rewritten value, and what had to be left out, as :func:`pack` says it.
     """
-    left_out: list[str] = []
-    plain = _to_plain(value, "", left_out)
-    return (None if plain is _LEFT_OUT else plain), left_out
+    skeleton, tensors, left_out = pack(value)
+    return plain(skeleton, tensors), left_out
 
 
-def _to_plain(value: Any, path: str, left_out: list[str]) -> Any:
-    # Exact types: a subclass of a tensor, str or dict comes back from a safe load only if torch knows it.
-    if value is None or type(value) in _PLAIN or isinstance(value, torch.nn.Parameter):
-        return value
-    if type(value) in (dict, OrderedDict, defaultdict, Counter):
-        items = {key: _to_plain(item, f"{path}.{key}" if path else str(key), left_out) for key, item in value.items()}
-        kept = {key: item for key, item in items.items() if item is not _LEFT_OUT}
-        return type(value)(kept) if type(value) in (OrderedDict, Counter) else kept
-    if type(value) in (list, tuple, set):
-        kept_items = [_to_plain(item, f"{path}[{index}]", left_out) for index, item in enumerate(value)]
-        return type(value)(None if item is _LEFT_OUT else item for item in kept_items)
-    if isinstance(value, torch.Tensor):
-        return value  # DTensor and the like: torch decides
-    if type(value) is np.ndarray and value.dtype.kind in "biufc":
-        return {_TAG: "ndarray", "dtype": value.dtype.str, "shape": list(value.shape), "data": value.tobytes()}
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        return {_TAG: "scalar", "dtype": value.dtype.str, "data": value.tobytes()}
-    if isinstance(value, PurePath):
-        return {_TAG: "path", "data": str(value)}
-    if type(value) is datetime.timedelta:
-        return {_TAG: "timedelta", "data": [value.days, value.seconds, value.microseconds]}
-    if type(value) is datetime.datetime:
-        return {_TAG: "datetime", "data": value.isoformat()}
-    left_out.append(f"{path or 'value'} ({type(value).__module__}.{type(value).__qualname__})")
-    return _LEFT_OUT
+def plain(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """What :func:`pack` has separated, put together as far as a safe load of torch knows its types.
+
+    Args:
+        skeleton: As returned by :func:`pack`.
+        tensors: As for :func:`unpack`.
+    """
+    kind = type(skeleton)
+    if kind is list:
+        return [plain(item, tensors) for item in skeleton]
+    if kind is not dict:
+        return skeleton
+    tag = skeleton.get(_TAG)
+    if tag is None:
+        return {key: plain(item, tensors) for key, item in skeleton.items()}
+    if tag == "tensor":
+        tensor = _tensor_of(skeleton, tensors)
+        # Attributes would be pickled with it; other classes have theirs there.
+        return tensor.detach() if type(tensor) is torch.Tensor and tensor.__dict__ else tensor
+    if tag in _KNOWN_TO_TORCH and not _is_odd(skeleton):
+        return _unpack(skeleton, tensors)
+    if tag in _DICTS:
+        pairs = [[plain(key, tensors), plain(item, tensors)] for key, item in skeleton["items"]]
+        attributes = plain(skeleton.get("attributes", {}), tensors)
+        if tag != "defaultdict" and all(_is_known_key(key) for key, _ in pairs):
+            return _made_dict(skeleton, ((key, item) for key, item in pairs), attributes)
+        return {**skeleton, "items": pairs, "attributes": attributes}
+    if tag in ("tuple", "set"):
+        items = [plain(item, tensors) for item in skeleton["items"]]
+        if tag == "tuple" or all(map(_is_known_key, items)):
+            return _SEQUENCES[tag](items)
+        return {_TAG: tag, "items": items}
+    return {key: plain(item, tensors) for key, item in skeleton.items()}
 
 
-def from_plain(value: Any) -> Any:
-    """Rebuilds what :func:`to_plain` rewrote."""
-    if isinstance(value, dict):
-        match value.get(_TAG):
-            case "ndarray":
-                return np.frombuffer(value["data"], dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
-            case "scalar":
-                return np.frombuffer(value["data"], dtype=np.dtype(value["dtype"]))[0]
-            case "path":
-                return Path(value["data"])
-            case "timedelta":
-                days, seconds, microseconds = value["data"]
-                return datetime.timedelta(days, seconds, microseconds)
-            case "datetime":
-                return datetime.datetime.fromisoformat(value["data"])
-            case _:
-                items = {key: from_plain(item) for key, item in value.items()}
-                return type(value)(items) if isinstance(value, (OrderedDict, Counter)) else items
-    if type(value) in (list, tuple, set):
-        return type(value)(from_plain(item) for item in value)
-    return value
+def _is_odd(value: dict[str, Any]) -> bool:
+    """Whether a safe load of torch knows the type and not the value: numbers of 2,040 bits, and no bytes at all."""
+    return (value[_TAG] == "int" and len(value["data"]) > 500) or (value[_TAG] == "bytes" and not value["data"])
+
+
+def _is_known_key(key: Any) -> bool:
+    """Whether what :func:`plain` has made of a key, or of an item of a set, can be one: it has become no dict."""
+    if type(key) is tuple:
+        return all(map(_is_known_key, key))
+    return type(key) is not dict and not (type(key) is str and key == _TAG)
+
+
+# Other walks
 
 
 def to_host(value: Any) -> Any:
@@ -118,286 +622,6 @@ def device_of(value: Any) -> torch.device | None:
     return next((found for item in items if (found := device_of(item)) is not None), None)
 
 
-# For files that hold tensors beside a JSON document (shard.py)
-
-_ARRAY_AS_TENSOR = 16 << 10  # bytes, from where on an array is cheaper as a tensor than as text
-_DEEPEST = 100  # containers within each other; json recurses, too
-_INT64 = 1 << 63
-
-# Where a value is: where its container is, its key or index in it, whether that is an index.
-_Where = tuple[Any, Any, bool] | None
-
-
-def pack(value: Any) -> tuple[Any, list[torch.Tensor], list[str]]:
-    """Separates a value into a document for JSON and the tensors in it. Copies no tensor.
-
-    Takes what :func:`to_plain` takes, and is quick: it runs in the training thread.
-
-    Args:
-        value: Nested dicts, lists, tuples and sets of anything. Parameters count as tensors.
-
-    Returns:
-        * The skeleton: serialisable by ``json``, and sharing nothing that may change with ``value``. Each tensor in it
-          is replaced by ``{"__resilience_type__": "tensor", "index": i}``.
-        * The tensors. Those of the same memory, shape, strides and type are in it once, so that what is tied stays
-          tied. Large NumPy arrays are among them, as bytes; they are not copied either, and change with the array.
-        * The path and type of everything that had to be left out, as in :func:`to_plain`, and of what contains itself
-          and of keys that are not plain.
-    """
-    packing = _Packing()
-    # So many small objects would have the collector look at everything there is now and then: 0.1 s in the training.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        skeleton = packing.pack(value, None)
-    finally:
-        if collecting:
-            gc.enable()
-    return (None if skeleton is _LEFT_OUT else skeleton), packing.tensors, packing.left_out
-
-
-class _Packing:
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.left_out: list[str] = []
-        self._known: dict[Any, list[int]] = {}  # indices of the tensors that begin at one place in memory
-        self._open: set[int] = set()  # ids of the containers around the value at hand
-        self._containers: dict[type, Callable[[Any, _Where], Any]] = {
-            **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), self._dict),
-            **dict.fromkeys((list, tuple, set), self._sequence),
-        }
-
-    def pack(self, value: Any, where: _Where) -> Any:
-        kind = type(value)
-        if kind is torch.Tensor:
-            return self._tensor(value)
-        if kind in _PACKED:
-            return _PACKED[kind](value)
-        if kind in self._containers:
-            return self._containers[kind](value, where)
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if kind is np.ndarray and value.dtype.kind in "biufc":
-            return self._array(value)
-        if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-            return {_TAG: "scalar", "dtype": value.dtype.str, "data": _text_of_bytes(value.tobytes())}
-        if isinstance(value, PurePath):
-            return {_TAG: "path", "data": _pack_str(str(value))}
-        return self._leave_out(f"{kind.__module__}.{kind.__qualname__}", where)
-
-    def _leave_out(self, what: str, where: _Where) -> Any:
-        pieces: list[str] = []
-        while where is not None:
-            where, key, is_index = where
-            pieces.append(f"[{key}]" if is_index else str(key) if where is None else f".{key}")
-        self.left_out.append(f"{''.join(reversed(pieces)) or 'value'} ({what})")
-        return _LEFT_OUT
-
-    def _tensor(self, value: torch.Tensor) -> dict[str, Any]:
-        try:
-            # What has no address (meta, or empty) is told apart by its storage.
-            place: Any = value.data_ptr() or (value.untyped_storage()._cdata,)
-        except RuntimeError:  # sparse and the like; whether they can be kept is not decided here
-            place = (id(value),)
-        indices = self._known.setdefault(place, [])
-        for index in indices:
-            if _is_same(self.tensors[index], value):
-                return {_TAG: "tensor", "index": index}
-        indices.append(len(self.tensors))
-        self.tensors.append(value)
-        return {_TAG: "tensor", "index": indices[-1]}
-
-    def _array(self, value: np.ndarray[Any, Any]) -> dict[str, Any]:
-        data: Any
-        if value.nbytes < _ARRAY_AS_TENSOR:
-            data = _text_of_bytes(value.tobytes())
-        else:
-            flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-            data = self._tensor(torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
-        return {_TAG: "ndarray", "dtype": value.dtype.str, "shape": list(value.shape), "data": data}
-
-    def _sequence(self, value: Any, where: _Where) -> Any:
-        kind = type(value)
-        if set(map(type, value)) == {int} and min(value) >= -_INT64 and max(value) < _INT64:
-            items = list(value)  # Python's random state has 625
-        elif not self._enter(value):
-            return self._leave_out("contains itself, or is too deep", where)
-        else:
-            items = [self.pack(item, (where, index, True)) for index, item in enumerate(value)]
-            items = [None if item is _LEFT_OUT else item for item in items]
-            self._open.remove(id(value))
-        return items if kind is list else {_TAG: kind.__name__, "items": items}
-
-    def _dict(self, value: Any, where: _Where) -> Any:
-        kind = type(value)
-        if not self._enter(value):
-            return self._leave_out("contains itself, or is too deep", where)
-        items = [(key, self.pack(item, (where, key, False))) for key, item in value.items()]
-        self._open.remove(id(value))
-        has_names = kind in (dict, defaultdict) and set(map(type, value)) <= {str} and _TAG not in value
-        if has_names and "".join(value).isascii():
-            return {key: item for key, item in items if item is not _LEFT_OUT}
-        kept = []
-        for key, item in items:
-            if item is _LEFT_OUT:
-                continue
-            packed_key = self.pack(key, (where, key, False)) if _is_plain_key(key) else _LEFT_OUT
-            if packed_key is _LEFT_OUT:
-                self._leave_out(f"key of type {type(key).__module__}.{type(key).__qualname__}", (where, key, False))
-            else:
-                kept.append([packed_key, item])
-        return {_TAG: "dict" if kind is defaultdict else kind.__name__, "items": kept}
-
-    def _enter(self, container: Any) -> bool:
-        if id(container) in self._open or len(self._open) == _DEEPEST:
-            return False
-        self._open.add(id(container))
-        return True
-
-
-def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors that begin at the same place are the same numbers in the same form."""
-    if first is second:
-        return True
-    try:
-        return (
-            (first.dtype, first.shape, first.device) == (second.dtype, second.shape, second.device)
-            and first.stride() == second.stride()
-            and (first.is_conj(), first.is_neg()) == (second.is_conj(), second.is_neg())
-        )
-    except RuntimeError:
-        return False
-
-
-def _is_plain_key(key: Any) -> bool:
-    if type(key) is tuple:
-        return all(map(_is_plain_key, key))
-    return (
-        type(key) in _PACKED or isinstance(key, PurePath) or (isinstance(key, np.generic) and key.dtype.kind in "biufc")
-    )
-
-
-def _text_of_bytes(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _pack_int(value: int) -> Any:
-    # Python refuses to read or write very long decimal numbers.
-    return value if -_INT64 <= value < _INT64 else {_TAG: "int", "data": hex(value)}
-
-
-def _pack_float(value: float) -> Any:
-    return value if math.isfinite(value) else {_TAG: "float", "data": value.hex()}  # JSON knows finite numbers only
-
-
-def _pack_str(value: str) -> Any:
-    if value.isascii():
-        return value
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # JSON makes one character of two surrogates that follow each other
-        return {_TAG: "str", "data": _text_of_bytes(value.encode("utf-8", "surrogatepass"))}
-    return value
-
-
-_PACKED: dict[type, Callable[[Any], Any]] = {
-    type(None): lambda value: value,
-    bool: lambda value: value,
-    int: _pack_int,
-    float: _pack_float,
-    str: _pack_str,
-    bytes: lambda value: {_TAG: "bytes", "data": _text_of_bytes(value)},
-    complex: lambda value: {_TAG: "complex", "data": [value.real.hex(), value.imag.hex()]},
-    torch.Size: lambda value: {_TAG: "size", "data": list(value)},
-    torch.dtype: lambda value: {_TAG: "dtype", "data": str(value).removeprefix("torch.")},
-    torch.device: lambda value: {_TAG: "device", "data": str(value)},
-    datetime.timedelta: lambda value: {_TAG: "timedelta", "data": [value.days, value.seconds, value.microseconds]},
-    datetime.datetime: lambda value: {_TAG: "datetime", "data": value.isoformat()},
-}
-
-
-def unpack(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Puts together what :func:`pack` has separated.
-
-    Args:
-        skeleton: As returned by :func:`pack`, or read back from JSON.
-        tensors: As returned by :func:`pack`, or what was saved of them, in the same order. They become part of the
-            value, not copies of them.
-
-    Raises:
-        ValueError: If the skeleton is none, or does not belong to these tensors.
-    """
-    try:
-        return _unpack(skeleton, tensors)
-    except (
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-        RuntimeError,
-    ) as error:  # RecursionError, too
-        raise ValueError(f"the skeleton is malformed ({type(error).__name__}: {error})") from error
-
-
-def _unpack(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    kind = type(value)
-    if kind is list:
-        return [_unpack(item, tensors) for item in value]
-    if kind is not dict:
-        return value
-    if _TAG not in value:
-        return {key: _unpack(item, tensors) for key, item in value.items()}
-    tag = value[_TAG]
-    if tag == "tensor":
-        index = value["index"]
-        if type(index) is not int or not 0 <= index < len(tensors):
-            raise ValueError(f"the skeleton names tensor {index!r} of {len(tensors)}")
-        return tensors[index]
-    if tag in _DICTS:
-        return _DICTS[tag]({_unpack(key, tensors): _unpack(item, tensors) for key, item in value["items"]})
-    if tag in _SEQUENCES:
-        return _SEQUENCES[tag](_unpack(item, tensors) for item in value["items"])
-    if tag == "ndarray":
-        data = value["data"]
-        content = base64.b64decode(data) if type(data) is str else _unpack(data, tensors).numpy()
-        # A copy: it can be written to, and does not keep a whole file in memory.
-        return np.frombuffer(content, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
-    if tag == "path":
-        return Path(_unpack(value["data"], tensors))
-    if tag not in _UNPACKED:
-        raise ValueError(f"the skeleton has a value of the unknown type {tag!r}")
-    return _UNPACKED[tag](value)
-
-
-def _unpack_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this version of torch has no type {name!r}")
-    return dtype
-
-
-def _unpack_complex(real: str, imaginary: str) -> complex:
-    return complex(float.fromhex(real), float.fromhex(imaginary))
-
-
-_DICTS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
-_SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set}
-_UNPACKED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "int": lambda value: int(value["data"], 16),
-    "float": lambda value: float.fromhex(value["data"]),
-    "str": lambda value: base64.b64decode(value["data"]).decode("utf-8", "surrogatepass"),
-    "bytes": lambda value: base64.b64decode(value["data"]),
-    "complex": lambda value: _unpack_complex(*value["data"]),
-    "scalar": lambda value: np.frombuffer(base64.b64decode(value["data"]), dtype=np.dtype(value["dtype"]))[0],
-    "size": lambda value: torch.Size(value["data"]),
-    "dtype": lambda value: _unpack_dtype(value["data"]),
-    "device": lambda value: torch.device(value["data"]),
-    "timedelta": lambda value: datetime.timedelta(*value["data"]),
-    "datetime": lambda value: datetime.datetime.fromisoformat(value["data"]),
-}
-
-
 def tensor_names(skeleton: Any) -> dict[int, str]:
     """Where in the value each tensor is, such as ``state_dict.weight``: the first place, if there are several.
 
@@ -424,9 +648,9 @@ def _name_tensors(value: Any, path: str, names: dict[int, str]) -> None:
         tag = value.get(_TAG)
         if tag == "tensor":
             names.setdefault(value["index"], path or "value")
-        elif tag == "ndarray":
+        elif tag in ("ndarray", "parameter"):
             _name_tensors(value["data"], path, names)
-        elif tag in _SEQUENCES:
+        elif tag in _SEQUENCES or tag == "deque":
             _name_tensors(value["items"], path, names)
         elif tag in _DICTS:
             items = ((_unpack(key, ()), item) for key, item in value["items"])

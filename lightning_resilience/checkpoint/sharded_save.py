@@ -147,7 +147,9 @@ class ShardedSaves:
         names = {item.index.fqn for item in self._plan.items}
         return {name: _own(value) for name, value in planner.state_dict.items() if name in names}
 
-    def write(self, save: Save, part: dict[str, Any] | None, rest: Any, missed: str | None = None) -> Outcome:
+    def write(
+        self, save: Save, part: dict[str, Any] | None, rest: Any, missed: str | None = None, read_back: bool = False
+    ) -> Outcome:
         """Writes this rank's part and waits until the save has ended on all ranks; in any thread, no collective.
 
         Args:
@@ -155,6 +157,7 @@ class ShardedSaves:
             part: As made by :meth:`part`, or a copy of that. ``None``: this rank has none.
             rest: What else belongs to the checkpoint, on rank 0, in types that a safe load reads.
             missed: Why there is no part; ``None``: its copy was no good.
+            read_back: Whether a safe load must read what is no tensor before the checkpoint counts; of rank 0.
         """
         number, self._number = self._number, self._number + 1
         try:
@@ -163,7 +166,7 @@ class ShardedSaves:
             mine = _Report(Outcome("failed", f"rank {self._rank}: {type(error).__name__}: {error}"), [], {})
         try:
             if self._rank == 0:
-                return self._finish(number, save, mine, rest)
+                return self._finish(number, save, mine, rest, read_back)
             return self._hear(number, mine)
         except RuntimeError as error:  # the store has gone, and with it rank 0 or its launcher
             return Outcome("failed", f"rank {self._rank} could not reach the others: {error}")
@@ -186,12 +189,12 @@ class ShardedSaves:
             Outcome("published"), results, {name: durable.hash_file(save.written / name) for name in sorted(names)}
         )
 
-    def _finish(self, number: int, save: Save, mine: _Report, rest: Any) -> Outcome:
+    def _finish(self, number: int, save: Save, mine: _Report, rest: Any, read_back: bool) -> Outcome:
         """Rank 0: hears all, publishes if it can, tells all."""
         outcome = Outcome("failed", "not all ranks have said that they have written their shards")
         if (others := self._await(number, range(1, self._world_size))) is not None:
             reports = [mine, *map(pickle.loads, others)]  # from ranks of this very job
-            outcome = self._publish(save, reports, rest)
+            outcome = self._publish(save, reports, rest, read_back)
         if outcome.how != "published":
             shutil.rmtree(save.written, ignore_errors=True)
         if self._store is not None:
@@ -199,7 +202,7 @@ class ShardedSaves:
             self._store.delete_key(f"{number - 1}/outcome")  # who has reported now has heard that
         return outcome
 
-    def _publish(self, save: Save, reports: list[_Report], rest: Any) -> Outcome:
+    def _publish(self, save: Save, reports: list[_Report], rest: Any, read_back: bool) -> Outcome:
         bad = [each.outcome for each in reports if each.outcome.how != "published"]
         if bad:
             return min(bad, key=lambda each: each.how)  # failed before spoilt
@@ -207,6 +210,8 @@ class ShardedSaves:
             writer = _Describer(save)
             writer.finish(replace(self._metadata), [each.results for each in reports])
             torch.save(rest, save.written / dcp.REST)
+            if read_back:
+                dcp.check(save.written, lambda name: True)
             known = {name: digest for each in reports for name, digest in each.digests.items()}
             durable.publish_directory(save.written, save.path, save.metadata, self._check_owner, known)
         except StaleAttempt as error:

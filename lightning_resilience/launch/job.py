@@ -416,7 +416,7 @@ class Launch:
         """Why starting the script once more is in vain. With several nodes this one says so, on one the workers."""
         return None if self.settings.is_single_node else why_not_again(self._ledger.events())
 
-    def _decide(self) -> Decision:
+    def _decide(self) -> budget.Decision:
         return self.settings.budget.decide(self._history.now(), time.time())
 
     def _has_stopped(self, run_id: str) -> bool:
