@@ -4,16 +4,17 @@ DCP pickles the description of a directory (``.metadata``) and every value that 
 can write into the directory has every rank that resumes execute code of theirs. Here the description is read by an
 unpickler that knows the names of DCP's own classes, and gives inert stand-ins for them: nothing of this process can be
 reached from the file. What it describes is made of them afterwards. Values are read as ``weights_only`` reads them.
+What the description costs in memory is a multiple of its size, whatever it holds.
 """
 
 from __future__ import annotations
 
-import copyreg
 import dataclasses
 import enum
 import io
 import pathlib
 import pickle
+import pickletools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,6 +84,58 @@ def _constant(name: str, kind: type) -> Any:
     return found
 
 
+_SIZES = {"uint1": 1, "uint2": 2, "int4": 4, "uint4": 4, "uint8": 8, "float8": 8}
+_COUNTED = {
+    name: length for length in (1, 4, 8) for name in (f"string{length}", f"bytes{length}", f"unicodestring{length}")
+}
+_COUNTED |= {"long1": 1, "long4": 4}
+_REFUSED = {"EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER"}
+
+
+def _opcodes() -> tuple[list[int], list[int]]:
+    """By opcode: how many bytes its argument has, and in how many bytes in front of it its length is; -1: refused."""
+    fixed, counted = [-1] * 256, [0] * 256
+    for opcode in pickletools.opcodes:
+        kind = opcode.arg.name if opcode.arg is not None else ""
+        if opcode.name in _REFUSED:
+            continue
+        if kind in _COUNTED:
+            fixed[ord(opcode.code)], counted[ord(opcode.code)] = 0, _COUNTED[kind]
+        elif not kind or kind in _SIZES:
+            fixed[ord(opcode.code)] = _SIZES.get(kind, 0)
+    return fixed, counted
+
+
+_FIXED, _PREFIX = _opcodes()
+_GLOBAL, _LONG_BINPUT, _STOP = pickle.GLOBAL[0], pickle.LONG_BINPUT[0], pickle.STOP[0]
+_PUTS = (_LONG_BINPUT, pickle.BINPUT[0], pickle.MEMOIZE[0])
+
+
+def _check_opcodes(data: bytes) -> None:
+    """Refuses a pickle that takes more memory than it is long: one that asks for the last place of a huge memo, say.
+
+    Also what a pickler of today never writes: numbers and names as lines of text, classes by number, buffers.
+    """
+    at, puts = 0, 0
+    while True:
+        opcode = data[at]
+        at += 1
+        if opcode == _GLOBAL:  # of protocol 2 and 3: two lines
+            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
+        elif (length := _PREFIX[opcode]) > 0:
+            at += length + int.from_bytes(data[at : at + length], "little")
+        elif (length := _FIXED[opcode]) < 0:
+            raise UnsafeContent(f"the opcode {bytes([opcode])!r} has no place in it")
+        elif opcode == _STOP:
+            return
+        else:
+            if opcode in _PUTS:
+                if opcode == _LONG_BINPUT and int.from_bytes(data[at : at + 4], "little") > puts:
+                    raise UnsafeContent("it asks for more memory than it can need")
+                puts += 1
+            at += length
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
@@ -106,9 +159,9 @@ def read_metadata(data: bytes) -> Metadata:
     Raises:
         UnsafeContent: If there is anything else in it than what DCP writes.
     """
-    copyreg.clear_extension_cache()  # what the process has itself loaded by a number would not be asked for by its name
     try:
-        found = _made(_Unpickler(data).load())
+        _check_opcodes(data)
+        found = _Made().of(_Unpickler(data).load())
     except UnsafeContent:
         raise
     except Exception as error:  # whatever a damaged pickle, or one made on purpose, leads to
@@ -118,38 +171,49 @@ def read_metadata(data: bytes) -> Metadata:
     return found
 
 
-def _made(value: Any) -> Any:
-    """The object that an inert one stands for, and all that is in it."""
-    kind = type(value)
-    if isinstance(value, _Inert):
-        if (call := _CALLS.get(value.name)) is not None:
-            return call(*_made(list(value.arguments)))
-        return _made_record(_RECORDS[value.name], value)
-    if kind in (list, tuple):
-        return kind(_made(each) for each in value)
-    if kind is dict:
-        return {_made(key): _made(each) for key, each in value.items()}
-    if value is None or kind in (str, int, float, bool, bytes, torch.dtype):
-        return value
-    raise UnsafeContent(f"a {kind.__name__} has no place in it")
+class _Made:
+    """The objects that inert ones stand for, and all that is in them: each once, however often it is referred to."""
 
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, Any]] = {}  # by id, with what has it: nothing else gets it meanwhile
 
-def _made_record(cls: type, value: _Inert) -> Any:
-    if issubclass(cls, enum.Enum):
-        return cls(*_made(list(value.arguments)))
-    if value.arguments:
-        raise UnsafeContent(f"a {cls.__name__} is not made like that")
-    record, state = object.__new__(cls), _made(value.state)
-    if isinstance(state, tuple) and hasattr(cls, "__setstate__"):
-        record.__setstate__(state)  # type: ignore[attr-defined]
-    else:
-        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-        new = {each.name: each.default_factory() for each in fields if callable(each.default_factory)}
-        for name, each in {**new, **(state or {})}.items():
-            if name not in {field.name for field in fields}:
-                raise UnsafeContent(f"a {cls.__name__} has no {name!r}")
-            object.__setattr__(record, name, each)
-    return record
+    def of(self, value: Any) -> Any:
+        kind = type(value)
+        if value is None or kind in (str, int, float, bool, bytes, torch.dtype):
+            return value
+        if id(value) in self._made:
+            return self._made[id(value)][1]
+        made = self._make(value, kind)
+        self._made[id(value)] = value, made
+        return made
+
+    def _make(self, value: Any, kind: type) -> Any:
+        if isinstance(value, _Inert):
+            if (call := _CALLS.get(value.name)) is not None:
+                return call(*self.of(list(value.arguments)))
+            return self._make_record(_RECORDS[value.name], value)
+        if kind in (list, tuple):
+            return kind(self.of(each) for each in value)
+        if kind is dict:
+            return {self.of(key): self.of(each) for key, each in value.items()}
+        raise UnsafeContent(f"a {kind.__name__} has no place in it")
+
+    def _make_record(self, cls: type, value: _Inert) -> Any:
+        if issubclass(cls, enum.Enum):
+            return cls(*self.of(list(value.arguments)))
+        if value.arguments:
+            raise UnsafeContent(f"a {cls.__name__} is not made like that")
+        record, state = object.__new__(cls), self.of(value.state)
+        if isinstance(state, tuple) and hasattr(cls, "__setstate__"):
+            record.__setstate__(state)  # type: ignore[attr-defined]
+        else:
+            fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+            new = {each.name: each.default_factory() for each in fields if callable(each.default_factory)}
+            for name, each in {**new, **(state or {})}.items():
+                if name not in {field.name for field in fields}:
+                    raise UnsafeContent(f"a {cls.__name__} has no {name!r}")
+                object.__setattr__(record, name, each)
+        return record
 
 
 # What it describes
@@ -183,12 +247,20 @@ def check(directory: Path, mine: Callable[[str], bool]) -> None:
         if (directory / REST).is_file():
             with open(directory / REST, "rb") as file:
                 load_plain(file)
+        sizes: dict[str, int] = {}  # of the files, less what has been read of them
         for index, stored in described.storage_data.items():
             name = stored.relative_path
-            if Path(name).name != name:
-                raise UnsafeContent("it is not in the directory")
+            if name not in sizes:
+                if Path(name).name != name or not (directory / name).is_file():
+                    raise UnsafeContent("it is not in the directory")
+                sizes[name] = (directory / name).stat().st_size
+            if stored.offset < 0 or stored.length < 0 or getattr(stored, "transform_descriptors", None):
+                raise UnsafeContent("nothing of ours lies in it like that")
             if not mine(name) or not isinstance(described.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
                 continue
+            sizes[name] -= stored.length
+            if sizes[name] < 0:
+                raise UnsafeContent("it is shorter than what is said to lie in it")
             with open(directory / name, "rb") as file:
                 file.seek(stored.offset)
                 load_plain(io.BytesIO(file.read(stored.length)))
