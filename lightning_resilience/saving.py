@@ -25,6 +25,7 @@ from lightning_resilience.checkpoint.plain import (
     Entries,
     content,
     is_known_to_torch,
+    is_rewritten,
     pack,
     plain,
     to_host,
@@ -373,8 +374,9 @@ class Saver:
             dump = _lightning.dump_checkpoint if self._shards is None else _lightning.dump_sharded_checkpoint
             checkpoint = self._checkpoint_with(dump, {}, final)
             if self._shards is not None and under is not None:
-                shards, missing = to_plain(_sharded_entries(checkpoint, under))
-                left_out += missing
+                sharded, unkept = _sharded_entries(checkpoint, under)
+                shards, missing = to_plain(sharded)
+                left_out += [*unkept, *missing]
                 draft = self._shards.draft(shards)
             entries = _entries(checkpoint)
         except Exception as error:
@@ -579,11 +581,32 @@ def _own_entries(state: dict[str, Any]) -> Entries:
     return Entries({**state, "kept": Entries(state["kept"]), "metrics": Entries(metrics)})
 
 
-def _sharded_entries(checkpoint: dict[str, Any], under: str) -> dict[str, Any]:
-    """Takes out of ``checkpoint`` what each rank writes by itself, under Lightning's names: the module ``under`` one."""
-    optimizers = enumerate(checkpoint.pop("optimizer_states", []))
-    states = {f"optimizer_{number}": _optimizer_entries(without_numpy_numbers(each)) for number, each in optimizers}
-    return {under: Entries(without_numpy_numbers(checkpoint.pop("state_dict"))), **states}
+def _sharded_entries(checkpoint: dict[str, Any], under: str) -> tuple[Entries, list[str]]:
+    """Takes out of ``checkpoint`` what each rank writes by itself, under Lightning's names: the module ``under`` one.
+
+    Returns:
+        That, and what of it cannot be kept there: each value is found again by its place, so none may be rewritten.
+    """
+    left_out: list[str] = []
+
+    def without_rewritten(state: Mapping[str, Any], place: str) -> Entries:
+        kept = {}
+        for name, each in without_numpy_numbers(dict(state)).items():
+            if not isinstance(each, torch.Tensor) and is_rewritten(each):
+                left_out.append(f"{place}.{name} (in shards)")
+            else:
+                kept[name] = each
+        return Entries(kept)
+
+    states: dict[str, Any] = {under: without_rewritten(checkpoint.pop("state_dict"), "state_dict")}
+    for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
+        name = f"optimizer_{number}"
+        groups = [
+            without_rewritten(each, f"{name}.param_groups[{index}]") for index, each in enumerate(state["param_groups"])
+        ]
+        kept = {key: without_numpy_numbers(value) for key, value in state.items()}
+        states[name] = Entries({**kept, "state": Entries(kept["state"]), "param_groups": groups})
+    return Entries(states), left_out
 
 
 def _contents(state: Any) -> Any:
@@ -596,7 +619,9 @@ def _contents(state: Any) -> Any:
         return state
     changed = {}
     for name, each in state.items():
-        if isinstance(each, torch.Tensor) and not is_known_to_torch(type(each)) and not is_lazy(each):
+        if type(each) is torch.Tensor or not isinstance(each, torch.Tensor):
+            continue
+        if not is_known_to_torch(type(each)) and not is_lazy(each):
             changed[name] = plain_one = content(each)
             if plain_one is each:
                 kind = f"{type(each).__module__}.{type(each).__qualname__}"

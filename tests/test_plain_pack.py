@@ -373,6 +373,12 @@ def test_paths_and_names_of_what_is_missing_begin_at_the_outermost_entries():
     assert [name.partition(" (")[0] for name in left_out] == ["\ud83d", "list[0].b"]
 
 
+def test_entries_beside_each_other_name_what_is_in_them():
+    back, left_out = through_json([Entries({"a": Pickled()}), Entries({"b": Pickled(), "m": MISSING})])
+    assert back == [{}, {"m": [["a"], ["b"]]}]
+    assert [name.partition(" (")[0] for name in left_out] == ["a", "b"]
+
+
 def test_what_contains_itself_is_left_out():
     loop = [1, 2]
     loop.append({"again": loop})

@@ -307,3 +307,23 @@ def test_whatever_goes_wrong_in_loading_the_next_best_is_taken(
     events = read_ledger(run.ledger)
     assert sum(event["event"] == "quarantined" for event in events) == len(unknown)
     assert f"Resuming from step {FAILS_AT} " in "\n".join(caplog.messages)
+
+
+def test_what_shards_cannot_keep_is_named() -> None:
+    """A rank finds each value again by its place: one that is rewritten would be found nowhere, without a word."""
+    weight = torch.ones(2)
+    groups = [{"params": ["w"], "lr": np.float64(0.5), "of": Path("a"), "encode": Encoder("x")}]
+    checkpoint = {
+        "state_dict": {"w": weight, "a._extra_state": {"seen": np.arange(3)}, "b._extra_state": {"seen": [1, (2,)]}},
+        "optimizer_states": [{"state": {"w": {"step": np.int64(3)}}, "param_groups": groups}],
+        "epoch": 1,
+    }
+    shards, unkept = saving._sharded_entries(checkpoint)
+    made, left_out = saving.to_plain(shards)
+    assert checkpoint == {"epoch": 1}
+    assert unkept == ["state_dict.a._extra_state (in shards)", "optimizer_0.param_groups[0].of (in shards)"]
+    assert [name.partition(" (")[0] for name in left_out] == ["optimizer_0.param_groups[0].encode"]
+    assert made == {
+        "state_dict": {"w": weight, "b._extra_state": {"seen": [1, (2,)]}},
+        "optimizer_0": {"state": {"w": {"step": 3}}, "param_groups": [{"params": ["w"], "lr": 0.5}]},
+    }

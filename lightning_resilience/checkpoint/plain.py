@@ -29,6 +29,8 @@ _LEFT_OUT = object()
 _ARRAY_AS_TENSOR = 16 << 10  # bytes, from where on an array is cheaper as a tensor than as text
 _DEEPEST = 100  # containers within each other; json recurses, too
 _INT64 = 1 << 63
+_NAMES = {str}
+_USUAL_KEYS = (str, int)
 _ARRAY_KINDS = "biufcSUmM"  # of NumPy: those whose bytes are all that there is
 
 # Where a value is: where its container is, its key or index in it, whether that is an index.
@@ -176,7 +178,7 @@ class _Packing:
                 return self._leave_out("contains itself, or is too deep", where)
             items = [self.pack(item, (where, index, True)) for index, item in enumerate(value)]
             self._open.remove(id(value))
-            if any(item is _LEFT_OUT for item in items):
+            if _LEFT_OUT in items:
                 return _LEFT_OUT
         if kind is list:
             return items
@@ -188,8 +190,10 @@ class _Packing:
         kind = type(value)
         about: dict[str, Any] = {_TAG: kind.__name__}
         if kind is defaultdict:
-            if (factory := _FACTORY_NAMES.get(value.default_factory)) is None:
-                return self._leave_out(f"default_factory of type {type(value.default_factory).__qualname__}", where)
+            made_by = value.default_factory
+            factory = _FACTORY_NAMES.get(made_by) if made_by is None or type(made_by) is type else None
+            if factory is None:
+                return self._leave_out(f"default_factory of type {type(made_by).__qualname__}", where)
             about["factory"] = factory
         if not self._enter(value):
             return self._leave_out("contains itself, or is too deep", where)
@@ -198,20 +202,23 @@ class _Packing:
         if kind is OrderedDict and value.__dict__:  # of a module's state: the versions of what it is made of
             attributes = self.pack(value.__dict__, where)
         self._open.remove(id(value))
-        if attributes is _LEFT_OUT or any(item is _LEFT_OUT for item in items.values()):
+        if attributes is _LEFT_OUT or _LEFT_OUT in items.values():
             return _LEFT_OUT
+        if kind is dict and _are_names(items):
+            return items
         return self._pack_items(about, items, attributes, where)
 
     def _entries(self, value: Entries, where: _Where) -> Any:
         kind = OrderedDict if isinstance(value.of, OrderedDict) else dict
-        if not self._has_entries:
+        is_outermost = not self._has_entries
+        if is_outermost:
             self._has_entries, self._outermost = True, where
         if not self._enter(value.of):
             return self._leave_out("contains itself, or is too deep", where)
         items = {}
         for key, item in value.of.items():
             packed = self._entry(item, (where, key, False))
-            if packed is not _LEFT_OUT and type(key) is not str and not _is_plain_key(key):
+            if packed is not _LEFT_OUT and type(key) not in _USUAL_KEYS and not _is_plain_key(key):
                 packed = self._leave_out_key(key, where)
             if packed is not _LEFT_OUT:
                 items[key] = packed
@@ -220,7 +227,10 @@ class _Packing:
             packed = {name: self._entry(item, (where, name, False)) for name, item in value.of.__dict__.items()}
             attributes = {name: item for name, item in packed.items() if item is not _LEFT_OUT}
         self._open.remove(id(value.of))
-        return self._pack_items({_TAG: kind.__name__}, items, attributes, where)
+        made = self._pack_items({_TAG: kind.__name__}, items, attributes, where)
+        if is_outermost:
+            self._has_entries, self._outermost = False, None
+        return made
 
     def _entry(self, value: Any, where: _Where) -> Any:
         """Packs a value; if it is left out, so is all that belongs to it."""
@@ -243,12 +253,16 @@ class _Packing:
     def _pack_items(
         self, about: dict[str, Any], items: dict[Any, Any], attributes: dict[str, Any], where: _Where
     ) -> Any:
-        has_names = set(map(type, items)) <= {str} and _TAG not in items
-        if has_names and about[_TAG] == "dict" and "".join(items).isascii():
+        if about[_TAG] == "dict" and _are_names(items):
             return items
         pairs = []
         for key, item in items.items():
-            packed_key = self.pack(key, (where, key, False)) if _is_plain_key(key) else self._leave_out_key(key, where)
+            if type(key) in _USUAL_KEYS:
+                packed_key = _PACKED[type(key)](key)
+            elif _is_plain_key(key):
+                packed_key = self.pack(key, (where, key, False))
+            else:
+                packed_key = self._leave_out_key(key, where)
             if packed_key is _LEFT_OUT:
                 return _LEFT_OUT
             pairs.append([packed_key, item])
@@ -265,6 +279,11 @@ class _Packing:
             return False
         self._open.add(id(container))
         return True
+
+
+def _are_names(keys: Mapping[Any, Any]) -> bool:
+    """Whether these can be the keys of an object in JSON, and are not our own."""
+    return set(map(type, keys)) <= _NAMES and _TAG not in keys and "".join(keys).isascii()
 
 
 def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -575,6 +594,20 @@ def plain(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
             return _SEQUENCES[tag](items)
         return {_TAG: tag, "items": items}
     return {key: plain(item, tensors) for key, item in skeleton.items()}
+
+
+def is_rewritten(value: Any) -> bool:
+    """Whether something in ``value`` is not what torch reads as such: what it has become is to be rebuilt."""
+    queue = [to_plain(value)[0]]
+    while queue:
+        each = queue.pop()
+        if isinstance(each, dict):
+            if _TAG in each:
+                return True
+            queue.extend(each.values())
+        elif isinstance(each, (list, tuple, set)):
+            queue.extend(each)
+    return False
 
 
 def _is_odd(value: dict[str, Any]) -> bool:
