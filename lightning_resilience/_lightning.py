@@ -223,6 +223,11 @@ def load_own_whole_checkpoint(trainer: Trainer, path: str) -> dict[str, Any]:
         patches.undo()
 
 
+def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """The checkpoint from which Lightning would restore loops and optimizers now; empty if there is none."""
+    return trainer._checkpoint_connector._loaded_checkpoint
+
+
 def set_loaded_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Gives Lightning the checkpoint from which it restores loops and optimizers."""
     trainer._checkpoint_connector._loaded_checkpoint = checkpoint
@@ -231,8 +236,8 @@ def set_loaded_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 def on_restore_training_state(trainer: Trainer, patches: Patches, before: Callable[[], None]) -> None:
     """Has ``before`` called before Lightning restores loops, optimizers and schedulers.
 
-    A ``LearningRateFinder`` runs between that and the restoring of the module, and ends with the loaded checkpoint
-    thrown away.
+    A ``LearningRateFinder`` or ``BatchSizeFinder`` runs between that and the restoring of the module. It ends with a
+    restore of its own, which calls ``before`` too, and with the loaded checkpoint thrown away.
     """
     connector = trainer._checkpoint_connector
     restore = connector.restore_training_state
@@ -371,6 +376,47 @@ def restore_checkpoint(trainer: Trainer, path: str | None, checkpoint: dict[str,
     connector.restore_model()
     connector.restore_datamodule()
     connector.restore_callbacks()
+
+
+def found_by_searches(trainer: Trainer) -> dict[str, Any]:
+    """What the ``LearningRateFinder`` and ``BatchSizeFinder`` of a fit have set, by the name of its attribute."""
+    found = {}
+    for _, parsing, name in _searches(trainer):
+        value = parsing.lightning_getattr(trainer.lightning_module, name)
+        if isinstance(value, (int, float)):
+            found[name] = value
+    return found
+
+
+def leave_out_searches(trainer: Trainer, patches: Patches, found: dict[str, Any]) -> None:
+    """Has the finders of a fit that is resumed set what they have found at its beginning, and search no more.
+
+    A search would begin with the weights of now, and cost its time at every start. The learning rates of the optimizers
+    are restored with these; a batch size is needed before the loaders are made.
+    """
+    for finder, parsing, name in _searches(trainer):
+        if name in found:
+            parsing.lightning_setattr(trainer.lightning_module, name, found[name])
+            if hasattr(finder, "optimal_batch_size"):
+                finder.optimal_batch_size = found[name]
+            patches.set(finder, "on_fit_start", lambda *args: None)
+
+
+def _searches(trainer: Trainer) -> Iterator[tuple[Any, Any, str]]:
+    """The finders, Lightning's module that reads what they set, and its name in the module or its hyper-parameters."""
+    names = ("LearningRateFinder", "BatchSizeFinder")
+    for finder in callbacks_named(trainer, names):
+        home = next(cls.__module__ for cls in type(finder).__mro__ if cls.__name__ in names)
+        parsing = sys.modules[home.rpartition(".callbacks.")[0] + ".utilities.parsing"]
+        if hasattr(finder, "optimal_batch_size"):
+            candidates = [finder._batch_arg_name]
+        else:
+            candidates = [finder._attr_name] if finder._attr_name else ["lr", "learning_rate"]
+            candidates = candidates if finder._update_attr else []
+        for name in candidates:
+            if parsing.lightning_hasattr(trainer.lightning_module, name):
+                yield finder, parsing, name
+                break
 
 
 def shards_state(trainer: Trainer) -> bool:

@@ -361,6 +361,7 @@ class FitSession:
             self._complete_what_was_left_out(checkpoint)
             self._resumed = self._understand(checkpoint, Path(str(path)))
             if self._resumed is not None and (mine := self._resumed["mine"]) is not None:
+                _lightning.leave_out_searches(self.trainer, self.patches, mine.get("searched", {}))
                 for name, value in mine.get("kept", {}).items():
                     if name in self.kept:
                         self._take_back(name, value)
@@ -391,7 +392,10 @@ class FitSession:
 
     def _before_training_state(self) -> None:
         """Lightning restores loops and optimizers: from what it has loaded, which a search in between has dropped."""
-        if not self._is_search() and self._checkpoint is not None:
+        loaded = _lightning.loaded_checkpoint(self.trainer)
+        if loaded and loaded is not self._checkpoint:
+            return  # a search puts back what it has saved before it began
+        if self._checkpoint is not None:
             if self._left_out:
                 left_out.complete_training_state(self.trainer, self._checkpoint, self._left_out)
             _lightning.set_loaded_checkpoint(self.trainer, self._checkpoint)
@@ -947,6 +951,7 @@ class FitSession:
                 before["metrics"] if before is not None else _lightning.metric_states(self.trainer, self.module)
             ),
             "reload_epochs": _lightning.reload_epochs(self.trainer),
+            "searched": _lightning.found_by_searches(self.trainer),
             "should_stop": self.trainer.should_stop,
             "modes": before["modes"] if before is not None else _lightning.modes(self.trainer, self.module),
             "validated": data_position.persistent_workers_run(_lightning.validation_loaders(self.trainer)),

@@ -321,6 +321,61 @@ def test_a_learning_rate_search_at_the_start_of_the_fit_is_left_alone(tmp_path: 
     assert (outcome.status, outcome.step) == ("finished", 16)
 
 
+class Searched(Tiny):
+    """Dropout and Adam: what a search has drawn or trained would be seen in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Sequential(torch.nn.Dropout(0.2), torch.nn.Linear(2, 1))
+        self.batch_size = 2
+        self.data = torch.utils.data.TensorDataset(torch.randn(64, 2))
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.data, self.batch_size, shuffle=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), self.lr)
+
+
+class SearchesAgain(L.callbacks.LearningRateFinder):
+    """In the middle of the fit, as Lightning's documentation shows it."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+FINDERS: dict[str, Callable[[], L.Callback]] = {
+    "learning rate": lambda: L.callbacks.LearningRateFinder(num_training_steps=20, max_lr=0.5),
+    "learning rate, without a suggestion": lambda: L.callbacks.LearningRateFinder(num_training_steps=5, max_lr=4.0),
+    "learning rate, not to be set": lambda: L.callbacks.LearningRateFinder(num_training_steps=20, update_attr=False),
+    "learning rate, in the second epoch": lambda: SearchesAgain(num_training_steps=20, max_lr=0.5),
+    "batch size": lambda: L.callbacks.BatchSizeFinder(max_trials=2, steps_per_trial=2, init_val=3),
+}
+
+
+@pytest.mark.parametrize("finder", FINDERS.values(), ids=FINDERS.keys())
+def test_a_search_in_the_fit_changes_what_it_changes_without_us(
+    tmp_path: Path, finder: Callable[[], L.Callback]
+) -> None:
+    def came_to(ours: list[Any]) -> Any:
+        torch.manual_seed(2)
+        module = Searched()
+        t = trainer(tmp_path, [finder(), *ours], max_epochs=2)
+        t.fit(module)
+        (optimizer,) = t.optimizers
+        moments = [value for each in optimizer.state.values() for value in each.values()]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        weights = [parameter.detach() for parameter in module.parameters()]
+        return [each.tolist() for each in [*weights, *moments]], rates, module.lr, module.batch_size, t.global_step
+
+    assert came_to(both(tmp_path)) == came_to([])
+
+
 def test_a_trainer_inside_a_trainer_stays_passive(tmp_path: Path) -> None:
     outer, inner = Tiny(), Tiny()
     outer.inside = lambda: trainer(tmp_path, both(tmp_path), max_steps=3).fit(inner)

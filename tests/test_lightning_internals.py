@@ -105,10 +105,21 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         lambda t: importlib.import_module(f"{package_of(t)}.strategies.launchers.multiprocessing"),
         {"_MultiProcessingLauncher"},
     ),
-    "ModelCheckpoint": (lambda t: t.checkpoint_callback, {"_last_global_step_saved", "_link_checkpoint"}),
+    "ModelCheckpoint": (
+        lambda t: t.checkpoint_callback,
+        {"_last_global_step_saved", "_link_checkpoint"},
+    ),
     "LearningRateFinder": (
         lambda t: importlib.import_module(f"{package_of(t)}.callbacks").LearningRateFinder(),
-        {"_early_exit"},
+        {"_attr_name", "_early_exit", "_update_attr"},
+    ),
+    "BatchSizeFinder": (
+        lambda t: importlib.import_module(f"{package_of(t)}.callbacks").BatchSizeFinder(),
+        {"_batch_arg_name", "optimal_batch_size"},
+    ),
+    "module of parsing": (
+        lambda t: importlib.import_module(f"{package_of(t)}.utilities.parsing"),
+        {"lightning_getattr", "lightning_hasattr", "lightning_setattr"},
     ),
     "WeightAveraging": (
         lambda t: importlib.import_module(f"{package_of(t)}.callbacks").WeightAveraging(),
