@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import csv
 import dis
 import functools
 import importlib
@@ -66,6 +67,9 @@ class ResilienceCallback(Callback):
         adopt_namespaces()
         self.leave_out(hook for hook in _EVERY_BATCH if getattr(type(self), hook).__qualname__ == f"Callback.{hook}")
 
+    def before_setup(self, trainer: Trainer) -> None:
+        """Called before anything is set up, on the first of our callbacks in a Trainer: see :class:`_SetupHook`."""
+
     def leave_out(self, hooks: Iterable[str]) -> None:
         """Says that these hooks do nothing.
 
@@ -85,6 +89,26 @@ def adopt_namespaces() -> None:
         base = getattr(sys.modules.get(package), "Callback", None)
         if base is not None and not issubclass(ResilienceCallback, base):
             ResilienceCallback.__bases__ = (*ResilienceCallback.__bases__, base)
+        hooks: Any = sys.modules.get(f"{package}.trainer.call")
+        if hasattr(hooks, "_call_setup_hook") and not isinstance(hooks._call_setup_hook, _SetupHook):
+            hooks._call_setup_hook = _SetupHook(hooks._call_setup_hook)
+
+
+class _SetupHook:
+    """Lightning's function that sets up loggers and callbacks, with ``before_setup`` in front of it.
+
+    Lightning has no such hook: loggers make their files before any callback hears of the fit, and in which order
+    callbacks are set up is not for us to say. Without a callback of ours it does what it did.
+    """
+
+    def __init__(self, setup: Callable[[Trainer], None]) -> None:
+        self._setup = setup
+
+    def __call__(self, trainer: Trainer) -> None:
+        ours = [each for each in callbacks(trainer) if isinstance(each, ResilienceCallback)]
+        if ours:
+            ours[0].before_setup(trainer)
+        self._setup(trainer)
 
 
 adopt_namespaces()
@@ -417,6 +441,72 @@ def _searches(trainer: Trainer) -> Iterator[tuple[Any, Any, str]]:
             if parsing.lightning_hasattr(trainer.lightning_module, name):
                 yield finder, parsing, name
                 break
+
+
+_MARKS = ("current_score", "_defer_save_until_validation", "_last_checkpoint_saved", "_last_global_step_saved")
+
+
+def checkpoint_marks(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """What ``ModelCheckpoint`` remembers of its last save and does not save itself.
+
+    By these it decides whether a step was saved already, is to be saved after the validation that is due, and whether
+    ``last.ckpt`` is missing at the end.
+    """
+    return {
+        callback.state_key: {name: getattr(callback, name) for name in _MARKS if hasattr(callback, name)}
+        for callback in callbacks_named(trainer, ("ModelCheckpoint",))
+    }
+
+
+def set_checkpoint_marks(trainer: Trainer, marks: dict[str, dict[str, Any]]) -> None:
+    """Restores :func:`checkpoint_marks`."""
+    for callback in callbacks_named(trainer, ("ModelCheckpoint",)):
+        for name, value in marks.get(callback.state_key, {}).items():
+            setattr(callback, name, value)
+
+
+# Where Lightning's own outputs of a fit are. Loggers are recognised by the names of their classes, as above.
+
+
+def file_loggers(trainer: Trainer) -> list[Any]:
+    """The loggers of ``trainer`` that write each version of an experiment to a folder of its own."""
+    kinds = ("TensorBoardLogger", "CSVLogger")
+    return [each for each in trainer.loggers if any(cls.__name__ in kinds for cls in type(each).__mro__)]
+
+
+def set_logger_folder(logger: Any, save_dir: str, version: int | str | None) -> None:
+    """Has one of :func:`file_loggers` write to this version there; ``None``: to the one that it would take anyway.
+
+    Both are read-only for others, and are to be chosen before the logger is made, where no run is known.
+    """
+    if version is not None and logger._experiment is not None:  # the script has already logged something
+        logger.save()
+        logger._experiment = None
+    logger._root_dir = save_dir
+    if hasattr(logger, "_save_dir"):  # by which the CSVLogger has the same
+        logger._save_dir = save_dir
+    if version is not None:
+        logger._version = version
+
+
+def append_to_csv(logger: Any) -> None:
+    """Has a ``CSVLogger`` open its files without deleting what an earlier attempt has logged there."""
+    module = next((sys.modules[cls.__module__] for cls in type(logger).__mro__ if cls.__name__ == "CSVLogger"), None)
+    if module is None or logger._experiment is not None:
+        return
+    patches = Patches()
+    patches.set(module.ExperimentWriter, "_check_log_dir_exists", lambda: None)  # which deletes
+    try:
+        writer = logger.experiment
+    finally:
+        patches.undo()
+    try:
+        with open(writer.metrics_file_path, "rb+") as file:
+            content = file.read()
+            file.truncate(content.rfind(b"\n") + 1)  # a kill may have cut its last line
+    except FileNotFoundError:
+        return
+    writer.metrics_keys = next(csv.reader(content.decode().splitlines()), [])
 
 
 def shards_state(trainer: Trainer) -> bool:

@@ -141,6 +141,7 @@ class FitDirectory:
         self._fingerprint = path / "fingerprint.json"
         self._condemned = path / "condemned.json"
         self._courses = path / "courses.json"
+        self._outputs = path / "outputs.json"
 
     def create(self) -> None:
         """Makes the folders."""
@@ -176,6 +177,15 @@ class FitDirectory:
     @fingerprint.setter
     def fingerprint(self, fingerprint: dict[str, Any]) -> None:
         write_json(self._fingerprint, fingerprint)
+
+    @property
+    def outputs(self) -> dict[str, Any] | None:
+        """Where Lightning's own outputs of this fit are; see :mod:`lightning_resilience.outputs`."""
+        return read_json(self._outputs)
+
+    @outputs.setter
+    def outputs(self, outputs: dict[str, Any]) -> None:
+        write_json(self._outputs, outputs)
 
     @property
     def condemned(self) -> dict[str, str]:

@@ -21,7 +21,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from lightning_resilience import _lightning, agreement, checkpoint_io, left_out, signals, strategies
+from lightning_resilience import _lightning, agreement, checkpoint_io, left_out, outputs, signals, strategies
 from lightning_resilience._files import Patience
 from lightning_resilience.agreement import Agreement, Event, Needs, neighbourhood, nodes_of
 from lightning_resilience.checkpoint import data_position, dcp, sharded
@@ -150,15 +150,14 @@ class FitSession:
             log.warning(
                 "This run was launched with --run-dir %s: run_dir=%s of its callbacks is not used.", launched, run_dir
             )
-        path = launched or run_dir or os.path.join(trainer.default_root_dir, "resilience")
+        path = _place_of_run(trainer, run_dir)
         self.patience = Patience(self.advanced)
         """For storage that does not answer when the fit starts, or goes back."""
-        launched_as = LAUNCHED if launched else os.environ.get("TORCHELASTIC_RUN_ID")
         self.run = RunDirectory(path)
         self.run_id: str
         # A copy is told from its original before anything in it is believed.
         path, self.run_id, other = self.from_rank_0(
-            lambda: (str(self.run.path), self.run.identity(), self.run.enter(launched_as))
+            lambda: (str(self.run.path), self.run.identity(), self.run.enter(_job()))
         )
         self.run = RunDirectory(path)  # rank 0's counts
         if other is not None:
@@ -345,6 +344,7 @@ class FitSession:
             _lightning.restore_checkpoint(self.trainer, explicit, found)
             return
         self._check_fingerprint(explicit)
+        self._record_outputs()
         self._explicit = explicit
         self._restore_from(self.tiers.choose(explicit), weights_only)
 
@@ -369,6 +369,8 @@ class FitSession:
                 self._silenced = True
                 _lightning.silence_resume_warning(self.trainer, self.patches)
         _lightning.restore_checkpoint(self.trainer, None if path is None else str(path), checkpoint)
+        if self._resumed is not None and (mine := self._resumed["mine"]) is not None:
+            _lightning.set_checkpoint_marks(self.trainer, mine.get("marks", {}))
         self._checkpoint = checkpoint
 
     def _complete_what_was_left_out(self, checkpoint: dict[str, Any]) -> None:
@@ -400,6 +402,11 @@ class FitSession:
                 left_out.complete_training_state(self.trainer, self._checkpoint, self._left_out)
             _lightning.set_loaded_checkpoint(self.trainer, self._checkpoint)
             self._checkpoint = None
+
+    def _record_outputs(self) -> None:
+        now = outputs.record(self.trainer, self.run_id)
+        if self.trainer.is_global_zero and self.fit.outputs != now:
+            self.fit.outputs = now
 
     def _describe(self) -> None:
         """Remembers what the fit trains, before the strategy shares it out among the ranks or changes its types."""
@@ -953,6 +960,7 @@ class FitSession:
             "reload_epochs": _lightning.reload_epochs(self.trainer),
             "searched": _lightning.found_by_searches(self.trainer),
             "should_stop": self.trainer.should_stop,
+            "marks": _lightning.checkpoint_marks(self.trainer),
             "modes": before["modes"] if before is not None else _lightning.modes(self.trainer, self.module),
             "validated": data_position.persistent_workers_run(_lightning.validation_loaders(self.trainer)),
         }
@@ -1000,6 +1008,23 @@ class SessionCallback(_lightning.ResilienceCallback):
         """Called in the ``setup`` of a fit: says what this callback does in ``session``."""
         raise NotImplementedError
 
+    def before_setup(self, trainer: Trainer) -> None:
+        """Has what Lightning itself writes go on where an earlier attempt of this fit has written it."""
+        inner = _active is not None and not _active.trainer.interrupted
+        if trainer.state.fn != "fit" or inner or _is_passive(trainer) or _obstacle(trainer) is not None:
+            return
+        _check_worker_count(trainer)
+        recorded = None
+        if trainer.is_global_zero:
+            run = RunDirectory(_place_of_run(trainer, _own_run_dir(trainer)))
+            fit = run.fit(_fits_begun.get(run.path, 0))
+            if run.trained_by(_job()) is None:  # otherwise this fit is refused in a moment
+                if fit.path.exists():
+                    recorded = fit.outputs or {}
+                    recorded = recorded if recorded.get("run") == run.identity() else {}
+                fit.create()
+        outputs.go_on(trainer, recorded)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Joins the fit's session."""
         if (session := _join(self, trainer, pl_module, stage)) is not None:
@@ -1045,7 +1070,7 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
         the same class acts in this Trainer.
     """
     global _active
-    if stage != "fit" or vars(trainer)["fast_dev_run"] or trainer.barebones or _lightning.is_search(trainer):
+    if stage != "fit" or _is_passive(trainer):
         return None
     kind: type[SessionCallback] = next(cls for cls in type(callback).__mro__ if SessionCallback in cls.__bases__)
     alike = [other for other in _lightning.callbacks(trainer) if isinstance(other, kind)]  # also a user's subclass
@@ -1077,13 +1102,32 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
                 log.warning("%s %s does nothing in this fit.", obstacle, type(callback).__name__)
             return None
         _check_worker_count(trainer)
-        run_dirs = [own.run_dir for own in _lightning.callbacks(trainer) if getattr(own, "run_dir", None) is not None]
-        if len({os.path.abspath(path) for path in run_dirs}) > 1:
-            raise ValueError(f"The callbacks of one Trainer must share one run_dir, not {sorted(map(str, run_dirs))}.")
-        session = FitSession(trainer, module, run_dirs[0] if run_dirs else None)
+        session = FitSession(trainer, module, _own_run_dir(trainer))
         _sessions[trainer] = _active = session
     session.members.append(callback)
     return session
+
+
+def _is_passive(trainer: Trainer) -> bool:
+    return bool(vars(trainer)["fast_dev_run"]) or trainer.barebones or _lightning.is_search(trainer)
+
+
+def _own_run_dir(trainer: Trainer) -> str | os.PathLike[str] | None:
+    """The run directory that the user gave the callbacks of ``trainer``."""
+    run_dirs = [own.run_dir for own in _lightning.callbacks(trainer) if getattr(own, "run_dir", None) is not None]
+    if len({os.path.abspath(path) for path in run_dirs}) > 1:
+        raise ValueError(f"The callbacks of one Trainer must share one run_dir, not {sorted(map(str, run_dirs))}.")
+    return run_dirs[0] if run_dirs else None
+
+
+def _place_of_run(trainer: Trainer, own: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+    """Where the run directory is: the launcher counts by what is recorded in its own, and nowhere else."""
+    return os.environ.get(RUN_DIR_VARIABLE) or own or os.path.join(trainer.default_root_dir, "resilience")
+
+
+def _job() -> str | None:
+    """What all attempts of one job have in common; see :meth:`RunDirectory.enter`."""
+    return LAUNCHED if os.environ.get(RUN_DIR_VARIABLE) else os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 def _obstacle(trainer: Trainer) -> str | None:

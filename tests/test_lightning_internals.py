@@ -107,7 +107,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "ModelCheckpoint": (
         lambda t: t.checkpoint_callback,
-        {"_last_global_step_saved", "_link_checkpoint"},
+        {"_defer_save_until_validation", "_last_checkpoint_saved", "_last_global_step_saved", "_link_checkpoint"},
     ),
     "LearningRateFinder": (
         lambda t: importlib.import_module(f"{package_of(t)}.callbacks").LearningRateFinder(),
@@ -117,9 +117,18 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         lambda t: importlib.import_module(f"{package_of(t)}.callbacks").BatchSizeFinder(),
         {"_batch_arg_name", "optimal_batch_size"},
     ),
+    "module of hooks": (lambda t: importlib.import_module(f"{package_of(t)}.trainer.call"), {"_call_setup_hook"}),
     "module of parsing": (
         lambda t: importlib.import_module(f"{package_of(t)}.utilities.parsing"),
         {"lightning_getattr", "lightning_hasattr", "lightning_setattr"},
+    ),
+    "CSVLogger": (
+        lambda t: importlib.import_module(f"{package_of(t)}.loggers").CSVLogger("."),
+        {"_experiment", "_root_dir", "_save_dir", "_version"},
+    ),
+    "its writer": (
+        lambda t: importlib.import_module(f"{package_of(t)}.loggers.csv_logs").ExperimentWriter,
+        {"_check_log_dir_exists"},
     ),
     "WeightAveraging": (
         lambda t: importlib.import_module(f"{package_of(t)}.callbacks").WeightAveraging(),

@@ -1,0 +1,120 @@
+"""Where Lightning's own outputs of a fit are: its loggers' files, ``ModelCheckpoint``'s, and ``LightningCLI``'s config.
+
+By default every start of a script makes new folders: the next ``version_N``, or one that is named after the time
+(Hydra). Then ``best_model_path`` and the best k checkpoints are those of the last start only, and the logs are in
+pieces. A fit that was begun before goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_resilience import _lightning
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def record(trainer: Trainer, run: str) -> dict[str, Any]:
+    """What :func:`go_on` needs; called on all ranks when everything is set up.
+
+    Args:
+        trainer: The Trainer of a fit.
+        run: The identity of the run. Who copies its directory does not go on in the folders of the original.
+    """
+    return {
+        "run": run,
+        "loggers": [_place(logger) for logger in _lightning.file_loggers(trainer)],
+        "checkpoints": {each.state_key: str(each.dirpath) for each in _checkpoints(trainer) if each.dirpath},
+        "configs": {str(path): _digest(path) for _, path in _configs(trainer)},
+    }
+
+
+def go_on(trainer: Trainer, recorded: dict[str, Any] | None) -> None:
+    """Has a fit go on where an earlier attempt has recorded that it was; called on all ranks before anything is set up.
+
+    Args:
+        trainer: The Trainer of the fit.
+        recorded: What :func:`record` has returned then, on rank 0; ``None`` in the first attempt.
+    """
+    places: dict[str, Any] = trainer.strategy.broadcast(_folders(trainer, recorded) if trainer.is_global_zero else {})
+    loggers = _lightning.file_loggers(trainer)
+    for number, logger in enumerate(loggers):
+        folder = places["loggers"][number]
+        if folder is not None:
+            _lightning.set_logger_folder(logger, *folder)
+            if trainer.is_global_zero:
+                log.info("Logging goes on in %s, where this fit has logged before.", logger.log_dir)
+                _lightning.append_to_csv(logger)
+        elif "://" not in logger.save_dir and not logger.save_dir.startswith(("~", "$")):
+            # As it is meant now: the next attempt may be in another directory.
+            _lightning.set_logger_folder(logger, os.path.abspath(logger.save_dir), None)
+    for callback in _checkpoints(trainer):
+        before = places["checkpoints"].get(callback.state_key)
+        if before is not None and callback.dirpath not in (None, before) and trainer.is_global_zero:
+            log.info(
+                "ModelCheckpoint goes on in %s, where it was before, and not in %s. To begin there, give the run "
+                "another directory.",
+                before,
+                callback.dirpath,
+            )
+        callback.dirpath = before or callback.dirpath
+    if places["begun"]:
+        _allow_overwriting(trainer, (recorded or {}).get("configs", {}))
+
+
+def _folders(trainer: Trainer, recorded: dict[str, Any] | None) -> dict[str, Any]:
+    """What of ``recorded`` is still there, and is that of a logger or a callback which the Trainer has now."""
+    loggers = _lightning.file_loggers(trainer)
+    before = (recorded or {}).get("loggers", [])
+    alike = [(type(each).__name__, each.name) for each in loggers] == [(each["kind"], each["name"]) for each in before]
+    found = [(each["save_dir"], each["version"]) if os.path.isdir(each["log_dir"]) else None for each in before]
+    checkpoints = (recorded or {}).get("checkpoints", {})
+    return {
+        "begun": recorded is not None,
+        "loggers": found if alike else [None] * len(loggers),
+        "checkpoints": {key: path for key, path in checkpoints.items() if os.path.isdir(path)},
+    }
+
+
+def _place(logger: Any) -> dict[str, Any]:
+    return {
+        "kind": type(logger).__name__,
+        "name": logger.name,
+        "save_dir": logger.save_dir,
+        "version": logger.version,
+        "log_dir": logger.log_dir,
+    }
+
+
+def _checkpoints(trainer: Trainer) -> list[Any]:
+    return _lightning.callbacks_named(trainer, ("ModelCheckpoint",))
+
+
+def _configs(trainer: Trainer) -> Iterator[tuple[Any, Path]]:
+    """The callbacks by which a ``LightningCLI`` saves its configuration, and where."""
+    for callback in _lightning.callbacks_named(trainer, ("SaveConfigCallback",)):
+        if callback.save_to_log_dir and trainer.log_dir is not None:
+            yield callback, Path(trainer.log_dir, callback.config_filename)
+
+
+def _allow_overwriting(trainer: Trainer, written: dict[str, Any]) -> None:
+    """Has a ``LightningCLI`` save its configuration over that of an earlier attempt: it refuses if there is any."""
+    for callback, path in _configs(trainer):
+        own = False
+        if trainer.is_global_zero and path.is_file():
+            own = written.get(str(path)) == _digest(path)
+            # Before it was recorded this process may have been killed.
+            own = own or path.read_text() == callback.parser.dump(callback.config, skip_none=False)
+        callback.overwrite = trainer.strategy.broadcast(own) or callback.overwrite
+
+
+def _digest(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
