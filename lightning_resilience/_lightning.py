@@ -399,7 +399,13 @@ def restore_checkpoint(trainer: Trainer, path: str | None, checkpoint: dict[str,
     connector._loaded_checkpoint = checkpoint
     connector.restore_model()
     connector.restore_datamodule()
+    # Lightning's SpikeDetection looks for its metric by a name that it has not: every resume would fail.
+    spikes = [each for each in callbacks_named(trainer, ("SpikeDetection",)) if not hasattr(each, "running")]
+    for each in spikes:
+        each.running = each.running_mean
     connector.restore_callbacks()
+    for each in spikes:
+        del each.running
 
 
 def found_by_searches(trainer: Trainer) -> dict[str, Any]:
@@ -1304,9 +1310,9 @@ def metric_states(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         name: {
             "state": {key: _clone(getattr(metric, key)) for key in metric._defaults},
             "updates": metric._update_count,
+            "seen": getattr(metric, "_num_vals_seen", None),  # where a running one stands in its window
         }
-        for name, metric in module.named_modules()
-        if isinstance(metric, Metric)
+        for name, metric in _metrics(trainer, module)
     }
     connector = trainer._logger_connector
     latest = {
@@ -1316,6 +1322,19 @@ def metric_states(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     # Without these the next ``self.log`` takes its batch for the first of the epoch and starts all means afresh.
     loop = {"_first_loop_iter": connector._first_loop_iter, "_current_fx": connector._current_fx}
     return {"results": results, "modules": modules, "latest": latest, "loop": loop}
+
+
+def _metrics(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, Metric]]:
+    """The metrics of the module and those that callbacks keep, by names that a new process finds again."""
+    yield from ((name, each) for name, each in module.named_modules() if isinstance(each, Metric))
+    for callback in callbacks(trainer):
+        for attribute, value in vars(callback).items():
+            if isinstance(value, Metric):
+                yield from (
+                    (f"{callback.state_key}.{attribute}.{name}", each)
+                    for name, each in value.named_modules()
+                    if isinstance(each, Metric)
+                )
 
 
 def set_metric_states(trainer: Trainer, module: LightningModule, states: dict[str, Any]) -> None:
@@ -1336,13 +1355,14 @@ def set_metric_states(trainer: Trainer, module: LightningModule, states: dict[st
             metric.cumulated_batch_size = state["cumulated_batch_size"]
         metric._update_count, metric.has_reset = state["updates"], state["has_reset"]
         collection[key] = metric.to(device)
-    metrics = dict(module.named_modules())
+    metrics = dict(_metrics(trainer, module))
     for name, state in states["modules"].items():
-        metric = metrics.get(name)
-        if isinstance(metric, Metric):
+        if (each := metrics.get(name)) is not None:
             for key, value in state["state"].items():
-                setattr(metric, key, _to(value, metric.device))
-            metric._update_count, metric._computed = state["updates"], None
+                setattr(each, key, _to(value, each.device))
+            each._update_count, each._computed = state["updates"], None
+            if state.get("seen") is not None:
+                vars(each)["_num_vals_seen"] = state["seen"]
     connector = trainer._logger_connector
     for name, value in states["loop"].items():
         setattr(connector, name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import multiprocessing
 import os
@@ -57,9 +58,7 @@ def _rank(config: dict[str, Any], environment: dict[str, str], output: str) -> N
     os.dup2(fd, 2)
     faulthandler.register(_WHERE_ARE_YOU, all_threads=True)  # the data-loader workers inherit it
     os.environ.update(environment)
-    from tests.program import main
-
-    main(config)
+    importlib.import_module(config.get("program", "tests.program")).main(config)
 
 
 class Ranks:

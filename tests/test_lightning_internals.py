@@ -159,6 +159,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         {"CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"},
     ),
     "torchmetrics.Metric": (lambda t: torchmetrics.MeanMetric(), {"_computed", "_defaults", "_update_count"}),
+    "a running metric": (lambda t: torchmetrics.aggregation.RunningMean(2), {"_num_vals_seen"}),
 }
 
 CLASSES = [  # recognised by these names
