@@ -449,6 +449,11 @@ def _searches(trainer: Trainer) -> Iterator[tuple[Any, Any, str]]:
                 break
 
 
+def exception_checkpoints(trainer: Trainer) -> list[str]:
+    """The files of every ``OnExceptionCheckpoint``: where one is, Lightning resumes from it without being asked."""
+    return [str(each.ckpt_path) for each in callbacks_named(trainer, ("OnExceptionCheckpoint",))]
+
+
 _MARKS = ("current_score", "_defer_save_until_validation", "_last_checkpoint_saved", "_last_global_step_saved")
 
 
@@ -469,6 +474,25 @@ def set_checkpoint_marks(trainer: Trainer, marks: dict[str, dict[str, Any]]) -> 
     for callback in callbacks_named(trainer, ("ModelCheckpoint",)):
         for name, value in marks.get(callback.state_key, {}).items():
             setattr(callback, name, value)
+
+
+def last_saves(trainer: Trainer) -> list[tuple[Any, int]]:
+    """Every ``ModelCheckpoint``, and the ``trainer.global_step`` of its last save."""
+    return [(each, each._last_global_step_saved) for each in callbacks_named(trainer, ("ModelCheckpoint",))]
+
+
+def overwrite(callback: Any, patches: Patches, files: set[str]) -> None:
+    """Has a ``ModelCheckpoint`` save to each of ``files``, as rank 0 knows them, once as if it were not there."""
+    there = type(callback).file_exists
+
+    def file_exists(filepath: Any, trainer: Trainer) -> bool:
+        if not there(callback, filepath, trainer):
+            return False
+        is_free = str(filepath) in files
+        files.discard(str(filepath))
+        return not trainer.strategy.broadcast(is_free)
+
+    patches.set(callback, "file_exists", file_exists)
 
 
 # Where Lightning's own outputs of a fit are. Loggers are recognised by the names of their classes, as above.

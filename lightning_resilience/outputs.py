@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_resilience import _lightning
+from lightning_resilience.checkpoint import durable
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -68,6 +69,34 @@ def go_on(trainer: Trainer, recorded: dict[str, Any] | None) -> None:
         callback.dirpath = before or callback.dirpath
     if places["begun"]:
         _allow_overwriting(trainer, (recorded or {}).get("configs", {}))
+
+
+def overwrite_lost(trainer: Trainer, patches: _lightning.Patches, metadata: dict[str, Any]) -> None:
+    """Has ``ModelCheckpoint`` save again under their names what it had saved after the state that was restored.
+
+    Lightning would take such a file for another's, save beside it (``-v1``), and leave it for ever.
+
+    Args:
+        trainer: The Trainer of a fit whose state has just been restored.
+        patches: Undone after the fit.
+        metadata: By which the files of the fit are known.
+    """
+    for callback, last_saved in _lightning.last_saves(trainer):
+        lost: set[str] = set()
+        if trainer.is_global_zero and os.path.isdir(callback.dirpath):
+            files = Path(callback.dirpath).rglob(f"*{callback.FILE_EXTENSION}")
+            lost = {str(file) for file in files if file.is_file() and _is_lost(file, last_saved, metadata)}
+        _lightning.overwrite(callback, patches, lost)
+
+
+def _is_lost(file: Path, last_saved: int, metadata: dict[str, Any]) -> bool:
+    try:
+        stamp = durable.read_stamp(file)
+    except (OSError, durable.CorruptCheckpoint):
+        return False
+    said = stamp.metadata if stamp is not None else {}
+    own = all(said.get(key) == metadata[key] for key in ("id", "fit"))
+    return own and int(said.get("step", -1)) > last_saved
 
 
 def _folders(trainer: Trainer, recorded: dict[str, Any] | None) -> dict[str, Any]:

@@ -185,6 +185,7 @@ class FitSession:
         )
         self.metadata = {
             "run": self.run.path.name,
+            "id": self.run_id,
             "fit": self.index,
             "world_size": trainer.world_size,
             "strategy": strategies.name_of(trainer.strategy),
@@ -371,6 +372,8 @@ class FitSession:
         _lightning.restore_checkpoint(self.trainer, None if path is None else str(path), checkpoint)
         if self._resumed is not None and (mine := self._resumed["mine"]) is not None:
             _lightning.set_checkpoint_marks(self.trainer, mine.get("marks", {}))
+            if "marks" in mine:
+                outputs.overwrite_lost(self.trainer, self.patches, self.metadata)
         self._checkpoint = checkpoint
 
     def _complete_what_was_left_out(self, checkpoint: dict[str, Any]) -> None:

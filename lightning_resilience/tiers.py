@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lightning_resilience import _lightning
 from lightning_resilience._files import clean_temporaries
 from lightning_resilience.checkpoint import dcp, durable, resume
 from lightning_resilience.checkpoint.generations import Generation, counts
@@ -210,8 +211,10 @@ class Tiers:
     def _is_users_choice(self, explicit: str, own: bool) -> bool:
         if (self._session.fit.fingerprint or {}).get("ckpt_path") == explicit:
             return False  # where this fit once began: it goes on from its own newer checkpoint
-        # ckpt_path="last" and "hpc" mean "resume": Lightning has made paths of them before it calls us.
-        means_resume = Path(explicit).stem.startswith(("last", "hpc_ckpt_"))
+        # ckpt_path="last" and "hpc" mean "resume": Lightning has made paths of them before it calls us. By itself it
+        # takes what an OnExceptionCheckpoint has saved, which is a state in the middle of a step.
+        of_exception = explicit in _lightning.exception_checkpoints(self._session.trainer)
+        means_resume = of_exception or Path(explicit).stem.startswith(("last", "hpc_ckpt_"))
         return not (means_resume and own)
 
     def begin(self) -> None:

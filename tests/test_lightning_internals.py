@@ -107,7 +107,8 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "ModelCheckpoint": (
         lambda t: t.checkpoint_callback,
-        {"_defer_save_until_validation", "_last_checkpoint_saved", "_last_global_step_saved", "_link_checkpoint"},
+        {"_defer_save_until_validation", "_last_checkpoint_saved", "_last_global_step_saved", "_link_checkpoint"}
+        | {"FILE_EXTENSION", "file_exists"},
     ),
     "LearningRateFinder": (
         lambda t: importlib.import_module(f"{package_of(t)}.callbacks").LearningRateFinder(),

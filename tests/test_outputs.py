@@ -136,6 +136,39 @@ def test_a_restart_ends_with_the_best_checkpoints_of_the_whole_fit(
     assert came_to(here / "ours", *fit(here / "ours", 2, here / "run")) == expected
 
 
+class DiesAfterASave(L.Callback):
+    """When the epoch's checkpoint has been saved, and before the next batch is begun."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 2 and (pl_module.stops_at or 0) > 0:
+            raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("filename", ["{epoch}", "{step}", None])
+def test_a_checkpoint_that_was_saved_after_what_is_resumed_is_saved_over(here: Path, filename: str | None) -> None:
+    """And no other: with ``{epoch}`` each epoch has two files, of which the second is a ``-v1`` anyway."""
+
+    def fit(folder: Path, run: Path | None, stops_at: int = -1) -> Any:
+        module = Worsens(stops_at)
+        checkpoint = ModelCheckpoint(folder, filename, every_n_train_steps=4, save_top_k=-1, save_last=True)
+        callbacks = [checkpoint, DiesAfterASave()]
+        session._fits_begun.clear()
+        ours = [AutoResume(run, every_n_train_steps=15, async_save=False, train_time_interval=None)] if run else []
+        L.Trainer(max_epochs=4, accelerator="cpu", callbacks=[*callbacks, *ours], logger=False).fit(module)
+        state = json.dumps({**checkpoint.state_dict(), "kth_value": None}, default=str).replace(str(folder), "")
+        return state, sorted(path.name for path in folder.iterdir())
+
+    expected = fit(here / "plain", None)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(here / "ours", here / "run", stops_at=1000)
+    for path in (here / "run" / "fit-000" / "checkpoints").iterdir():
+        if "000000000015" not in path.name:
+            path.unlink()
+    stranger = here / "ours" / "of-another-run.ckpt"
+    shutil.copy(next((here / "plain").iterdir()), stranger)
+    assert fit(here / "ours", here / "run") == (expected[0], sorted([*expected[1], stranger.name]))
+
+
 @pytest.mark.parametrize("version", [None, 3])
 def test_a_csv_file_holds_the_log_of_all_attempts(here: Path, version: int | None) -> None:
     def fit(folder: Path, run: Path | None, stops_at: int = -1) -> None:
