@@ -412,6 +412,32 @@ def test_an_exception_that_the_script_swallows(tmp_path: Path, caplog: pytest.Lo
     assert [fit.path.name for fit in RunDirectory(tmp_path / "run").fits] == ["fit-000", "fit-001"]
 
 
+def test_what_was_saved_at_an_exception_does_not_go_before_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lightning resumes from it without being asked, and it is a state in the middle of a step."""
+
+    def fit(fails: bool) -> None:
+        monkeypatch.setattr(session, "_fits_begun", {})
+        module = Searched()
+        saves = L.callbacks.OnExceptionCheckpoint(tmp_path)
+
+        def step(*_: Any) -> None:
+            if fails and module.trainer.global_step == 12:
+                raise RuntimeError("on purpose")
+
+        module.layer.register_forward_pre_hook(step)
+        ours = AutoResume(tmp_path / "run", every_n_train_steps=5, async_save=False)
+        trainer(tmp_path, [saves, ours], enable_checkpointing=True).fit(module)
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(fails=True)
+    assert (tmp_path / "on_exception.ckpt").is_file()
+    with caplog.at_level(logging.INFO):
+        fit(fails=False)
+    assert "Resuming from step 10" in caplog.text
+
+
 class Raises(L.Callback):
     def __init__(self, hook: str) -> None:
         self.hook = hook
