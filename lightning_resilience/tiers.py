@@ -215,7 +215,36 @@ class Tiers:
         # takes what an OnExceptionCheckpoint has saved, which is a state in the middle of a step.
         of_exception = explicit in _lightning.exception_checkpoints(self._session.trainer)
         means_resume = of_exception or Path(explicit).stem.startswith(("last", "hpc_ckpt_"))
+        if own and not means_resume and self._is_newest_of_this_fit(Path(explicit)):
+            means_resume = True
+            log.warning(
+                "fit(ckpt_path=%r) is the newest that a ModelCheckpoint of this very fit has saved there: that means "
+                "to resume, which the fit does from its own newest state, exactly. To begin anew from that file, use "
+                "another run directory.",
+                explicit,
+            )
         return not (means_resume and own)
+
+    def _is_newest_of_this_fit(self, path: Path) -> bool:
+        """Whether this fit has saved ``path`` through Lightning, and nothing later in the same folder.
+
+        Scripts look for such a file at their start. One that names an older file goes back to it.
+        """
+        if path.absolute().parent == self._session.fit.checkpoints.absolute():
+            return False
+        if (step := self._step_of_this_fit(path)) is None:
+            return False
+        return all((self._step_of_this_fit(each) or 0) <= step for each in path.parent.glob(f"*{path.suffix}"))
+
+    def _step_of_this_fit(self, path: Path) -> int | None:
+        try:
+            stamp = durable.verify_directory(path, lambda name: False) if path.is_dir() else durable.read_stamp(path)
+        except (OSError, durable.CorruptCheckpoint):
+            return None
+        mine = {"id": self._session.run_id, "fit": self._session.index}
+        if stamp is None or not mine.items() <= stamp.metadata.items():
+            return None
+        return stamp.metadata.get("step")
 
     def begin(self) -> None:
         """The training begins. If it does so from what the user has chosen, a restart goes on from there.

@@ -171,18 +171,16 @@ def test_an_explicit_checkpoint_wins(tmp_path: Path) -> None:
         numpy=False,
         model_checkpoint={
             "dirpath": str(tmp_path),
-            "filename": "ten",
-            "every_n_train_steps": 10,
-            "save_top_k": 1,
-            "monitor": None,
-            "save_last": False,
+            "filename": "{step}",
+            "every_n_train_steps": 5,
+            "save_top_k": -1,
         },
     )
     run({**config, "events": [{"at": "train", "step": 16, "do": "SIGKILL"}]}, tmp_path / "run")
-    codes, text = run({**config, "ckpt_path": str(tmp_path / "ten.ckpt")}, tmp_path / "run")
+    codes, text = run({**config, "ckpt_path": str(tmp_path / "step=10.ckpt")}, tmp_path / "run")
     assert codes == [0], text
     assert "wins" in text
-    assert f"Restored all states from the checkpoint at {tmp_path / 'ten.ckpt'}" in text
+    assert f"Restored all states from the checkpoint at {tmp_path / 'step=10.ckpt'}" in text
 
 
 def test_a_restart_of_a_fit_with_an_explicit_checkpoint_goes_on_from_its_own(tmp_path: Path) -> None:
