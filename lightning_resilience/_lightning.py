@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_resilience.checkpoint import data_position, sharded
+from lightning_resilience.checkpoint import data_position, pruning, sharded
 from lightning_resilience.checkpoint.snapshot import optimizer_tensors
 from lightning_resilience.strategies import name_of, traits_of
 from lightning_resilience.strategies import writes_directories as writes_directories
@@ -337,6 +337,7 @@ def begin_anew(trainer: Trainer, module: LightningModule) -> None:
     for each in module.modules():
         if isinstance(each, Metric):
             each.reset()
+    pruning.make_whole(module)
     module.zero_grad(set_to_none=True)
     trainer.should_stop = False
     for callback in trainer.checkpoint_callbacks:  # which would leave out a step that it has saved already
@@ -403,7 +404,10 @@ def restore_checkpoint(trainer: Trainer, path: str | None, checkpoint: dict[str,
     spikes = [each for each in callbacks_named(trainer, ("SpikeDetection",)) if not hasattr(each, "running")]
     for each in spikes:
         each.running = each.running_mean
+    patiences = [(callback, callback.patience) for callback in callbacks_named(trainer, ("EarlyStopping",))]
     connector.restore_callbacks()
+    for callback, patience in patiences:  # that of the checkpoint, and the script may have more by now
+        callback.patience = max(patience, callback.patience)
     for each in spikes:
         del each.running
 
@@ -537,6 +541,52 @@ def append_to_csv(logger: Any) -> None:
     except FileNotFoundError:
         return
     writer.metrics_keys = next(csv.reader(content.decode().splitlines()), [])
+
+
+def convert_to_double(trainer: Trainer, module: LightningModule) -> None:
+    """Has a module that is trained in float64 be so before its state is loaded.
+
+    Lightning converts it later, when the numbers have been rounded. A narrower type loses nothing that way.
+    """
+    plugin = trainer.precision_plugin
+    if plugin.precision == "64-true":
+        plugin.convert_module(module)
+
+
+def limits(trainer: Trainer) -> dict[str, float | None]:
+    """What may end the fit, by names that stay the same; ``None`` or a negative number is no limit."""
+    times = [timer._duration for timer in callbacks_named(trainer, ("Timer",)) if timer._duration is not None]
+    patiences = {
+        f"patience of {each.state_key}": each.patience for each in callbacks_named(trainer, ("EarlyStopping",))
+    }
+    counts = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps}
+    return {**counts, "max_time": min(times, default=None), **patiences}
+
+
+def limit_reached(trainer: Trainer) -> str | None:
+    """Which of :func:`limits` has ended the fit; ``None`` if none is known to."""
+    if trainer.max_steps not in (None, -1) and trainer.global_step >= trainer.max_steps:
+        return "max_steps"
+    if trainer.max_epochs not in (None, -1) and trainer.current_epoch >= trainer.max_epochs:
+        return "max_epochs"
+    for callback in callbacks_named(trainer, ("EarlyStopping",)):
+        if callback.wait_count >= callback.patience:
+            return f"patience of {callback.state_key}"
+    for timer in callbacks_named(trainer, ("Timer",)):
+        if timer._duration is not None and timer.time_elapsed() >= timer._duration:
+            return "max_time"
+    return None
+
+
+def changes_weights_at_the_end(trainer: Trainer) -> bool:
+    """Whether a callback of Lightning's changes the weights when the training has ended."""
+    return bool(callbacks_named(trainer, ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")))
+
+
+def is_cut_short(trainer: Trainer) -> bool:
+    """Whether this epoch ends before its last batch, because the whole fit does."""
+    ends = trainer.should_stop or (trainer.max_steps not in (None, -1) and trainer.global_step >= trainer.max_steps)
+    return ends and not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
 def shards_state(trainer: Trainer) -> bool:
@@ -841,7 +891,14 @@ def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
     user passed, which a safe load cannot read. ``trainer.save_checkpoint`` would write a file and cannot leave them
     out.
     """
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    patches = Patches()
+    for callback in callbacks_named(trainer, ("ModelPruning",)):
+        # It multiplies the weights by their masks and leaves those out: the file is then for others.
+        patches.set(callback, "_make_pruning_permanent", False)
+    try:
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    finally:
+        patches.undo()
     for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
         for key in ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"):
             checkpoint.pop(getattr(owner, key, None), None)
@@ -929,8 +986,14 @@ def hold_weight_averaging(trainer: Trainer) -> None:
 
 
 def accumulation_window_complete(trainer: Trainer) -> bool:
-    """Whether no gradients wait for the rest of their accumulation window."""
-    return trainer.accumulate_grad_batches == 1 or not trainer.fit_loop.epoch_loop._should_accumulate()
+    """Whether no gradients wait for the rest of their accumulation window.
+
+    In its last epoch, which only reads data for BatchNorm, ``StochasticWeightAveraging`` leaves those of the step
+    before, and Lightning makes a step of them at the end.
+    """
+    if trainer.accumulate_grad_batches == 1:
+        return True
+    return not trainer.fit_loop.epoch_loop._should_accumulate() and not trainer.fit_loop._skip_backward
 
 
 def on_training_boundary(trainer: Trainer, patches: Patches, boundary: Callable[[], bool]) -> None:
@@ -1208,24 +1271,82 @@ def end_restart(trainer: Trainer) -> None:
     trainer.fit_loop._resuming_from_checkpoint = False
 
 
+def count_batches_done(trainer: Trainer, batches: int) -> int:
+    """Has this epoch go on behind its first ``batches`` batches; behind all of them if it was over.
+
+    Returns:
+        How many are done.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    if progress.is_last_batch and trainer.num_training_batches != float("inf"):
+        batches = int(trainer.num_training_batches)
+    for key in ("ready", "started", "processed", "completed"):
+        setattr(progress.current, key, batches)
+    return batches
+
+
+def resume_weight_averaging(trainer: Trainer, module: LightningModule) -> None:
+    """Has ``StochasticWeightAveraging`` stand where it stood in the middle of an epoch.
+
+    It exchanges the scheduler at the beginning of an epoch, in a hook that Lightning does not call again in the middle
+    of one: the rest of the epoch would do without, and the next save would hold none. The learning rates that a new
+    scheduler sets are in the checkpoint already.
+    """
+    for callback in callbacks_named(trainer, ("StochasticWeightAveraging",)):
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        before, patches = [dict(group) for group in groups], Patches()
+        patches.set(callback, "update_parameters", lambda *args: None)
+        try:
+            callback.on_train_epoch_start(trainer, module)
+        finally:
+            patches.undo()
+        for group, values in zip(groups, before, strict=True):
+            group.update(values)
+
+
 def modes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """What hooks at the start of an epoch may have set; Lightning does not call them again in the middle of it."""
     return {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
         "evaluating": [name for name, each in module.named_modules() if not each.training],
+        "tickets": [
+            number
+            for number, (first, weight) in enumerate(_lottery_tickets(trainer))
+            if first.data_ptr() == weight.data_ptr()
+        ],
     }
 
 
 def set_modes(trainer: Trainer, module: LightningModule, state: dict[str, Any]) -> None:
     """Restores :func:`modes`."""
-    trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+    if "accumulate_grad_batches" in state:
+        trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
     frozen, evaluating = set(state["frozen"]), set(state["evaluating"])
     for name, parameter in module.named_parameters():
         if parameter.requires_grad == (name in frozen):  # else nothing is asked of one that is not initialized yet
             parameter.requires_grad_(name not in frozen)
     for name, each in module.named_modules():
         each.training = name not in evaluating
+    tickets = set(state.get("tickets", ()))
+    for number, (first, weight) in enumerate(_lottery_tickets(trainer)):
+        if number in tickets:
+            first.data = weight.data
+
+
+def _lottery_tickets(trainer: Trainer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The first values that ``ModelPruning`` has kept of weights, and the weights.
+
+    Where both are on one device, the first time that it puts them back it makes them one tensor: they are trained.
+    """
+    for callback in callbacks_named(trainer, ("ModelPruning",)):
+        for layer in (callback._original_layers or {}).values():
+            for number, name in layer["names"]:
+                pruned, _ = callback._parameters_to_prune[number]
+                weight = getattr(pruned, name + pruning.ORIGINAL, None)
+                first = getattr(layer["data"], name, None)
+                if isinstance(first, torch.Tensor) and isinstance(weight, torch.Tensor):
+                    yield first, weight
 
 
 def reload_epochs(trainer: Trainer) -> list[float]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -24,7 +26,7 @@ from torch.utils.data import DataLoader
 from lightning_resilience import _lightning, agreement, checkpoint_io, left_out, outputs, signals, strategies
 from lightning_resilience._files import Patience
 from lightning_resilience.agreement import Agreement, Event, Needs, neighbourhood, nodes_of
-from lightning_resilience.checkpoint import data_position, dcp, sharded
+from lightning_resilience.checkpoint import data_position, dcp, pruning, resume, sharded
 from lightning_resilience.checkpoint.plain import device_of, from_plain
 from lightning_resilience.checkpoint.reduction_order import (
     GradientArrivalRecorder,
@@ -46,7 +48,7 @@ from lightning_resilience.run_directory import (
     StorageFails,
 )
 from lightning_resilience.saving import STATE_KEY, Saver
-from lightning_resilience.tiers import Tiers
+from lightning_resilience.tiers import ENDS_APART, Tiers
 from lightning_resilience.wandb_runs import begin_another, wandb_run_id
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _READS_OWNER_AGAIN_AFTER_S = (0.2, 1.0)
+_ASKED = "should_stop"  # why a fit has ended: somebody has set it, who is not known
 _CLEAN_TRAINING = Needs.TRAINING | Needs.CLEAN  # made once: an operation on flags costs a microsecond
 
 _sessions: weakref.WeakKeyDictionary[Any, FitSession] = weakref.WeakKeyDictionary()
@@ -209,6 +212,7 @@ class FitSession:
         self._accumulates = trainer.accumulate_grad_batches
         self._counted_before = 0
         self._own_callbacks: Any = None
+        self._cut_short = False
         self._step_before: int | None = None
         self._steps_are_seen = False
         self._warm = False
@@ -217,6 +221,7 @@ class FitSession:
         self._replayed = False
         self._checkpoint: dict[str, Any] | None = None
         self._left_out: list[list[str | int]] = []
+        self._masks: dict[str, torch.Tensor] = {}
         self._first_batch_random_state: data_position.RandomState | None = None
         self._epoch_random_state: data_position.RandomState | None = None
         self._fetches_ahead = False
@@ -359,6 +364,9 @@ class FitSession:
             if STATE_KEY in checkpoint:
                 checkpoint = from_plain(checkpoint)
         if STATE_KEY in checkpoint:
+            if "state_dict" in checkpoint:  # not where the strategy has loaded it
+                self._masks = pruning.take_masks(self.module, checkpoint["state_dict"])
+                _lightning.convert_to_double(self.trainer, self.module)
             self._complete_what_was_left_out(checkpoint)
             self._resumed = self._understand(checkpoint, Path(str(path)))
             if self._resumed is not None and (mine := self._resumed["mine"]) is not None:
@@ -405,6 +413,8 @@ class FitSession:
                 left_out.complete_training_state(self.trainer, self._checkpoint, self._left_out)
             _lightning.set_loaded_checkpoint(self.trainer, self._checkpoint)
             self._checkpoint = None
+            pruning.mask(self.module, self._masks)  # now that its optimizers are made, and DDP has wrapped it
+            self._masks = {}
 
     def _record_outputs(self) -> None:
         now = outputs.record(self.trainer, self.run_id)
@@ -469,7 +479,8 @@ class FitSession:
         if "mine" in state:  # saved by this rank for this rank
             _lightning.load_own_checkpoint(self.trainer, self._loading)
             about = {key: state[key] for key in ("due", "final", "arrival_order")}
-            return {**about, "mine": _with_defaults(state["mine"]), "epoch": epoch}
+            mine = _with_defaults(state["mine"])
+            return {**about, "mine": mine, "epoch": epoch, "batch_sizes": mine.get("batch_sizes")}
         world_size = len(state["ranks"])
         if world_size != self.trainer.world_size:
             if self.trainer.is_global_zero:
@@ -483,13 +494,21 @@ class FitSession:
                 )
             else:
                 _resized(checkpoint, world_size, self.trainer.world_size)
-            return {"mine": None, "due": state["due"], "final": state["final"], "arrival_order": None, "epoch": epoch}
+            return {
+                "mine": None,
+                "due": state["due"],
+                "final": state["final"],
+                "arrival_order": None,
+                "epoch": epoch,
+                "batch_sizes": state["ranks"][0].get("batch_sizes"),
+            }
         return {
             "epoch": epoch,
             "mine": _with_defaults(state["ranks"][self.rank]),
             "due": state["due"],
             "final": state["final"],
             "arrival_order": state["arrival_order"],
+            "batch_sizes": state["ranks"][self.rank].get("batch_sizes"),
         }
 
     # -- the training data ---------------------------------------------------------------------------------------------
@@ -564,6 +583,8 @@ class FitSession:
         if self.gone_back:
             return  # what follows lasts for as long as the process
         self._frame = _lightning.frame(self.trainer)
+        if self._resumed is not None and not self._resumed["final"]:
+            _lightning.resume_weight_averaging(self.trainer, self.module)
         ddp = _lightning.ddp_wrapper(self.trainer)
         if self._resumed is not None:
             self.arrival_order = self._resumed["arrival_order"]
@@ -589,8 +610,11 @@ class FitSession:
         if mine is not None and mine["first_batch"] is not None:
             self.set_random_state(mine["first_batch"])
             self._first_batch_random_state = mine["first_batch"]
+        change = self._change_of_batch_size(mine)
         if mine is None or mine["loader_states"] is None:
-            batches = _lightning.epoch_loop_batches(self.trainer) if mine is None else mine["fetched"]
+            batches = _lightning.epoch_loop_batches(self.trainer)
+            if mine is not None:
+                batches = int(mine["fetched"] * change)
             if batches and _lightning.skip_batches(self.trainer, batches):
                 _lightning.count_replayed(self.trainer)
                 return
@@ -611,6 +635,43 @@ class FitSession:
                 data_position.replay(fetch, batches, self.rank)
             _lightning.count_replayed(self.trainer)
 
+    def _change_of_batch_size(self, mine: dict[str, Any] | None) -> Fraction:
+        """How many batches stand now for one of when the state was saved; the loop counts in those of now."""
+        assert self._resumed is not None
+        loaders = _lightning.train_loaders(self.trainer)
+        now = data_position.batch_sizes(loaders)
+        before = self._resumed["batch_sizes"] or now  # older versions have not saved it
+        if before == now:
+            return Fraction(1)
+        change, done = data_position.change_of_batch_size(before, now), _lightning.epoch_loop_batches(self.trainer)
+        if change is None:
+            if self.rank == 0:
+                log.warning(
+                    "The sizes of the batches have changed from %s to %s, each in its own way: this epoch does not go "
+                    "on behind the same samples.",
+                    before,
+                    now,
+                )
+            return Fraction(1)
+        keeps_its_place = mine is not None and mine["loader_states"] is not None
+        batches = math.ceil(done * change) if keeps_its_place else int(done * change)
+        batches = _lightning.count_batches_done(self.trainer, batches)
+        if self.rank == 0:
+            known = "each of its samples is trained on once"
+            if data_position.workers_have_own_samples(loaders):
+                known = "which samples are left differs, since workers share them out by batches"
+            elif batches < done * change:
+                known = "less than a batch of each rank is trained on twice"
+            log.warning(
+                "Batches had %s samples and have %s now: this epoch goes on behind batch %d, where batch %d ended; %s.",
+                before[0],
+                now[0],
+                batches,
+                done,
+                known,
+            )
+        return change
+
     def start_sanity_check(self) -> None:
         """Called in ``on_sanity_check_start``: its batches are boundaries too."""
         self._running = True
@@ -623,11 +684,32 @@ class FitSession:
         if self._is_training:
             for hook in self.at_end_of_epoch:
                 hook()
+            if _lightning.is_cut_short(self.trainer):
+                self._cut_short = True
+                self._keep_before_the_end()
             self._enter("out_of_section")
+
+    def _keep_before_the_end(self) -> None:
+        """Saves where a fit would go on whose limit is raised when it has ended in the middle of an epoch.
+
+        What Lightning does at such an end (hooks of the end of an epoch, a validation) a longer fit does elsewhere. An
+        older state of the fit serves as well.
+        """
+        if self.save_final and _lightning.accumulation_window_complete(self.trainer) and not self.saver.waits():
+            self.saver.wait()
+            older = any(not resume.is_final(path) for path in resume.checkpoints(self.fit.checkpoints))
+            if not self.trainer.strategy.broadcast(older):
+                self.saver.save("before the end")
 
     def _before_epoch(self) -> None:
         """A finished fit whose limit was raised goes on with a new epoch, as if it had never ended."""
         if self._is_training and self._resumed is not None and self._resumed["final"]:
+            outcome = self.previous_outcome
+            if self.rank == 0 and outcome is not None and outcome.details.get(ENDS_APART):
+                log.warning(
+                    "This fit goes on from its end, which is not exact: a longer one had not stood there (its last "
+                    "epoch was cut short, or a callback has changed the weights at the end)."
+                )
             self._complete_resume()
 
     def _complete(self) -> None:
@@ -649,7 +731,9 @@ class FitSession:
             hook(True)
         step = self.trainer.global_step
         if self.trainer.is_global_zero:
-            self.end("finished", self._why_finished(), self._limits())
+            reason = _lightning.limit_reached(self.trainer) or _ASKED
+            apart = self._cut_short or _lightning.changes_weights_at_the_end(self.trainer)
+            self.end("finished", reason, {**_lightning.limits(self.trainer), ENDS_APART: apart})
             self.ledger.record("finished", fit=self.index, step=step)
         self._finished = True
 
@@ -657,31 +741,29 @@ class FitSession:
         """Writes how this fit ended, if this attempt still owns the run; a full disk must not change how it ends."""
         if self.run.attempt != self.token:
             return
+        before = self.previous_outcome.details if self.previous_outcome is not None else {}
+        details = {name: before[name] for name in (ENDS_APART,) if name in before} | (details or {})
         try:
-            self.fit.outcome = Outcome(status, reason, self.trainer.global_step, self.token, details=details or {})
+            self.fit.outcome = Outcome(status, reason, self.trainer.global_step, self.token, details=details)
         except OSError as error:
             log.error("The outcome of this fit (%s: %s) could not be written: %s", status, reason, error)
 
-    def _why_finished(self) -> str:
-        trainer = self.trainer
-        if trainer.max_steps not in (None, -1) and trainer.global_step >= trainer.max_steps:
-            return "max_steps"
-        if trainer.max_epochs not in (None, -1) and trainer.current_epoch >= trainer.max_epochs:
-            return "max_epochs"
-        return "should_stop"
-
-    def _limits(self) -> dict[str, Any]:
-        return {"max_epochs": self.trainer.max_epochs, "max_steps": self.trainer.max_steps}
-
     def finished_before(self) -> bool:
-        """Whether an earlier attempt finished this fit and the limits that ended it have not been raised."""
+        """Whether an earlier attempt finished this fit and the limit that ended it has not been raised."""
         outcome = self.previous_outcome
         if outcome is None or outcome.status != "finished":
             return False
-        if outcome.reason == "should_stop":
-            return True
-        before, now = outcome.details.get(outcome.reason), self._limits().get(outcome.reason)
-        return isinstance(before, int) and isinstance(now, int) and 0 <= now <= before
+        if outcome.reason == _ASKED:  # who has set it may want more by now
+            return not self._a_limit_is_raised(outcome.details)
+        return not _is_raised(outcome.details.get(outcome.reason), _lightning.limits(self.trainer).get(outcome.reason))
+
+    def _a_limit_is_raised(self, before: dict[str, Any]) -> bool:
+        return any(_is_raised(before.get(name), limit) for name, limit in _lightning.limits(self.trainer).items())
+
+    def what_ended_it(self) -> str:
+        """What has to be raised for more training of a finished fit, for a person."""
+        reason = self.previous_outcome.reason if self.previous_outcome is not None else _ASKED
+        return "max_epochs, max_steps, max_time or a patience" if reason == _ASKED else f"the {reason} that ended it"
 
     def fail(self, exception: BaseException) -> None:
         """Called in ``on_exception``: peers learn of it, the outcome is written, and everything is taken off again."""
@@ -900,8 +982,11 @@ class FitSession:
         _lightning.end_restart(self.trainer)
         if (mine := resumed["mine"]) is not None:
             if not resumed["final"]:
-                self.trainer.should_stop = mine["should_stop"]
+                raised = self._a_limit_is_raised(mine.get("limits", {}))
+                self.trainer.should_stop = mine["should_stop"] and not raised
                 _lightning.set_metric_states(self.trainer, self.module, mine["metrics"])
+                if mine.get("accumulates", self._accumulates) != self._accumulates:
+                    del mine["modes"]["accumulate_grad_batches"]  # the script has another by now
                 _lightning.set_modes(self.trainer, self.module, mine["modes"])
             self.set_random_state(mine["now"])
         return bool(resumed["due"] == "validation")
@@ -915,6 +1000,8 @@ class FitSession:
                 "metrics": _lightning.metric_states(self.trainer, self.module),
                 "modes": _lightning.modes(self.trainer, self.module),
             }
+            if not self.trainer.sanity_checking and _lightning.is_cut_short(self.trainer):
+                self._keep_before_the_end()
 
     def _evaluation_boundary(self, loader: int, index: int) -> None:
         if self._is_training:
@@ -964,6 +1051,9 @@ class FitSession:
             "searched": _lightning.found_by_searches(self.trainer),
             "should_stop": self.trainer.should_stop,
             "marks": _lightning.checkpoint_marks(self.trainer),
+            "limits": _lightning.limits(self.trainer),
+            "accumulates": self._accumulates,
+            "batch_sizes": data_position.batch_sizes(_lightning.train_loaders(self.trainer)),
             "modes": before["modes"] if before is not None else _lightning.modes(self.trainer, self.module),
             "validated": data_position.persistent_workers_run(_lightning.validation_loaders(self.trainer)),
         }
@@ -974,6 +1064,11 @@ def _each(hooks: list[Callable[[], None]]) -> None:
     with ExitStack() as calls:
         for hook in reversed(hooks):
             calls.callback(hook)
+
+
+def _is_raised(before: Any, now: Any) -> bool:
+    """Whether a limit of the fit is larger than before; without one there is no larger."""
+    return isinstance(before, (int, float)) and before >= 0 and (now is None or now < 0 or now > before)
 
 
 def _digest(parameters: Iterable[tuple[str, tuple[int, ...] | None, torch.dtype]]) -> str:

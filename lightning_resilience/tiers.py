@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+ENDS_APART = "ends_apart"
+"""In the details of a fit's outcome: whether a longer fit would not have come by its final state."""
+
 MAX_CONDEMNED = 3
 """How many checkpoints of a tier may be condemned in a fit: by then the cause is not in the checkpoints.
 
@@ -294,10 +297,11 @@ class Tiers:
     ) -> Iterator[Generation | Path]:
         """Newest first; on every rank the same."""
         outcome = self._session.previous_outcome
-        # max_steps may end a fit in the middle of an epoch, whose end Lightning then makes up. When max_steps has been
-        # raised, the longer run goes on exactly from a state before that end; from the end itself only if there is
-        # none.
-        stretched = not finished and outcome is not None and outcome.reason == "max_steps"
+        # A limit may end a fit in the middle of an epoch, whose end Lightning then makes up. When it has been raised,
+        # the longer run goes on exactly from a state before that end; from the end itself only if there is none.
+        stretched = (
+            not finished and outcome is not None and outcome.details.get(ENDS_APART, outcome.reason == "max_steps")
+        )
 
         def rank(candidate: Generation | Path) -> tuple[bool, int, bool, bool]:
             if isinstance(candidate, Generation):
@@ -435,9 +439,9 @@ class Tiers:
                 session.ledger.record("finished", fit=session.index, step=step)
                 log.info(
                     "This fit finished at step %d before; its final state is restored and it is not trained again. "
-                    "To train more, raise the max_epochs or max_steps that ended it; to train anew, use another run "
-                    "directory.",
+                    "To train more, raise %s; to train anew, use another run directory.",
                     step,
+                    session.what_ended_it(),
                 )
             else:
                 log.info("Resuming from step %d (%s).", step, path)

@@ -92,6 +92,7 @@ DEFAULTS: dict[str, Any] = {
     "accumulates": None,  # {epoch: batches}
     "persistent_validation": False,
     "lr_finder": False,
+    "lightning_callbacks": {},  # more of Lightning's, by their names, with their arguments
     "slurm": False,
     "folds": False,  # every fit has its own part of the data
     "skip_fits": 0,  # the script itself leaves out as many
@@ -747,6 +748,8 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         callbacks.append(L.callbacks.EarlyStopping(config_monitor(config), patience=1, min_delta=0.5))
     if config["accumulates"]:
         callbacks.append(L.callbacks.GradientAccumulationScheduler(config["accumulates"]))
+    for name, arguments in config["lightning_callbacks"].items():
+        callbacks.append(getattr(L.callbacks, name)(**arguments))
     if config["lr_finder"]:
         callbacks.append(L.callbacks.LearningRateFinder(num_training_steps=10))
     if config["model_checkpoint"] is not None:

@@ -130,6 +130,22 @@ def test_ranks(tmp_path: Path, world_size: int, options: dict[str, Any]) -> None
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
 
 
+CALLBACKS: dict[str, dict[str, Any]] = {
+    "averaging": {"StochasticWeightAveraging": {"swa_lrs": 1e-3, "swa_epoch_start": 2}},
+    "pruning": {"ModelPruning": {"pruning_fn": "l1_unstructured", "amount": 0.2}},
+}
+
+
+@pytest.mark.parametrize("callbacks", CALLBACKS.values(), ids=CALLBACKS)
+def test_ranks_with_callbacks_that_change_what_is_trained(tmp_path: Path, callbacks: dict[str, Any]) -> None:
+    """Killed twice in one epoch."""
+    options = {"lightning_callbacks": callbacks, "save_every": 3, "trainer": {"devices": 3}}
+    events = [{"at": "train", "step": 22, "rank": 1}, {"at": "train", "step": 25, "rank": 0}]
+    weights, ids, said = killed_and_resumed(tmp_path, events, **options)
+    assert (weights, ids) == undisturbed(tmp_path, **options)
+    assert "have changed since" not in said
+
+
 DDP: dict[str, dict[str, Any]] = {
     "told its device": {"ddp": {}},
     "told its device, with all else": {"ddp": {"gradient_as_bucket_view": True, "hook": "fp16"}, "manual": "twice"},

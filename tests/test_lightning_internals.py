@@ -46,6 +46,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
             "_load_combined_loader_states",
             "_restarting",
             "_resuming_from_checkpoint",
+            "_skip_backward",
             "epoch_loop",
             "epoch_progress",
             "is_resuming",
@@ -63,6 +64,14 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         lambda t: t.fit_loop.epoch_loop.val_loop,
         {"_combined_loader", "_data_fetcher", "_evaluation_step", "_last_val_dl_reload_epoch", "_restarting"}
         | {"on_run_end", "reset", "run", "state_dict"},
+    ),
+    "StochasticWeightAveraging's hooks": (
+        lambda t: importlib.import_module(f"{package_of(t)}.callbacks").StochasticWeightAveraging(0.1),
+        {"on_train_epoch_start", "update_parameters"},
+    ),
+    "EarlyStopping": (
+        lambda t: importlib.import_module(f"{package_of(t)}.callbacks").EarlyStopping("loss"),
+        {"patience", "state_key", "wait_count"},
     ),
     "epoch progress": (lambda t: t.fit_loop.epoch_progress.current, {"processed"}),
     "batch progress": (lambda t: t.fit_loop.epoch_loop.batch_progress.current, {"completed", "ready"}),
@@ -139,6 +148,11 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         lambda t: importlib.import_module(f"{package_of(t)}.callbacks").StochasticWeightAveraging(0.1),
         {"_average_model"},
     ),
+    "ModelPruning": (
+        lambda t: importlib.import_module(f"{package_of(t)}.callbacks").ModelPruning("l1_unstructured"),
+        {"_make_pruning_permanent", "_original_layers", "_parameters_to_prune"},
+    ),
+    "Timer": (lambda t: importlib.import_module(f"{package_of(t)}.callbacks").Timer(), {"_duration"}),
     "module of FSDPStrategy": (
         lambda t: importlib.import_module(f"{package_of(t)}.strategies.fsdp"),
         {"_lazy_load"},
@@ -193,6 +207,8 @@ NOT_LIGHTNING = {
     "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone
     "_comm_hooks",  # torch: see reduction_order.py
     "_extra_state",  # torch: how it ends in a state dict
+    "_orig",  # torch: how the names of pruned weights end
+    "_mask",
     "_handle",  # torch's FSDP1: what it has made of the parameters of a module
     "_fqns",
     "_shapes",

@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Sized
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -85,6 +87,35 @@ def loader_generators(loaders: Iterable[Any]) -> list[torch.Generator]:
             if isinstance(generator, torch.Generator):
                 found.setdefault(id(generator), generator)
     return list(found.values())
+
+
+def batch_sizes(loaders: Iterable[Any]) -> list[int | None]:
+    """How many samples a batch of each loader has; ``None`` where it does not say."""
+    sizes = []
+    for loader in loaders:
+        given = (getattr(owner, "batch_size", None) for owner in (loader, getattr(loader, "batch_sampler", None)))
+        sizes.append(next((size for size in given if isinstance(size, int) and size > 0), None))
+    return sizes
+
+
+def change_of_batch_size(before: list[int | None], now: list[int | None]) -> Fraction | None:
+    """How many batches stand now for one of before.
+
+    Returns:
+        ``None`` if that is not known, or not the same for all loaders.
+    """
+    if len(before) != len(now):
+        return None
+    changes = {
+        Fraction(old or 0, new or 1) if old != new else Fraction(1) for old, new in zip(before, now, strict=True)
+    }
+    change = changes.pop() if len(changes) == 1 else Fraction(0)
+    return change if change > 0 else None
+
+
+def workers_have_own_samples(loaders: Iterable[Any]) -> bool:
+    """Whether workers draw samples of their own, so that whose they are depends on which worker makes which batch."""
+    return any(isinstance(getattr(each, "dataset", None), IterableDataset) and each.num_workers > 0 for each in loaders)
 
 
 def inexact_loaders(loaders: Iterable[Any]) -> list[str]:

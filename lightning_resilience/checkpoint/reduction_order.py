@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_resilience.checkpoint.pruning import named_parameters
+
 
 def rebuilds_buckets(ddp: DistributedDataParallel) -> bool:
     """Whether this wrapper regroups its buckets after the first iteration, and can be made to do so by a replay.
@@ -66,7 +68,7 @@ class GradientArrivalRecorder:
         self._order: dict[str, None] = {}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._recorder(name))
-            for name, parameter in ddp.module.named_parameters()
+            for name, parameter in named_parameters(ddp.module)
             if parameter.requires_grad
         ]
 
@@ -119,7 +121,7 @@ def replay_gradient_arrival(ddp: DistributedDataParallel, order: list[str]) -> b
     Returns:
         Whether that was possible: ``False`` if ``order`` does not name this model's parameters.
     """
-    parameters = {name: parameter for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
+    parameters = {name: parameter for name, parameter in named_parameters(ddp.module) if parameter.requires_grad}
     if sorted(order) != sorted(parameters):
         return False
     module, model = ddp.module, list(parameters.values())

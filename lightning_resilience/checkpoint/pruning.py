@@ -1,0 +1,56 @@
+"""Weights that torch's pruning has split into ``weight_orig`` and ``weight_mask``.
+
+A new process has made none of the split yet when it loads a state; and it has to make its optimizers and DDP's buckets
+from the parameters in the order that they had before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils import prune
+
+_prune: Any = prune  # without annotations
+
+ORIGINAL, MASK = "_orig", "_mask"
+"""What torch adds to the name of a weight, for its values and for what is left of them."""
+
+
+def take_masks(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Makes of the pruned weights in a saved state whole ones, where ``module`` has them whole.
+
+    Returns:
+        Their masks, by their names, for :func:`mask`.
+    """
+    whole, masks = dict(module.named_parameters(remove_duplicate=False)), {}
+    for name in [key.removesuffix(MASK) for key in state if key.endswith(MASK)]:
+        if name in whole and name + ORIGINAL in state:
+            state[name] = state.pop(name + ORIGINAL)
+            masks[name] = state.pop(name + MASK)
+    return masks
+
+
+def mask(module: torch.nn.Module, masks: dict[str, torch.Tensor]) -> None:
+    """Prunes weights of ``module`` by the masks that they had."""
+    for name, each in masks.items():
+        owner, _, own = name.rpartition(".")
+        layer = module.get_submodule(owner)
+        _prune.custom_from_mask(layer, own, each.to(getattr(layer, own).device))
+
+
+def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The parameters of ``module``, by the names that they have where nothing is pruned."""
+    pruned = {key.removesuffix(MASK) + ORIGINAL for key, _ in module.named_buffers() if key.endswith(MASK)}
+    for name, parameter in module.named_parameters():
+        yield name.removesuffix(ORIGINAL) if name in pruned else name, parameter
+
+
+def make_whole(module: torch.nn.Module) -> None:
+    """Takes every pruning off; what is masked stays zero."""
+    for name in [key.removesuffix(MASK) for key, _ in module.named_buffers() if key.endswith(MASK)]:
+        owner, _, own = name.rpartition(".")
+        layer = module.get_submodule(owner)
+        if hasattr(layer, own + ORIGINAL):
+            _prune.remove(layer, own)
