@@ -78,7 +78,7 @@ class DurableCheckpointIO(CheckpointIO):
             self.inner.save_checkpoint(checkpoint, path, storage_options)
             return
         make_directory(local.parent)
-        durable.save(checkpoint, local, _stamped(checkpoint, self.metadata), self.before_publish)
+        durable.save(checkpoint, local, _stamped(checkpoint, self.metadata, local), self.before_publish)
         self.newest = local
         self.keeps_all = False
 
@@ -132,10 +132,11 @@ def _links_to(path: Path) -> list[Path]:
     return [entry for entry in path.parent.iterdir() if entry.is_symlink() and os.path.realpath(entry) == str(path)]
 
 
-def _stamped(checkpoint: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
-    """``metadata`` with what the checkpoint itself says about where in the training it was taken."""
+def _stamped(checkpoint: dict[str, Any], metadata: dict[str, Any], path: Path) -> dict[str, Any]:
+    """``metadata`` with where in the training the checkpoint was taken, as it says itself, and where it is saved."""
     position = {"step": checkpoint.get("global_step"), "epoch": checkpoint.get("epoch")}
-    return {**{key: value for key, value in position.items() if isinstance(value, int)}, **metadata}
+    found = {key: value for key, value in position.items() if isinstance(value, int)}
+    return {**found, "saved_as": os.path.realpath(path), **metadata}
 
 
 class _SealedSave:
@@ -155,7 +156,7 @@ class _SealedSave:
     def __call__(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
         strategy = self._strategy
         path = Path(strategy.broadcast(filepath))
-        metadata = _stamped(checkpoint, self.metadata)  # Before the strategy takes things out of it.
+        metadata = _stamped(checkpoint, self.metadata, path)  # Before the strategy takes things out of it.
         from_rank_zero(strategy, partial(durable.set_aside, path))
         on_every_rank(strategy, partial(self._save, checkpoint, filepath, storage_options))
         from_rank_zero(strategy, partial(self._finish, path, metadata))

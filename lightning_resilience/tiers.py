@@ -231,10 +231,8 @@ class Tiers:
     def _is_newest_of_this_fit(self, path: Path) -> bool:
         """Whether this fit has saved ``path`` through Lightning, and nothing later in the same folder.
 
-        Scripts look for such a file at their start. One that names an older file goes back to it.
+        Scripts look for such a file at their start. One that names an older file, or a copy, goes back to it.
         """
-        if path.absolute().parent == self._session.fit.checkpoints.absolute():
-            return False
         if (step := self._step_of_this_fit(path)) is None:
             return False
         return all((self._step_of_this_fit(each) or 0) <= step for each in path.parent.glob(f"*{path.suffix}"))
@@ -244,7 +242,7 @@ class Tiers:
             stamp = durable.verify_directory(path, lambda name: False) if path.is_dir() else durable.read_stamp(path)
         except (OSError, durable.CorruptCheckpoint):
             return None
-        mine = {"id": self._session.run_id, "fit": self._session.index}
+        mine = {"id": self._session.run_id, "fit": self._session.index, "saved_as": os.path.realpath(path)}
         if stamp is None or not mine.items() <= stamp.metadata.items():
             return None
         return stamp.metadata.get("step")

@@ -94,7 +94,7 @@ def test_checkpoints_of_a_fit_are_stamped(namespace: Namespace, tmp_path: Path) 
     for path, step in ((checkpoint.best_model_path, 3), (checkpoint.last_model_path, 3), (manual, 3)):
         stamp = durable.verify(path)
         assert stamp is not None
-        assert stamp.metadata == {"step": step, "epoch": 0, "fit": 7}
+        assert stamp.metadata == {"step": step, "epoch": 0, "fit": 7, "saved_as": os.path.realpath(path)}
     assert len(list((tmp_path / "new" / "deep").iterdir())) == 4
     # Plain Lightning goes on from it.
     trainer = namespace.trainer(tmp_path, steps=5)
@@ -143,8 +143,10 @@ def test_local_paths_in_every_spelling(lightning: Namespace, tmp_path: Path) -> 
     for path in (tmp_path / "a.ckpt", str(tmp_path / "b.ckpt"), f"file://{tmp_path}/c.ckpt"):
         io.save_checkpoint({"global_step": 1}, path)
         assert io.load_checkpoint(path) == {"global_step": 1}
-    for name in "abc":
-        assert durable.read_stamp(tmp_path / f"{name}.ckpt").metadata == {"step": 1, "run": "r"}  # type: ignore[union-attr]
+    for path in (tmp_path / f"{name}.ckpt" for name in "abc"):
+        stamp = durable.read_stamp(path)
+        assert stamp is not None
+        assert stamp.metadata == {"step": 1, "run": "r", "saved_as": os.path.realpath(path)}
     io.remove_checkpoint(f"file://{tmp_path}/c.ckpt")
     assert {path.name for path in tmp_path.iterdir()} == {"a.ckpt", "b.ckpt"}
     with pytest.raises(TypeError, match="storage_options"):
@@ -463,7 +465,8 @@ def test_sharded_directories(tmp_path: Path) -> None:
         process.wait()
     for path, step in ((folder / "same.ckpt", 3), (folder / "checkpoints" / "last.ckpt", 3)):
         assert len(list(path.glob("*.distcp"))) == 2
-        assert durable.verify_directory(path).metadata == {"step": step, "epoch": 0, "fit": 7}
+        stamp = durable.verify_directory(path)
+        assert stamp.metadata == {"step": step, "epoch": 0, "fit": 7, "saved_as": os.path.realpath(path)}
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"epoch=0-step=3.ckpt", "last.ckpt"}
     assert not list(folder.glob("previous-*"))
     with pytest.raises(CorruptCheckpoint, match="never finished"):

@@ -29,11 +29,13 @@ class AutoResume(SessionCallback):
     saves and what it does not: the random states of every rank, the place in the data, the metrics of the epoch, the
     order in which DDP reduces. ``fit()`` then resumes from the newest checkpoint that can be verified; one that cannot
     is moved to ``quarantine`` with the reason, and the next older is taken. A fit that is finished is restored, not
-    trained again, unless ``max_epochs`` or ``max_steps`` has been raised.
+    trained again, unless the limit that ended it has been raised: ``max_epochs``, ``max_steps``, ``max_time`` or the
+    patience of an ``EarlyStopping``.
 
-    An explicit ``fit(ckpt_path=...)`` wins. Only if it is the one from which the fit was begun last, the run goes on
-    from its own newer checkpoint: a restarted script must not fall back to where it once began. What was saved before
-    the fit was begun anew from another path is set aside in ``quarantine``.
+    An explicit ``fit(ckpt_path=...)`` wins. Only if it is the one from which the fit was begun last, or the newest that
+    a ``ModelCheckpoint`` of this fit has saved in its folder, the run goes on from its own newest checkpoint: a
+    restarted script must not fall back. What was saved before the fit was begun anew from another path is set aside in
+    ``quarantine``.
 
     While this callback is in use, Lightning's own checkpoints (``ModelCheckpoint``, ``trainer.save_checkpoint``) are
     written atomically, to disk, and with a checksum too. Whenever ``ModelCheckpoint`` saves, the state to resume from
