@@ -35,6 +35,7 @@ from lightning_resilience.callbacks import straggler_detection
 from lightning_resilience.detect.own_time import DeviceTime, HostTime, Sample
 from lightning_resilience.detect.place import Place
 from lightning_resilience.detect.stragglers import Straggler
+from lightning_resilience.launch.nodes import Board, Decision
 from lightning_resilience.ledger import Ledger, read_ledger
 from lightning_resilience.run_directory import RunDirectory
 from tests.harness import CONTEXT, Ranks, free_port, result, run, samples
@@ -679,12 +680,35 @@ def test_those_that_are_not_new_count_for_what_most_ranks_are(
     measuring = SimpleNamespace(
         _stopped_for={str(places[3])} | ({str(places[0])} if len(slow) > 1 else set()),
         _places=places,
+        _nodes=1,
         _say_once=lambda line: None,
         session=SimpleNamespace(agreement=agreement, tiers=SimpleNamespace(uses_global=True)),
     )
     stragglers = [Straggler(rank, places[rank], "relative", 0.5, "compute") for rank in slow]
     straggler_detection._Measuring._consider_stopping(measuring, stragglers)
     assert [payload["ranks"] for payload in requests] == ([asked] if asked else [])
+
+
+@pytest.mark.parametrize("spares", [[], ["n2"]])
+def test_a_run_that_needs_its_slow_node_is_not_stopped_for_nothing(
+    spares: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    Board(tmp_path / "decision.json", "").publish(Decision("", "run", 3, 0, nnodes="2", node="n0", spares=spares))
+    requests: list[Any] = []
+    said: list[str] = []
+    session = SimpleNamespace(
+        agreement=SimpleNamespace(request=lambda *request: requests.append(request)),
+        tiers=SimpleNamespace(uses_global=True),
+        run=RunDirectory(tmp_path),
+    )
+    places = [Place("n0", "cpu"), Place("n1", "cpu")]
+    measuring = SimpleNamespace(_stopped_for=set(), _places=places, _nodes=2, _say_once=said.append, session=session)
+    straggler_detection._Measuring._consider_stopping(measuring, [Straggler(1, places[1], "relative", 0.5, "compute")])
+    assert len(requests) == len(spares)
+    needs = "it needs 2 nodes, and no launch --spare waits"
+    assert said == ([] if spares else [f"The run is not stopped, and goes on with its stragglers: {needs}."])
 
 
 @pytest.mark.parametrize(
