@@ -1058,11 +1058,12 @@ def test_a_launch_at_work_is_told_from_one_that_is_lost(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger", rank=None)
     ledger.record("launch", slurm_job_id=None)
     assert status.status(tmp_path).splitlines()[3].split()[-2:] == ["-", "-"]
-    record = tmp_path / "launches" / "1.json"
+    record = tmp_path / "launches" / "first.000001.json"
     record.parent.mkdir()
-    record.write_text(json.dumps({**describe_process(), "host": "elsewhere"}))
+    described = {**describe_process(), "launch_id": "a", "uid": os.getuid()}
+    record.write_text(json.dumps({**described, "host": "elsewhere"}))
     assert "Now       running on another node, or killed" in status.status(tmp_path)
-    record.write_text(json.dumps({**describe_process(), "host": os.uname().nodename}))
+    record.write_text(json.dumps({**described, "host": os.uname().nodename}))
     assert f"Now       running on this node ({node_name()})" in status.status(tmp_path)
     ledger.record(**exits(75, new_job=True))
     assert "Now       ended: interrupted" in status.status(tmp_path)
