@@ -18,9 +18,11 @@ if TYPE_CHECKING:
         LocalCheckpoint,
         NaNGuard,
         Preemption,
+        ReplicaCheck,
         StragglerDetection,
     )
     from lightning_resilience.callbacks.nan_guard import TrainingDiverged
+    from lightning_resilience.callbacks.replica_check import ReplicasDiverged
     from lightning_resilience.checkpoint.resume import resolve_resume_path
     from lightning_resilience.launch.job_info import log_job_info
     from lightning_resilience.launch.slurm import get_slurm_info
@@ -36,6 +38,8 @@ _WHERE = {
     "LocalCheckpoint": "callbacks",
     "NaNGuard": "callbacks",
     "Preemption": "callbacks",
+    "ReplicaCheck": "callbacks",
+    "ReplicasDiverged": "callbacks.replica_check",
     "StragglerDetection": "callbacks",
     "TrainingDiverged": "callbacks.nan_guard",
     "get_slurm_info": "launch.slurm",
@@ -51,6 +55,8 @@ __all__ = [
     "LocalCheckpoint",
     "NaNGuard",
     "Preemption",
+    "ReplicaCheck",
+    "ReplicasDiverged",
     "StragglerDetection",
     "TrainingDiverged",
     "get_slurm_info",

@@ -823,6 +823,16 @@ def on_save(trainer: Trainer, patches: Patches, may_save: Callable[[str], bool])
     patches.set(trainer, "save_checkpoint", wrapper)
 
 
+def replicated_parameters(trainer: Trainer) -> list[torch.nn.Parameter]:
+    """The parameters that all ranks have alike, bit for bit; none where ranks keep no replicas of each other.
+
+    What is frozen when DDP is set up, it never reduces, and later each rank trains it for itself.
+    """
+    if not replicates_state(trainer):
+        return []
+    return [each for each in trainer.lightning_module.parameters() if each.requires_grad]
+
+
 def trained_tensors(trainer: Trainer, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
     """What all ranks of a DDP job have alike: the parameters that it reduces, and what optimizers keep for them."""
     return [*parameters, *optimizer_tensors(trainer.optimizers, parameters)] if parameters else []

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         LocalCheckpoint,
         NaNGuard,
         Preemption,
+        ReplicaCheck,
         StragglerDetection,
     )
     from lightning_resilience.faults import SimulatedFault
@@ -91,6 +92,7 @@ _PARTS = {
     "preemption": "Preemption",
     "local_checkpoint": "LocalCheckpoint",
     "nan_guard": "NaNGuard",
+    "replica_check": "ReplicaCheck",
     "straggler_detection": "StragglerDetection",
     "job": "Job",
 }
@@ -119,6 +121,7 @@ class Recipe:
         preemption: Stops in order on a signal.
         local_checkpoint: Saves to the nodes themselves.
         nan_guard: Keeps bad numbers out of the model.
+        replica_check: Finds ranks whose weights are no longer those of the others.
         straggler_detection: Names slow ranks.
         job: What the launcher does. A launcher knows it of the recipe that ``--recipe`` names; of one that was changed
             in code it has to be told: ``job.options`` says how.
@@ -134,6 +137,7 @@ class Recipe:
     preemption: Preemption | None = None
     local_checkpoint: LocalCheckpoint | None = None
     nan_guard: NaNGuard | None = None
+    replica_check: ReplicaCheck | None = None
     straggler_detection: StragglerDetection | None = None
     job: Job = field(default_factory=Job)
 
@@ -173,6 +177,7 @@ class Recipe:
             self.preemption,
             self.local_checkpoint,
             self.nan_guard,
+            self.replica_check,
             self.straggler_detection,
             self.auto_resume,
         )
@@ -244,8 +249,8 @@ def nemo(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
 
     Timeouts are calculated from what sections take. Stragglers are reported every 5 minutes, and the run ends for one
     below 0.7 in two reports in a row (in NeMo's, in one). Beyond NeMo's: a verified copy of the state on every node
-    every few seconds, replicated with several nodes, where there is room for it, and steps that would spoil the model
-    do not happen.
+    every few seconds, replicated with several nodes, where there is room for it, steps that would spoil the model do
+    not happen, and a rank whose weights are no longer those of the others is found.
 
     Args:
         run_dir: The run directory on storage that all nodes share; see :class:`Recipe`.
@@ -260,6 +265,7 @@ def nemo(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
         LocalCheckpoint,
         NaNGuard,
         Preemption,
+        ReplicaCheck,
         StragglerDetection,
     )
 
@@ -270,6 +276,7 @@ def nemo(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
         preemption=Preemption(),
         local_checkpoint=LocalCheckpoint(),
         nan_guard=NaNGuard(),
+        replica_check=ReplicaCheck(),
         straggler_detection=StragglerDetection(min_consecutive_reports=2),
         auto_resume=AutoResume(),
         job=JOBS["nemo"],
@@ -306,7 +313,7 @@ def workstation(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
     Args:
         run_dir: The run directory; see :class:`Recipe`.
     """
-    from lightning_resilience import AutoResume, FaultTolerance, NaNGuard, Preemption
+    from lightning_resilience import AutoResume, FaultTolerance, NaNGuard, Preemption, ReplicaCheck
 
     job = JOBS["workstation"]
     return Recipe(
@@ -317,6 +324,7 @@ def workstation(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
             signals=(signal.SIGTERM, signal.SIGINT, signal.SIGHUP), grace_period_s=job.grace_period_s
         ),
         nan_guard=NaNGuard(),
+        replica_check=ReplicaCheck(),
         auto_resume=AutoResume(),
         job=job,
     )

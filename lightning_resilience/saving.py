@@ -34,6 +34,7 @@ from lightning_resilience.checkpoint.plain import (
 )
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.sharded_save import Draft, Outcome, Save, ShardedSaves, without_numpy_numbers
+from lightning_resilience.detect.divergence import Divergence
 from lightning_resilience.run_directory import StaleAttempt
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class _Collected:
         written: Where they are written.
         is_busy: Whether a rank is still writing the one before.
         lacks: Why a rank has no memory for a copy.
+        digests: What each rank holds of what all ranks have alike, in short.
     """
 
     checkpoint: Entries
@@ -72,6 +74,7 @@ class _Collected:
     written: Path
     is_busy: bool
     lacks: str | None
+    digests: list[str]
 
 
 class Saver:
@@ -81,6 +84,8 @@ class Saver:
         at_saved: Called on all ranks after they have saved together, and when training has ended, with whether it has.
         check_state: Given names and tensors of a state that is to be saved; raises ``ValueError`` if it must not be.
         is_held: Whether nothing is saved, the same on all ranks: the last steps were bad, and what was good is kept.
+        digest: Says in short what this rank holds of what all ranks have alike. A checkpoint, of which rank 0 writes
+            that alone, is saved only if they do.
         look_back: Says whether the last steps of this rank were bad, and waits for what is not known of them yet.
         is_dumping: Whether Lightning is collecting the state for a checkpoint of the run's own.
         writes_behind: Whether a checkpoint of this fit was written behind the training: what that has taken says
@@ -91,6 +96,7 @@ class Saver:
         self._session = session
         self.at_saved: list[Callable[[bool], None]] = []
         self.check_state: Callable[[Iterable[tuple[str, torch.Tensor]]], None] | None = None
+        self.digest: Callable[[], str] = lambda: ""
         self.is_held = False
         self.look_back: Callable[[], bool] | None = None
         self.is_dumping = False
@@ -122,7 +128,7 @@ class Saver:
             if state is not None and state.is_busy:
                 self._report_failed(self._step, f"the one before has not been written within {self._patience_s:.0f} s")
                 return None
-            path = None if state is None else self._save(reason, final, state)
+            path = None if state is None or not self._agree(state) else self._save(reason, final, state)
             if path is not None and not final:
                 for hook in self.at_saved:
                     hook(False)
@@ -145,7 +151,7 @@ class Saver:
             if not self.may_save(self._session.fit.checkpoints):
                 return
             state = self._collect(final=False)
-            if state is None:
+            if state is None or not self._agree(state):
                 return
             if state.is_busy:
                 self._say_skipped()
@@ -336,7 +342,23 @@ class Saver:
         if problems and self._session.rank == 0:
             log.error("The state of step %d is not saved in %s: %s.", self._step, path, problems[0])
             self._session.ledger.record("save_refused", fit=self._session.index, step=self._step, reason=problems[0])
+        divergence = self.compare() if problems and not self._session.failing else None
+        if divergence is not None and self._session.rank == 0:
+            self._session.diverged(divergence)
         return not problems
+
+    def compare(self) -> Divergence | None:
+        """Compares what all ranks hold now as far as it should be the same. A collective."""
+        return Divergence.between(self._step, self._session.gather(self.digest()))
+
+    def _agree(self, state: _Collected) -> bool:
+        """Whether the ranks hold the same as far as they should; the same on all."""
+        divergence = Divergence.between(self._step, state.digests)
+        if self._session.rank == 0:
+            self._session.replicas_agreed |= divergence is None and "" not in state.digests
+            if divergence is not None:
+                self._session.diverged(divergence)
+        return divergence is None
 
     def _check_background(self, clean: bool) -> None:
         assert self._background is not None
@@ -391,6 +413,7 @@ class Saver:
                 "lacks": self._lacks_memory,
                 "written": str(temporary_path(self._path(final))),
                 "new": draft is not None and draft.is_new,
+                "digest": self.digest(),
             }
         )
         if (problem := next((each["problem"] for each in met if each["problem"] is not None), None)) is not None:
@@ -405,6 +428,7 @@ class Saver:
             written=Path(met[0]["written"]),
             is_busy=any(each["busy"] for each in met),
             lacks=next((each["lacks"] for each in met if each["lacks"] is not None), None),
+            digests=[each["digest"] for each in met],
         )
 
     def _checkpoint_with(

@@ -35,6 +35,7 @@ from lightning_resilience.checkpoint.reduction_order import (
     replay_gradient_arrival,
 )
 from lightning_resilience.detect import witness
+from lightning_resilience.detect.divergence import Divergence
 from lightning_resilience.detect.progress import Progress, Section
 from lightning_resilience.ledger import Ledger, node_name
 from lightning_resilience.run_directory import (
@@ -136,6 +137,14 @@ class FitSession:
         """Called from the agreement's thread as soon as an event is known, before its boundary."""
         self.at_end_of_epoch: list[Callable[[], None]] = []
         """Called after the last batch of every epoch, before any hook of its end."""
+        self.on_divergence: Callable[[Divergence], None] | None = None
+        """What a callback does, on rank 0 and in any thread, when ranks do not hold the same that should."""
+        self.blames_replicas: Callable[[], bool] = lambda: False
+        """Asked on all ranks, at a boundary, before the fit goes back because of a bad step: whether the step is bad
+        because a rank's state is no longer that of the others. Then the fit goes back for that."""
+        self.replicas_agreed = False
+        """Whether the states of ranks that should hold the same were compared, and were the same; rank 0 knows."""
+        self._divergence_said = False
         self.save_locally: Callable[[str, float], bool] | None = None
         """Saves the state at this boundary, on all ranks, to the nodes' local storage.
 
@@ -336,6 +345,32 @@ class FitSession:
             values = [None] * self.trainer.world_size
             torch.distributed.all_gather_object(values, value)
         return values
+
+    def diverged(self, divergence: Divergence) -> None:
+        """Ranks do not hold the same that should; called on rank 0, in any thread. What was saved of it counts not."""
+        self.record_divergence(divergence)
+        if self.on_divergence is not None:
+            self.on_divergence(divergence)
+        elif not self._divergence_said:
+            self._divergence_said = True
+            log.error(
+                "After step %d %s. No checkpoint of it counts. With ReplicaCheck() among its callbacks the run goes "
+                "back to the last one on which all ranks agreed.",
+                divergence.step,
+                divergence,
+            )
+
+    def record_divergence(self, divergence: Divergence) -> None:
+        """Writes down that ranks do not hold the same that should."""
+        if self.rank == 0:
+            self.ledger.record(
+                "divergence",
+                fit=self.index,
+                step=divergence.step,
+                ranks=list(divergence.suspects),
+                groups=[list(ranks) for ranks in divergence.groups],
+                reason=str(divergence),
+            )
 
     def advanced(self) -> None:
         """To be called where something takes long and does advance, and no boundary says so."""

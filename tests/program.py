@@ -109,11 +109,14 @@ DEFAULTS: dict[str, Any] = {
     "async_save": False,
     "keep": 2,
     "local": {},  # arguments of the callback "local_checkpoint"
+    "replica_check": {},  # arguments of the callback "replica_check"
     "nan_guard": {},  # arguments of the callback "nan_guard"
     "straggler_detection": {},  # arguments of the callback "straggler_detection"
     "own_nodes": False,  # every node has a name of its own
     "as_on_gpu": None,  # on the simulated accelerator: {"lag": how many operators behind the host it is}
     "device": None,  # what this process trains on, as it says
+    "flips": [],  # {"step": 23, "rank": 1, "what": "weight", "bit": 12}, or "moment", "nan", "anything" with a "seed"
+    "drifts": False,  # the ranks change their weights in ways of their own
     "spoils": [],  # {"step": 23, "rank": 1, "what": "loss"}, or "gradient"
     "without": None,  # [[epoch, batch]]: what the loader leaves out
     "collective_timeout_s": None,  # of DDP's process group
@@ -350,6 +353,7 @@ class Module(L.LightningModule):
             with open(f"{self.config['log']}.{rank}", "a") as file:
                 file.write(json.dumps([self.config["fit"], step, batch["id"].tolist()]) + "\n")
         do(self.config, "train", step, rank)
+        flip(self.config, step, rank, self)
         if self.config["late"]:
             numerics._send.now += 1
         if self.config["second_group"]:
@@ -460,6 +464,30 @@ def spoilt(config: dict[str, Any], step: int, rank: int, net: torch.nn.Module, l
             weight = net[0].weight  # the root of zero, whose gradient is not finite
             return loss + (weight.flatten()[:1] * 0).sqrt().sum()
     return loss
+
+
+def flip(config: dict[str, Any], step: int, rank: int, module: Module) -> None:
+    """Spoils this rank's state, as a particle would: nothing counts that write. Each time once in a run."""
+    for number, each in enumerate(config["flips"]):
+        marker = Path(config["run_dir"]).with_suffix(f".flip{number}")
+        if each["step"] != step or each["rank"] != rank or marker.exists():
+            continue
+        marker.touch()
+        weight = module.net[3].weight
+        optimizer = module.trainer.optimizers[0]
+        if each["what"] == "anything":
+            chance = random.Random(each["seed"])
+            state = [*module.net.parameters(), *(t for one in optimizer.state.values() for t in one.values())]
+            content = chance.choice(state).detach().view(-1).view(torch.uint8).numpy()
+            content[chance.randrange(content.size)] ^= 1 << chance.randrange(8)
+        elif each["what"] == "nan":
+            weight.data[3, 4] = float("nan")
+        else:
+            spoilt = optimizer.state[weight]["exp_avg"] if each["what"] == "moment" else weight
+            spoilt.data.view(-1)[5:6].view(torch.int32).bitwise_xor_(1 << each["bit"])
+    if config["drifts"]:
+        with torch.no_grad():
+            module.net[3].weight.mul_(1 + 1e-6 * rank)
 
 
 class Without:
@@ -725,6 +753,9 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         ),
         "local_checkpoint": lambda: lightning_resilience.LocalCheckpoint(run_dir=config["run_dir"], **config["local"]),
         "nan_guard": lambda: lightning_resilience.NaNGuard(run_dir=config["run_dir"], **config["nan_guard"]),
+        "replica_check": lambda: lightning_resilience.ReplicaCheck(
+            run_dir=config["run_dir"], **config["replica_check"]
+        ),
         "straggler_detection": lambda: lightning_resilience.StragglerDetection(
             run_dir=config["run_dir"], **config["straggler_detection"]
         ),

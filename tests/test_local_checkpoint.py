@@ -1197,6 +1197,7 @@ class Rank:
         self.model = Model(place.rank)
         self.store = NodeStore(folder / place.node)
         self.saved: list[int] = []
+        self.divergences: list[Any] = []
         several = len(ranks) > 1
         layout = {"kind": "whole", "commons": place.local_world_size if several else 0}
         rounds = None
@@ -1212,6 +1213,7 @@ class Rank:
             keep,
             rounds,
             published=lambda step, generation: self.saved.append(step),
+            diverged=self.divergences.append,
         )
         self.saves.start(0)
 
@@ -1745,7 +1747,7 @@ def test_saves_without_waiting_for_the_next(job: Job) -> None:
     job.train(9)
     for rank in job.ranks:
         live = rank.model.live()
-        assert rank.saves.save_now("0badcafe", rank.model.steps, rank.model.state(), live, live, 10.0)
+        assert rank.saves.save_now("0badcafe", rank.model.steps, rank.model.state(), live, live, 10.0) is not None
     job.stop()
     tried, _, states, _ = bring_back(job.ranks[0].store.directory.parent)
     assert tried == [9]

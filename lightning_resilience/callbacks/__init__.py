@@ -5,6 +5,15 @@ from lightning_resilience.callbacks.fault_tolerance import FaultTolerance
 from lightning_resilience.callbacks.local_checkpoint import LocalCheckpoint
 from lightning_resilience.callbacks.nan_guard import NaNGuard
 from lightning_resilience.callbacks.preemption import Preemption
+from lightning_resilience.callbacks.replica_check import ReplicaCheck
 from lightning_resilience.callbacks.straggler_detection import StragglerDetection
 
-__all__ = ["AutoResume", "FaultTolerance", "LocalCheckpoint", "NaNGuard", "Preemption", "StragglerDetection"]
+__all__ = [
+    "AutoResume",
+    "FaultTolerance",
+    "LocalCheckpoint",
+    "NaNGuard",
+    "Preemption",
+    "ReplicaCheck",
+    "StragglerDetection",
+]

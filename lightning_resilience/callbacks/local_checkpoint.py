@@ -27,6 +27,7 @@ from lightning_resilience.checkpoint.rounds import Rounds, new_generation
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import ON_DEVICE_BYTES
 from lightning_resilience.checkpoint.store import NodeStore, PartWriter
+from lightning_resilience.detect.divergence import Divergence
 from lightning_resilience.detect.witness import own_directories
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.report import interruptions
@@ -55,8 +56,10 @@ class LocalCheckpoint(SessionCallback):
     what does not verify goes into quarantine, and its replica, an older local state or the newest global one is taken.
 
     In DDP a node keeps one copy of what all ranks have alike, shared out among its ranks, and what differs by rank of
-    each. Strategies that shard (FSDP2, tensor parallelism) save the shards; nothing is gathered. With several nodes
-    each rank's own part is copied to another node too, so that the loss of a node loses nothing.
+    each. A state counts only if they do have it alike, which the digests of what each holds say
+    (:class:`~lightning_resilience.ReplicaCheck` has the run go back where they do not). Strategies that shard (FSDP2,
+    tensor parallelism) save the shards; nothing is gathered. With several nodes each rank's own part is copied to
+    another node too, so that the loss of a node loses nothing.
 
     Local states belong to the number of ranks and the strategy that have saved them; with others the run resumes from
     its newest global checkpoint (:class:`~lightning_resilience.AutoResume`). When the fit has finished they are
@@ -246,9 +249,7 @@ class _Local:
     def start(self) -> None:
         """Begins to save; the resume is complete."""
         session, trainer = self.session, self.session.trainer
-        # What is frozen when DDP is set up, it never reduces, and later each rank trains it for itself.
-        if _lightning.replicates_state(trainer):
-            self._common = [each for each in trainer.lightning_module.parameters() if each.requires_grad]
+        self._common = _lightning.replicated_parameters(trainer)
         if (problem := self._why_it_does_not_fit()) is not None:
             if not self.settings.injected:
                 raise ValueError(problem)
@@ -279,6 +280,7 @@ class _Local:
             self._check,
             session.advanced,
             self._device,
+            session.diverged,
         )
         _lightning.on_batch_done(trainer, session.patches, self._saves.fence)
         session.at_end_of_epoch.append(self._saves.fence)
@@ -341,14 +343,19 @@ class _Local:
             saved = self._saves.save_now(generation, trainer.global_step, *self._state(), within_s)
         except Exception as error:
             self._saves.fail(trainer.global_step, error)
-            saved = False
-        complete: bool = trainer.strategy.reduce_boolean_decision(saved, all=True)
+            saved = None
+        all_saved = self.session.gather(saved)
+        divergence = Divergence.between(trainer.global_step, [each or "" for each in all_saved])
+        if divergence is not None and trainer.is_global_zero:
+            self.session.diverged(divergence)
+        complete = divergence is None and None not in all_saved
         if complete and trainer.is_global_zero:
             self._record(trainer.global_step, generation, reason)
         return complete
 
     def _completed(self, step: int, generation: str) -> None:
         """A generation is complete; called from the thread that saves."""
+        self.session.replicas_agreed |= bool(self._common)
         self._unrecorded += 1
         if self.session.rank == 0 and time.monotonic() >= self._record_at:
             self._record(step, generation, "local")

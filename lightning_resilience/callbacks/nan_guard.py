@@ -572,7 +572,7 @@ class _Guarding:
         session, settings = self.session, self.settings
         self._learn()  # what the others know may still be on its way to this rank
         windows, _ = self._troubled_anywhere()
-        if not windows:
+        if not windows or session.blames_replicas():
             return
         begun_at = session.tiers.loaded.step if session.tiers.loaded is not None else 0
         is_suspect = session.tiers.is_suspect(windows[0].step) and self._from_rank_0(

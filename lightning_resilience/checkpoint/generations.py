@@ -86,7 +86,8 @@ class Holding:
         world_size: How many ranks the generation is of.
         kind: How the ranks shared their state out; see :attr:`Generation.kind`.
         commons: Into how many common parts a node has split its copy.
-        alike: What these hold; parts of which it differs do not go together.
+        alike: What the rank that wrote it took for what all ranks have alike; parts of which it differs do not go
+            together.
         course: Of the training; see :func:`counts`.
     """
 
@@ -112,10 +113,11 @@ class Generation:
         world_size: How many ranks it is of.
         kind: How the ranks shared their state out, such as ``replicated`` or ``sharded``; another kind cannot read it.
         commons: Into how many common parts a node has split its copy.
-        alike: What these hold.
+        alike: What its ranks have alike, in short.
         course: Of the training; see :func:`counts`.
         holders: The nodes that have a part, in a fixed order.
         sizes: Bytes of the parts.
+        differs: Whether some of its parts do not go together with the others.
     """
 
     step: int
@@ -127,6 +129,7 @@ class Generation:
     course: int = 0
     holders: dict[str, list[str]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    differs: bool = False
 
     def needed_by(self, rank: int) -> list[str]:
         """The parts that ``rank`` needs, its own first."""
@@ -168,6 +171,7 @@ def generations(holdings: Iterable[Holding], without: Collection[str] = ()) -> l
         ):
             one.holders.setdefault(each.part, []).append(each.node)
             one.sizes[each.part] = each.size
+        one.differs |= one.alike != each.alike
     return [found[key] for key in sorted(found, reverse=True)]
 
 

@@ -28,6 +28,7 @@ from lightning_resilience.checkpoint.replicas import ReplicaError, Replicas
 from lightning_resilience.checkpoint.rounds import Round, Rounds, new_generation
 from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots, patiently
 from lightning_resilience.checkpoint.store import NodeStore, PartWriter
+from lightning_resilience.detect.divergence import Divergence
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class LocalSaves:
         check: Looks at every state before it is published; see :meth:`.RankState.publish`.
         waiting: Called now and then while the training thread waits; see :func:`~.snapshot.patiently`.
         device: The accelerator that the state is copied from; ``None`` for the host.
+        diverged: Told, on rank 0 and from the thread, of ranks that should have saved the same state, and have not.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class LocalSaves:
         check: Check | None = None,
         waiting: Callable[[], None] = lambda: None,
         device: torch.device | None = None,
+        diverged: Callable[[Divergence], None] = lambda divergence: None,
     ) -> None:
         self.figures = Figures()
         self._store = store
@@ -132,6 +135,7 @@ class LocalSaves:
         self._waiting = waiting
         self._expected = dict(expected or {})
         self._device = device
+        self._diverged = diverged
         self._at_boundary = self._stand_still()
         self._snapshots = Snapshots()
         self._fence: Fence | None = None
@@ -194,6 +198,8 @@ class LocalSaves:
             self._last = self._passed = step
             self._skipped_at = -1
             self._last_boundary = time.monotonic()
+        # If it was because ranks differ, what they differ in may have been written past torch's count.
+        self._snapshots.look_at_all()
         self._schedule.begin()
 
     def at_boundary(self, step: int, clean: bool) -> Round | None:
@@ -305,8 +311,8 @@ class LocalSaves:
         stable: Sequence[torch.Tensor],
         common: Sequence[torch.Tensor],
         timeout_s: float,
-    ) -> bool:
-        """Saves at once, between two rounds; returns whether this rank has published its parts in time.
+    ) -> str | None:
+        """Saves at once, between two rounds.
 
         Args:
             generation: A name for it, the same on all ranks.
@@ -316,27 +322,32 @@ class LocalSaves:
             common: What all ranks of this node have alike.
             timeout_s: How long this may take; storage that does not answer must not keep the training from what comes
                 next.
+
+        Returns:
+            What the parts take for what all ranks have alike: only if all ranks take it for the same, their parts go
+            together. ``None`` if this rank has not published its parts in time.
         """
         deadline = time.monotonic() + timeout_s
         self.fence()
         if not self.settle(timeout_s):
-            return False
+            return None
         snapshot = self._snapshots.take(state, stable)
         snapshot.release()  # nothing changes meanwhile: this is the training thread
         snapshot.fence()
         taken = RankState(snapshot, step, generation, self._place, common, self._identity)
-        published: list[bool] = []
+        published: list[str] = []
 
         def save() -> None:
             try:
-                published.append(bool(self._save(taken)))
+                if self._save(taken):
+                    published.append(taken.alike())
             except Exception as error:
                 self.fail(step, error)
 
         thread = threading.Thread(target=save, name="local-checkpoint-now", daemon=True)
         thread.start()
         patiently(lambda s: _has_ended(thread, s), max(0.0, deadline - time.monotonic()), self._waiting)
-        return published == [True]
+        return published[0] if published else None
 
     def fence(self) -> None:
         """The training is about to change what snapshots take for stable; free of cost if there is none."""
@@ -452,9 +463,12 @@ class LocalSaves:
             self.figures.stall_s = self._at_boundary.seconds() + taken.snapshot.waited_s
         complete: bool | None = bool(parts)
         if self._rounds is not None and planned is not None:
-            self._replicate(taken.step if taken is not None else planned.step, planned.generation, parts)
-            alike = taken.alike() if taken is not None and parts else ""
+            step = taken.step if taken is not None else planned.step
+            self._replicate(step, planned.generation, parts)
+            alike = taken.alike() if taken is not None else ""
             complete = self._rounds.finish(planned.number, bool(parts), alike)
+            if complete is False and self._identity["layout"]["commons"]:
+                self._compare(self._rounds, planned.number, step, alike)
         if taken is not None and complete:
             self._complete.insert(0, taken.generation)
             self.figures.published += 1
@@ -466,6 +480,12 @@ class LocalSaves:
         with self._changed:
             self._taken, self._busy = None, False
             self._changed.notify_all()
+
+    def _compare(self, rounds: Rounds, number: int, step: int, alike: str) -> None:
+        """Looks, on rank 0, whether a generation is not complete because ranks hold different states."""
+        digests = rounds.compare(number, self._place.rank, alike)
+        if digests is not None and (divergence := Divergence.between(step, digests)) is not None:
+            self._diverged(divergence)
 
     def _replicate(self, step: int, generation: str, parts: Sequence[Part]) -> None:
         """Exchanges this rank's own part with its partners on other nodes."""

@@ -66,12 +66,20 @@ class RankState:
         found = [(i, numbers.get(address(tensor), -1)) for i, tensor in enumerate(snapshot.tensors)] if numbers else []
         self._common = [i for i, number in found if number >= 0]
         self._numbers = [number for _, number in found if number >= 0]
+        self._alike = ""
 
     def alike(self) -> str:
-        """Says what the common parts hold. Parts of which it differs do not go together."""
+        """What this rank holds of what all ranks have alike, in short; empty if there is none, or it is not known.
+
+        Parts of which it differs do not go together: they would make a state that no rank ever had. Waits for the
+        fence, before which nobody knows whether the copied state is that of the boundary.
+        """
+        return self._alike if self._alike and self.snapshot.is_good() else ""
+
+    def _describe(self) -> str:
         tensors = [self.snapshot.tensors[index] for index in self._common]
         about = [(n, tuple(tensor.shape), str(tensor.dtype)) for n, tensor in zip(self._numbers, tensors, strict=True)]
-        return str(xxhash.xxh3_64_hexdigest(repr(about).encode())) if about else ""
+        return f"{xxhash.xxh3_64_hexdigest(repr(about).encode())}-{self.snapshot.digest()}" if about else ""
 
     def parts(self) -> dict[str, list[int]]:
         """The parts that this rank writes, and the tensors that go into each."""
@@ -147,12 +155,13 @@ class RankState:
                 for index, spec in zip(part.indices, part.specs, strict=True)
                 if not snapshot.tensors[index].is_meta
             ]
-            snapshot.copy(copies)
+            snapshot.copy(copies, self._common)
             snapshot.release()
+            self._alike = self._describe()
             if check is not None:
                 names = tensor_names(snapshot.skeleton)
                 check((names.get(index, ""), copy) for index, copy in copies)
-            layout = {**self._identity["layout"], "alike": self.alike()}
+            layout = {**self._identity["layout"], "alike": self._alike}
             for part in parts:
                 own = part.name == rank_part(place.rank)
                 about = shard.Identity(

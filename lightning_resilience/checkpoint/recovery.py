@@ -112,6 +112,8 @@ class LocalTier:
                 reasons.append(f"that of step {each.step} was saved by another strategy ({each.kind}, not {self.kind})")
             elif not counts(forks, each.course, each.step):
                 reasons.append(f"that of step {each.step} is of a course that the training has left")
+            elif each.lacking and each.differs:
+                reasons.append(f"that of step {each.step} is a mixture: its ranks held different states")
             elif each.lacking:
                 parts = ", ".join(each.lacking[:3]) + (", ..." if len(each.lacking) > 3 else "")
                 reasons.append(f"that of step {each.step} is incomplete: nobody has {parts}")

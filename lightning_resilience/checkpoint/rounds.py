@@ -71,8 +71,9 @@ class Rounds:
     def announce(self, planned: Round) -> None:
         """Rank 0: tells everybody."""
         # Every rank has heard how the round before the last ended, or the last could not have been settled.
-        published = f"/published{self._alike.pop(planned.number - 2, '')}"
-        for name in ("", "/late", "/heard", "/agreed", published, "/over", "/settled", "/prepared", "/ready"):
+        published = f"published{self._alike.pop(planned.number - 2, '')}"
+        names = ("late", "heard", "agreed", published, "over", "settled", "said", "compared", "prepared", "ready")
+        for name in ("", *(f"/{each}" for each in names)):
             self._store.delete_key(f"round/{planned.number - 2}{name}")
         self._store.set(f"round/{planned.number}", json.dumps([planned.step, planned.generation]))
 
@@ -118,6 +119,31 @@ class Rounds:
         """
         self._alike[number] = alike
         return self._ask_all(number, "over", f"published{alike}", int(published), "settled", wanted=self._world_size)
+
+    def compare(self, number: int, rank: int, alike: str) -> list[str] | None:
+        """What every rank takes for what all have alike, where a round has not come to a complete generation.
+
+        Called by all ranks after :meth:`finish`, and not waited for but by rank 0.
+
+        Args:
+            number: Of the round.
+            rank: This one.
+            alike: What it takes for it; empty if it does not know.
+
+        Returns:
+            That of all ranks, to rank 0; ``None`` to the others, or if it will not be known.
+        """
+        keys = [f"round/{number}/alike/{each}" for each in range(self._world_size)]
+        self._store.set(keys[rank], alike)
+        if self._store.add(f"round/{number}/said", 1) == self._world_size:  # the last one tells rank 0
+            self._store.set(f"round/{number}/compared", "1")
+        if rank > 0 or self._get(f"round/{number}/compared") is None:
+            return None
+        found = [value.decode() for value in self._store.multi_get(keys)]
+        self._alike.pop(number, "")
+        for key in [*keys, *(f"round/{number}/published{each}" for each in {"", alike, *found})]:
+            self._store.delete_key(key)
+        return found
 
     def _ask_all(self, number: int, said: str, counted: str, mine: int, answer: str, wanted: int) -> bool | None:
         name = f"round/{number}"

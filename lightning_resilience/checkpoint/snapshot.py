@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_resilience.checkpoint import devices
+from lightning_resilience.checkpoint.digest import Digest
 from lightning_resilience.checkpoint.plain import pack
 from lightning_resilience.checkpoint.sharded import local
 
@@ -139,6 +140,10 @@ class Snapshots:
             self._look_at_all = time.monotonic() + (time.monotonic() - started) / _LOOKED_AT_ALL
         return look
 
+    def look_at_all(self) -> None:
+        """Has the next snapshot look at all of the parameters, however long ago the last one has."""
+        self._look_at_all = 0.0
+
     def spoiled(self, changed: Mapping[int, torch.Tensor], hidden: bool) -> None:
         """Remembers what has changed between a boundary and its fence.
 
@@ -244,6 +249,7 @@ class _Look:
 
     def __init__(self, tensors: Mapping[int, torch.Tensor], at_all: bool) -> None:
         self._at_all = at_all
+        self._keys = tensors.keys()
         self._being_brought: list[torch.Tensor] = []
         alike: dict[Any, dict[int, torch.Tensor]] = {}
         with torch.no_grad():
@@ -268,11 +274,18 @@ class _Look:
         for _, sizes, seen in self._groups:
             yield from zip(sizes, torch.split(seen, list(sizes.values())), strict=True)
 
+    def again(self, tensors: Mapping[int, torch.Tensor]) -> _Look:
+        """The same look at ``tensors``, as far as this one has seen them."""
+        return _Look({key: tensor for key, tensor in tensors.items() if key in self._keys}, self._at_all)
+
     def differs(self, tensors: Mapping[int, torch.Tensor]) -> list[int]:
         """The keys of what looks otherwise now, in ``tensors``."""
+        return self.differs_from(self.again(tensors))
+
+    def differs_from(self, later: _Look) -> list[int]:
+        """The keys of what looks otherwise in a later look."""
         before = dict(self._seen())
-        now = _Look({key: tensor for key, tensor in tensors.items() if key in before}, self._at_all)
-        return [key for key, seen in now._seen() if not torch.equal(_bits(seen), _bits(before[key]))]
+        return [key for key, seen in later._seen() if not torch.equal(_bits(seen), _bits(before[key]))]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -330,9 +343,12 @@ class Snapshot:
         self._watched = watched
         self._look = look
         self._destinations: dict[int, torch.Tensor] = {}
+        self._digest = Digest()
+        self._digested: list[_Look] = []
         self._copied = threading.Event()
         self._fenced = threading.Event()
         self._good = True
+        self._looked_again = False
         # What the training has asked its devices to do by now comes before the copy.
         self._before = {device: devices.mark(device) for device in on}
         self._at_fence: devices.Standstill | None = None
@@ -342,23 +358,40 @@ class Snapshot:
         """The accelerator that the state is on; the first of several, and ``None`` for the host."""
         return next(iter(self._before), None)
 
-    def copy(self, destinations: Iterable[tuple[int, torch.Tensor]]) -> None:
+    def copy(self, destinations: Iterable[tuple[int, torch.Tensor]], digested: Sequence[int] = ()) -> None:
         """Copies tensors to where they shall go.
 
         Args:
             destinations: Pairs of an index in :attr:`tensors` and a tensor in host memory of its shape and type.
+            digested: The indices of those whose content :meth:`digest` is to say, copied or not.
         """
         with torch.no_grad():
             copies = self._noted(destinations)
-            for destination, source in self._copy_from_devices(copies) if self._before else copies:
+            for destination, source in self._copy_from_devices(copies, digested) if self._before else copies:
                 destination.copy_(source)
+            self._add_to_digest(digested, None)
+
+    def digest(self) -> str:
+        """What the tensors hold that were to be digested by :meth:`copy`; good if :meth:`is_good`."""
+        return self._digest.hexdigest()
+
+    def _add_to_digest(self, indices: Sequence[int], device: torch.device | None) -> None:
+        """Of what lies on ``device``, or in the host's memory.
+
+        After it is copied: what changes in between is in the digest only, and the copy is refused because of it.
+        """
+        own = {i: self.tensors[i] for i in indices if devices.accelerator(self.tensors[i]) == device}
+        self._digest.add(own.values())
+        # A write in between that torch does not count has come before what is digested, on some ranks perhaps.
+        if looked_at := {i: tensor for i, tensor in own.items() if i not in self._destinations}:
+            self._digested.append(self._look.again(looked_at))
 
     def _noted(self, destinations: Iterable[tuple[int, torch.Tensor]]) -> Iterator[_Copy]:
         for index, destination in destinations:
             self._destinations[index] = destination
             yield destination, self.tensors[index]
 
-    def _copy_from_devices(self, copies: Iterable[_Copy]) -> list[_Copy]:
+    def _copy_from_devices(self, copies: Iterable[_Copy], digested: Sequence[int]) -> list[_Copy]:
         """Copies what is on a device; what remains is not written by any device any more when this returns."""
         by_device: dict[torch.device | None, list[_Copy]] = {None: []}
         for destination, source in copies:
@@ -372,7 +405,10 @@ class Snapshot:
                         try:
                             for destination, source in by_device.get(device, ()):
                                 destination.copy_(source, non_blocking=True)
-                            self._look.bring(device)
+                            self._add_to_digest(digested, device)
+                            self._digest.bring(device)
+                            for look in [self._look, *self._digested]:
+                                look.bring(device)
                         finally:
                             copied.append(devices.end_of(stream))
             finally:  # until then the memory belongs to the devices, whatever has happened
@@ -431,8 +467,12 @@ class Snapshot:
         """Waits for the fence; returns whether nothing was changed before it, and so the copy is the state."""
         if not self._fenced.wait(timeout_s):
             return False
-        if self._good and (changed := self._look.differs(self._destinations)):
-            self._spoil(changed, hidden=True)
+        if self._good and not self._looked_again:
+            self._looked_again = True
+            changed = self._look.differs(self._destinations)
+            changed += [index for look in self._digested for index in self._look.differs_from(look)]
+            if changed:
+                self._spoil(changed, hidden=True)
         return self._good
 
 

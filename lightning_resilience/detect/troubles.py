@@ -17,6 +17,26 @@ REFILL_STEPS = 20
 """After so many steps beyond the last trouble, the next is another one, with rollbacks of its own."""
 
 
+@dataclass
+class Rollbacks:
+    """How many times a run has gone back because of one trouble.
+
+    Attributes:
+        count: So many times.
+        furthest: The furthest step of that trouble.
+    """
+
+    count: int = 0
+    furthest: int = -1
+
+    def add(self, step: int) -> int:
+        """The run goes back because of something at ``step``; returns how many times it has because of this."""
+        is_new = not self.count or step > self.furthest + REFILL_STEPS
+        self.count = 1 if is_new else self.count + 1
+        self.furthest = max(step, self.furthest)
+        return self.count
+
+
 @dataclass(order=True, unsafe_hash=True)
 class Window:
     """The batches of one optimizer step, the same ones on every rank.
@@ -121,10 +141,10 @@ class Troubles:
             windows: Whose steps were bad, in order.
             pass_over: Whether they are not trained on any more.
         """
-        is_new = not self.rollbacks or step > self.trouble + REFILL_STEPS
-        self.rollbacks = 1 if is_new else self.rollbacks + 1
-        self.of_global &= not is_new
-        self.trouble = max(step, self.trouble)
+        back = Rollbacks(self.rollbacks, self.trouble)
+        self.rollbacks = back.add(step)
+        self.trouble = back.furthest
+        self.of_global &= self.rollbacks > 1
         self.went_back_from = windows[0]
         if pass_over:
             self.passed_over += windows

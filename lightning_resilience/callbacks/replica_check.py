@@ -1,0 +1,214 @@
+"""``ReplicaCheck``: ranks that should hold the same do, or the run goes back to where they did."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import NoReturn
+
+from lightning_resilience import _lightning
+from lightning_resilience._files import read_json, write_json
+from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.checkpoint.digest import digest_of
+from lightning_resilience.detect.divergence import Divergence
+from lightning_resilience.detect.troubles import Rollbacks
+from lightning_resilience.ledger import node_name
+from lightning_resilience.session import FitSession, SessionCallback
+
+log = logging.getLogger(__name__)
+
+_DIVERGED = "replicas differ"
+_NOWHERE = "there is no checkpoint on which all ranks agreed to go back to"
+
+
+class ReplicasDiverged(RuntimeError):
+    """Ranks that should hold the same weights do not, and all that was allowed against it was done.
+
+    Attributes:
+        suspects_this_node: Why a launcher that can should go on without the node of this rank; empty: it need not.
+    """
+
+    suspects_this_node = ""
+
+
+class ReplicaCheck(SessionCallback):
+    """Finds a rank whose weights are no longer those of the others, names it, and has the run go back.
+
+    In DDP all ranks hold the same parameters and optimizer state, bit for bit. After a silent error (a bit that flips
+    in memory, a core that miscalculates) one does not, and nothing in DDP notices: it averages the gradients of
+    different models from then on, and what is saved is one of them, or a mixture.
+
+    Whenever the state is saved, locally or globally, each rank makes a digest of what it holds, and the digests are
+    compared: for local saves (:class:`~lightning_resilience.LocalCheckpoint`) behind the training, for global ones
+    (:class:`~lightning_resilience.AutoResume`) where the ranks meet for the save anyway. A healthy step has no part in
+    it. Where they differ, that state does not count, the rank that differs is named by the majority (of two it is one
+    of the two), and the run goes back to the newest checkpoint on which all agreed, in the same processes, bitwise as a
+    restart would. A loss that is not finite for that reason is not blamed on its batch
+    (:class:`~lightning_resilience.NaNGuard`).
+
+    What ranks may have each for itself is not compared: buffers, such as the statistics of batch normalisation without
+    synchronisation; random states, metrics, the place in the data; what was frozen when the training began. Ranks that
+    share out the state (FSDP, tensor parallelism, ``ZeroRedundancyOptimizer``) or average it now and then keep no
+    replicas, and one rank has none: this is said at the start, and nothing is done.
+
+    Args:
+        max_rollbacks: How many times the run may go back because of one trouble, restarts included. Then it fails, and
+            is restarted by its launcher, within its budget, without the node of the named rank where that can be.
+        run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
+            ``default_root_dir``. A launcher's goes before it.
+
+    Raises:
+        ValueError: If an argument makes no sense.
+    """
+
+    def __init__(self, max_rollbacks: int = 2, run_dir: str | os.PathLike[str] | None = None) -> None:
+        super().__init__()
+        if max_rollbacks < 0:
+            raise ValueError(f"max_rollbacks must not be negative, not {max_rollbacks}.")
+        self.max_rollbacks = max_rollbacks
+        self.run_dir = run_dir
+
+    def joined(self, session: FitSession) -> None:
+        """What is compared exists only when the training begins."""
+
+    def started(self, session: FitSession) -> None:
+        """Starts to compare."""
+        trainer = session.trainer
+        if _lightning.replicated_parameters(trainer):
+            _Checking(self, session)
+        elif session.rank == 0:
+            why = "one rank has none"
+            if trainer.world_size > 1:
+                why = f"with {type(trainer.strategy).__name__}, as it is used here, ranks do not hold the same"
+            log.info("ReplicaCheck has no replicas to compare: %s.", why)
+
+
+class _Checking:
+    """What ``ReplicaCheck`` does in one fit."""
+
+    def __init__(self, settings: ReplicaCheck, session: FitSession) -> None:
+        self.settings = settings
+        self.session = session
+        self._parameters = _lightning.replicated_parameters(session.trainer)
+        self._file = session.fit.path / "replica_check.json"
+        self._rollbacks = self._read() if session.rank == 0 else Rollbacks()
+        self._answered = -1
+        self._say: Callable[[], None] = lambda: None
+        self._is_off = False
+        session.saver.digest = self._digest
+        session.on_divergence = self._ask
+        session.blames_replicas = self._go_back_if_they_differ
+        session.handlers[_DIVERGED] = self._go_back_as_asked
+        session.before_end.append(self._before_end)
+        session.at_gone_back.append(self._gone_back)
+
+    def _digest(self) -> str:
+        return digest_of(_lightning.trained_tensors(self.session.trainer, self._parameters))
+
+    def _ask(self, divergence: Divergence) -> None:
+        """Rank 0 has learned of it, in any thread."""
+        payload = {"step": divergence.step, "groups": divergence.groups, "asked_at": self.session.steps_counted}
+        self.session.agreement.request(_DIVERGED, payload, Needs.CLEAN | Needs.TRAINING)
+
+    def _go_back_as_asked(self, event: Event) -> None:
+        if int(event.payload["asked_at"]) > self._answered:  # else it has been undone meanwhile
+            self._go_back(Divergence(int(event.payload["step"]), tuple(map(tuple, event.payload["groups"]))))
+
+    def _go_back_if_they_differ(self) -> bool:
+        divergence = self.session.saver.compare()
+        if divergence is None:
+            return False
+        self.session.record_divergence(divergence)
+        self._go_back(divergence)
+        return not self._is_off
+
+    def _before_end(self) -> None:
+        """There is no boundary any more at which the fit could go back."""
+        divergence = self.session.saver.compare()
+        if divergence is not None:
+            self.session.record_divergence(divergence)
+            times, have_agreed = self._count(divergence.step)
+            why = "started again, the run goes on from the last checkpoint on which all ranks agreed"
+            self._stay(divergence, why, times > 1 and not have_agreed)
+
+    def _go_back(self, divergence: Divergence) -> None:
+        session = self.session
+        self._answered = session.steps_counted
+        times, have_agreed = self._count(divergence.step)
+        if times > self.settings.max_rollbacks:
+            why = f"the run has gone back {self.settings.max_rollbacks} times because of it"
+            self._stay(divergence, why, not have_agreed)
+            return
+        session.go_back(divergence.step, lambda: self._stay(divergence, _NOWHERE, times > 1 and not have_agreed))
+
+        def say() -> None:
+            log.warning(
+                "Gone back to the newest checkpoint on which all ranks agreed (%d of %d times): after step %d %s.",
+                times,
+                self.settings.max_rollbacks,
+                divergence.step,
+                divergence,
+            )
+            session.ledger.record(
+                "rollback", fit=session.index, step=divergence.step, reason=str(divergence), times=times
+            )
+            metrics = {"replica_check/rollbacks": float(times)}
+            for logger in session.trainer.loggers:
+                logger.log_metrics(metrics, step=_lightning.logged_step(session.trainer))
+
+        self._say = say
+
+    def _gone_back(self) -> None:
+        if self.session.rank == 0:
+            self._say()
+        self._say = lambda: None
+
+    def _stay(self, divergence: Divergence, why: str, never_agreed: bool) -> None:
+        """The run does not go back any more."""
+        if not never_agreed or not self.settings.injected:
+            self._end(divergence, why)
+        # The script was not written for us. What its ranks do, each for itself, is not ours to forbid.
+        session = self.session
+        self._is_off = True
+        session.saver.digest = lambda: ""
+        session.on_divergence = lambda divergence: None
+        session.blames_replicas = lambda: False
+        session.before_end.remove(self._before_end)
+        if session.rank == 0:
+            log.error(
+                "ReplicaCheck is off: after step %d %s, and never since the start have all agreed. Something in this "
+                "training differs by rank. Its checkpoints hold the state of rank 0; local ones of such a state do not "
+                "count.",
+                divergence.step,
+                divergence,
+            )
+
+    def _end(self, divergence: Divergence, why: str) -> NoReturn:
+        diverged = ReplicasDiverged(f"after step {divergence.step} {divergence}; {why}")
+        several_nodes = len(set(self.session.gather(node_name()))) > 1
+        if several_nodes and self.session.rank in divergence.suspects:
+            diverged.suspects_this_node = "a rank on it held another state than the others"
+        raise diverged
+
+    def _count(self, step: int) -> tuple[int, bool]:
+        """How many times the run has gone back because of this, now included; and whether ranks have ever agreed."""
+        if self.session.rank == 0:
+            self._rollbacks.add(step)
+            try:
+                self.session.check_owner()
+                write_json(self._file, asdict(self._rollbacks))
+            except OSError as error:
+                log.error("How often the run has gone back could not be written (%s).", error)
+        known = self._rollbacks.count, self.session.replicas_agreed
+        of_rank_0: tuple[int, bool] = self.session.trainer.strategy.broadcast(known)
+        return of_rank_0
+
+    def _read(self) -> Rollbacks:
+        try:
+            content = read_json(self._file) or {}
+            return Rollbacks(int(content.get("count", 0)), int(content.get("furthest", -1)))
+        except (AttributeError, TypeError, ValueError):
+            log.warning("%s cannot be understood: how often the run has gone back is forgotten.", self._file)
+            return Rollbacks()

@@ -1,0 +1,140 @@
+"""The content of many tensors in one short word, so that ranks can say whether they hold the same. Torch only.
+
+What lies in host memory is hashed there (xxh3-128). What lies on a device is not brought to the host for it: the device
+adds up its 32-bit words, each times an odd number of its own, modulo 2^64. A change of one word always changes the sum,
+and two different states have the same one by chance only, also where the same bit is wrong in many places.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+import xxhash
+
+from lightning_resilience.checkpoint import devices
+
+_COLUMNS = 1 << 16
+"""How many words a row has, and how many numbers there are to multiply with."""
+
+_ROWS = 64
+"""How many rows are multiplied at once: more take more memory of the device (32 MiB), fewer take more kernels."""
+
+
+class Digest:
+    """The digest of tensors that are added one list after the other; the same lists give the same digest.
+
+    A list may be added from any thread and on any stream: what a device has to do for it is put on its current stream,
+    and nobody waits for it before :meth:`bring`.
+    """
+
+    def __init__(self) -> None:
+        self._host = xxhash.xxh3_128()
+        self._sums: dict[torch.device, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Adds what lies in the host's memory, or on one device, as it is now; what has no content counts for nothing.
+
+        Args:
+            tensors: Strided ones.
+        """
+        on_device: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if tensor.is_meta or not tensor.numel():
+                continue
+            if (device := devices.accelerator(tensor)) is not None:
+                on_device.setdefault(device, []).append(_flat(tensor))
+            else:
+                self._host.update(_flat(tensor).view(torch.uint8).numpy().data)
+        for device, flat in on_device.items():
+            total = _weighted_sum(flat, device)
+            before = self._sums.get(device)
+            self._sums[device] = total if before is None else before * 31 + total
+
+    def bring(self, device: torch.device) -> None:
+        """Has what was added on ``device`` moved to the host, on its current stream: to be waited for by the caller."""
+        if (total := self._sums.get(device)) is not None:
+            host = torch.empty(total.shape, dtype=total.dtype, device="cpu", pin_memory=True)
+            self._sums[device] = host.copy_(total, non_blocking=True)
+
+    def hexdigest(self) -> str:
+        """What has been added, as 32 hexadecimal digits. Waits for what was not brought."""
+        whole = self._host.copy()
+        whole.update(repr([int(total) for total in self._sums.values()]).encode())
+        return str(whole.hexdigest())
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> str:
+    """The digest of tensors on any devices, as they are now. Waits for their devices.
+
+    Args:
+        tensors: Strided ones.
+    """
+    digest = Digest()
+    digest.add(tensors)
+    return digest.hexdigest()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor as they lie in memory if that is one piece, else in their order."""
+    tensor = tensor.detach()
+    last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.is_conj() or tensor.is_neg() or tensor.numel() != last + 1:
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    """The content as words of 32 bits; of what is no multiple of that each smaller word as one."""
+    for word in (torch.int32, torch.int16, torch.uint8):
+        if flat.nbytes % word.itemsize == 0:
+            break
+    if flat.data_ptr() % word.itemsize:
+        flat = flat.clone()
+    return flat.view(word).to(torch.int32)
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The words of all tensors, in pieces that are multiplied at once: small tensors together, large ones in parts."""
+    together: list[torch.Tensor] = []
+    count = 0
+    for tensor in tensors:
+        for piece in torch.split(_words(tensor), _ROWS * _COLUMNS):
+            if count + piece.numel() > _ROWS * _COLUMNS:
+                yield torch.cat(together)
+                together, count = [], 0
+            together.append(piece)
+            count += piece.numel()
+    if together:
+        yield torch.cat(together) if len(together) > 1 else together[0]
+
+
+def _weighted_sum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    weights = _weights(device)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    row = 0
+    for words in _pieces(tensors):
+        whole = words.numel() // _COLUMNS * _COLUMNS
+        for part in (words[:whole].view(-1, _COLUMNS), words[whole:].view(1, -1)):
+            if part.numel():
+                sums = (part * weights[: part.shape[1]]).sum(1)
+                begin = row % (_COLUMNS - _ROWS)
+                total += (sums * weights[begin : begin + len(sums)]).sum()
+                row += len(sums)
+    return total
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd numbers of 64 bits with no order in them (splitmix64), the same in every process."""
+    numbers = np.arange(1, _COLUMNS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    numbers = (numbers ^ (numbers >> np.uint64(31))) | np.uint64(1)
+    weights = torch.from_numpy(numbers.view(np.int64)).to(device)
+    if device.type != "cpu":
+        devices.mark(device).synchronize()  # whichever stream they are used on
+    return weights
