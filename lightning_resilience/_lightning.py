@@ -826,11 +826,14 @@ def on_save(trainer: Trainer, patches: Patches, may_save: Callable[[str], bool])
 def replicated_parameters(trainer: Trainer) -> list[torch.nn.Parameter]:
     """The parameters that all ranks have alike, bit for bit; none where ranks keep no replicas of each other.
 
-    What is frozen when DDP is set up, it never reduces, and later each rank trains it for itself.
+    What is frozen when DDP is set up, it never reduces, and later each rank trains it for itself. And embeddings with
+    ``max_norm`` shorten, in the forward pass, those rows that the rank's own batch asks for.
     """
     if not replicates_state(trainer):
         return []
-    return [each for each in trainer.lightning_module.parameters() if each.requires_grad]
+    module = trainer.lightning_module
+    own = {id(p) for each in module.modules() if getattr(each, "max_norm", None) is not None for p in each.parameters()}
+    return [each for each in module.parameters() if each.requires_grad and id(each) not in own]
 
 
 def trained_tensors(trainer: Trainer, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:

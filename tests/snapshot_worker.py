@@ -104,7 +104,7 @@ class Witness:
                 parts["common"] = tensors
             return path
 
-        def patched_copy(snapshot: Snapshot, destinations: Iterable[tuple[int, torch.Tensor]]) -> None:
+        def patched_copy(snapshot: Snapshot, destinations: Iterable[tuple[int, torch.Tensor]], *digested: Any) -> None:
             def late() -> Iterator[tuple[int, torch.Tensor]]:
                 pairs = list(destinations)
                 self._copies += 1
@@ -112,7 +112,7 @@ class Witness:
                 assert self._event(snapshot).wait(PATIENCE_S), "the training never came to the fence"
                 yield from pairs[(self._copies + 1) % 2 :: 2]
 
-            copy_tensors(snapshot, late())
+            copy_tensors(snapshot, late(), *digested)
 
         def patched_fence(snapshot: Snapshot, *waiting: Any) -> None:
             if not snapshot.fenced:

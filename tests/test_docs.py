@@ -133,6 +133,7 @@ def table(text: str, heading: str) -> list[list[str]]:
         ("hangs.md", "FaultTolerance"),
         ("local-checkpoints.md", "LocalCheckpoint"),
         ("preemption.md", "Preemption"),
+        ("replica-check.md", "ReplicaCheck"),
         ("stragglers.md", "StragglerDetection"),
     ],
 )

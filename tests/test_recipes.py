@@ -112,8 +112,9 @@ def test_a_recipe_is_changed_field_by_field() -> None:
         recipes.nemo("runs/gpt"), nan_guard=None, straggler_detection=recipes.straggler_det_callback(60, False)
     )
     kinds = [type(callback).__name__ for callback in recipe.callbacks]
-    assert kinds == ["FaultTolerance", "Preemption", "LocalCheckpoint", "StragglerDetection", "AutoResume"]
-    found = recipe.callbacks[3]
+    others = ["FaultTolerance", "Preemption", "LocalCheckpoint", "ReplicaCheck"]
+    assert kinds == [*others, "StragglerDetection", "AutoResume"]
+    found = recipe.callbacks[4]
     assert isinstance(found, StragglerDetection)
     assert (found.report_time_interval, found.stop_if_detected) == (60, False)
     moved = dataclasses.replace(recipe, run_dir="runs/other")

@@ -20,6 +20,7 @@ from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.generations import Journey, common_part, places, rank_part
 from lightning_resilience.checkpoint.interval import Schedule, mean_time_to_failure_s, optimal_interval_s
 from lightning_resilience.checkpoint.local import Figures, LocalSaves
+from lightning_resilience.checkpoint.parts import divergence_of
 from lightning_resilience.checkpoint.plain import Entries
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.replicas import ReplicaError, Replicas, Transfer, cliques, fetch
@@ -27,7 +28,6 @@ from lightning_resilience.checkpoint.rounds import Rounds, new_generation
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import ON_DEVICE_BYTES
 from lightning_resilience.checkpoint.store import NodeStore, PartWriter
-from lightning_resilience.detect.divergence import Divergence
 from lightning_resilience.detect.witness import own_directories
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.report import interruptions
@@ -345,10 +345,10 @@ class _Local:
             self._saves.fail(trainer.global_step, error)
             saved = None
         all_saved = self.session.gather(saved)
-        divergence = Divergence.between(trainer.global_step, [each or "" for each in all_saved])
+        divergence = divergence_of(trainer.global_step, [each or "" for each in all_saved])
         if divergence is not None and trainer.is_global_zero:
             self.session.diverged(divergence)
-        complete = divergence is None and None not in all_saved
+        complete = None not in all_saved and len(set(all_saved)) == 1
         if complete and trainer.is_global_zero:
             self._record(trainer.global_step, generation, reason)
         return complete

@@ -22,7 +22,7 @@ from lightning_resilience.checkpoint.capacity import format_bytes
 from lightning_resilience.checkpoint.devices import Standstill
 from lightning_resilience.checkpoint.generations import Place, common_part, rank_part
 from lightning_resilience.checkpoint.interval import Schedule
-from lightning_resilience.checkpoint.parts import Check, Part, RankState
+from lightning_resilience.checkpoint.parts import Check, Part, RankState, divergence_of
 from lightning_resilience.checkpoint.plain import tensor_names
 from lightning_resilience.checkpoint.replicas import ReplicaError, Replicas
 from lightning_resilience.checkpoint.rounds import Round, Rounds, new_generation
@@ -467,8 +467,8 @@ class LocalSaves:
             self._replicate(step, planned.generation, parts)
             alike = taken.alike() if taken is not None else ""
             complete = self._rounds.finish(planned.number, bool(parts), alike)
-            if complete is False and self._identity["layout"]["commons"]:
-                self._compare(self._rounds, planned.number, step, alike)
+            if complete is False and self._identity["layout"].get("commons"):
+                self._compare(self._rounds, planned.number, step, taken, alike)
         if taken is not None and complete:
             self._complete.insert(0, taken.generation)
             self.figures.published += 1
@@ -481,10 +481,15 @@ class LocalSaves:
             self._taken, self._busy = None, False
             self._changed.notify_all()
 
-    def _compare(self, rounds: Rounds, number: int, step: int, alike: str) -> None:
-        """Looks, on rank 0, whether a generation is not complete because ranks hold different states."""
-        digests = rounds.compare(number, self._place.rank, alike)
-        if digests is not None and (divergence := Divergence.between(step, digests)) is not None:
+    def _compare(self, rounds: Rounds, number: int, step: int, taken: RankState | None, alike: str) -> None:
+        """Looks whether a generation is not complete because ranks hold different states; rank 0 says so."""
+        written = taken.written() if taken is not None else []
+        if (found := rounds.compare(number, self._place.rank, alike, written)) is None:
+            return
+        alikes, learned = found
+        if taken is not None:
+            taken.note_written(learned)
+        if (divergence := divergence_of(step, alikes)) is not None:
             self._diverged(divergence)
 
     def _replicate(self, step: int, generation: str, parts: Sequence[Part]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_resilience.checkpoint.generations import Place, common_part, rank
 from lightning_resilience.checkpoint.plain import tensor_names
 from lightning_resilience.checkpoint.snapshot import Snapshot, address
 from lightning_resilience.checkpoint.store import NodeStore, PartWriter
+from lightning_resilience.detect.divergence import Divergence
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,19 @@ def share_out(sizes: Sequence[int], count: int) -> list[list[int]]:
         shares[taker].append(index)
         loads[taker] += sizes[index]
     return [sorted(share) for share in shares]
+
+
+def divergence_of(step: int, alikes: Sequence[str]) -> Divergence | None:
+    """What :meth:`RankState.alike` of all ranks says of their states.
+
+    Nothing where they do not speak of the same tensors.
+
+    Args:
+        step: ``trainer.global_step``.
+        alikes: By rank; empty where a rank could not say.
+    """
+    layouts = {alike.partition("-")[0] for alike in alikes if alike}
+    return Divergence.between(step, alikes) if len(layouts) == 1 else None
 
 
 class RankState:
@@ -63,10 +77,20 @@ class RankState:
         for number, tensor in enumerate(common):
             if (where := address(tensor)) != 0:
                 numbers.setdefault(where, number)
-        found = [(i, numbers.get(address(tensor), -1)) for i, tensor in enumerate(snapshot.tensors)] if numbers else []
-        self._common = [i for i, number in found if number >= 0]
-        self._numbers = [number for _, number in found if number >= 0]
+        found = {i: numbers[where] for i, where in enumerate(snapshot.addresses) if where in numbers}
+        self._shared = found
+        """By index the numbers of what ranks have alike, unless the training writes it at other times than others."""
+        self._common = sorted(found.keys() - snapshot.written(found))
+        self._numbers = [found[index] for index in self._common]
         self._alike = ""
+
+    def written(self) -> list[int]:
+        """The numbers of what this rank writes for itself, so that it is none of what all have alike."""
+        return [self._shared[index] for index in self.snapshot.written(self._shared)]
+
+    def note_written(self, numbers: Collection[int]) -> None:
+        """Some rank writes these for itself: from the next save on no rank takes them for what all have alike."""
+        self.snapshot.note_written(index for index, number in self._shared.items() if number in numbers)
 
     def alike(self) -> str:
         """What this rank holds of what all ranks have alike, in short; empty if there is none, or it is not known.

@@ -72,7 +72,8 @@ class Rounds:
         """Rank 0: tells everybody."""
         # Every rank has heard how the round before the last ended, or the last could not have been settled.
         published = f"published{self._alike.pop(planned.number - 2, '')}"
-        names = ("late", "heard", "agreed", published, "over", "settled", "said", "compared", "prepared", "ready")
+        ends = ("over", "settled", "said", "compared", "learned", "prepared", "ready")
+        names = ("late", "heard", "agreed", published, *ends)
         for name in ("", *(f"/{each}" for each in names)):
             self._store.delete_key(f"round/{planned.number - 2}{name}")
         self._store.set(f"round/{planned.number}", json.dumps([planned.step, planned.generation]))
@@ -120,30 +121,36 @@ class Rounds:
         self._alike[number] = alike
         return self._ask_all(number, "over", f"published{alike}", int(published), "settled", wanted=self._world_size)
 
-    def compare(self, number: int, rank: int, alike: str) -> list[str] | None:
-        """What every rank takes for what all have alike, where a round has not come to a complete generation.
-
-        Called by all ranks after :meth:`finish`, and not waited for but by rank 0.
+    def compare(self, number: int, rank: int, alike: str, written: list[int]) -> tuple[list[str], list[int]] | None:
+        """Asks, after :meth:`finish`, why a round has not come to a complete generation.
 
         Args:
             number: Of the round.
             rank: This one.
-            alike: What it takes for it; empty if it does not know.
+            alike: What it takes for what all ranks have alike; empty if it does not know.
+            written: What of that it writes for itself, by number.
 
         Returns:
-            That of all ranks, to rank 0; ``None`` to the others, or if it will not be known.
+            What all ranks take for it, to rank 0, and nothing to the others; and what any rank writes for itself.
+            ``None`` if that will not be known.
         """
-        keys = [f"round/{number}/alike/{each}" for each in range(self._world_size)]
-        self._store.set(keys[rank], alike)
-        if self._store.add(f"round/{number}/said", 1) == self._world_size:  # the last one tells rank 0
-            self._store.set(f"round/{number}/compared", "1")
-        if rank > 0 or self._get(f"round/{number}/compared") is None:
-            return None
-        found = [value.decode() for value in self._store.multi_get(keys)]
-        self._alike.pop(number, "")
-        for key in [*keys, *(f"round/{number}/published{each}" for each in {"", alike, *found})]:
-            self._store.delete_key(key)
-        return found
+        name = f"round/{number}"
+        keys = [f"{name}/alike/{each}" for each in range(self._world_size)]
+        self._store.set(keys[rank], json.dumps([alike, written]))
+        if self._store.add(f"{name}/said", 1) == self._world_size:  # the last one tells rank 0
+            self._store.set(f"{name}/compared", "1")
+        alikes: list[str] = []
+        if rank == 0:
+            if self._get(f"{name}/compared") is None:
+                return None
+            found = [json.loads(value) for value in self._store.multi_get(keys)]
+            alikes = [each for each, _ in found]
+            self._alike.pop(number, "")
+            for key in [*keys, *(f"{name}/published{each}" for each in {"", alike, *alikes})]:
+                self._store.delete_key(key)
+            self._store.set(f"{name}/learned", json.dumps(sorted({each for _, own in found for each in own})))
+        learned = self._get(f"{name}/learned")
+        return None if learned is None else (alikes, json.loads(learned))
 
     def _ask_all(self, number: int, said: str, counted: str, mine: int, answer: str, wanted: int) -> bool | None:
         name = f"round/{number}"

@@ -76,6 +76,7 @@ class Snapshots:
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
         self._restless: set[tuple[Any, ...]] = set()
+        self._written: set[tuple[Any, ...]] = set()
         self._hidden_writes = False
         self._look_at_all = 0.0  # not before this time
 
@@ -106,8 +107,10 @@ class Snapshots:
         sources: list[torch.Tensor] = []
         late: dict[int, torch.Tensor] = {}
         places = set()
+        addresses = []
         for index, tensor in enumerate(tensors):
             place = known.get(id(tensor)) or address(tensor)
+            addresses.append(place)
             if tensor.is_meta:
                 sources.append(tensor)
             elif place not in watched or self._is_volatile(index, tensor):
@@ -123,7 +126,9 @@ class Snapshots:
                     late[index] = source
         watched = {place: watched[place] for place in places}
         look = self._look(late)
-        return Snapshot(self, skeleton, sources, watched, left_out, look, copier.devices, copier.through_host)
+        return Snapshot(
+            self, skeleton, sources, addresses, watched, left_out, look, copier.devices, copier.through_host
+        )
 
     def _is_volatile(self, index: int, tensor: torch.Tensor) -> bool:
         if self._restless and _kind(index, tensor) in self._restless:
@@ -151,8 +156,18 @@ class Snapshots:
             changed: By index in :attr:`Snapshot.tensors`.
             hidden: Whether torch has not counted it.
         """
-        self._restless.update(_kind(index, tensor) for index, tensor in changed.items())
+        kinds = {_kind(index, tensor) for index, tensor in changed.items()}
+        self._restless |= kinds
         self._hidden_writes |= hidden
+        if not hidden:
+            self._written |= kinds
+
+    def is_written(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether the training itself writes this tensor between a boundary and its fence: perhaps on this rank only.
+
+        Not so where torch has not counted it: that may be an error of the hardware.
+        """
+        return bool(self._written) and _kind(index, tensor) in self._written
 
 
 _Kept = tuple[torch.Tensor, devices.Registration | None]
@@ -319,6 +334,7 @@ class Snapshot:
     Attributes:
         skeleton: The state without its tensors (see :func:`~.plain.pack`).
         tensors: What was or will be copied. To be read by :meth:`copy` only, but for their shapes and types.
+        addresses: Where the training keeps them; see :func:`address`.
         left_out: Names of what could not be taken.
         through_host: By index the bytes of what was too large for its device to keep a copy of it, and has held the
             device up on its way to the host.
@@ -329,6 +345,7 @@ class Snapshot:
         snapshots: Snapshots,
         skeleton: Any,
         tensors: list[torch.Tensor],
+        addresses: list[int],
         watched: Mapping[int, list[tuple[torch.Tensor, int]]],
         left_out: list[str],
         look: _Look,
@@ -337,6 +354,7 @@ class Snapshot:
     ) -> None:
         self.skeleton = skeleton
         self.tensors = tensors
+        self.addresses = addresses
         self.left_out = left_out
         self.through_host = through_host
         self._snapshots = snapshots
@@ -452,6 +470,14 @@ class Snapshot:
     def _spoil(self, changed: Iterable[int], hidden: bool) -> None:
         self._good = False
         self._snapshots.spoiled({index: self.tensors[index] for index in changed}, hidden)
+
+    def written(self, indices: Iterable[int]) -> list[int]:
+        """Which of these tensors the training writes between boundary and fence, as far as is known now."""
+        return [index for index in indices if self._snapshots.is_written(index, self.tensors[index])]
+
+    def note_written(self, indices: Iterable[int]) -> None:
+        """On another rank the training writes these tensors between boundary and fence."""
+        self._snapshots.spoiled({index: self.tensors[index] for index in indices}, hidden=False)
 
     @property
     def waited_s(self) -> float:
