@@ -345,14 +345,15 @@ def test_trainings_in_which_many_bits_flip(world_size: int, tmp_path: Path) -> N
             break
         assert "ComplexFloat" in text
     assert set(codes) == {0}
-    named = {(event["step"] - 20 - 1) // every: event for event in events(config, "divergence")}
+    named = {(event["step"] - 20) // every: event for event in events(config, "divergence")}
     bad = {(event["step"] - 20) // every for event in events(config, "bad_step")}
-    for number, event in named.items():
-        assert flips[number]["step"] < event["step"] + 1 <= flips[number]["step"] + every, "by the next save"
+    for number, event in named.items():  # a bit that flips while a save reads it is found by that one
+        assert flips[number]["step"] <= event["step"]
         assert event["ranks"] == ([flips[number]["rank"]] if world_size > 2 else [])
     # The last bit of a moment is rounded away before the next save, now and then, and nothing has come of it.
     unseen = [flip for number, flip in enumerate(flips) if number not in named and number not in bad]
     print(f"{world_size} ranks: {len(named)} of {count} found, {len(unseen)} gone before the next save")
+    assert len(unseen) < count // 20
     undisturbed, _ = trained(tmp_path, "undisturbed", [], timeout_s=3000.0, **options)
     assert ended(config) == ended(undisturbed)
 
