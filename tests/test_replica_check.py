@@ -208,6 +208,20 @@ def test_what_one_rank_writes_in_the_middle_of_a_step_is_no_difference(tmp_path:
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("world_size", "steps"), [(2, 60_000), (4, 40_000)])
+def test_in_a_hundred_thousand_healthy_steps_nobody_is_accused(world_size: int, steps: int, tmp_path: Path) -> None:
+    job = Job(tmp_path, places([("a", 0)] * world_size), every=2)
+    try:
+        job.train(steps)
+        assert not job.ranks[0].divergences
+        assert len(job.ranks[0].saved) > 0.4 * steps
+    finally:
+        job.stop()
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_hundreds_of_flipped_bits(world_size: int, tmp_path: Path) -> None:
     for number in range(334):
@@ -324,6 +338,7 @@ def test_where_ranks_share_out_the_state_it_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_trainings_in_which_many_bits_flip(world_size: int, tmp_path: Path) -> None:
     count, every = 100, 40
@@ -359,14 +374,10 @@ def test_trainings_in_which_many_bits_flip(world_size: int, tmp_path: Path) -> N
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_long_healthy_training_is_never_accused(world_size: int, tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "trainer": {"devices": world_size, "max_epochs": 1},
-        "batches": 50_000,
-        "step_s": 0.0,
-        "augment": False,
-    }
+    options: dict[str, Any] = {"trainer": {"devices": world_size, "max_epochs": 1}, "batches": 5_000, "step_s": 0.0}
     config, _ = trained(tmp_path, "healthy", [], timeout_s=3000.0, **options)
     assert not events(config, "divergence")
-    assert result(config)[0]["step"] == 50_000
+    assert result(config)[0]["step"] == 5_000
