@@ -348,10 +348,11 @@ def begin_anew(trainer: Trainer, module: LightningModule) -> None:
 def frame(trainer: Trainer) -> Any:
     """What a new process makes and a checkpoint does not hold: which optimizers and schedulers there are.
 
-    Some callbacks change them during a fit: ``StochasticWeightAveraging``, ``BaseFinetuning``.
+    Some callbacks change them during a fit: ``StochasticWeightAveraging``, ``BaseFinetuning``; and ``ModelPruning`` the
+    first values of the weights.
     """
     groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
-    return groups, [id(config.scheduler) for config in trainer.lr_scheduler_configs]
+    return groups, [id(config.scheduler) for config in trainer.lr_scheduler_configs], _trained_tickets(trainer)
 
 
 def after_exception_hooks(trainer: Trainer, patches: Patches, action: Callable[[], None]) -> None:
@@ -1323,11 +1324,7 @@ def modes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
         "evaluating": [name for name, each in module.named_modules() if not each.training],
-        "tickets": [
-            number
-            for number, (first, weight) in enumerate(_lottery_tickets(trainer))
-            if first.data_ptr() == weight.data_ptr()
-        ],
+        "tickets": _trained_tickets(trainer),
     }
 
 
@@ -1360,6 +1357,11 @@ def _lottery_tickets(trainer: Trainer) -> Iterator[tuple[torch.Tensor, torch.Ten
                 first = getattr(layer["data"], name, None)
                 if isinstance(first, torch.Tensor) and isinstance(weight, torch.Tensor):
                     yield first, weight
+
+
+def _trained_tickets(trainer: Trainer) -> list[int]:
+    tickets = enumerate(_lottery_tickets(trainer))
+    return [number for number, (first, weight) in tickets if first.data_ptr() == weight.data_ptr()]
 
 
 def reload_epochs(trainer: Trainer) -> list[float]:

@@ -963,8 +963,8 @@ class FitSession:
         (until, otherwise, only_global), self._goes_back = self._goes_back, None
         if _lightning.frame(self.trainer) != self._frame:
             raise RuntimeError(
-                "The fit has to go back to an older state, but a callback has changed its optimizers or schedulers "
-                "meanwhile: only a restart makes them anew. Start it again; it resumes."
+                "The fit has to go back to an older state, but a callback has changed its optimizers, schedulers or "
+                "first weights meanwhile: only a restart makes them anew. Start it again; it resumes."
             )
         for hook in self.before_going_back:
             hook()

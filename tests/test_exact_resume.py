@@ -146,6 +146,22 @@ def test_ranks_with_callbacks_that_change_what_is_trained(tmp_path: Path, callba
     assert "have changed since" not in said
 
 
+@pytest.mark.parametrize("tickets", [True, False], ids=["lottery tickets", "masks only"])
+def test_going_back_to_before_a_pruning(tmp_path: Path, tickets: bool) -> None:
+    """Lottery tickets are trained with the weights, on one device: only a new process has the first ones."""
+    pruning = {"pruning_fn": "l1_unstructured", "amount": 0.2, "use_lottery_ticket_hypothesis": tickets}
+    options = {"lightning_callbacks": {"ModelPruning": {**pruning, "parameter_names": ["weight"]}}}
+    events = [{"at": "train", "step": 27, "do": "go_back", "until": 12, "once": True}]
+    config = make(tmp_path, "run", keep=8, events=events, **options)
+    codes, text = run(config, tmp_path / "run")
+    if tickets:
+        assert codes == [1]
+        assert "only a restart makes them anew" in text
+        codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    assert result(config)[0]["weights"] == undisturbed(tmp_path, **options)[0][0]["weights"]
+
+
 DDP: dict[str, dict[str, Any]] = {
     "told its device": {"ddp": {}},
     "told its device, with all else": {"ddp": {"gradient_as_bucket_view": True, "hook": "fp16"}, "manual": "twice"},
