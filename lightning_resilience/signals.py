@@ -45,8 +45,9 @@ _WORKERS_END_WITHIN_S = 5.0  # torch's own patience with a worker that has nothi
 _FROM_PYTHON = 0x80  # in a byte of the listener's socket: noted by the handler in Python; signals end at 64
 _PAUSE_AFTER_ERROR_S = 0.1
 _LONGEST_POLL_S = 3600.0
-_SPEAKS_WITHIN_S = 1.0
-_LAST_WORDS_WITHIN_S = 5.0
+_SPEAKS_WITHIN_S = 0.5
+_LAST_WORDS_WITHIN_S = 3.0
+_EXITS_WITHIN_S = 5.0  # after that C code ends the process, with another exit code
 
 DEFAULT_GRACE_PERIOD_S = 600.0
 """KempnerForge's shutdown deadline."""
@@ -220,7 +221,9 @@ class SignalListener:
                 # Only C code ends a process whose main thread holds the interpreter lock; it comes second.
                 if sys.__stderr__ is not None:
                     with suppress(OSError, ValueError, RuntimeError, OverflowError):  # it may be closed
-                        faulthandler.dump_traceback_later(self.grace_period_s + 5.0, exit=True, file=sys.__stderr__)
+                        faulthandler.dump_traceback_later(
+                            self.grace_period_s + _EXITS_WITHIN_S, exit=True, file=sys.__stderr__
+                        )
         self._wake()
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
@@ -547,8 +550,9 @@ def _ignore_until(trainer_ends: str, signums: Collection[signal.Signals]) -> Non
         return
 
     def handle(signum: int, frame: FrameType | None) -> None:
-        if os.pread(flag, 1, 0) != b"\0":
-            os._exit(0)
+        with suppress(OSError):  # somebody has closed all files
+            if os.pread(flag, 1, 0) != b"\0":
+                os._exit(0)
 
     def leave_child_alone() -> None:
         for signum in signums:

@@ -502,7 +502,7 @@ def test_a_killed_launcher_leaves_no_process_behind(launcher: Launcher) -> None:
     launch = launcher.start()
     launcher.wait_for("ready")
     [launch_id] = launcher.launch_ids
-    assert len(processes_of(launch_id)) == 4
+    wait_until(lambda: len(processes_of(launch_id)) == 5)  # the elastic launcher, the worker and what it has started
     launch.kill()
     wait_until(lambda: not processes_of(launch_id) and not reapers_of(launch_id))
 
@@ -516,6 +516,7 @@ def test_what_survived_a_launcher_and_its_reaper_is_ended_by_the_next_launch(lau
     launch = launcher.start()
     launcher.wait_for("ready")
     [launch_id] = launcher.launch_ids
+    wait_until(lambda: len(processes_of(launch_id)) == 5)
     for reaper in reapers_of(launch_id):
         reaper.kill()
     launch.kill()
@@ -524,7 +525,7 @@ def test_what_survived_a_launcher_and_its_reaper_is_ended_by_the_next_launch(lau
     launcher.script("")
     assert launcher.run() == 0, launcher.stderr()
     assert not processes_of(launch_id)
-    assert "Ended 4 processes that an earlier launch of this run had left" in launcher.stderr()
+    assert "Ended 5 processes that an earlier launch of this run had left" in launcher.stderr()
 
 
 def test_what_a_finished_script_leaves_behind_is_ended(launcher: Launcher) -> None:

@@ -168,7 +168,7 @@ def test_the_fits_of_a_launched_worker_are_watched_by_the_same_watchdog(
         module = Module()
         module.at_step[1] = look
         callbacks = [FaultTolerance(run_dir=run_dir), AutoResume(run_dir=run_dir)][not watched :]
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
         trainer = L.Trainer(max_epochs=1, callbacks=callbacks, accelerator="cpu", **quiet)  # type: ignore[arg-type]
         look()
         trainer.fit(module, DataLoader(torch.ones(4, 1)))
