@@ -735,7 +735,7 @@ def nobody_elses(trainer: Trainer, state: Any) -> Any:
     """
     live = [*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()]
     live += optimizer_tensors(trainer.optimizers)
-    used = {each.untyped_storage().data_ptr() for each in live}
+    used = {each.untyped_storage().data_ptr() for each in live if not is_lazy(each)}
 
     def apart(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if tensor.untyped_storage().data_ptr() in used else tensor

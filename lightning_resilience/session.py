@@ -286,22 +286,12 @@ class FitSession:
         Raises:
             StorageFails: On every rank, if it goes on failing.
         """
-
-        def attempt() -> tuple[_T | None, str | None]:
-            try:
-                return self.patience(make, self.whoami), None
-            except OSError as error:
-                return None, f"{self.whoami}: {error}"
-
-        made, problem = checkpoint_io.from_rank_zero(self.trainer.strategy, attempt)
-        if problem is not None:
-            raise StorageFails(f"{problem}. Nothing was moved or begun anew: start it again when the storage answers.")
-        return cast(_T, made)
+        return _from_rank_0(self.trainer, make, self.patience)
 
     @property
     def whoami(self) -> str:
         """This rank and its node, for a person."""
-        return f"Rank {self.rank} on {node_name()}"
+        return _whoami(self.trainer)
 
     def _check_that_all_nodes_see_it(self) -> None:
         """Before anything is looked for in the run directory, or made: what is not mounted would seem to be empty."""
@@ -1147,15 +1137,20 @@ class SessionCallback(_lightning.ResilienceCallback):
         if trainer.state.fn != "fit" or inner or _is_passive(trainer) or _obstacle(trainer) is not None:
             return
         _check_worker_count(trainer)
-        recorded = None
-        if trainer.is_global_zero:
+
+        def look() -> dict[str, Any] | None:
             run = RunDirectory(_place_of_run(trainer, _own_run_dir(trainer)))
             fit = run.fit(_fits_begun.get(run.path, 0))
-            if run.trained_by(_job()) is None:  # otherwise this fit is refused in a moment
-                if fit.path.exists():
-                    recorded = fit.outputs or {}
-                    recorded = recorded if recorded.get("run") == run.identity() else {}
-                fit.create()
+            if run.trained_by(_job()) is not None:
+                return None  # this fit is refused in a moment
+            recorded = None
+            if fit.path.exists():
+                recorded = fit.outputs or {}
+                recorded = recorded if recorded.get("run") == run.identity() else {}
+            fit.create()
+            return recorded
+
+        recorded = _from_rank_0(trainer, look, Patience())
         outputs.go_on(trainer, recorded)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -1251,6 +1246,23 @@ def _own_run_dir(trainer: Trainer) -> str | os.PathLike[str] | None:
     if len({os.path.abspath(path) for path in run_dirs}) > 1:
         raise ValueError(f"The callbacks of one Trainer must share one run_dir, not {sorted(map(str, run_dirs))}.")
     return run_dirs[0] if run_dirs else None
+
+
+def _from_rank_0(trainer: Trainer, make: Callable[[], _T], patience: Patience) -> _T:
+    def attempt() -> tuple[_T | None, str | None]:
+        try:
+            return patience(make, _whoami(trainer)), None
+        except OSError as error:
+            return None, f"{_whoami(trainer)}: {error}"
+
+    made, problem = checkpoint_io.from_rank_zero(trainer.strategy, attempt)
+    if problem is not None:
+        raise StorageFails(f"{problem}. Nothing was moved or begun anew: start it again when the storage answers.")
+    return cast(_T, made)
+
+
+def _whoami(trainer: Trainer) -> str:
+    return f"Rank {trainer.global_rank} on {node_name()}"
 
 
 def _place_of_run(trainer: Trainer, own: str | os.PathLike[str] | None) -> str | os.PathLike[str]:

@@ -206,11 +206,14 @@ class Job:
         return found
 
     def chooser(self, rank: int) -> tiers.Tiers:
-        strategy = SimpleNamespace(broadcast=lambda value: self.gather(value)[0], barrier=lambda name: self.gather(0))
-        trainer = SimpleNamespace(is_global_zero=rank == 0, world_size=self.world_size, strategy=strategy)
+        first = {"is_global_zero": rank == 0, "global_rank": rank, "world_size": self.world_size}
+        strategy = SimpleNamespace(
+            broadcast=lambda value: self.gather(value)[0], barrier=lambda name: self.gather(0), **first
+        )
+        trainer = SimpleNamespace(strategy=strategy, **first)
         session = SimpleNamespace(
             trainer=trainer, rank=rank, index=0, fit=self.fit, gather=self.gather, whoami=f"Rank {rank}",
-            patience=Patience(), metadata={}, ledger=Ledger(self.folder / "ledger.jsonl", rank),
+            patience=Patience(), metadata={}, ledger=Ledger(self.folder / "ledger", rank),
             previous_outcome=None, finished_before=lambda: False, check_owner=lambda: None,
         )  # fmt: skip
         session.from_rank_0 = lambda make: FitSession.from_rank_0(session, make)
@@ -281,7 +284,7 @@ def test_whatever_fails_nothing_intact_is_moved_and_nothing_begins_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     intact = tmp_path / "intact"
-    durable.save({"state": 1}, intact, {"fit": 0})
+    durable.save({"loops": {}}, intact, {"fit": 0})
     ends = [life(seed, tmp_path / f"{seed}", intact, monkeypatch) for seed in range(200)]
     assert {how: ends.count(how) > 10 for how in ("fresh", "failed", "resumed")} == dict.fromkeys(
         ("fresh", "failed", "resumed"), True

@@ -318,7 +318,7 @@ def test_what_shards_cannot_keep_is_named() -> None:
         "optimizer_states": [{"state": {"w": {"step": np.int64(3)}}, "param_groups": groups}],
         "epoch": 1,
     }
-    shards, unkept = saving._sharded_entries(checkpoint)
+    shards, unkept = saving._sharded_entries(checkpoint, "state_dict")
     made, left_out = saving.to_plain(shards)
     assert checkpoint == {"epoch": 1}
     assert unkept == ["state_dict.a._extra_state (in shards)", "optimizer_0.param_groups[0].of (in shards)"]
