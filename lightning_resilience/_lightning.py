@@ -119,6 +119,11 @@ def callbacks_named(trainer: Trainer, names: Collection[str]) -> list[Any]:
     return [each for each in callbacks(trainer) if any(cls.__name__ in names for cls in type(each).__mro__)]
 
 
+def _timers(trainer: Trainer) -> list[Any]:
+    """Lightning's own: a script's may be called so, too."""
+    return [each for each in callbacks_named(trainer, ("Timer",)) if hasattr(each, "_duration")]
+
+
 def has_pytorch_profiler(trainer: Trainer) -> bool:
     """Whether ``trainer`` profiles with PyTorch's profiler; of either package."""
     return any(cls.__name__ == "PyTorchProfiler" for cls in type(getattr(trainer, "profiler", None)).__mro__)
@@ -556,7 +561,7 @@ def convert_to_double(trainer: Trainer, module: LightningModule) -> None:
 
 def limits(trainer: Trainer) -> dict[str, float | None]:
     """What may end the fit, by names that stay the same; ``None`` or a negative number is no limit."""
-    times = [timer._duration for timer in callbacks_named(trainer, ("Timer",)) if timer._duration is not None]
+    times = [timer._duration for timer in _timers(trainer) if timer._duration is not None]
     patiences = {
         f"patience of {each.state_key}": each.patience for each in callbacks_named(trainer, ("EarlyStopping",))
     }
@@ -573,7 +578,7 @@ def limit_reached(trainer: Trainer) -> str | None:
     for callback in callbacks_named(trainer, ("EarlyStopping",)):
         if callback.wait_count >= callback.patience:
             return f"patience of {callback.state_key}"
-    for timer in callbacks_named(trainer, ("Timer",)):
+    for timer in _timers(trainer):
         if timer._duration is not None and timer.time_elapsed() >= timer._duration:
             return "max_time"
     return None

@@ -259,9 +259,12 @@ class Agreement:
             for watcher, until in list(watchers.items()):
                 if not woken and time.monotonic() < until:
                     continue
+                self._stores.changed = False
                 seconds = self._advance(watcher)
                 if self._stopped:
                     return
+                if self._stores.changed:  # which concerns the other one
+                    watchers = dict.fromkeys(watchers, 0.0)
                 if seconds is None:
                     del watchers[watcher]
                 else:
@@ -318,6 +321,7 @@ class _Stores:
         timeout_s: float,
     ) -> None:
         self._several = len(nodes) > 1
+        self.changed = False
         self._port = f"port/{node}"
         self._is_first = is_first
         self._timeout_s = timeout_s
@@ -357,6 +361,6 @@ class _Stores:
 
     def apply(self, wanted: Get | GetAll | Set | Add | Delete | Above) -> Any:
         """Does what a watcher wants."""
-        if isinstance(wanted, Above):
-            return wanted.operation.apply(self._above)
-        return wanted.apply(self._here)
+        operation = wanted.operation if isinstance(wanted, Above) else wanted
+        self.changed |= isinstance(operation, Set) or (isinstance(operation, Add) and operation.amount > 0)
+        return operation.apply(self._above if isinstance(wanted, Above) else self._here)

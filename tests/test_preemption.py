@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -192,8 +191,7 @@ def test_the_end_of_the_grace_period_ends_the_run(tmp_path: Path) -> None:
 def test_warns_when_a_save_does_not_fit_into_the_grace_period(tmp_path: Path) -> None:
     config = make(tmp_path, "run", trainer={"max_epochs": 1})
     run_dir = RunDirectory(config["run_dir"])
-    run_dir.path.mkdir()
-    run_dir.ledger.write_text(json.dumps({"event": "saved", "seconds": 3600.0, "step": 1}) + "\n")
+    Ledger(run_dir.ledger).record("saved", seconds=3600.0, step=1)
     assert "The last save took 3600 s, the grace period is 60 s" in run(config, tmp_path / "run")[1]
 
 
