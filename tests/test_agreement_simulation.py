@@ -448,7 +448,7 @@ def random_falls(seeds: range) -> Iterator[tuple[int, int, int]]:
 
 def test_all_ranks_act_at_the_same_boundary_or_none_does() -> None:
     acted = left_over = between = several = 0
-    for seed in range(400):
+    for seed in range(250):
         simulation = run_undisturbed(seed)
         several += len(simulation.nodes) > 1
         for store in (simulation.store, *simulation.node_stores):
@@ -458,10 +458,10 @@ def test_all_ranks_act_at_the_same_boundary_or_none_does() -> None:
             left_over += len(fit.left_over or ())
             between += sum(position[1] == 0 for _, position in fit.acted)
     # The schedules reach what they are meant to reach.
-    assert acted > 300
-    assert several > 100
-    assert left_over > 60
-    assert between > 60
+    assert acted > 180
+    assert several > 60
+    assert left_over > 35
+    assert between > 35
 
 
 @pytest.mark.parametrize("rank_0_owns_store", [True, False], ids=["store dies with rank 0", "store survives"])

@@ -273,7 +273,12 @@ FIT = """
     ("width", "epochs", "reason"),
     [
         ("2", "1", "has come to epoch 2, and the script's Trainer ends at max_epochs=1: give it more, or launch"),
-        ("3", "4", "holds another fit: its parameters have other names, shapes or types"),
+        pytest.param(
+            "3",
+            "4",
+            "holds another fit: its parameters have other names, shapes or types",
+            marks=pytest.mark.campaign,
+        ),
     ],
 )
 def test_a_script_that_cannot_go_on_with_the_run_is_not_tried_again(

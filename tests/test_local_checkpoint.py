@@ -1581,7 +1581,10 @@ class Drowsy(threading.Condition):
         return found
 
 
-@pytest.mark.parametrize("condition", [threading.Condition, Drowsy], ids=["awake", "drowsy"])
+@pytest.mark.parametrize(
+    "condition",
+    [pytest.param(threading.Condition, id="awake", marks=pytest.mark.campaign), pytest.param(Drowsy, id="drowsy")],
+)
 def test_if_one_rank_hears_too_late_none_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, condition: type[threading.Condition]
 ) -> None:

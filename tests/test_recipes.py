@@ -378,7 +378,9 @@ def test_a_callback_of_others_that_does_the_same_is_refused(foreign: str, packag
 # -- Weights & Biases --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize(
+    "package", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.campaign)]
+)
 def test_one_wandb_run_over_all_processes_of_a_run(package: str, tmp_path: Path) -> None:
     code = f"""
 import json, sys
