@@ -189,7 +189,7 @@ def test_stateful_distributed_loader(tmp_path: Path) -> None:
 
 SHARDED: dict[str, dict[str, Any]] = {"FSDP2": {"sharded": True}, "FSDP2, in one file": {"sharded": "whole file"}}
 FSDP1: dict[str, dict[str, Any]] = {
-    "FSDP1": {"sharded": "fsdp1 sharded"},
+    "shards of FSDP1": {"sharded": "fsdp1 sharded"},
     "FSDP1, in one file": {"sharded": "fsdp1 full", "wraps": True},
 }
 
@@ -202,7 +202,7 @@ def test_sharded(tmp_path: Path, options: dict[str, Any]) -> None:
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
 
 
-@pytest.mark.parametrize("options", some(FSDP1))
+@pytest.mark.parametrize("options", some(FSDP1, "shards"))
 def test_sharded_by_fsdp1(tmp_path: Path, options: dict[str, Any]) -> None:
     """A directory of shards, sealed, or one file of what was gathered: the strategy itself loads both.
 

@@ -143,6 +143,7 @@ def test_a_fault_on_purpose(examples: Examples, undisturbed: str) -> None:
     assert digest(said) == digest(undisturbed)
 
 
+@pytest.mark.campaign
 def test_a_hang_on_purpose(examples: Examples, undisturbed: str) -> None:
     heading = "A fault on purpose"
     said = examples.run([*command(heading, 1), *SMALL, f"--at-step={AT_STEP}"])
@@ -163,6 +164,7 @@ def test_local_checkpoints(examples: Examples, undisturbed: str) -> None:
     assert digest(said) == digest(undisturbed)
 
 
+@pytest.mark.campaign
 def test_a_slow_rank(examples: Examples) -> None:
     heading = "A slow rank"
     says(examples.run([*command(heading), *SMALL, "--steps=150"]), heading)
@@ -219,6 +221,7 @@ def test_fsdp(examples: Examples) -> None:
     assert digest(said) == digest(examples.run(alone))
 
 
+@pytest.mark.campaign
 def test_one_wandb_run(examples: Examples, undisturbed: str) -> None:
     heading = "One Weights & Biases run"
     said = examples.run([*command(heading), *SMALL, f"--kill-at-step={AT_STEP}"])

@@ -381,6 +381,7 @@ def test_a_run_that_is_evicted_and_killed_ends_as_if_undisturbed(
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
 
 
+@pytest.mark.campaign
 def test_a_run_that_keeps_failing_is_not_replaced_for_ever(tmp_path: Path, clusters: list[Cluster]) -> None:
     """Its retries are new pods, and the last one's end is that of the Job."""
     script = tmp_path / "train.py"

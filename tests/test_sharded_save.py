@@ -253,6 +253,7 @@ def test_preempted_while_one_is_being_written(tmp_path: Path) -> None:
     assert steps[-1] == 48
 
 
+@pytest.mark.campaign
 def test_strategies_that_gather_for_the_user_resume_from_shards(tmp_path: Path) -> None:
     """``save_distributed_checkpoint=False`` is about the checkpoints of the script: a run's own are its shards."""
     options = {**OPTIONS, "sharded": "whole file"}
