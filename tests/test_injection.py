@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ class Steps:
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.trainer.global_step == self.signal_at:
             os.kill(os.getpid(), signal.SIGTERM)
+        elif self.signal_at is not None and self.trainer.global_step > self.signal_at:
+            time.sleep(0.01)  # all steps together take no longer than to agree on where to stop
         return self.layer(batch[0]).pow(2).mean()
 
     def train_dataloader(self) -> Any:

@@ -66,6 +66,7 @@ def test_last_means_the_newest_local_state_too(tmp_path: Path) -> None:
         model_checkpoint={**MODEL_CHECKPOINT, "dirpath": str(tmp_path / "theirs")},
         ckpt_path="last",
         save_every=None,
+        step_s=0.03,
         events=[kill(15)],
     )
     for _ in range(2):

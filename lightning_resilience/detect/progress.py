@@ -194,7 +194,7 @@ def read_progress(path: Path) -> Stay | None:
 
 def read_record(file: FileIO) -> Stay | None:
     """The same from a file that is open already, which stays readable when its name has gone."""
-    for _ in range(10):  # the writer may be faster than this reader
+    for _ in range(100):  # the writer may be faster than this reader
         file.seek(0)
         data = file.read(_SIZE)
         if data is None or len(data) != _SIZE:
@@ -202,6 +202,9 @@ def read_record(file: FileIO) -> Stay | None:
         valid = _TICKS.unpack_from(data)[0]
         record = _RECORD.unpack_from(data, _TICKS.size + (valid & 1) * _RECORD.size)
         ticks, section, since, timeout, step, a, b, c, d = record
-        if ticks == valid > 0 and section < len(_SECTIONS):
+        file.seek(0)
+        # Else the writer may be at this half again, and the end of it is newer than its beginning.
+        is_whole = file.read(_TICKS.size) == data[: _TICKS.size]
+        if is_whole and ticks == valid > 0 and section < len(_SECTIONS):
             return Stay(ticks, _SECTIONS[section], since, timeout, step, (a, b, c, d))
     return None
