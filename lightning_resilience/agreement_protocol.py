@@ -478,7 +478,9 @@ class Participant:
             yield from self._give_up_on(name, what, timeout)
 
     def _give_up_on(self, name: str, what: str, timeout: float) -> Watching[None]:
-        missing = yield from _missing(name, len(self._ranks))
+        missing: list[int] = []
+        if (yield Get(f"{name}/here")) is None:  # else what they have posted is deleted
+            missing = yield from _missing(name, len(self._ranks))
         yield from self._give_up(_blame([self._ranks[each] for each in missing], what, timeout))
 
     def _give_up(self, reason: str) -> Watching[None]:
@@ -743,7 +745,7 @@ class Relay:
 
     def _say_who_is_missing(self, name: str, what: str) -> Watching[None]:
         meeting = self._meetings.get(name)
-        if meeting is not None and meeting.posted is None:
+        if meeting is not None and meeting.posted is None and (yield Get(f"{name}/here")) is None:
             meeting.what = what
             missing = yield from _missing(name, len(self._ranks))
             yield from self._give_up([self._ranks[each] for each in missing], meeting)

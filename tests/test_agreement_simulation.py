@@ -7,6 +7,7 @@ a healthy agreement may never do is a `Violation`; the last tests put old mistak
 
 from __future__ import annotations
 
+import json
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -574,6 +575,20 @@ def test_a_rank_that_acted_and_finished_has_arrived() -> None:
     watch_2.pause()
     watch_1.pause()
     assert first.arrived()
+
+
+def test_who_has_answered_is_not_blamed_for_a_relay_that_is_silent() -> None:
+    now, store = [0.0], LocalStore()
+    ranks = [Participant([4, 5], index, lambda: now[0], ANSWER_TIMEOUT, ARRIVAL_TIMEOUT) for index in range(2)]
+    watches = [ByHand(rank.watch(), store) for rank in ranks]
+    event = {"number": 0, "kind": "save", "rank": 4, "needs": 0, "payload": {}}
+    watches[0].here.set("round/0", json.dumps([event]))
+    for watch in watches:
+        watch.pause()
+    now[0] = 3 * ANSWER_TIMEOUT
+    watches[1].pause()
+    assert ranks[1]._failure is not None
+    assert "a rank died just when all of them did answer" in ranks[1]._failure
 
 
 def test_a_store_that_goes_after_the_agreed_end_is_not_missed() -> None:
