@@ -136,6 +136,7 @@ def test_a_script_that_knows_nothing(examples: Examples, undisturbed: str) -> No
     assert digest(said) == digest(undisturbed)
 
 
+@pytest.mark.campaign
 def test_a_fault_on_purpose(examples: Examples, undisturbed: str) -> None:
     heading = "A fault on purpose"
     said = examples.run([*command(heading), *SMALL, f"--at-step={AT_STEP}"])
