@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -156,6 +157,9 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
             if marker.exists():
                 continue
             marker.touch()
+        deadline = time.monotonic() + 30
+        while not glob.glob(event.get("after_file", "/"), recursive=True) and time.monotonic() < deadline:
+            time.sleep(0.01)
         time.sleep(event.get("after_s", 0.0))
         what = event["do"]
         if what == "raise":

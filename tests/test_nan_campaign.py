@@ -539,6 +539,7 @@ def launch(config: dict[str, Any]) -> tuple[int, str]:
 
 def killed(folder: Path, max_rollbacks: int = 2, **options: Any) -> dict[str, Any]:
     """A run that was killed at step 27, with states of steps 20 and 25 on its node and of step 18 for all nodes."""
+    written = str(folder / "local" / "**" / f"step-{25:012d}-*" / "rank-*")
     return make(
         folder,
         "run",
@@ -547,7 +548,7 @@ def killed(folder: Path, max_rollbacks: int = 2, **options: Any) -> dict[str, An
         save_every=18,
         step_s=0.03,
         nan_guard={"max_consecutive": 2, "max_rollbacks": max_rollbacks},
-        events=[{"at": "train", "step": 27, "do": "SIGKILL", "once": True}],
+        events=[{"at": "train", "step": 27, "do": "SIGKILL", "once": True, "after_file": written}],
         **options,
     )
 

@@ -620,9 +620,11 @@ class Watchdog:
     def _end_ranks(self, ranks: list[Rank], why: str = "") -> None:
         """Ends ranks of this node: a job that has lost one is started again as a whole."""
         alive = [rank for rank in ranks if is_running(rank.about)]
-        for signums in ((EXIT_SIGNAL, signal.SIGCONT), (signal.SIGKILL,)):  # one that is stopped must wake up to end
-            for rank in alive:
-                for signum in signums:
+        # All stand still first, so that none meets the end of another and takes it for a fault of its own. The exit
+        # waits for them to be woken, as it does for one that had been stopped before.
+        for signums in ((signal.SIGSTOP, EXIT_SIGNAL, signal.SIGCONT), (signal.SIGKILL,)):
+            for signum in signums:
+                for rank in alive:
                     if is_running(rank.about):
                         with suppress(ProcessLookupError):
                             os.kill(int(rank.about["pid"]), signum)
