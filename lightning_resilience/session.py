@@ -23,7 +23,16 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from lightning_resilience import _lightning, agreement, checkpoint_io, left_out, outputs, signals, strategies
+from lightning_resilience import (
+    _lightning,
+    _native_threads,
+    agreement,
+    checkpoint_io,
+    left_out,
+    outputs,
+    signals,
+    strategies,
+)
 from lightning_resilience._files import Patience
 from lightning_resilience.agreement import Agreement, Event, Needs, neighbourhood, nodes_of
 from lightning_resilience.checkpoint import data_position, dcp, pruning, resume, sharded
@@ -214,6 +223,7 @@ class FitSession:
         self._fingerprint: dict[str, str] = {}
         self._owner_unknown_said = False
         self._install()
+        _native_threads.guard()
 
         self._running = False
         self._explicit: str | None = None

@@ -470,24 +470,6 @@ def _at_fork(signums: Callable[[], Collection[signal.Signals]], in_child: Callab
 _at_fork(lambda: () if _installed is None else _installed.signums, _after_fork_in_child)
 
 
-def _let_other_threads_pass() -> None:
-    """Lets a thread of C++ that is about to enter Python do so before this process is forked.
-
-    A child that is forked in that very moment waits for a lock that nobody holds any more, before it has come to any
-    Python: a data-loader worker never delivers. gloo's threads enter Python after most collectives, and Lightning and
-    this package make some just before an epoch starts its workers. Seen about once in 6,000 forks on a busy machine.
-    Source: https://github.com/python/cpython/issues/112275.
-    """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        time.sleep(0.01)
-
-
-HAS_FORK_DEADLOCK: bool = sys.version_info < (3, 10, 15) or (3, 11) <= sys.version_info < (3, 11, 10)
-if HAS_FORK_DEADLOCK:
-    os.register_at_fork(before=_let_other_threads_pass)
-
-
 class WorkerGuard:
     """A ``worker_init_fn`` that ties a data-loader worker to its trainer: it neither ends before it nor outlives it.
 

@@ -22,10 +22,6 @@ PAGE = Path(__file__).parents[1] / "docs" / "callbacks.md"
 NAMED = {
     ("BackboneFinetuning", 2): "DDP does not reduce what was frozen when it was made, with or without a restart",
     ("BaseFinetuning", 2): "the same",
-    ("ModelPruning", 1): "its masks are not in a checkpoint",
-    ("ModelPruning", 2): "its masks are not in a checkpoint",
-    ("StochasticWeightAveraging", 1): "its schedule is not restored as it was",
-    ("StochasticWeightAveraging", 2): "its schedule is not restored as it was",
 }
 """Those that are not exact with so many ranks. Each is named in the table of the page, with what follows."""
 IMPOSSIBLE = {("BatchSizeFinder", 2)}  # Lightning refuses it
