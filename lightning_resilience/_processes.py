@@ -11,6 +11,9 @@ from typing import Any
 
 import psutil
 
+OUTLIVES_RANKS_VARIABLE = "LIGHTNING_RESILIENCE_OUTLIVES_RANKS"
+"""Environment variable of a process that a rank has started and that a restart leaves alone."""
+
 
 def describe_process() -> dict[str, Any]:
     """This process, JSON-serialisable, so that :func:`is_running` knows it again."""

@@ -36,7 +36,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from lightning_resilience._files import publish, read_json, write_json
-from lightning_resilience._processes import describe_process, is_running, pid_namespace
+from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE, describe_process, is_running, pid_namespace
 from lightning_resilience.detect.deaths import Death, Deathbed, MemoryShortage, is_ending
 from lightning_resilience.detect.evidence import RankEvidence
 from lightning_resilience.detect.examine import examine, usage, usage_of_all
@@ -771,7 +771,8 @@ def start_soon(directory: Path, unless_within_s: float = 0.0) -> None:
 
 def _begin(directory: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "lightning_resilience.detect.watchdog", os.fspath(directory)]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    environment = os.environ | {OUTLIVES_RANKS_VARIABLE: "1"}  # it may have the death of its ranks to explain still
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """The processes of one launch, found by the launch id in their environment, and the reaper that outlives the launch.
 
 Process groups do not help here: the workers and their data-loader workers live in sessions of their own. What all of
-them do have is the environment they were started with.
+them do have is the environment they were started with. It also says for which start of the workers, so that what dead
+ranks have left is told from what belongs to the living.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
+
+from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE
 
 LAUNCH_ID_VARIABLE = "LIGHTNING_RESILIENCE_LAUNCH_ID"
 """Environment variable that marks every process of a launch."""
@@ -34,6 +39,44 @@ def processes_of(launch_id: str) -> list[psutil.Process]:
     return found
 
 
+_GROUP_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+_LEFTOVERS_PATIENCE_S = 5.0
+_LEFTOVERS_WITHIN_S = 20.0
+
+
+def left_by_earlier_ranks() -> list[psutil.Process]:
+    """What this launch's ranks on this node have started and left behind, if they were started before this process.
+
+    To be called by a rank. A process counts that has the launch's mark, was not started for the same group of ranks as
+    this one, is older than this one, and no longer belongs to the launcher, as all living ranks and what they have
+    started do. The launcher need not count a restart when a node joins, so its count alone says too little.
+    """
+    launch_id = os.environ.get(LAUNCH_ID_VARIABLE)
+    if launch_id is None:
+        return []
+    me = psutil.Process()
+    left = set()
+    try:
+        launcher = psutil.Process(os.getppid())
+        living = {launcher, *launcher.children(recursive=True)}
+        for process in processes_of(launch_id):
+            with suppress(psutil.Error, OSError):  # gone meanwhile
+                environment = process.environ()
+                is_of_mine = all(environment.get(name) == os.environ.get(name) for name in _GROUP_VARIABLES)
+                if is_of_mine or process in living or OUTLIVES_RANKS_VARIABLE in environment:
+                    continue
+                if process.create_time() < me.create_time():
+                    left |= {process, *process.children(recursive=True)}
+    except psutil.Error:  # the launcher has gone, and whoever ends what it has left ends this process too
+        return []
+    return list(left)
+
+
+def end_what_earlier_ranks_left() -> int:
+    """Ends it, and returns how many processes there were. To be called by a rank before it does anything else."""
+    return _end(left_by_earlier_ranks, _LEFTOVERS_PATIENCE_S, _LEFTOVERS_WITHIN_S)
+
+
 def end_processes(launch_id: str, patience_s: float = 0.0, give_up_after_s: float = 60.0) -> int:
     """Ends every process of a launch and returns how many there were.
 
@@ -42,11 +85,15 @@ def end_processes(launch_id: str, patience_s: float = 0.0, give_up_after_s: floa
         patience_s: How long they may take to end on SIGTERM before they are killed.
         give_up_after_s: A process stuck in the kernel can't be killed; after this long it is left alone.
     """
+    return _end(lambda: processes_of(launch_id), patience_s, give_up_after_s)
+
+
+def _end(find: Callable[[], list[psutil.Process]], patience_s: float, give_up_after_s: float) -> int:
     seen = set()
     start = time.monotonic()
     clean_scans = 0
     while clean_scans < 2 and time.monotonic() - start < give_up_after_s:  # one scan can miss what was forked during it
-        processes = processes_of(launch_id)
+        processes = find()
         clean_scans = 0 if processes else clean_scans + 1
         for process in processes:
             try:

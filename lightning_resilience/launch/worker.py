@@ -30,8 +30,9 @@ from lightning_resilience.detect.witness import Witness, node_directory
 from lightning_resilience.launch.budget import first_cause, highest_verified_step, last_recurrence, normalised
 from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.launch.nodes import Board, nodes_to_avoid
+from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.record import FIRST, newest
-from lightning_resilience.ledger import Ledger, read_ledger
+from lightning_resilience.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
 from lightning_resilience.run_directory import RUN_DIR_VARIABLE, WORKER_PID_VARIABLE, Outcome, RunDirectory
 
@@ -81,6 +82,9 @@ def main() -> None:
     run_directory = RunDirectory(os.environ[RUN_DIR_VARIABLE])
     ledger = Ledger(run_directory.ledger, rank=int(os.environ.get("RANK", "0")))
     _begin_watch(run_directory, ledger.rank or 0)
+    if (count := end_what_earlier_ranks_left()) and os.environ.get("LOCAL_RANK", "0") == "0":
+        line = f"[lightning-resilience] Ended {count} processes that the ranks of before had left on {node_name()}."
+        print(line, file=sys.stderr, flush=True)
     began = time.time()
     fault: dict[str, Any] = {}
     first = newest(run_directory.path / "launches", FIRST)

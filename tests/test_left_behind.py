@@ -1,0 +1,114 @@
+"""What the processes of a launch leave on a node: other processes, sockets and ports."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE
+from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, end_processes
+from tests.test_launch import PATIENCE_S, REAL, Launcher, launcher
+
+__all__ = ["launcher"]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+HOLDS_A_PORT = """
+    import multiprocessing, signal, socket
+    port = int(sys.argv[1])
+    if restart_count == 0 and os.environ["RANK"] == "0":
+        server = f"import signal, socket; server = socket.create_server(('127.0.0.1', {port})); print(flush=True); "
+        holder = [sys.executable, "-c", server + "signal.pause()"]
+        holder = subprocess.Popen(holder, stdout=subprocess.PIPE, start_new_session=True)
+        assert holder.stdout.readline() == b"\\n"
+        watchdogs = []
+        while not watchdogs:
+            import psutil
+            watchdogs = [each.pid for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"]
+                         and "lightning_resilience.detect.watchdog" in each.info["cmdline"]
+                         and each.environ().get("TORCHELASTIC_RUN_ID") == os.environ["TORCHELASTIC_RUN_ID"]
+                         and each.ppid() != os.getpid()]
+        os.kill(watchdogs[0], signal.SIGSTOP)  # else it ends by itself
+        open("watchdog", "w").write(str(watchdogs[0]))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ["RANK"] == "0":
+        os.kill(int(open("watchdog").read()), signal.SIGCONT)
+        socket.create_server(("127.0.0.1", port)).close()
+    ledger.record("bound")
+"""
+
+
+def test_what_a_killed_rank_had_started_is_gone_when_it_is_started_again(launcher: Launcher) -> None:
+    launcher.script(HOLDS_A_PORT)
+    assert launcher.run("--in-job-restarts=1", "--job-retries=0", "script.py", str(free_port())) == 0, launcher.stderr()
+    assert "Ended 1 processes that the ranks of before had left on" in launcher.stderr()
+
+
+# Two starts of ranks under one launcher, without what else a launch does.
+GROUPS = """
+import os, subprocess, sys
+def rank(count, program):
+    environment = os.environ | {"TORCHELASTIC_RESTART_COUNT": str(count), "MASTER_PORT": f"2900{count}"}
+    return subprocess.Popen([sys.executable, "-c", START + program], env=environment, stdin=subprocess.PIPE)
+START = '''
+import os, subprocess, sys
+def start(name, **environment):
+    process = subprocess.Popen(["sleep", "1000"], start_new_session=True, env=os.environ | environment)
+    print(name, process.pid, flush=True)
+'''
+dead = "start('child'); start('of another port', MASTER_PORT='1'); start('watchdog', %s='1'); os._exit(9)"
+rank(0, dead % sys.argv[1]).wait()
+rank(1, "start('daemon of the living')").wait()
+living = rank(1, "start('child of the living', MASTER_PORT='1'); print('.', flush=True); input()")
+living_is_ready = sys.stdin.readline()
+asks = "from lightning_resilience.launch import processes; import time; "
+asks += "print('left', *[each.pid for each in processes.left_by_earlier_ranks()], flush=True)"
+rank(1, asks).wait()
+living.communicate(b'\\\\n')
+"""
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    mark = f"test-{os.getpid()}-{free_port()}"
+    yield mark
+    end_processes(mark)
+
+
+def test_only_what_dead_ranks_have_left_counts(mark: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(GROUPS), OUTLIVES_RANKS_VARIABLE],
+        env=os.environ | {LAUNCH_ID_VARIABLE: mark, "TORCHELASTIC_RUN_ID": mark},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    started: dict[str, str] = {}
+    for line in process.stdout:
+        name, _, pids = line.strip().rpartition(" ")
+        if line.strip() == ".":
+            process.stdin.write("\n")
+            process.stdin.flush()
+        elif line.startswith("left"):
+            assert set(line.split()[1:]) == {started["child"], started["of another port"]}
+            break
+        else:
+            started[name] = pids
+    else:
+        pytest.fail("it has not answered")
+    process.stdin.close()
+    assert process.wait(PATIENCE_S) == 0
