@@ -16,6 +16,7 @@ import re
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -27,6 +28,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from lightning_resilience._files import write_json
+from lightning_resilience._loopback import ADDRESS, serve_store
 from lightning_resilience.detect.progress import Section, read_progress
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,16 @@ _MONITOR_VARIABLE = "FT_RANK_MONITOR_IPC_SOCKET"
 _CHECK_EVERY_S = 1.0
 _REPORT_EVERY_S = 0.5
 _ANSWER_WITHIN_S = 5.0
+_STORE_WITHIN_S = 60.0
+
+RUN_ID_VARIABLE = "LIGHTNING_RESILIENCE_RENDEZVOUS_ID"
+"""Environment variable with the id of the rendezvous: who knows it can take part, and all may see a command line."""
+
+FOLDER_VARIABLE = "LIGHTNING_RESILIENCE_LAUNCHER_FOLDER"
+"""Environment variable with the folder for the elastic launcher's own temporary files, its sockets above all."""
+
+LOOPBACK = f"{ADDRESS}:0"
+"""The endpoint of a rendezvous of one node."""
 
 _NVRX_LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
 _TORCH_LAUNCHER = "torch.distributed.run"
@@ -445,6 +457,9 @@ def main() -> None:
     * SIGUSR1 or SIGUSR2, by which Slurm may announce a time limit, would end it and orphan the workers.
     * Without an NVIDIA driver it warns at every start that it can't check the health of the GPUs.
     * ``--nproc-per-node=auto`` is one worker for each device, and one where there is none.
+    * Its sockets lie in the folder of the launch. It looks for it in its own process only: what workers write into the
+      default folder may be meant to stay.
+    * The store of a rendezvous of one node would listen on all interfaces, and what is in it is unpickled.
     """
     install_handler = signal.signal
     stopping = False
@@ -470,6 +485,18 @@ def main() -> None:
     module, *arguments = sys.argv[1:]
     if (auto := "--nproc-per-node=auto") in arguments:
         arguments[arguments.index(auto)] = f"--nproc-per-node={_device_count()}"
+    if (run_id := os.environ.pop(RUN_ID_VARIABLE, None)) is not None:
+        arguments.insert(0, f"--rdzv-id={run_id}")
+    if (folder := os.environ.pop(FOLDER_VARIABLE, None)) is not None:
+        tempfile.tempdir = folder
+    if (loopback := f"--rdzv-endpoint={LOOPBACK}") in arguments:
+        store = serve_store(_STORE_WITHIN_S)
+        # The rendezvous makes a server of its own, which is this one. NVRx's first versions cannot, and connect to it.
+        version = installed_version()
+        is_host = int(version is None or version >= (0, 5))
+        where = [f"--rdzv-endpoint={store.host}:{store.port}", f"--rdzv-conf=is_host={is_host}"]
+        index = arguments.index(loopback)
+        arguments[index : index + 1] = where
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

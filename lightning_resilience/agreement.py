@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lightning_resilience._loopback import ADDRESS, serve_store
 from lightning_resilience.agreement_protocol import (
     FINISHED,
     START,
@@ -343,11 +344,8 @@ class _Stores:
             return
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        timeout = timedelta(seconds=self._timeout_s)
         if self._is_first:
-            self._server = self._here = TCPStore(
-                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout
-            )
+            self._server = self._here = serve_store(self._timeout_s)
             self._above.set(self._port, str(self._server.port))
             return
         until = time.monotonic() + self._timeout_s
@@ -356,7 +354,7 @@ class _Stores:
                 raise TimeoutError("the first rank of this node has not begun")
             time.sleep(0.05)
         port = int(self._above.get(self._port))
-        self._here = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        self._here = TCPStore(ADDRESS, port, is_master=False, timeout=timedelta(seconds=self._timeout_s))
         self._above = None
 
     def apply(self, wanted: Get | GetAll | Set | Add | Delete | Above) -> Any:

@@ -712,6 +712,7 @@ def test_what_a_command_line_asks_for(tmp_path: Path, monkeypatch: pytest.Monkey
 # With the real elastic launcher
 
 
+@pytest.mark.campaign
 @pytest.mark.nvrx
 def test_real_a_crash_of_one_rank_restarts_all_of_them(launcher: Launcher) -> None:
     launcher.script(

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE
-from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, end_processes
+from lightning_resilience.launch import temporary
+from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, end_processes, processes_of
 from tests.test_launch import PATIENCE_S, REAL, Launcher, launcher
 
 __all__ = ["launcher"]
@@ -54,6 +58,73 @@ def test_what_a_killed_rank_had_started_is_gone_when_it_is_started_again(launche
     launcher.script(HOLDS_A_PORT)
     assert launcher.run("--in-job-restarts=1", "--job-retries=0", "script.py", str(free_port())) == 0, launcher.stderr()
     assert "Ended 1 processes that the ranks of before had left on" in launcher.stderr()
+
+
+WAITS = """
+    ledger.record("ready")
+    while not os.path.exists("go"): time.sleep(0.02)
+    if restart_count == 0 and os.environ["RANK"] == "1": os.kill(os.getpid(), 9)
+"""
+
+
+def listening(launch_id: str) -> set[str]:
+    found = set()
+    for process in processes_of(launch_id):
+        with suppress(psutil.NoSuchProcess):
+            found |= {each.laddr.ip for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN}
+    return found
+
+
+@pytest.mark.nvrx
+def test_real_a_launch_leaves_no_socket_and_can_be_reached_from_this_machine_only(launcher: Launcher) -> None:
+    where = Path(tempfile.mkdtemp(prefix="lr-", dir="/tmp"))  # a path of a socket is short
+    try:
+        abandoned = where / f"lightning-resilience-{os.getuid()}-killed00"
+        abandoned.mkdir()
+        (abandoned / "_ft_launcher1.socket").touch()
+        launcher.script(WAITS)
+        launch = launcher.start("--nproc-per-node=2", "script.py", program=REAL, TMPDIR=str(where))
+        launcher.wait_for("ready", 2)
+        [launch_id] = launcher.launch_ids
+        [folder] = where.glob("lightning-resilience-*")
+        assert folder != abandoned, "what a dead launch has left is removed"
+        assert {path.parent for path in where.rglob("*.socket")} == {folder}
+        assert (folder.stat().st_mode & 0o777) == 0o700
+        assert listening(launch_id) == {"127.0.0.1"}
+        [job] = launcher.events("job_start")
+        assert not [each for each in processes_of(launch_id) if job["run_id"] in " ".join(each.cmdline())]
+        (launcher.folder / "go").touch()
+        assert launch.wait(PATIENCE_S) == 0, launcher.stderr()
+        assert [(each["restart_count"], each["world_size"]) for each in launcher.events("start")] == [(0, 2), (1, 2)]
+        assert not list(where.rglob("*.socket"))
+        assert not list(where.glob("lightning-resilience-*"))
+    finally:
+        shutil.rmtree(where)
+
+
+def test_the_folder_of_a_launch_that_lives_is_not_taken_for_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(temporary, "_SOCKET_PATH_BYTES", 1000)
+    with temporary.launch_folder() as first:
+        assert first is not None
+        (first / "socket").touch()
+        with temporary.launch_folder() as second:
+            assert second is not None
+            assert (first / "socket").exists()
+            assert second != first
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_socket_has_a_short_path_wherever_temporary_files_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (deep := tmp_path / ("x" * 100)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with temporary.launch_folder() as folder, socket.socket(socket.AF_UNIX) as server:
+        assert folder is not None
+        server.bind(f"{folder}/_ft_launcher4194304_to_rmon.socket")
 
 
 # Two starts of ranks under one launcher, without what else a launch does.

@@ -32,6 +32,7 @@ from lightning_resilience.launch.nodes import (
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
 from lightning_resilience.launch.record import InUse, LaunchRecord, Spares, TakenOver, records
 from lightning_resilience.launch.slurm import get_slurm_info
+from lightning_resilience.launch.temporary import launch_folder
 from lightning_resilience.launch.worker import (
     FIRST_LAUNCH_VARIABLE,
     JOB_ATTEMPT_VARIABLE,
@@ -119,14 +120,14 @@ def elastic_command(settings: LaunchSettings, run_id: str, max_restarts: int) ->
         settings.run_dir / "elastic",
         _nvrx.installed_version(),
     )
-    endpoint = settings.rdzv_endpoint or "127.0.0.1:0"
     command += [f"--nnodes={settings.nnodes}", f"--nproc-per-node={settings.nproc_per_node}", "--rdzv-backend=c10d"]
-    command += [f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}"]
+    environment |= {_nvrx.RUN_ID_VARIABLE: run_id}
     if settings.node_rank is not None:
         command += [f"--node-rank={settings.node_rank}"]
-    if settings.is_single_node and settings.rdzv_endpoint is None:
-        command += ["--local-addr=127.0.0.1"]  # the machine's own name need not resolve
+    if settings.is_single_node:  # nobody else has to reach it, and the machine's own name need not resolve
+        command += [f"--rdzv-endpoint={_nvrx.LOOPBACK}", "--local-addr=127.0.0.1"]
     else:
+        command += [f"--rdzv-endpoint={settings.rdzv_endpoint}"]
         command += [f"--rdzv-conf=is_host={int(settings.is_owner)}"]  # the node that decides is the one the others lose
     return [*command, "-m", "lightning_resilience.launch.worker", *settings.command], environment
 
@@ -183,6 +184,7 @@ class Launch:
         self._replacements: dict[str, str] = {}  # launch ids of spares that have a place, and their nodes
         self._spares = Spares(self._launches)
         self._waits_because = ""
+        self._folder: Path | None = None  # for what lives as long as this launch
         self._over_since: float | None = None  # when this node saw that the job it is in has been given up
 
     def run(self) -> int:
@@ -198,11 +200,12 @@ class Launch:
                 say(f"Interrupted: nothing was started (exit code {signals.EXIT_INTERRUPTED})")
                 return signals.EXIT_INTERRUPTED
             reaper = Reaper(self.launch_id)
-            try:
-                return self._own() if self.settings.is_owner else self._follow()
-            finally:
-                end_processes(self.launch_id, _LEFTOVERS_PATIENCE_S)
-                reaper.dismiss()
+            with launch_folder() as self._folder:
+                try:
+                    return self._own() if self.settings.is_owner else self._follow()
+                finally:
+                    end_processes(self.launch_id, _LEFTOVERS_PATIENCE_S)
+                    reaper.dismiss()
         except TakenOver as lost:
             # Not even an exit is recorded: what is in the ledger, and in the run directory, is the other's.
             self._ledger.record("refused", reason=str(lost))
@@ -562,6 +565,8 @@ class Launch:
             JOB_ATTEMPT_VARIABLE: str(plan.job_attempt),
             FIRST_LAUNCH_VARIABLE: plan.owner,
         }
+        if self._folder is not None:
+            environment[_nvrx.FOLDER_VARIABLE] = str(self._folder)
         if self.settings.local_dir is not None:
             environment[LOCAL_DIR_VARIABLE] = str(self.settings.local_dir)
         # In a session of its own: a Ctrl-C at the terminal reaches this process, which passes it on once.

@@ -1,0 +1,84 @@
+"""A folder for the sockets of one launch, which goes with it, and those that dead launches have left."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_SOCKET_PATH_BYTES = 107  # what a path of a Unix socket may have
+_LONGEST_NAME = "/_ft_launcher4194304_to_rmon.socket"  # of NVRx's
+
+
+@contextmanager
+def launch_folder() -> Iterator[Path | None]:
+    """A new folder that only this user may enter, removed at the end; ``None`` if none can be made.
+
+    Those that killed launches of this user have left on this node are removed at the start. A launch that lives holds a
+    lock on its own, which the kernel gives back however the launch ends.
+    """
+    folder, lock = _make()
+    try:
+        yield folder
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _make() -> tuple[Path | None, int]:
+    prefix = f"lightning-resilience-{os.getuid()}-"
+    made = None
+    try:
+        where = _base(prefix)
+        _remove_abandoned(where, prefix)
+        while True:
+            made = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
+            if (lock := _lock(made)) >= 0:  # else another launch, which starts now, has taken it for abandoned
+                return made, lock
+    except OSError:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+        return None, -1
+
+
+def _base(prefix: str) -> str:
+    longest = f"{tempfile.gettempdir()}/{prefix}12345678{_LONGEST_NAME}"
+    return tempfile.gettempdir() if len(os.fsencode(longest)) <= _SOCKET_PATH_BYTES else "/tmp"
+
+
+def _lock(folder: Path) -> int:
+    """Takes the lock of a folder of this user. Returns what holds it, or -1 if another one has it or it has gone.
+
+    Raises:
+        OSError: If there are no such locks here.
+    """
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        return -1
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), os.lstat(folder)):
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return -1
+
+
+def _remove_abandoned(where: str, prefix: str) -> None:
+    for folder in Path(where).glob(f"{prefix}*"):
+        with suppress(OSError):
+            about = folder.lstat()
+            if about.st_uid == os.getuid() and stat.S_ISDIR(about.st_mode) and (lock := _lock(folder)) >= 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
