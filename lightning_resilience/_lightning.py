@@ -14,6 +14,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -262,18 +263,20 @@ def set_loaded_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     trainer._checkpoint_connector._loaded_checkpoint = checkpoint
 
 
-def on_restore_training_state(trainer: Trainer, patches: Patches, before: Callable[[], None]) -> None:
-    """Has ``before`` called before Lightning restores loops, optimizers and schedulers.
+def on_restore_training_state(
+    trainer: Trainer, patches: Patches, around: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Has Lightning restore loops, optimizers and schedulers within ``around``.
 
     A ``LearningRateFinder`` or ``BatchSizeFinder`` runs between that and the restoring of the module. It ends with a
-    restore of its own, which calls ``before`` too, and with the loaded checkpoint thrown away.
+    restore of its own, which is within ``around`` too, and with the loaded checkpoint thrown away.
     """
     connector = trainer._checkpoint_connector
     restore = connector.restore_training_state
 
     def wrapper() -> None:
-        before()
-        restore()
+        with around():
+            restore()
 
     patches.set(connector, "restore_training_state", wrapper)
 

@@ -13,8 +13,8 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -256,7 +256,7 @@ class FitSession:
         checkpoint_io.make_durable(trainer, self._check_owner_if_known, self.metadata)
         _lightning.before_strategy_setup(trainer, patches, self._describe)
         _lightning.on_restore(trainer, patches, self._restore)
-        _lightning.on_restore_training_state(trainer, patches, self._before_training_state)
+        _lightning.on_restore_training_state(trainer, patches, self._restoring_training_state)
         _lightning.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
         _lightning.on_fit_run(trainer, patches, self._run)
         _lightning.on_fit_loop(trainer, patches, self._before_epoch, self._end_of_epoch, self._complete)
@@ -390,6 +390,10 @@ class FitSession:
         self._restore_from(self.tiers.choose(explicit), weights_only)
 
     def _restore_from(self, choice: _Choice | None, weights_only: bool | None = None) -> None:
+        with self.tiers.restoring():
+            self._restore_state(choice, weights_only)
+
+    def _restore_state(self, choice: _Choice | None, weights_only: bool | None) -> None:
         path, checkpoint = choice if choice is not None else (self._explicit, None)
         if choice is not None and checkpoint is None:
             with dcp.nothing_unpickled():
@@ -437,6 +441,12 @@ class FitSession:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             # Of another version, say: what is kept beside the training is not worth a resume that fails.
             log.warning("What was kept of %s cannot be understood, and is forgotten (%s).", name, error)
+
+    @contextmanager
+    def _restoring_training_state(self) -> Iterator[None]:
+        with self.tiers.restoring():
+            self._before_training_state()
+            yield
 
     def _before_training_state(self) -> None:
         """Lightning restores loops and optimizers: from what it has loaded, which a search in between has dropped."""

@@ -20,10 +20,12 @@ import functools
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from lightning_resilience import _lightning
 from lightning_resilience._files import clean_temporaries
@@ -31,6 +33,8 @@ from lightning_resilience.checkpoint import dcp, durable, resume
 from lightning_resilience.checkpoint.generations import Generation, counts
 from lightning_resilience.checkpoint.plain import from_plain
 from lightning_resilience.checkpoint.recovery import LocalTier
+from lightning_resilience.launch.budget import first_cause
+from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import AnotherFit, StorageFails
 from lightning_resilience.strategies import loads_state, name_of
 
@@ -49,6 +53,10 @@ MAX_CONDEMNED = 3
 
 Of the local tier: then the newest global one is tried. Of the global one, or when there is none left: the run ends.
 """
+
+
+MAX_RESTORES = 2
+"""How many attempts in a row may fail to restore one checkpoint; then it is condemned, though it verifies."""
 
 
 class CondemnedCheckpoint(RuntimeError):
@@ -116,6 +124,8 @@ class Tiers:
         if zero:
             with contextlib.suppress(OSError):  # they harm nobody
                 clean_temporaries(session.fit.checkpoints)
+        if own and session.from_rank_0(self._condemn_what_is_not_restored):
+            paths, generations = self._paths(), self._generations()
         finished = session.finished_before()
         if (choice := self._first_usable(paths, generations, finished)) is not None:
             return choice
@@ -447,6 +457,50 @@ class Tiers:
             session.final_path = path
             session.trainer.should_stop = True
 
+    # -- what verifies and cannot be restored all the same -------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Notes for the next start if what was chosen cannot be restored; in this process the model is half loaded."""
+        try:
+            yield
+        except BaseException as error:
+            if self.loaded is not None and _says_something_about_the_state(error):
+                about = {"step": self.loaded.step, "path": str(self.loaded.path or "")}
+                reason = f"{type(error).__name__}: {error}"
+                self._session.ledger.record(
+                    "not_restored",
+                    fit=self._session.index,
+                    generation=self.loaded.generation,
+                    attempt=self._session.token,
+                    kind=type(error).__name__,
+                    reason=reason[:2000],
+                    **about,
+                )
+            raise
+
+    def _condemn_what_is_not_restored(self) -> bool:
+        """Condemns what the last attempts could not restore; returns whether there was any. Called on rank 0.
+
+        Raises:
+            CondemnedCheckpoint: If too many were condemned.
+        """
+        session = self._session
+        failed = _not_restored(read_ledger(session.run.ledger), session.index)
+        if failed is None:
+            return False
+        path = Path(failed["path"]) if failed.get("path") else None
+        loaded = _Loaded(int(failed["step"]), failed.get("generation"), path)
+        if path is not None and not os.path.lexists(path):
+            return False
+        self.forks = session.fit.forks
+        reason = f"{MAX_RESTORES} attempts could not restore it ({failed['reason']})"
+        log.warning("%s is set aside, and the next best one is tried: %s.", loaded, reason)
+        self._condemn(loaded, reason)
+        if (too_many := self._too_many(reason)) is not None:
+            raise CondemnedCheckpoint(too_many)
+        return True
+
     # -- probation -----------------------------------------------------------------------------------------------------
 
     @property
@@ -551,6 +605,34 @@ class Tiers:
         if not self.uses_global:
             return []
         return [resume.step_of(path) for path in resume.checkpoints(self._session.fit.checkpoints)]
+
+
+def _says_something_about_the_state(error: BaseException) -> bool:
+    """Whether an error may be the fault of what was restored, and not of this node, its storage or the script."""
+    if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError, AnotherFit, StorageFails)):
+        return False
+    causes = getattr(error, "failures", None)  # by rank, of a collective load of torch.distributed.checkpoint
+    if isinstance(causes, dict):
+        return all(_says_something_about_the_state(each[0]) for each in causes.values())
+    return isinstance(error, Exception)
+
+
+def _not_restored(events: Iterable[dict[str, Any]], fit: int) -> dict[str, Any] | None:
+    """What :data:`MAX_RESTORES` attempts in a row have chosen and could not restore, as the last one has noted it."""
+    chosen: Any = None
+    tries: list[list[dict[str, Any]]] = []  # of what was chosen last: what its ranks have noted, attempt by attempt
+    for event in events:
+        if event.get("fit") != fit:
+            continue
+        name = event.get("generation") or event.get("path")
+        if event["event"] == "not_restored" and name == chosen:
+            tries[-1].append(event)
+        elif event["event"] in ("resumed", "went_back", "fresh", "condemned"):
+            failed_again = event["event"] == "resumed" and name == chosen and tries[-1]
+            tries = [*tries, []] if failed_again else [[]]
+            chosen = name
+    causes = [cause for faults in tries if (cause := first_cause(faults)) is not None]
+    return causes[-1] if len(causes) >= MAX_RESTORES else None
 
 
 def _check_parts(path: Path, is_directory: bool, saved_by: str | None, strategy: Any) -> None:
