@@ -10,6 +10,7 @@ import csv
 import dis
 import functools
 import importlib
+import os
 import sys
 import warnings
 import weakref
@@ -550,6 +551,25 @@ def append_to_csv(logger: Any) -> None:
     except FileNotFoundError:
         return
     writer.metrics_keys = next(csv.reader(content.decode().splitlines()), [])
+
+
+def on_new_columns(writer: Any, patches: Patches, write: Callable[[list[str]], None]) -> None:
+    """Has ``write`` write a ``CSVLogger``'s file anew when it gets more columns.
+
+    Lightning does so in place: who is killed then has nothing left of it.
+    """
+    patches.set(writer, "_rewrite_with_new_header", write)
+
+
+def event_file(writer: Any) -> Any:
+    """The file to which TensorBoard's ``SummaryWriter`` writes; opened if it is not. Lightning asks for it likewise."""
+    return writer._get_file_writer()
+
+
+def unopened_csv(logger: Any) -> str | None:
+    """The file that a ``CSVLogger`` would delete when it is first used, which it has not been yet."""
+    is_csv = any(cls.__name__ == "CSVLogger" for cls in type(logger).__mro__)
+    return os.path.join(logger.log_dir, "metrics.csv") if is_csv and logger._experiment is None else None
 
 
 def convert_to_double(trainer: Trainer, module: LightningModule) -> None:

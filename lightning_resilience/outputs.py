@@ -8,6 +8,7 @@ pieces. A fit that was begun before goes on where it was.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 from collections.abc import Iterator
@@ -57,6 +58,8 @@ def go_on(trainer: Trainer, recorded: dict[str, Any] | None) -> None:
         elif "://" not in logger.save_dir and not logger.save_dir.startswith(("~", "$")):
             # As it is meant now: the next attempt may be in another directory.
             _lightning.set_logger_folder(logger, os.path.abspath(logger.save_dir), None)
+        if folder is None and trainer.is_global_zero:
+            _keep_csv_of_before(logger)
     for callback in _checkpoints(trainer):
         before = places["checkpoints"].get(callback.state_key)
         if before is not None and callback.dirpath not in (None, before) and trainer.is_global_zero:
@@ -69,6 +72,17 @@ def go_on(trainer: Trainer, recorded: dict[str, Any] | None) -> None:
         callback.dirpath = before or callback.dirpath
     if places["begun"]:
         _allow_overwriting(trainer, (recorded or {}).get("configs", {}))
+
+
+def _keep_csv_of_before(logger: Any) -> None:
+    """A ``CSVLogger`` with a fixed version deletes what another run has logged there."""
+    path = _lightning.unopened_csv(logger)
+    if path is None or not os.path.isfile(path):
+        return
+    stem = path.removesuffix(".csv")
+    aside = next(name for n in itertools.count(1) if not os.path.exists(name := f"{stem}-{n}.csv"))
+    os.rename(path, aside)
+    log.warning("%s was another run's: it is kept as %s.", path, os.path.basename(aside))
 
 
 def overwrite_lost(trainer: Trainer, patches: _lightning.Patches, metadata: dict[str, Any]) -> None:

@@ -47,6 +47,7 @@ from lightning_resilience.detect import witness
 from lightning_resilience.detect.divergence import Divergence
 from lightning_resilience.detect.progress import Progress, Section
 from lightning_resilience.ledger import Ledger, node_name
+from lightning_resilience.logs import Logs
 from lightning_resilience.run_directory import (
     LAUNCHED,
     RUN_DIR_VARIABLE,
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _READS_OWNER_AGAIN_AFTER_S = (0.2, 1.0)
+_LOGS = "logs"
 _ASKED = "should_stop"  # why a fit has ended: somebody has set it, who is not known
 _CLEAN_TRAINING = Needs.TRAINING | Needs.CLEAN  # made once: an operation on flags costs a microsecond
 
@@ -241,6 +243,7 @@ class FitSession:
         self._checkpoint: dict[str, Any] | None = None
         self._left_out: list[list[str | int]] = []
         self._masks: dict[str, torch.Tensor] = {}
+        self._logs_begun: dict[str, Any] = {}
         self._first_batch_random_state: data_position.RandomState | None = None
         self._epoch_random_state: data_position.RandomState | None = None
         self._fetches_ahead = False
@@ -413,9 +416,13 @@ class FitSession:
                 for name, value in mine.get("kept", {}).items():
                     if name in self.kept:
                         self._take_back(name, value)
+            elif self.rank == 0 and _LOGS in (kept := checkpoint[STATE_KEY]["ranks"][0].get("kept", {})):
+                self._take_back(_LOGS, kept[_LOGS])  # with other ranks too it is the same log
             if not self._silenced:
                 self._silenced = True
                 _lightning.silence_resume_warning(self.trainer, self.patches)
+        elif _LOGS in self.kept:
+            self._take_back(_LOGS, self._logs_begun)
         _lightning.restore_checkpoint(self.trainer, None if path is None else str(path), checkpoint)
         if self._resumed is not None and (mine := self._resumed["mine"]) is not None:
             _lightning.set_checkpoint_marks(self.trainer, mine.get("marks", {}))
@@ -463,7 +470,14 @@ class FitSession:
 
     def _record_outputs(self) -> None:
         now = outputs.record(self.trainer, self.run_id)
-        if self.trainer.is_global_zero and self.fit.outputs != now:
+        if not self.trainer.is_global_zero:
+            return
+        before = self.fit.outputs or {}
+        logs = Logs(self.trainer, self.patches)
+        begun = before.get("begun", {}) if before.get("run") == self.run_id else {}
+        self._logs_begun = now["begun"] = {**logs.state_dict(), **begun}
+        self.kept[_LOGS] = logs.state_dict, logs.load_state_dict
+        if before != now:
             self.fit.outputs = now
 
     def _describe(self) -> None:

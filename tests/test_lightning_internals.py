@@ -138,7 +138,11 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "its writer": (
         lambda t: importlib.import_module(f"{package_of(t)}.loggers.csv_logs").ExperimentWriter,
-        {"_check_log_dir_exists"},
+        {"_check_log_dir_exists", "_rewrite_with_new_header"},
+    ),
+    "TensorBoard's writer": (
+        lambda t: pytest.importorskip("torch.utils.tensorboard", exc_type=ImportError).SummaryWriter,
+        {"_get_file_writer"},
     ),
     "WeightAveraging": (
         lambda t: importlib.import_module(f"{package_of(t)}.callbacks").WeightAveraging(),

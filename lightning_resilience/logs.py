@@ -1,0 +1,183 @@
+"""How far the loggers of a fit have logged, so that steps which are run again are in its logs once.
+
+A kill takes with it what a logger has not written yet, and what it has written of steps after the last checkpoint comes
+a second time. Both are settled when a state is restored: the logs go on exactly behind what belongs to it.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import io
+import logging
+import os
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lightning_resilience import _lightning
+from lightning_resilience._files import publish
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+log = logging.getLogger(__name__)
+
+_used: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _Log(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Logs:
+    """The logs of all loggers of a fit that write files. To be made on rank 0, which alone writes.
+
+    Args:
+        trainer: The Trainer of the fit, when its loggers have their folders.
+        patches: Undone after the fit.
+    """
+
+    def __init__(self, trainer: Trainer, patches: _lightning.Patches) -> None:
+        self._logs: dict[str, _Log] = {}
+        for logger in _lightning.file_loggers(trainer):
+            if "://" in logger.log_dir:
+                continue
+            writer = logger.experiment
+            try:
+                if hasattr(writer, "metrics_file_path"):
+                    self._logs[logger.log_dir] = _Csv(writer, patches)
+                elif hasattr(writer, "purge_step"):
+                    self._logs[logger.log_dir] = _Events(writer, patches, logger.log_dir, logger in _used)
+            except (OSError, ValueError, csv.Error) as error:
+                _say_left_alone(logger.log_dir, error)
+            _used.add(logger)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far each of them has logged."""
+        return {folder: each.state_dict() for folder, each in self._logs.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Has them go on behind that."""
+        for folder, each in self._logs.items():
+            if folder in state:
+                try:
+                    each.load_state_dict(state[folder])
+                except (OSError, ValueError, csv.Error) as error:
+                    _say_left_alone(folder, error)
+
+
+def _say_left_alone(folder: str, error: Exception) -> None:
+    log.warning("Steps that are run again are logged a second time in %s: %s", folder, error)
+
+
+class _Csv:
+    """Rows in the file, and those that are not written yet: up to 99 steps, which a kill would take."""
+
+    def __init__(self, writer: Any, patches: _lightning.Patches) -> None:
+        self._writer = writer
+        self._rows = len(self._read()[1])
+        self._save = writer.save
+        patches.set(writer, "save", self._count)
+        _lightning.on_new_columns(writer, patches, self._add_columns)
+
+    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        try:
+            with open(self._writer.metrics_file_path, newline="") as file:
+                reader = csv.DictReader(file)
+                rows = list(reader)
+        except FileNotFoundError:
+            return [], []
+        return list(reader.fieldnames or []), rows
+
+    def _write(self, columns: list[str], rows: list[dict[str, str]]) -> None:
+        text = _as_csv(columns, rows)
+        publish(self._writer.metrics_file_path, lambda file: file.write(text.encode()))
+
+    def _add_columns(self, columns: list[str]) -> None:
+        self._write(columns, self._read()[1])
+
+    def _count(self) -> None:
+        rows = len(self._writer.metrics)
+        self._save()
+        self._rows += rows
+
+    def state_dict(self) -> dict[str, Any]:
+        unwritten = [{name: _plain(value) for name, value in row.items()} for row in self._writer.metrics]
+        return {"rows": self._rows, "unwritten": unwritten}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        columns, rows = self._read()
+        # If there are fewer than there were, somebody else has changed the file; it stays as it is.
+        kept, replaced = rows[: state["rows"]], rows[state["rows"] :]
+        if replaced:
+            beside = str(self._writer.metrics_file_path).removesuffix(".csv") + "-replaced.csv"
+            with open(beside, "a", newline="") as file:
+                file.write(_as_csv(columns, replaced))
+            self._write(columns, kept)
+        self._rows = len(kept)
+        self._writer.metrics_keys = columns
+        self._writer.metrics = [dict(row) for row in state["unwritten"]]
+
+
+def _as_csv(columns: list[str], rows: list[dict[str, str]]) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    """A logged value as a checkpoint can hold it: numpy's numbers, say, as Python's."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+class _Events:
+    """The highest step at which anything was logged, on whatever axis: TensorBoard's ``purge_step`` knows no tags.
+
+    It hides everything at or behind one step that lies in the folder. So it may only hide what is beyond all that was
+    logged before, and nothing in a folder in which something else than this fit has logged.
+    """
+
+    def __init__(self, writer: Any, patches: _lightning.Patches, folder: str, is_used: bool) -> None:
+        self._writer = writer
+        self._patches = patches
+        files = glob.glob(os.path.join(glob.escape(folder), "events.out.tfevents.*"))
+        self._is_new = len(files) <= 1 and not is_used
+        self._highest: int | None = -1 if self._is_new else None
+        self._follow()
+
+    def _follow(self) -> None:
+        file = _lightning.event_file(self._writer)
+        add_event = file.add_event
+
+        def note(event: Any, step: Any = None, *arguments: Any, **options: Any) -> None:
+            if step is not None and self._highest is not None:
+                self._highest = max(self._highest, int(step))
+            add_event(event, step, *arguments, **options)
+
+        self._patches.set(file, "add_event", note)
+
+    def state_dict(self) -> dict[str, Any]:
+        with suppress(Exception):  # a log is not worth the save
+            self._writer.flush()  # what is not written a kill would take
+        return {"highest": self._highest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        highest = state["highest"]
+        nothing_behind = self._is_new and self._highest is not None and highest is not None and self._highest <= highest
+        if highest is None or nothing_behind:
+            return
+        self._highest, self._is_new = highest, False
+        self._writer.close()
+        self._writer.purge_step = highest + 1
+        self._follow()
+        self._writer.purge_step = None
