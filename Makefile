@@ -6,12 +6,22 @@ READY := .venv/.ready
 NVRX_LATEST := 0.7.0
 LATEST := .nvrx-latest
 NEMO_RUN := .nemo-run
+# The ends of what pyproject.toml claims, each in an environment of its own. torch takes 6 GB in each, unless pip is given
+# a place with CPU builds (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL).
+VERSIONS := .versions
+OLDEST_PYTHON := $(firstword $(wildcard $(HOME)/.pyenv/versions/3.10.*/bin/python) python3.10)
+NEWEST_PYTHON := $(firstword $(wildcard $(HOME)/.pyenv/versions/3.13.*/bin/python) python3.13)
+OLDEST := torch==2.8.0 lightning==2.6.0 lightning-utilities==0.10.0 torchmetrics==1.0.0 numpy==1.26.4 psutil==6.0.0 \
+	xxhash==3.4.1 nvidia-resiliency-ext==0.4.1
+NEWEST := torch==2.15.0 lightning==2.6.6
+TEST_WITH := pytest>=8 pytest-timeout>=2.3 pytest-xdist>=3.5 jsonargparse[signatures]>=4.39 tensorboard>=2.16 torchdata>=0.11
+CORE_TESTS := lightning_internals contract preemption auto_resume logs outputs local_checkpoint launch nan_guard
 
 # One thread for each process: the ranks share the cores, and results do not depend on how many there are.
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-kills test-slurm test-nvrx-latest test-nemo-run check bench docs clean
+.PHONY: help demo test test-gpu test-kills test-slurm test-nvrx-latest test-nemo-run test-versions check bench docs clean
 
 help: ## Show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 25
@@ -43,6 +53,13 @@ test-nvrx-latest: $(LATEST)/.ready ## Run the tests that depend on NVRx with its
 test-nemo-run: $(NEMO_RUN)/.ready ## Run the tests of the plugins for NeMo-Run, on a real Slurm too (root; about 12 minutes)
 	@$(NEMO_RUN)/bin/python -m pytest -m 'not campaign' tests/test_nemo_run.py
 
+test-versions: $(VERSIONS)/oldest/.ready $(VERSIONS)/newest/.ready ## Run the core tests with the oldest and the newest Python, torch and Lightning
+	@for set in oldest newest; do \
+		bin=$(VERSIONS)/$$set/bin; \
+		$$bin/python -c 'import sys, lightning, torch; from lightning_resilience._nvrx import installed_version as v; print("Python", sys.version.split()[0], "torch", torch.__version__, "Lightning", lightning.__version__, "NVRx", *v() or ["none"])' || exit 1; \
+		PATH=$(CURDIR)/$$bin:$$PATH $$bin/python -m pytest -n 3 --dist worksteal -k 'not GPU' -rfs $(CORE_TESTS:%=tests/test_%.py) || exit 1; \
+	done
+
 check: $(READY) ## Check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -56,7 +73,7 @@ docs: .venv/.docs-ready ## Build the documentation in docs/_build (broken links 
 	@echo "Open docs/_build/index.html"
 
 clean: ## Remove the environment, caches and everything the demo has written
-	rm -rf .venv $(LATEST) $(NEMO_RUN) .mypy_cache .pytest_cache .ruff_cache runs build dist docs/_build *.egg-info
+	rm -rf .venv $(LATEST) $(NEMO_RUN) $(VERSIONS) .mypy_cache .pytest_cache .ruff_cache runs build dist docs/_build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -93,4 +110,14 @@ $(NEMO_RUN)/.ready: $(READY) Makefile
 	base=$$($(BIN)/python -c "$$packages"); own=$$($(NEMO_RUN)/bin/python -c "$$packages"); \
 	$(BIN)/pip install -qq --disable-pip-version-check --target $$own nemo-run==0.11.1 leptonai==0.27.3; \
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
+	@touch $@
+
+$(VERSIONS)/oldest/.ready: PYTHON := $(OLDEST_PYTHON)
+$(VERSIONS)/oldest/.ready: WITH := $(OLDEST)
+$(VERSIONS)/newest/.ready: PYTHON := $(NEWEST_PYTHON)
+$(VERSIONS)/newest/.ready: WITH := $(NEWEST)
+$(VERSIONS)/%/.ready: pyproject.toml Makefile
+	@echo "Setting up $(@D): $(WITH) (this takes a while) ..."
+	@rm -rf $(@D) && $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/pip install -qq --disable-pip-version-check $(foreach each,$(WITH) $(TEST_WITH),'$(each)') --editable .
 	@touch $@

@@ -784,7 +784,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_streams[stream.device_index()] = stream.id();
     return before;
   }
-  void* getStreamNativeHandle(const c10::Stream stream) const override {
+  void* getStreamNativeHandle(const c10::Stream stream) const {  // no override: torch 2.8 does not ask for it
     return (void*)(intptr_t)stream.id();
   }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
