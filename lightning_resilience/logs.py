@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MOST_UNWRITTEN = 1000
+"""Rows in a checkpoint; a logger that writes more seldom does so before a save."""
+
 _used: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -80,8 +83,9 @@ class _Csv:
         self._writer = writer
         self._rows = len(self._read()[1])
         self._save = writer.save
-        patches.set(writer, "save", self._count)
-        _lightning.on_new_columns(writer, patches, self._add_columns)
+        # Functions, not methods: of a Trainer that is pickled or copied they are left out.
+        patches.set(writer, "save", lambda: self._count())
+        _lightning.on_new_columns(writer, patches, lambda columns: self._write(columns, self._read()[1]))
 
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
         try:
@@ -96,15 +100,15 @@ class _Csv:
         text = _as_csv(columns, rows)
         publish(self._writer.metrics_file_path, lambda file: file.write(text.encode()))
 
-    def _add_columns(self, columns: list[str]) -> None:
-        self._write(columns, self._read()[1])
-
     def _count(self) -> None:
         rows = len(self._writer.metrics)
         self._save()
         self._rows += rows
 
     def state_dict(self) -> dict[str, Any]:
+        if len(self._writer.metrics) > _MOST_UNWRITTEN:
+            with suppress(OSError):  # a log is not worth the save
+                self._writer.save()
         unwritten = [{name: _plain(value) for name, value in row.items()} for row in self._writer.metrics]
         return {"rows": self._rows, "unwritten": unwritten}
 
