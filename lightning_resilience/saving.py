@@ -20,6 +20,7 @@ from lightning_resilience._files import temporary_path
 from lightning_resilience.checkpoint import dcp, durable, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves, Copy
 from lightning_resilience.checkpoint.capacity import format_bytes, memory_left
+from lightning_resilience.checkpoint.pieces import Pieces, differing, digests, joined, pieces
 from lightning_resilience.checkpoint.plain import (
     MISSING,
     Entries,
@@ -387,12 +388,13 @@ class Saver:
             self._shards = ShardedSaves(session.rank, trainer.world_size, store, session.gather, session.check_owner)
         checkpoint: dict[str, Any] = {}
         entries = Entries(checkpoint)
-        own, draft, problem = None, None, None
+        mine: Pieces = {}
+        draft, problem = None, None
         left_out: list[str] = []
         try:
             # What others are given, and what is written, is what can be kept.
             skeleton, tensors, left_out = pack(_own_entries(to_host(session.own_state(final))))
-            own = unpack(skeleton, tensors)
+            mine = pieces(skeleton, tensors)
             dump = _lightning.dump_checkpoint if self._shards is None else _lightning.dump_sharded_checkpoint
             checkpoint = self._checkpoint_with(dump, {}, final)
             if self._shards is not None and under is not None:
@@ -404,9 +406,12 @@ class Saver:
         except Exception as error:
             log.debug("The state could not be collected", exc_info=True)
             problem = f"rank {session.rank}: {type(error).__name__}: {error}"
+        # Rank 0 writes them, or each rank all by itself if the strategy is of an unknown kind.
+        is_first, by_all = session.rank == 0, self._shards is None and _lightning.writes_directories(trainer.strategy)
+        shared = {} if by_all else trainer.strategy.broadcast(digests(mine) if is_first else {})
         met = session.gather(
             {
-                "state": own,
+                "state": differing(mine, shared) if by_all or not is_first else {},
                 "left_out": left_out,
                 "problem": problem,
                 "busy": self._background is not None and self._background.busy,
@@ -419,7 +424,10 @@ class Saver:
         if (problem := next((each["problem"] for each in met if each["problem"] is not None), None)) is not None:
             self._report_failed(self._step, f"its state could not be collected: {problem}")
             return None
-        checkpoint[STATE_KEY]["ranks"] = [each["state"] for each in met]
+        if is_first or by_all:
+            first = {} if by_all else mine
+            own = joined(mine, {})
+            checkpoint[STATE_KEY]["ranks"] = [joined(first, each["state"]) if each["state"] else own for each in met]
         return _Collected(
             entries,
             list(dict.fromkeys(name for each in met for name in each["left_out"])),

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pdb
+import pickle
 import platform
 import random
 import signal
@@ -60,6 +61,7 @@ BATCHES = 16
 
 DEFAULTS: dict[str, Any] = {
     "run_dir": None,
+    "weighs": False,  # what is gathered
     "out": None,  # the result is written here by rank 0
     "log": None,  # every rank writes the samples of every step here
     "data": "shuffle",
@@ -312,9 +314,47 @@ def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
     if kind == "stateful_distributed":
         sampler = StatefulDistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=True)
         return StatefulDataLoader(data, BATCH, sampler=sampler, **keep)
+    if kind == "stateful_with_luggage":
+        sampler = StatefulDistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=True)
+        return with_luggage(StatefulDataLoader(data, BATCH, sampler=sampler, **keep), rank)
     if kind == "stateful_iterable":
         return StatefulDataLoader(Stream(BATCH * BATCHES, config["augment"]), BATCH, **keep)
     raise ValueError(kind)
+
+
+def with_luggage(loader: Any, rank: int) -> Any:
+    """A loader that keeps more on one rank than on another, and gets back what it has kept, or fails."""
+    draw = torch.Generator().manual_seed(rank)
+    mine = {
+        "tensors": [
+            torch.randn(1000 if rank != 1 else 300_000, generator=draw),
+            torch.tensor([rank], dtype=torch.int8),
+        ],
+        "only on some" if rank > 0 else "of the first": {"number": rank / 3, "same": list(range(200)), "none": None},
+    }
+    state_dict, load_state_dict = loader.state_dict, loader.load_state_dict
+
+    def load(state: dict[str, Any]) -> None:
+        found = state.pop("luggage")
+        assert repr(found) == repr(mine), f"rank {rank}: {found}"
+        assert all(map(torch.equal, found["tensors"], mine["tensors"])), f"rank {rank}"
+        print(f"rank {rank} has its luggage", flush=True)
+        load_state_dict(state)
+
+    loader.state_dict, loader.load_state_dict = lambda: {**state_dict(), "luggage": mine}, load
+    return loader
+
+
+def weigh_gathered(log: str) -> None:
+    """Notes how many bytes this process gives all others at once."""
+    gather = torch.distributed.all_gather_object
+
+    def weighed(everywhere: list[Any], mine: Any, *rest: Any) -> None:
+        with open(f"{log}.gathered.{torch.distributed.get_rank()}", "a") as file:
+            file.write(f"{len(pickle.dumps(mine))}\n")
+        gather(everywhere, mine, *rest)
+
+    torch.distributed.all_gather_object = weighed
 
 
 class Module(L.LightningModule):
@@ -571,6 +611,8 @@ def main(config: dict[str, Any]) -> None:
     if config["collectives"]:
         os.environ["TORCH_FR_BUFFER_SIZE"] = "20000"
     sabotage(config)
+    if config["weighs"]:
+        weigh_gathered(config["log"])
     if config["cwd"] is not None:
         os.chdir(config["cwd"][int(os.environ.get("RANK", "0"))])
     world_size = config["trainer"].get("devices", 1) * config["trainer"].get("num_nodes", 1)

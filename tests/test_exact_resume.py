@@ -127,7 +127,11 @@ LONG = {("plain", 2), ("plain", 4), ("data needed early", 2), ("data needed earl
 def test_ranks(tmp_path: Path, world_size: int, options: dict[str, Any]) -> None:
     options = {**options, "trainer": {"devices": world_size}}
     events = [{"at": "train", "step": 23, "rank": 1}, {"at": "train", "step": 40, "rank": 0}]
-    assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
+    found = killed_and_resumed(tmp_path, events, weighs=True, **options)[:2]
+    assert found == undisturbed(tmp_path, **options)
+    weights = [max(map(int, path.read_text().split())) for path in tmp_path.rglob("log.gathered.*")]
+    assert len(weights) == world_size
+    assert max(weights) <= 4096, "random states that are the same on all ranks are given by all"
 
 
 CALLBACKS: dict[str, dict[str, Any]] = {
@@ -181,10 +185,14 @@ def test_ddp_as_on_an_accelerator(tmp_path: Path, options: dict[str, Any]) -> No
     assert "exact" not in said
 
 
-def test_stateful_distributed_loader(tmp_path: Path) -> None:
-    options = {"data": "stateful_distributed", "workers": 2, "augment": False, "trainer": {"devices": 2}}
+@pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.campaign), True])
+def test_every_rank_gets_back_what_it_has_kept_of_its_own(tmp_path: Path, async_save: bool) -> None:
+    """As much as it is, and of whatever form: the ranks give each other only what differs from rank 0's."""
+    options = {"data": "stateful_with_luggage", "workers": 1, "augment": False, "trainer": {"devices": 3}}
     events = [{"at": "train", "step": 23, "rank": 1}]
-    assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
+    weights, ids, said = killed_and_resumed(tmp_path, events, async_save=async_save, **options)
+    assert (weights, ids) == undisturbed(tmp_path, **options)
+    assert all(f"rank {rank} has its luggage" in said for rank in range(3))
 
 
 SHARDED: dict[str, dict[str, Any]] = {"FSDP2": {"sharded": True}, "FSDP2, in one file": {"sharded": "whole file"}}
