@@ -447,6 +447,7 @@ class Participant:
             after = _position(answer)
             self._pending += [(after, event) for event in self._held]
             self._held = None
+            self._since.pop(name, None)
             self._update_alert()
             self._round += 1
             self._pace.stir()
@@ -461,6 +462,7 @@ class Participant:
         somebody_finished = (yield Get("finished")) is not None
         if (yield Get(f"{name}/all")) is not None:
             self._arriving = None
+            self._since.pop(name, None)
             self._pace.stir()
             return
         what = _reach(event.number, event.kind)
@@ -677,9 +679,10 @@ class Relay:
         yield from self._look_for_the_missing()
 
     def _follow(self) -> Watching[None]:
-        status = json.loads((yield Above(Get("status"))) or b"{}")
-        if not status:
+        if self._news == 0:
             return
+        (published,) = yield Above(GetAll(["status"]))  # it is there, so nobody has to ask whether it is
+        status = json.loads(published)
         self._stir()
         if status["abort"] is not None:
             self._failed = True
@@ -734,6 +737,7 @@ class Relay:
                 meeting.what += f", {_ALTHOUGH}"
             if meeting.asked is not None:
                 if now - meeting.asked > self.linger + 1.0:
+                    self._news = yield Above(Add("news", 0))
                     yield from self._follow()
                     if name in self._meetings and not self._failed:
                         nodes = yield from _missing(name, len(self._nodes), Above)

@@ -276,6 +276,7 @@ def test_a_listener_that_raises_does_not_stop_the_watcher(caplog: pytest.LogCapt
     assert "on_event raised" in caplog.text
 
 
+@pytest.mark.campaign
 def test_the_store_does_not_grow_with_the_events() -> None:
     store = dist.HashStore()
     ranks = [Agreement(rank, 2, store, "many") for rank in range(2)]

@@ -465,6 +465,67 @@ def test_all_ranks_act_at_the_same_boundary_or_none_does() -> None:
     assert between > 35
 
 
+def sizes(*owners: Any) -> int:
+    """How many things its owners keep."""
+    return sum(len(each) for owner in owners for each in vars(owner).values() if hasattr(each, "__len__"))
+
+
+def most_kept(nodes: list[list[int]], events: int) -> tuple[int, int]:
+    """Lets ranks ask for events, one to three at a time, until all have acted on so many.
+
+    Returns:
+        How much the stores and those that use them have kept between the events, at most: of the first half, of all.
+    """
+    chosen, now = random.Random(0), 0.0
+    above, here = LocalStore(), [LocalStore() for _ in nodes]
+    limits = (lambda: now, ANSWER_TIMEOUT, ARRIVAL_TIMEOUT)
+    relays = [Relay(nodes, node, *limits) for node in range(len(nodes))]
+    participants = [Participant(ranks, index, *limits) for ranks in nodes for index in range(len(ranks))]
+    node_of = [node for node, ranks in enumerate(nodes) for _ in ranks]
+    watchers = [*zip((each.watch() for each in participants), node_of, strict=True)]
+    watchers += [(relay.watch(), node) for node, relay in enumerate(relays)]
+    due: list[deque[Event]] = [deque() for _ in participants]
+    acted, asked, batches, most = 0, 0, 0, [0, 0]
+    while asked < events:
+        for _ in range(chosen.choice([1, 1, 2, 3])):
+            participants[chosen.randrange(len(participants))].request("save", {}, Needs.NOTHING)
+            asked += 1
+        while acted < asked * len(participants):
+            now, batches = now + 0.1, batches + 1
+            for participant, mine in zip(participants, due, strict=True):
+                if mine and participant.arrived():
+                    acted += 1
+                    mine.popleft()
+                    if mine:
+                        participant.arrive(mine[0])
+                if not mine and (crossed := participant.cross(training(batches), Needs.TRAINING | Needs.CLEAN)):
+                    mine.extend(crossed)
+                    participant.arrive(mine[0])
+            for watch, node in watchers:
+                result = None
+                while not isinstance(wanted := watch.send(result), Sleep):
+                    if isinstance(wanted, Above):
+                        result = wanted.operation.apply(above)
+                    else:
+                        result = None if isinstance(wanted, Announce) else wanted.apply(here[node])
+        kept = sizes(above, *here, *relays, *participants)
+        most = [max(most[0], kept if 2 * asked <= events else 0), max(most[1], kept)]
+    return most[0], most[1]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "events"),
+    [
+        ([[0, 1], [2, 3]], 200),
+        ([[rank] for rank in range(66)], 16),  # more than one group of nodes
+        pytest.param([[0], [1]], 1_000_000, marks=pytest.mark.campaign),
+    ],
+)
+def test_nothing_grows_with_the_events(nodes: list[list[int]], events: int) -> None:
+    half, most = most_kept(nodes, events)
+    assert most <= half + 4 * len(nodes), "it grows with the events"
+
+
 @pytest.mark.parametrize("rank_0_owns_store", [True, False], ids=["store dies with rank 0", "store survives"])
 def test_nobody_hangs_or_acts_alone_wherever_a_rank_dies(rank_0_owns_store: bool) -> None:
     lost = 0
