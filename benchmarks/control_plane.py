@@ -1,31 +1,40 @@
 """How long a signal on one rank takes until all act on it, with up to 100,000 ranks: in virtual time.
 
 Every rank is a ``Participant`` as it is shipped and every node has its ``Relay``; their stores are simulated. What a
-call to the job's store takes is measured first, on a real ``TCPStore`` with 500 clients that call it all at once; in
-the simulation one call waits for the other. A rank that sleeps while nothing changes on its node is not woken, which
-changes nothing but the time that this takes. The training is at a boundary at all times: what is measured is the
+call to the job's store takes is measured first, on a real ``TCPStore`` (libuv) with up to 500 connected clients that
+call it all at once, for every kind of call that the protocol makes; in the simulation one call waits for the other, and
+each takes what it took there with the most clients. A rank that sleeps while nothing changes on its node is not woken,
+which changes nothing but the time that this takes. The training is at a boundary at all times: what is measured is the
 agreement alone.
 
-    python benchmarks/control_plane.py [--ranks 1024 16384 102400] [--calls-per-s 20000]
+    python benchmarks/control_plane.py [--ranks 64 1024 16384 102400] [--calls-per-s 20000]
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import heapq
 import itertools
 import multiprocessing
+import os
 import random
+import resource
 import statistics
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import TCPStore
 
 from lightning_resilience.agreement_protocol import (
     Above,
+    Add,
     Announce,
+    Event,
+    Get,
+    GetAll,
     LocalStore,
     Needs,
     Participant,
@@ -36,9 +45,45 @@ from lightning_resilience.agreement_protocol import (
 )
 
 NODE = 8
-CLIENTS = 500
+CLIENTS = (8, 64, 500)
+PROCESSES = 4  # of clients
+MEASURE_S = 1.0  # each kind of call
 ROUND_TRIP_S = 2e-4  # between nodes
 HERE_S = 1e-4  # a call to the store of the node
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the job's store is busy for, in seconds, by the kind of call.
+
+    Args:
+        count: ``add``, also by 0 to read.
+        absent: To ask for what is not there.
+        present: To ask for what is, and to get it: three requests, as torch's ``get`` waits first.
+        several: To get 64 values: two requests, for the same reason. Fewer cost less.
+        put: ``set``, which is not answered.
+        delete: ``delete_key``.
+    """
+
+    count: float
+    absent: float
+    present: float
+    several: float
+    put: float
+    delete: float
+
+    def of(self, wanted: Any, store: LocalStore) -> tuple[float, int, int]:
+        """How long the store is busy with a call, how many requests these are, how many are answered."""
+        if isinstance(wanted, Add):
+            return self.count, 1, 1
+        if isinstance(wanted, Get):
+            return (self.present, 3, 3) if store.check([wanted.key]) else (self.absent, 1, 1)
+        if isinstance(wanted, GetAll):
+            fixed = 2 / 3 * self.present
+            return fixed + (self.several - fixed) * (len(wanted.keys) - 1) / 63, 2, 2
+        if isinstance(wanted, Set):
+            return self.put, 1, 0
+        return self.delete, 1, 1
 
 
 class Rank:
@@ -49,23 +94,27 @@ class Rank:
         self.job = job
         self.participant = Participant(ranks, index, lambda: job.now, 60.0, 1800.0, linger)
         self.step = 0
-        self.arriving = False
+        self.due: list[Event] = []  # the first of them is arrived for
         self.acted_at: list[float] = []
 
     def look(self) -> None:
         """What the main thread does in each boundary."""
-        if self.arriving and self.participant.arrived():
-            self.arriving = False
-            self.acted_at.append(self.job.now)
-            self.job.acted += 1
-        while not self.arriving and self.participant.alert:
+        while True:
+            while self.due and self.participant.arrived():
+                del self.due[0]
+                self.acted_at.append(self.job.now)
+                self.job.acted += 1
+                if self.due:
+                    self.participant.arrive(self.due[0])
+            if self.due or not self.participant.alert:
+                return
             self.step += 1
             events = self.participant.cross(training(self.step), Needs.CLEAN | Needs.TRAINING)
             if events is None:  # held
                 return
-            for event in events:
-                self.arriving = True
-                self.participant.arrive(event)
+            if events:
+                self.due = list(events)
+                self.participant.arrive(self.due[0])
 
 
 class Watcher:
@@ -81,9 +130,9 @@ class Watcher:
 class Job:
     """All ranks, in virtual time."""
 
-    def __init__(self, world_size: int, call_s: float) -> None:
+    def __init__(self, world_size: int, costs: Costs) -> None:
         self.now = 0.0
-        self.call_s = call_s
+        self.costs = costs
         self.free_at = 0.0  # when the job's store has done what it was asked
         self.calls = self.acted = 0
         self.nodes = [range(first, min(first + NODE, world_size)) for first in range(0, world_size, NODE)]
@@ -148,9 +197,10 @@ class Job:
             return
         watcher.pending = wanted
         if isinstance(wanted, Above):
-            self.calls += 1
-            self.free_at = max(self.free_at, self.now + ROUND_TRIP_S / 2) + self.call_s
-            self.at(self.free_at + ROUND_TRIP_S / 2, watcher)
+            seconds, calls, trips = self.costs.of(wanted.operation, self.above)
+            self.calls += calls
+            self.free_at = max(self.free_at, self.now + ROUND_TRIP_S / 2) + seconds
+            self.at(self.free_at + (trips - 0.5) * ROUND_TRIP_S, watcher)
         else:
             self.at(self.now + HERE_S, watcher)
 
@@ -162,12 +212,12 @@ class Job:
         self.sleeping[node].clear()
 
 
-def measure(world_size: int, call_s: float, events: int = 3) -> dict[str, float]:
-    job = Job(world_size, call_s)
+def measure(world_size: int, costs: Costs, events: int = 3) -> dict[str, float]:
+    job = Job(world_size, costs)
     job.run(lambda: job.now > 2 + 2 * job.ranks[0].participant._pace.longest)
     quiet = job.calls, job.now
-    job.run(lambda: job.now > quiet[1] + 20)
-    polls = (job.calls - quiet[0]) / 20
+    job.run(lambda: job.now > quiet[1] + 5)
+    polls = (job.calls - quiet[0]) / (job.now - quiet[1])
     seconds, calls, keys = [], [], []
     for number in range(events):
         asked = job.random.randrange(world_size)
@@ -186,57 +236,142 @@ def measure(world_size: int, call_s: float, events: int = 3) -> dict[str, float]
         "calls": statistics.median(calls),
         "polls": polls,
         "keys": keys[-1],
-        "grows": keys[-1] - keys[1],
     }
 
 
-def call(port: int, clients: int, seconds: float, done: Any) -> None:
-    """What one of the processes of clients does."""
-    stores = [TCPStore("127.0.0.1", port, is_master=False) for _ in range(clients)]
-    counts = [0] * clients
-    done.wait()
-    until = time.monotonic() + seconds
+# ---- a real store
 
-    def go(index: int) -> None:
-        while time.monotonic() < until:
-            stores[index].add("news", 0)
-            counts[index] += 1
+KEYS = [f"position/0/{index}" for index in range(64)]
 
-    threads = [threading.Thread(target=go, args=(index,)) for index in range(clients)]
+
+def _set(store: Any) -> None:
+    store.set("round/1/0/7", "[123456, 1, 0, 0]")
+    store.add("news", 0)  # a set is not answered: else it is the client's buffers that are measured
+
+
+KINDS: dict[str, Any] = {
+    "count": lambda store: store.add("news", 0),
+    "absent": lambda store: Get("abort").apply(store),
+    "present": lambda store: Get("status").apply(store),
+    "several": lambda store: GetAll(KEYS).apply(store),
+    "put": _set,
+    "delete": lambda store: store.delete_key("gone"),
+}
+
+
+def _connect(port: int, clients: int) -> list[Any]:
+    """Opens them all at once: a name server that does not answer costs every one the same second."""
+    stores: list[Any] = [None] * clients
+
+    def connect(index: int) -> None:
+        stores[index] = TCPStore("127.0.0.1", port, is_master=False)
+
+    _together(connect, clients)
+    return stores
+
+
+def _together(go: Any, count: int) -> None:
+    threads = [threading.Thread(target=go, args=(index,), daemon=True) for index in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    done.wait()
-    stores[0].add("calls", sum(counts))
 
 
-def calibrate(seconds: float = 5.0, processes: int = 4) -> float:
-    """How many calls a second a real store answers, with many clients on the same machine."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    done = context.Barrier(processes)
-    clients = [
-        context.Process(target=call, args=(store.port, CLIENTS // processes, seconds, done)) for _ in range(processes)
+def _call(share: int, port: Any, turn: Any, found: Any) -> None:
+    """What one of the processes of clients does."""
+    turn.wait()  # the store is there
+    all_stores = _connect(port.value, share)
+    for clients in CLIENTS:
+        stores = all_stores[: clients // PROCESSES]
+        for call in KINDS.values():
+            counts = [0] * len(stores)
+            turn.wait()
+            until = time.monotonic() + MEASURE_S
+
+            def go(
+                index: int, call: Any = call, stores: Any = stores, counts: Any = counts, until: Any = until
+            ) -> None:
+                while time.monotonic() < until:
+                    call(stores[index])
+                    counts[index] += 1
+
+            _together(go, len(stores))
+            with found:
+                found.value += sum(counts)
+            turn.wait()
+
+
+def calibrate() -> dict[int, dict[str, tuple[float, float]]]:
+    """What calls cost on a real store, by the number of clients and by kind.
+
+    Returns:
+        Calls a second while clients and store share the cores of this machine, and the store's own time for one.
+
+    Raises:
+        threading.BrokenBarrierError: If the clients do not get there within a minute.
+    """
+    # So that a name server that does not answer costs a new connection 1 s and not 5: torch asks for its own name.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    context = multiprocessing.get_context("fork")  # before there is any thread
+    turn = context.Barrier(PROCESSES + 1, timeout=60)
+    port, found = context.Value(ctypes.c_int, 0), context.Value(ctypes.c_longlong, 0)
+    processes = [
+        context.Process(target=_call, args=(max(CLIENTS) // PROCESSES, port, turn, found), daemon=True)
+        for _ in range(PROCESSES)
     ]
-    for each in clients:
-        each.start()
-    for each in clients:
-        each.join()
-    return store.add("calls", 0) / seconds
+    for process in processes:
+        process.start()
+    results: dict[int, dict[str, tuple[float, float]]] = {}
+    try:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True)
+        port.value = store.port
+        for key in ("status", *KEYS):
+            store.set(key, "[123456, 1, 0, 0]" if key in KEYS else "x" * 300)
+        turn.wait()
+        for clients in CLIENTS:
+            results[clients] = {}
+            for kind in KINDS:
+                turn.wait()
+                found.value, before, begun = 0, _own_time(), time.monotonic()
+                turn.wait()
+                seconds, busy, calls = time.monotonic() - begun, _own_time() - before, max(1, found.value)
+                results[clients][kind] = calls / seconds, busy / calls
+    finally:
+        for process in processes:
+            process.terminate()
+    return results
+
+
+def _own_time() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 16384, 102400])
-    parser.add_argument("--calls-per-s", type=float, help="of the job's store; measured by default")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[64, 1024, 16384, 102400])
+    parser.add_argument("--calls-per-s", type=float, help="of the job's store, each request; measured by default")
     arguments = parser.parse_args()
-    rate = arguments.calls_per_s or calibrate()
-    print(f"A TCPStore with {CLIENTS} clients answers {rate:,.0f} calls a second here.\n")
-    print("| ranks | until all act | the worst | calls of the job's store a rank | polls a second, quiet | keys |")
-    print("|---|---|---|---|---|---|")
+    if arguments.calls_per_s:
+        request = 1 / arguments.calls_per_s
+        costs = Costs(request, request, 3 * request, 2 * request, request, request)
+        print(f"A store that answers {arguments.calls_per_s:,.0f} requests a second is assumed.\n")
+    else:
+        results = calibrate()
+        print("A real TCPStore: calls a second (the store's own time for one, in µs)\n")
+        print("| clients | " + " | ".join(KINDS) + " |")
+        print("|---" * (len(KINDS) + 1) + "|")
+        for clients, of in results.items():
+            cells = [f"{rate:,.0f} ({busy * 1e6:.0f})" for rate, busy in of.values()]
+            print(f"| {clients} | " + " | ".join(cells) + " |", flush=True)
+        costs = Costs(**{kind: 1 / rate for kind, (rate, _) in results[max(CLIENTS)].items()})
+        print()
+    if arguments.ranks:
+        print("| ranks | until all act | the worst | requests to the job's store a rank | a second, quiet | keys |")
+        print("|---|---|---|---|---|---|")
     for world_size in arguments.ranks:
-        found = measure(world_size, 1 / rate)
+        found = measure(world_size, costs)
         print(
             f"| {world_size:,} | {found['seconds']:.1f} s | {found['worst']:.1f} s | {found['calls']:.1f} "
             f"| {found['polls']:,.0f} | {found['keys']} |",
