@@ -171,8 +171,9 @@ class Patches:
         """Sets ``owner.name``, which must exist, to ``value`` until :meth:`undo`."""
         getattr(owner, name)  # a name that has gone away fails here, at setup, and not by being ignored
         self._undo.append((owner, name, name in vars(owner), vars(owner).get(name)))
-        # A function made in here cannot be pickled, and a Trainer can.
-        setattr(owner, name, _Patch(owner, name, value) if isinstance(value, FunctionType) else value)
+        # A function made in here cannot be pickled, and a Trainer can. That of a class has to be one, to be bound.
+        is_method = isinstance(value, FunctionType) and not isinstance(owner, type)
+        setattr(owner, name, _Patch(owner, name, value) if is_method else value)
 
     def undo(self) -> None:
         """Restores everything, newest first."""
@@ -1095,6 +1096,40 @@ def on_evaluation(
     patches.set(loop, "reset", wrapped_reset)
     patches.set(loop, "_evaluation_step", wrapped_step)
     patches.set(loop, "on_run_end", wrapped_run_end)
+
+
+def on_other_trainers(
+    trainer: Trainer, patches: Patches, batch: Callable[[], None], signals_put_back: Callable[[], None]
+) -> None:
+    """Has functions called when a Trainer inside of this one's fit begins a batch, and when any has put signals back.
+
+    Such a Trainer has none of our callbacks where the user has made it, so its classes are what can be asked. At its
+    end it sets every signal to what Python knew of it, and Python does not know of handlers in C.
+    """
+    own = trainer.fit_loop.epoch_loop
+
+    def counted(advance: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(loop: Any, *args: Any, **kwargs: Any) -> Any:
+            if loop is not own and loop is not own.val_loop:
+                batch()
+            return advance(loop, *args, **kwargs)
+
+        return wrapped
+
+    for loop, name in (
+        (own, "advance"),
+        (own.val_loop, "_evaluation_step"),
+        (trainer.predict_loop, "_predict_step"),
+    ):
+        patches.set(type(loop), name, counted(getattr(type(loop), name)))
+    connector = type(trainer._signal_connector)
+    put_back = connector.teardown
+
+    def wrapped_teardown(self: Any) -> None:
+        put_back(self)
+        signals_put_back()
+
+    patches.set(connector, "teardown", wrapped_teardown)
 
 
 def evaluation_progress(trainer: Trainer) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import RunDirectory
 
 _COMMON = ("event", "time", "rank", "node", "step", "fit")
-_LAST_WORDS = ("fault", "interrupted", "halted", "straggler_stop")
+_LAST_WORDS = ("fault", "interrupted", "halted", "straggler_stop", "killed")
 _TOO_LONG = (
     "slurm",
     "versions",
@@ -182,7 +182,8 @@ def _cause(before: list[Event]) -> tuple[str, str]:
     fault = next((event for event in (first_cause(faults), *faults, *failures) if event is not None), None)
     if fault is None and "interrupted" in kinds:
         return "preempted", "the workers were told to stop"
-    return "crash", str(fault.get("reason", "")) if fault else "a worker was killed"
+    killed = next((event for event in before if event["event"] == "killed"), None)
+    return "crash", str((fault or killed or {}).get("reason", "a worker was killed"))
 
 
 def _timeline_row(event: Event) -> list[str]:

@@ -179,6 +179,13 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
                     file.seek(0)
                     file.write(bytes(1_000_000))
                     time.sleep(0.02)
+        elif what == "spin":  # busy until somebody makes the file
+            end = time.monotonic() + 60
+            while not Path(event["until"]).exists() and time.monotonic() < end:
+                pass
+        elif what == "input":
+            with open(event["stdin"]) as sys.stdin:
+                input()
         elif what == "pdb":
             with open(event["stdin"]) as stdin:
                 pdb.Pdb(stdin=stdin, stdout=sys.stdout, nosigint=True).set_trace()

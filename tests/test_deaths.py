@@ -17,6 +17,9 @@ import pytest
 
 from lightning_resilience.detect.deaths import Death, Deathbed, MemoryShortage, is_ending
 from lightning_resilience.detect.witness import EXIT_HUNG
+from lightning_resilience.ledger import read_ledger
+from lightning_resilience.report import interruptions
+from lightning_resilience.run_directory import RunDirectory
 from tests.harness import Ranks, result, samples
 from tests.test_exact_resume import undisturbed
 from tests.test_fault_tolerance import events, nothing_left, ours, watched
@@ -202,6 +205,13 @@ def test_ranks_that_one_hand_ends_have_not_failed(tmp_path: Path) -> None:
     assert ranks.wait(60, kill_rest=False) == [-signal.SIGKILL] * 2
     nothing_left(config)
     assert not events(config, "fault")
+    (killed,) = events(config, "killed")  # but how far they had got is known, and what has ended them
+    assert (killed["step"], killed["signal"]) == (20, "SIGKILL")
+    assert killed["reason"] == f"rank {killed['rank']} (pid {killed['worker']}) was killed by SIGKILL"
+    begun = {"event": "resumed", "fit": 0, "step": 15, "time": time.time()}
+    (interruption,) = interruptions([*read_ledger(RunDirectory(config["run_dir"]).ledger), begun])
+    assert (interruption.steps_lost, interruption.is_reached_known) == (5, True)
+    assert interruption.reason == killed["reason"]
 
 
 @pytest.mark.campaign

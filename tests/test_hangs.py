@@ -6,6 +6,7 @@ The diagnosis is not told what was done to which rank; it reads stacks, process 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from lightning_resilience.detect.hangs import Finding, Verdict
 from lightning_resilience.detect.witness import EXIT_HUNG
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import RunDirectory
-from tests.harness import result, run, samples
+from tests.harness import Ranks, result, run, samples
 from tests.test_exact_resume import make, undisturbed
 
 LIMITS = "setup:60,step:2.5,checkpointing:2.5,out_of_section:2.5"
@@ -130,3 +131,62 @@ def test_hang_is_found_explained_and_survived(tmp_path: Path, name: str) -> None
     assert set(codes) == {0}, output
     assert (result(config), samples(config)) == reference
     nothing_left(config)
+
+
+def await_line(ranks: Ranks, words: str, times: int = 1) -> None:
+    """Returns when it was said as often."""
+    deadline = time.monotonic() + 100
+    while ranks.text().count(words) < times and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ranks.text().count(words) >= times, ranks.text()
+
+
+SLOW = {"section_timeouts": "setup:60,step:1.5,checkpointing:60,out_of_section:60", "calculate_timeouts": False}
+
+
+def test_a_healthy_run_that_nobody_starts_again_is_not_ended(tmp_path: Path) -> None:
+    """One step computes, one asks a person, and in one somebody stops it (Ctrl-Z), each for longer than it may."""
+    reference = undisturbed(tmp_path, callbacks=["auto_resume"])
+    until, stdin = tmp_path / "enough", tmp_path / "stdin"
+    os.mkfifo(stdin)
+    events = [
+        {"at": "train", "step": 6, "do": "spin", "until": str(until)},
+        {"at": "train", "step": 12, "do": "input", "stdin": str(stdin)},
+        {"at": "train", "step": 18, "do": "SIGSTOP"},  # a group of processes without a parent ignores SIGTSTP
+    ]
+    callbacks = ["fault_tolerance", "auto_resume"]
+    config = make(tmp_path, "slow", events=events, callbacks=callbacks, fault_tolerance=SLOW)
+    ranks = Ranks(config, tmp_path / "slow")
+    await_line(ranks, "Slow rather than hung: it gets 3 s in all, since nothing would start this run again.")
+    until.touch()
+    with open(stdin, "w") as typed:
+        await_line(ranks, "is waiting for a person in")
+        typed.write("\n")
+    process = psutil.Process(ranks.processes[0].pid)
+    while process.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.05)
+    time.sleep(2.5)  # of which none counts
+    ranks.kill(signal.SIGCONT)
+    assert ranks.wait() == [0], ranks.text()
+    assert (result(config), samples(config)) == reference
+    nothing_left(config)
+
+
+def test_who_was_ended_in_vain_for_being_slow_gets_more_time(tmp_path: Path) -> None:
+    """Where somebody starts again, a busy rank is ended once at the same place, and that counts once."""
+    reference = undisturbed(tmp_path, callbacks=["auto_resume"])
+    until = tmp_path / "enough"
+    events = [{"at": "train", "step": 6, "do": "spin", "until": str(until)}]
+    callbacks = ["fault_tolerance", "auto_resume"]
+    config = make(tmp_path, "slow", events=events, callbacks=callbacks, fault_tolerance=SLOW)
+    again = {"TORCHELASTIC_MAX_RESTARTS": "3"}
+    codes, output = run(config, tmp_path / "slow", environment=again)
+    assert codes == [EXIT_HUNG], output
+    assert "section step allows 1.5 s, and more with FaultTolerance(section_timeouts=" in output
+    ranks = Ranks(config, tmp_path / "slow", again)
+    await_line(ranks, "Slow rather than hung: it gets 3 s in all, since it was ended here before, just as busy.")
+    until.touch()
+    assert ranks.wait() == [0], ranks.text()
+    assert (result(config), samples(config)) == reference
+    faults = [e for e in read_ledger(RunDirectory(config["run_dir"]).ledger) if e["event"] == "fault"]
+    assert [(fault["kind"], fault["busy"]) for fault in faults] == [("hang", True)]

@@ -354,6 +354,7 @@ READING = ("__getitem__ me/data.py:20", "fetch torch/utils/data/_utils/fetch.py:
 LOADING = frames(
     "poll std/multiprocessing/connection.py:257", "_try_get_data torch/utils/data/dataloader.py:1275", *TRAINER
 )
+CONSOLE = frames("raw_input std/code.py:310", "interact std/code.py:240", "training_step me/train.py:41", *TRAINER)
 PDB = frames("_cmdloop std/pdb.py:396", "user_line std/bdb.py:50", "training_step me/train.py:41", *TRAINER)
 HERE = "training_step (train.py:41)"
 
@@ -377,6 +378,7 @@ KINDS: list[tuple[RankEvidence | None, str, str]] = [
     (stuck(state="uninterruptible"), "uninterruptible", f"uninterruptible in {HERE}"),
     (evidence(1, state="traced", stack=[]), "debugged", "held by a debugger"),
     (stuck(stack=PDB), "debugged", f"held by a debugger in _cmdloop (pdb.py:396) called from {HERE}"),
+    (stuck(stack=CONSOLE), "debugged", f"waiting for a person in raw_input (code.py:310) called from {HERE}"),
     (stuck(python_answers=False), "gil_held", f"holds the interpreter lock in {HERE}"),
     (stuck(), "stuck", f"stuck in {HERE}"),
     (stuck(cpu_s=0.98), "stuck", f"stuck in {HERE}, busy on the CPU"),

@@ -33,7 +33,8 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         | {"dump_checkpoint", "restore_callbacks", "restore_datamodule", "restore_model", "resume_start"}
         | {"restore_training_state", "resume_end"},
     ),
-    "signal connector": (lambda t: t._signal_connector, {"_original_handlers", "register_signal_handlers"}),
+    "signal connector": (lambda t: t._signal_connector, {"_original_handlers", "register_signal_handlers", "teardown"}),
+    "prediction loop": (lambda t: t.predict_loop, {"_predict_step"}),
     "accelerator connector": (lambda t: t._accelerator_connector, {"cluster_environment"}),
     "logger connector": (
         lambda t: t._logger_connector,

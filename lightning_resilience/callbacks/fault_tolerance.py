@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -35,7 +34,7 @@ from lightning_resilience.detect.witness import (
 from lightning_resilience.faults import FaultInjector, SimulatedFault
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import RUN_DIR_VARIABLE, is_started_again
-from lightning_resilience.session import FitSession, SessionCallback, report_progress, session_of
+from lightning_resilience.session import FitSession, SessionCallback, session_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -45,8 +44,6 @@ log = logging.getLogger(__name__)
 Engine = Literal["auto", "nvrx", "watchdog"]
 
 _PING_WITHIN_S = 1800.0  # torch's own limit, where a step has none
-
-_OF_OTHERS = ("on_train_batch_start", "on_validation_batch_start")  # hooks that are for Trainers inside of the fit
 
 FINISHED_FLAG_VARIABLE = "FAULT_TOL_FINISHED_FLAG_FILE"
 """Environment variable of NeMo-Run's and NVRx's job scripts: they requeue a job until this file exists."""
@@ -148,9 +145,6 @@ class FaultTolerance(SessionCallback):
         """Checks this rank's node and starts to watch."""
         self._watching = _Watching(self, session)
         session.at_left.append(lambda: delattr(self, "_watching"))
-        # Here the session notes every batch itself, and an empty hook costs more than that.
-        self.leave_out(_OF_OTHERS)
-        session.at_left += [partial(delattr, self, hook) for hook in _OF_OTHERS]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """The set-up of this fit has loaded a checkpoint: what it takes says something."""
@@ -161,36 +155,8 @@ class FaultTolerance(SessionCallback):
         """Starts what happens between steps."""
         self._watching.start()
 
-    def on_train_batch_start(self, *args: Any) -> None:
-        """Another Trainer inside of a fit: it advances."""
-        report_progress()
-
-    def on_validation_batch_start(self, *args: Any) -> None:
-        """Another Trainer inside of a fit: it advances."""
-        report_progress()
-
-    def on_test_batch_start(self, *args: Any) -> None:
-        """An evaluation inside of a fit: it advances."""
-        report_progress()
-
-    def on_predict_batch_start(self, *args: Any) -> None:
-        """An evaluation inside of a fit: it advances."""
-        report_progress()
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Another Trainer may have run since the last epoch."""
-        handle_signals_again()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Another Trainer may have run in it."""
-        handle_signals_again()
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lightning has put all signals back to what Python knew of them at the start, and Python knew not of ours."""
-        handle_signals_again()
-
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The same at the end of any Trainer, also of one inside of a fit."""
+        """A Trainer outside of a fit has put all signals back to what Python knew of them: not ours."""
         super().teardown(trainer, pl_module, stage)
         handle_signals_again()
 
@@ -268,6 +234,7 @@ class _Watching:
                 shutil.rmtree(self._directory, ignore_errors=True)
                 self._directory = None
         self._keep_watchdog()
+        _lightning.on_other_trainers(trainer, session.patches, session.advanced, handle_signals_again)
         return witness
 
     def _keep_watchdog(self) -> None:
@@ -301,6 +268,7 @@ class _Watching:
             "node": platform.node(),
             "nodes": trainer.num_nodes,
             "world_size": trainer.world_size,
+            "is_started_again": is_started_again(),
             "elastic_run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
             "restart_count": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         }

@@ -112,6 +112,12 @@ def is_ending(pid: int) -> bool:
     return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING) or is_being_killed(pid)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped a process: by Ctrl-Z at its terminal, say."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] == "T"
+
+
 class MemoryShortage:
     """Notices when the kernel kills processes for want of memory: where these live, or anywhere on this host.
 

@@ -42,6 +42,7 @@ class ProcessEvidence:
         watched_s: Over how many seconds.
         written_bytes: Bytes that it wrote in that time (``wchar`` of ``/proc/PID/io``).
         threads: Its stacks; empty where it could not leave any.
+        children_cpu_s: CPU seconds that the processes used that it has started.
     """
 
     pid: int
@@ -50,6 +51,7 @@ class ProcessEvidence:
     watched_s: float = 0.0
     written_bytes: int = 0
     threads: list[Thread] = field(default_factory=list)
+    children_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ def examine(about: dict[str, Any], path: Path, stay: Stay | None, seconds: float
     began = time.monotonic()
     pid, main_thread = int(about["pid"]), int(about["main_thread"])
     before = usage(pid) if is_running(about) else None
+    children_before = _usage_of_children(pid)
     state = "gone" if before is None else _state(pid)
     answers = python_answers = None
     collectives: dict[str, Any] | None = None
@@ -68,6 +69,7 @@ def examine(about: dict[str, Any], path: Path, stay: Stay | None, seconds: float
         watched_s=time.monotonic() - began,
         written_bytes=after[1] - before[1] if before and after else 0,
         threads=parse_stacks(stacks, main_thread),
+        children_cpu_s=max(0.0, _usage_of_children(pid) - children_before),
     )
     return RankEvidence(
         rank=int(about["rank"]),
@@ -150,6 +152,11 @@ def usage_of_all(pid: int) -> dict[int, tuple[float, int]]:
                     chars = counters.read_chars + counters.write_chars
                 found[process.pid] = times.user + times.system, chars
     return found
+
+
+def _usage_of_children(pid: int) -> float:
+    """CPU seconds so far of all that a process has started."""
+    return sum(cpu_s for child, (cpu_s, _) in usage_of_all(pid).items() if child != pid)
 
 
 def _stacks(pid: int, path: Path) -> str:

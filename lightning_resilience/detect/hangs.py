@@ -49,9 +49,12 @@ something that is no rank; ``unknown``: nothing came from it."""
 
 _BROKEN: frozenset[Kind] = frozenset({"dead", "stopped"})
 _EXCUSED: frozenset[Kind] = frozenset({"debugged", "slow_checkpoint", "outside"})
+_MAY_BE_SLOW: frozenset[Kind] = frozenset({"stuck", "gil_held", "data_loader"})
+"""What a rank looks like that does much between two signs of progress."""
+
 
 _WRITES_FROM = 1e6  # bytes per second: less may be a log
-_BUSY_FROM = 0.5  # of one CPU
+_BUSY_FROM = 0.2  # of one CPU: on a busy machine a process gets no more
 _MAX_CLAUSES = 4
 _ALONE = 6
 """How many times its limit a rank outside of a fit may take if no other is seen to wait for it: it may wait for
@@ -72,7 +75,9 @@ _WAITING = frozenset(
 )
 _WRAPPERS = frozenset({"torch/_ops.py", "torch/distributed/c10d_logger.py"})
 _DATA_LOADERS = ("torch/utils/data/", "torchdata/")
-_DEBUGGERS = ("pdb.py", "bdb.py", "debugpy/", "ipdb/", "prompt_toolkit/", "pydevd", "_pydevd")
+_DEBUGGERS = ("pdb.py", "bdb.py", "debugpy/", "ipdb/", "pydevd", "_pydevd")
+# Where Python code waits for what a person types; ``person`` is around every input().
+_PERSON = ("lightning_resilience/detect/person.py", "code.py", "getpass.py", "prompt_toolkit/")
 # Where a thread of Python's own library waits, and holds no lock.
 _IDLE = (
     "asyncio/",
@@ -120,6 +125,7 @@ class Finding:
         section: What it was doing, see ``progress.Section``; empty if nothing came from it.
         step: ``trainer.global_step``; ``None`` if nothing came from it.
         waits_in: Where it waits for them, such as ``all_reduce #57 of default_pg``.
+        is_busy: Whether it waits for nobody, and it or what it has started computes or writes: slow, perhaps.
     """
 
     rank: int
@@ -132,6 +138,7 @@ class Finding:
     section: str
     step: int | None
     waits_in: str = ""
+    is_busy: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,6 +157,16 @@ class Verdict:
     def is_hang(self) -> bool:
         """False if the ranks are held up by nothing but a debugger, or a checkpoint that is still being written."""
         return not self.culprits or any(culprit.kind not in _EXCUSED for culprit in self.culprits)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether nothing holds the ranks up but some that are at work."""
+        return bool(self.culprits) and all(culprit.is_busy for culprit in self.culprits)
+
+    @property
+    def may_be_slow(self) -> bool:
+        """Whether a longer limit might have let the ranks advance."""
+        return bool(self.culprits) and all(culprit.kind in _MAY_BE_SLOW for culprit in self.culprits)
 
     @property
     def line(self) -> str:
@@ -475,6 +492,7 @@ class _Case:
             section=each.section if each is not None else "",
             step=each.step if each is not None else None,
             waits_in=wait.where if wait is not None else "",
+            is_busy=each is not None and kind in _MAY_BE_SLOW and _is_busy(each.process),
         )
 
     def _look_at(self, rank: int) -> tuple[Kind, str]:
@@ -497,8 +515,7 @@ class _Case:
             return self._unfinished(*self.unfinished[rank], where)
         if each.section == "start" and self._may_wait_outside(each):
             return "outside", f"waiting for something that is no rank in {where}"
-        busy = each.process.cpu_s >= _BUSY_FROM * each.process.watched_s > 0
-        return "stuck", f"stuck in {where}" + (", busy on the CPU" if busy else "")
+        return "stuck", f"stuck in {where}" + _at_what(each.process)
 
     def _may_wait_outside(self, each: RankEvidence) -> bool:
         """Whether a rank before or after a fit may wait for what is not seen, such as data that another one fetches."""
@@ -538,8 +555,10 @@ def _halted(each: RankEvidence) -> tuple[Kind, str] | None:
         return "dead", "dead"
     if process.state == "stopped":
         return "stopped", "stopped (SIGSTOP)"
-    if process.state == "traced" or _is_at_breakpoint(frames):
+    if process.state == "traced" or _is_within(frames, _DEBUGGERS):
         return "debugged", f"held by a debugger{where}"
+    if _is_within(frames, _PERSON):
+        return "debugged", f"waiting for a person{where}"
     is_saving = each.section == "checkpointing" and _rate(process) >= _WRITES_FROM
     if process.state == "uninterruptible" and not is_saving:
         return "uninterruptible", f"uninterruptible{where}: the kernel does not come back, mostly from storage"
@@ -573,9 +592,25 @@ def _waiting_place(frames: Sequence[Frame]) -> str | None:
     return show(next((frame for frame in within if frame.function.isalpha()), innermost))  # not _wait, nor a lambda
 
 
-def _is_at_breakpoint(frames: Sequence[Frame]) -> bool:
+def _is_busy(process: ProcessEvidence) -> bool:
+    return _at_what(process) != ""
+
+
+def _at_what(process: ProcessEvidence) -> str:
+    """That a process is at work, for a person."""
+    if process.state == "running" or process.cpu_s >= _BUSY_FROM * process.watched_s > 0:
+        return ", busy on the CPU"
+    if _rate(process) >= _WRITES_FROM:
+        return f", writing {_rate(process) / 1e6:.0f} MB/s"
+    if process.children_cpu_s >= _BUSY_FROM * process.watched_s > 0:
+        return ", while a process that it has started is busy on the CPU"
+    return ""
+
+
+def _is_within(frames: Sequence[Frame], files: tuple[str, ...]) -> bool:
+    """Whether the user's innermost code, or what that has called, is in one of these files of others."""
     for frame in frames:
-        if short_path(frame).startswith(_DEBUGGERS):
+        if short_path(frame).startswith(files):
             return True
         if is_own(frame):
             break

@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 
 from lightning_resilience._files import publish, read_json, write_json
 from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE, describe_process, is_running, pid_namespace
-from lightning_resilience.detect.deaths import Death, Deathbed, MemoryShortage, is_ending
+from lightning_resilience.detect.deaths import Death, Deathbed, MemoryShortage, is_ending, is_stopped
 from lightning_resilience.detect.evidence import RankEvidence
 from lightning_resilience.detect.examine import examine, usage, usage_of_all
 from lightning_resilience.detect.flight_recorder import shorten
@@ -48,7 +48,7 @@ from lightning_resilience.detect.witness import (
     EXIT_SIGNAL,
     remove_abandoned,
 )
-from lightning_resilience.ledger import Ledger
+from lightning_resilience.ledger import Ledger, read_ledger
 from lightning_resilience.run_directory import RunDirectory
 
 T = TypeVar("T")
@@ -81,6 +81,9 @@ _WRITES_FROM = 1e6  # bytes in one look: less may be a log
 _LOOK_FOR_ACTIVITY_EVERY_S = 60.0
 _ACTIVE_FROM = 0.05  # of one CPU: what only waits, such as a thread that looks after something, uses less
 _ACTIVE_FROM_BYTES = 2e4  # per second: a download at which nobody would wait any longer
+_STOPPED_FROM_S = 1.0
+_BUSY_FOR = 16
+"""How many times its limit a rank may take that is at work, where it is not ended in vain, or was once."""
 _OUTSIDE = -1  # the number of no fit
 _LOOK_AGAIN_S = 0.5
 
@@ -145,6 +148,11 @@ class Rank:
             if cpu >= _ACTIVE_FROM * least or chars >= _ACTIVE_FROM_BYTES * least:
                 self.active_at, self.lost_s = now, 0.0
         self._used = now, used
+
+    def excuse_monitor(self) -> None:
+        """Gives it its time once more as far as NVRx's monitor is concerned."""
+        with suppress(OSError):
+            self.path.with_suffix(".excused").touch()
 
     def seconds(self, now: float) -> float:
         """Since its last progress, as far as it could have made any."""
@@ -222,6 +230,7 @@ class Watchdog:
         self._has_stumbled = False
         self._beats: FileIO | None = None
         self._beaten = -math.inf
+        self._looked = time.monotonic()
 
     def register(self) -> None:
         """Says in the folder which process watches it.
@@ -275,8 +284,13 @@ class Watchdog:
     def _look(self, now: float, pause_s: float) -> bool:
         """One look at all ranks. Returns whether there was a case, which takes its time."""
         self._find_ranks()
+        if self._is_suspended(now):
+            pause_s = now - self._looked
+        self._looked = now
         for rank in self.ranks.values():
             rank.look(pause_s)
+            if now < rank.excused_until:
+                rank.excuse_monitor()
         if self._shortage is not None:
             self._shortage.look()
         if self._look_for_loss(now):
@@ -289,6 +303,21 @@ class Watchdog:
             return False
         self._handle(overdue)
         return True
+
+    def _is_suspended(self, now: float) -> bool:
+        """Whether somebody has stopped all ranks, by Ctrl-Z at their terminal: who does that wants to go on later.
+
+        Not where they would be started again: there nobody sits at a terminal of theirs, and the time is another's.
+        """
+        ranks = [rank for rank in self.ranks.values() if rank.is_here()]
+        if not ranks or self._is_started_again or min(rank.seconds(now) for rank in ranks) < _STOPPED_FROM_S:
+            return False
+        return all(is_stopped(int(rank.about["pid"])) for rank in ranks)
+
+    @property
+    def _is_started_again(self) -> bool:
+        """Whether somebody starts the ranks again when they were ended."""
+        return bool(self._about.get("is_started_again", True))
 
     def _find_ranks(self) -> None:
         for path in self.directory.glob("rank-*.json"):
@@ -344,6 +373,7 @@ class Watchdog:
             # A launcher or a scheduler ends all; that one of them is seen to be the first says nothing.
             _wait_until(lambda: all(map(_is_gone, others)), _ALL_DIE_WITHIN_S)
             if all(map(_is_gone, others)):
+                self._record_end(rank, death)
                 return
         at = f"At step {stay.step} (section {stay.section}) r" if stay is not None else "R"
         self._speaker.say(f"{at}ank {rank.rank} ({about['node']}, pid {about['pid']}) {death}.")
@@ -361,6 +391,16 @@ class Watchdog:
         if about["nodes"] > 1:
             self._publish_loss(cause)
         self._end_survivors(cause, _RAISES_WITHIN_S)
+
+    def _record_end(self, rank: Rank, death: Death) -> None:
+        """Writes down how far ranks had got that one hand has ended: no fault of theirs, and they could not say it."""
+        step = max((each.seen.step for each in self.ranks.values() if each.seen is not None), default=None)
+        about = self._about
+        pid, ledger = int(rank.about["pid"]), Ledger(RunDirectory(about["run_dir"]).ledger, rank.rank)
+        end = {name: about[name] for name in ("fit", "elastic_run_id", "restart_count")}
+        end |= {"step": step, "worker": pid, "signal": death.signal, "reason": f"rank {rank.rank} (pid {pid}) {death}"}
+        with suppress(OSError):
+            self._storage.call(lambda: ledger.record("killed", **end))
 
     def _handle_failure(self, rank: Rank) -> None:
         began, survivors = time.monotonic(), self._survivors()
@@ -490,23 +530,32 @@ class Watchdog:
         evidence = self._gather()
         if folder is not None:
             self._write_evidence(folder, evidence)
-        is_hang = self._judge(folder, evidence, noticed)
+        judged = self._judge(folder, evidence, noticed)
         self._cases += 1
-        if is_hang:
+        if judged.get("is_hang"):
             self._lost_fit = next(iter(self.ranks.values())).fit
             self._end_ranks(list(self.ranks.values()))
         else:
-            self._excuse()
+            self._excuse(doubled=bool(judged.get("doubled")))
 
-    def _excuse(self) -> None:
-        """Gives every rank its time once more, and tells NVRx's monitors so."""
+    def _excuse(self, doubled: bool) -> None:
+        """Gives every rank its time once more, and tells NVRx's monitors so.
+
+        Args:
+            doubled: Whether that is as much as it has taken up to now.
+        """
+        now = time.monotonic()
         for rank in self.ranks.values():
-            rank.excused_until = time.monotonic() + (rank.seen.timeout if rank.seen is not None else 0.0)
-            with suppress(OSError):
-                rank.path.with_suffix(".excused").touch()
+            timeout = rank.seen.timeout if rank.seen is not None else 0.0
+            rank.excused_until = now + (max(timeout, rank.seconds(now)) if doubled else timeout)
+            rank.excuse_monitor()
 
-    def _judge(self, folder: Path | None, evidence: list[RankEvidence], noticed: float) -> bool:
-        """Whether it is a hang: the verdict of this node if it has the first rank, and else of the one that has."""
+    def _judge(self, folder: Path | None, evidence: list[RankEvidence], noticed: float) -> dict[str, Any]:
+        """Whether it is a hang: the verdict of this node if it has the first rank, and else of the one that has.
+
+        Returns:
+            The verdict as it is written: ``is_hang``, and ``doubled`` if the ranks may take as long again.
+        """
         world_size = int(self._about["world_size"])
         if folder is not None and len(evidence) < world_size and self._about["nodes"] > 1:
             gives = any(each.rank == 0 for each in evidence)
@@ -516,7 +565,7 @@ class Watchdog:
                     evidence = self._refreshed(folder, evidence)
                     verdict, ranks = self._storage.call(lambda: (read_json(folder / _VERDICT), _count_evidence(folder)))
                     if verdict is not None:
-                        return bool(verdict.get("is_hang"))
+                        return verdict
                     if gives and ranks >= world_size:
                         break
                     time.sleep(_LOOK_FOR_VERDICT_EVERY_S)
@@ -528,16 +577,32 @@ class Watchdog:
             self._speaker.say(
                 "All ranks have advanced: slow, not hung. If that is usual here, give the section more time."
             )
-            self._write_verdict(folder, {"is_hang": False, "line": "all ranks have advanced"})
-            return False
+            judged: dict[str, Any] = {"is_hang": False, "line": "all ranks have advanced"}
+            self._write_verdict(folder, judged)
+            return judged
         verdict_here = diagnose(evidence, world_size)
-        self._announce(verdict_here, folder, evidence, noticed)
+        judged = self._announce(verdict_here, folder, evidence, noticed)
         if any(each.section == "start" and each.seconds > each.timeout for each in evidence):
             self._speaker.say(
                 "Outside of a fit a rank may do nothing for as long as section start allows. If that is too short "
                 "here: launch --section-timeouts start:SECONDS, or start:none."
             )
-        return verdict_here.is_hang
+        return judged
+
+    def _why_busy_may_go_on(self, verdict: Verdict, late: RankEvidence) -> str | None:
+        """Why ranks that are at work get more time, if they do: to be ended for being slow helps nobody."""
+        if not (verdict.is_hang and verdict.is_busy) or late.seconds >= _BUSY_FOR * late.timeout:
+            return None
+        if not self._is_started_again:
+            return "nothing would start this run again"
+        here: dict[str, Any] = {"kind": "hang", "busy": True, "fit": self._about["fit"], "section": late.section}
+        here["step"] = verdict.culprits[0].step
+        try:
+            events = self._storage.call(lambda: list(read_ledger(RunDirectory(self._about["run_dir"]).ledger)))
+        except OSError:
+            return None
+        was_here = any(event["event"] == "fault" and here.items() <= event.items() for event in events)
+        return "it was ended here before, just as busy" if was_here else None
 
     def _refreshed(self, folder: Path | None, evidence: list[RankEvidence]) -> list[RankEvidence]:
         """The same with the ranks of this node that have advanced since, for the other nodes in ``folder`` too."""
@@ -588,14 +653,28 @@ class Watchdog:
             except OSError as error:
                 self._speaker.say(f"The verdict cannot be written to {folder}: {error}")
 
-    def _announce(self, verdict: Verdict, folder: Path | None, evidence: list[RankEvidence], noticed: float) -> None:
+    def _announce(
+        self, verdict: Verdict, folder: Path | None, evidence: list[RankEvidence], noticed: float
+    ) -> dict[str, Any]:
+        """Says, writes and records the verdict; returns it as it is written."""
         where = "" if folder is None else f" Diagnosis: {folder}"
-        self._speaker.say(f"{'Hang: ' if verdict.is_hang else 'No hang: '}{verdict.line}.{where}")
-        self._write_verdict(folder, verdict.to_json())
-        if not verdict.is_hang:
-            return
-        culprit = verdict.culprits[0] if verdict.culprits else None
         late = max(evidence, key=lambda each: each.seconds - each.timeout)
+        why = self._why_busy_may_go_on(verdict, late)
+        judged = verdict.to_json() | ({"is_hang": False, "doubled": True} if why is not None else {})
+        advice = ""
+        if why is not None:
+            advice = f" Slow rather than hung: it gets {2 * late.seconds:.0f} s in all, since {why}."
+        if verdict.is_hang and verdict.may_be_slow and late.section != "start":
+            advice += (
+                f" If that takes long by itself: section {late.section} allows {late.timeout:g} s, and more with "
+                f'FaultTolerance(section_timeouts="{late.section}:SECONDS") or launch --section-timeouts; and code of '
+                "your own that advances says so with lightning_resilience.report_progress()."
+            )
+        self._speaker.say(f"{'Hang: ' if judged['is_hang'] else 'No hang: '}{verdict.line}.{advice}{where}")
+        self._write_verdict(folder, judged)
+        if not judged["is_hang"]:
+            return judged
+        culprit = verdict.culprits[0] if verdict.culprits else None
         self._record(
             culprit.rank if culprit else None,
             kind="hang",
@@ -603,9 +682,11 @@ class Watchdog:
             reason=verdict.line,
             section=late.section,
             limit=late.timeout,
+            busy=verdict.is_busy,
             noticed=noticed,
             diagnostics=None if folder is None else str(folder),
         )
+        return judged
 
     def _record(self, rank: int | None, **fault: Any) -> None:
         """Writes a fault of a rank into the ledger."""

@@ -25,6 +25,7 @@ from typing import Any
 
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience._processes import describe_process, is_running, pid_namespace
+from lightning_resilience.detect import person
 from lightning_resilience.detect.progress import Progress, Section
 
 log = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class Witness:
             self.close()
             raise
         _open.add(self)
+        person.watch()
 
     def _register(self) -> None:
         registration = {
@@ -190,6 +192,7 @@ class Witness:
     def close(self) -> None:
         """The rank leaves the fit: nobody watches it from here on."""
         _open.discard(self)
+        person.leave()
         self.progress.close()
         faulthandler.unregister(STACKS_SIGNAL)
         _set_c_handler(EXIT_SIGNAL, _C_SIG_IGN)

@@ -151,6 +151,7 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
         "node": platform.node(),
         "nodes": int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "is_started_again": True,
         "elastic_run_id": elastic_run_id,
         "restart_count": restart_count,
     }
@@ -208,7 +209,7 @@ def first_fault(events: Iterable[dict[str, Any]], elastic_run_id: str | None, re
     group = [event for event in events if same.items() <= event.items()]
     faults = [event for event in group if event["event"] == "fault"]
     if not faults:
-        return None
+        return next((str(event.get("reason")) for event in group if event["event"] == "killed"), None)
     cause = first_cause(faults)
     if cause is not None:
         return _say(cause)
