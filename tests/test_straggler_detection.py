@@ -300,7 +300,7 @@ def found_in(config: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 
 def slow_rank(rank: int, seconds: float = 0.05) -> list[dict[str, Any]]:
     """What makes a rank of the test program slow in every step, as long as it runs."""
-    return [{"at": "train", "step": step, "rank": rank, "do": "sleep", "seconds": seconds} for step in range(48)]
+    return [{"at": "train", "step": step, "rank": rank, "do": "sleep", "seconds": seconds} for step in range(80)]
 
 
 def to_the_end(config: dict[str, Any], tmp: Path, restarts: int = 1) -> tuple[list[int | None], str]:
@@ -366,8 +366,8 @@ def test_a_resumed_run_knows_how_fast_it_was(tmp_path: Path) -> None:
     assert "Some GPUs performance dropped. Affected ranks: {StragglerId(rank=0, node=" in text
 
 
-def test_a_run_stops_once_for_a_device_that_is_too_slow(tmp_path: Path) -> None:
-    options = {"trainer": {"devices": 2}}
+def test_a_run_stops_once_for_a_node_that_is_too_slow(tmp_path: Path) -> None:
+    options = {"trainer": {"devices": 1, "num_nodes": 2, "max_epochs": 5}, "own_nodes": True}
     config = make(
         tmp_path,
         "run",
@@ -379,11 +379,11 @@ def test_a_run_stops_once_for_a_device_that_is_too_slow(tmp_path: Path) -> None:
     )
     codes, text = to_the_end(config, tmp_path / "run")
     assert codes == [1, 1], text
-    (named,), (stopped,) = found_in(config, "stragglers"), found_in(config, "straggler_stop")
-    assert named["ranks"] == stopped["ranks"] == [1]
+    (first, named), (stopped,) = found_in(config, "stragglers"), found_in(config, "straggler_stop")
+    assert first["ranks"] == named["ranks"] == stopped["ranks"] == [1], "after the second report in a row"
     assert named["devices"] == stopped["devices"]
-    assert re.fullmatch(rf"{re.escape(platform.node())} \(({DEVICE})\)", *named["devices"])
-    assert named["step"] <= stopped["step"] < 48
+    assert re.fullmatch(rf"node-1 \(({DEVICE})\)", *named["devices"])
+    assert named["step"] <= stopped["step"] < 80
     assert found_in(config, "saved")[-1]["step"] == stopped["step"]
     assert found_in(config, "saved")[-1]["reason"] == "straggler"
     outcome = RunDirectory(config["run_dir"]).fit(0).outcome
@@ -393,7 +393,9 @@ def test_a_run_stops_once_for_a_device_that_is_too_slow(tmp_path: Path) -> None:
         rf"StragglersFound: too slow: rank 1 on \S+ \(({DEVICE})\) at 0\.\d\d of the other ranks' speed, in compute",
         outcome.reason,
     )
-    assert found_in(config, "workload_request") == [], "there is no other node"
+    (asked,) = found_in(config, "workload_request")
+    assert (asked["rank"], asked["node"], asked["action"]) == (1, "node-1", "exclude_this_node")
+    assert "rank 1 on node-1" in asked["reason"]
 
     codes, text = to_the_end(config, tmp_path / "run")
     assert codes == [0, 0], text
@@ -419,25 +421,6 @@ def test_a_run_that_nothing_starts_again_goes_on_with_its_stragglers(tmp_path: P
     assert found_in(config, "stragglers")[0]["ranks"] == [0]
     assert found_in(config, "straggler_stop") == []
     assert text.count("The run is not stopped: nothing would start it again") == 1
-
-
-def test_its_node_is_left_out_where_the_launcher_can(tmp_path: Path) -> None:
-    config = make(
-        tmp_path,
-        "run",
-        callbacks=["fault_tolerance", *CALLBACKS],
-        straggler_detection={"report_time_interval": 0.4, "calc_individual_gpu_perf": False},
-        own_nodes=True,
-        step_s=0.02,
-        events=slow_rank(1),
-        trainer={"devices": 1, "num_nodes": 2},
-    )
-    codes, text = to_the_end(config, tmp_path / "run")
-    assert codes == [1, 1], text
-    (asked,) = found_in(config, "workload_request")
-    assert (asked["rank"], asked["node"], asked["action"]) == (1, "node-1", "exclude_this_node")
-    assert "rank 1 on node-1 (cpu)" in asked["reason"]
-    assert found_in(config, "straggler_stop")[0]["devices"] == ["node-1 (cpu)"]
 
 
 def test_a_fit_that_goes_back_goes_on_with_its_reports(tmp_path: Path) -> None:
@@ -670,7 +653,7 @@ def test_what_most_ranks_are_is_no_straggler(tmp_path: Path, caplog: pytest.LogC
 
 @pytest.mark.parametrize(("slow", "asked"), [([0], [0]), ([0, 1], [1]), ([0, 1, 2], []), ([3], [])])
 def test_those_that_are_not_new_count_for_what_most_ranks_are(
-    slow: list[int], asked: list[int], monkeypatch: pytest.MonkeyPatch
+    slow: list[int], asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four ranks; for the devices of some of them the run was stopped before."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
@@ -680,13 +663,44 @@ def test_those_that_are_not_new_count_for_what_most_ranks_are(
     measuring = SimpleNamespace(
         _stopped_for={str(places[3])} | ({str(places[0])} if len(slow) > 1 else set()),
         _places=places,
-        _nodes=1,
+        _nodes=4,
         _say_once=lambda line: None,
-        session=SimpleNamespace(agreement=agreement, tiers=SimpleNamespace(uses_global=True)),
+        session=SimpleNamespace(
+            agreement=agreement, tiers=SimpleNamespace(uses_global=True), run=RunDirectory(tmp_path)
+        ),
     )
     stragglers = [Straggler(rank, places[rank], "relative", 0.5, "compute") for rank in slow]
     straggler_detection._Measuring._consider_stopping(measuring, stragglers)
     assert [payload["ranks"] for payload in requests] == ([asked] if asked else [])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cause", "why"),
+    [
+        (1, "compute", "there is no other node to go on with"),
+        (2, "callbacks", "its callbacks would take as long on any other node"),
+        (2, "compute", None),
+    ],
+)
+def test_a_run_is_stopped_only_for_what_another_node_can_cure(
+    nodes: int, cause: str, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    requests: list[Any] = []
+    said: list[str] = []
+    session = SimpleNamespace(
+        agreement=SimpleNamespace(request=lambda *request: requests.append(request)),
+        tiers=SimpleNamespace(uses_global=True),
+        run=RunDirectory(tmp_path),
+    )
+    places = [Place(f"n{rank % nodes}", f"GPU {rank}") for rank in range(2)]
+    measuring = SimpleNamespace(
+        _stopped_for=set(), _places=places, _nodes=nodes, _say_once=said.append, session=session
+    )
+    straggler_detection._Measuring._consider_stopping(measuring, [Straggler(0, places[0], "relative", 0.5, cause)])
+    assert len(requests) == (why is None)
+    assert all(str(why) in line for line in said)
+    assert len(said) == len(requests) ^ 1
 
 
 @pytest.mark.parametrize("spares", [[], ["n2"]])

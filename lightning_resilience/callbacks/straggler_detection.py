@@ -18,6 +18,7 @@ from lightning_resilience.detect.own_time import (
     CALLBACKS,
     COMPUTE,
     NO_PART,
+    SECTIONS,
     Bursts,
     DeviceTime,
     HostTime,
@@ -50,6 +51,7 @@ _REPORT = "straggler report"
 _STOP = "stop for stragglers"
 _KEPT = "stragglers"
 _LEAST_STEPS = 10  # in a report: what is typical of less is noise
+_STOPS_AFTER = 2  # reports in a row: one may have met a moment of the script's own work
 _MOST = 100  # that are named in one line or event
 
 
@@ -211,6 +213,7 @@ class _Measuring:
         self._exchange = _exchange(session.trainer) if session.trainer.world_size > 1 else Exchange()
         self._history = History(f"{place}, {self.backend}, {session.trainer.world_size} ranks")
         self._streaks = Streaks(settings.min_consecutive_reports)
+        self._lasting = Streaks(max(_STOPS_AFTER, settings.min_consecutive_reports))
         self._panels = wandb_panels.Panels()
         self._stopped_for: set[str] = set()
         self._said: set[str] = set()
@@ -337,7 +340,7 @@ class _Measuring:
             slow += report.slow("relative", settings.gpu_relative_perf_threshold)
         if settings.calc_individual_gpu_perf:
             slow += report.slow("individual", settings.gpu_individual_perf_threshold)
-        stragglers = self._streaks.of(slow)
+        stragglers, lasting = self._streaks.of(slow), self._lasting.of(slow)
         self._print(report, stragglers)
         if stragglers:
             session.ledger.record(
@@ -351,8 +354,8 @@ class _Measuring:
         if settings.enable_logging:
             self._log(report, stragglers)
         log.info("Straggler report processing time: %.3f sec.", report.elapsed + time.perf_counter() - began)
-        if stragglers and settings.stop_if_detected:
-            self._consider_stopping(stragglers)
+        if lasting and settings.stop_if_detected:
+            self._consider_stopping(lasting)
 
     def _print(self, report: Report, stragglers: Sequence[Straggler]) -> None:
         """In the words of NVRx's callback: people have programs that read them."""
@@ -409,8 +412,11 @@ class _Measuring:
         if not is_started_again():
             self._say_once("The run is not stopped: nothing would start it again, as lightning-resilience launch does.")
             return
+        if all(each.cause == SECTIONS[CALLBACKS] for each in new):
+            self._say_once("The run is not stopped: its callbacks would take as long on any other node.")
+            return
         nodes = {each.place.node for each in new}
-        if self._nodes > 1 and (reason := why_it_keeps(self.session.run.path, nodes, self._nodes)):
+        if reason := why_it_keeps(self.session.run.path, nodes, self._nodes):
             self._say_once(f"The run is not stopped, and goes on with its stragglers: {reason}.")
             return
         log.error("Detected stragglers. Terminating training...")

@@ -185,7 +185,7 @@ def why_it_keeps(run_dir: Path, nodes: Collection[str], count: int) -> str | Non
     """
     decision = Board(run_dir / "decision.json", "").read()
     if decision is None or decision.run_id != os.environ.get("TORCHELASTIC_RUN_ID"):
-        return None
+        return None if count > 1 else "there is no other node to go on with"
     return decision.why_it_keeps(nodes, count)
 
 
