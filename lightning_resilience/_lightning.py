@@ -1278,6 +1278,71 @@ def skip_batches(trainer: Trainer, batches: int) -> bool:
     return True
 
 
+class LoggedValues:
+    """What training steps have logged, so that a batch whose step is skipped can be left out of a metric's mean.
+
+    A value that is not finite would stay in the metric until the end of the epoch, and ``EarlyStopping`` ends a fit for
+    it. Lightning replaces the state of a metric at every value, so the state before is kept by not letting go of it: no
+    copy, and nothing is read from the device. Metrics of torchmetrics are left as they are.
+    """
+
+    _STATE = ("value", "cumulated_batch_size", "_forward_cache")
+
+    def __init__(self, trainer: Trainer, patches: Patches) -> None:
+        self._entries: list[tuple[int, int, Any, Any, int, dict[str, Any], Any]] = []
+        results: Any = trainer.fit_loop.epoch_loop._results
+        update = results.update_metrics
+
+        def updated(key: str, value: Any, batch_size: int) -> None:
+            metric = results[key]
+            before = self._state(metric)
+            update(key, value, batch_size)
+            if metric.is_tensor:
+                place = trainer.current_epoch, batches_begun(trainer)
+                self._entries.append((*place, metric, value, batch_size, before, metric._forward_cache))
+
+        patches.set(results, "update_metrics", updated)
+
+    def _state(self, metric: Any) -> dict[str, Any]:
+        return {name: vars(metric)[name] for name in self._STATE if name in vars(metric)}
+
+    def leave_out(self, epoch: int, begin: int, end: int) -> None:
+        """What the batches from ``begin`` to before ``end`` have logged counts for nothing."""
+        entries, self._entries = self._entries, []
+        begun: set[int] = set()  # the metrics that go back to before the first of these batches
+        for entry in entries:
+            of_epoch, number, metric, value, batch_size, before, latest = entry
+            is_bad = of_epoch == epoch and begin < number <= end and not metric.has_reset
+            if is_bad and id(metric) not in begun:
+                begun.add(id(metric))
+                vars(metric).update(before)
+                metric._computed = None
+            elif not is_bad and id(metric) in begun:
+                before = self._state(metric)
+                self._add(metric, value, batch_size, latest)
+            if not is_bad:
+                self._entries.append((of_epoch, number, metric, value, batch_size, before, latest))
+
+    @staticmethod
+    def _add(metric: Any, value: Any, batch_size: int, latest: Any) -> None:
+        """What ``_ResultMetric.update`` does, but for what ranks exchange in it."""
+        meta = metric.meta
+        metric._forward_cache = latest
+        if meta.on_step and not meta.on_epoch:
+            metric.value = latest
+        elif meta.is_mean_reduction:
+            metric.value = metric.value + value * batch_size
+            metric.cumulated_batch_size = metric.cumulated_batch_size + batch_size
+        elif meta.is_max_reduction or meta.is_min_reduction:
+            metric.value = meta.reduce_fx(metric.value, value)
+        elif meta.is_sum_reduction:
+            metric.value = metric.value + value
+
+    def forget(self, epoch: int, end: int) -> None:
+        """Nothing up to this batch will be left out any more."""
+        self._entries = [entry for entry in self._entries if entry[:2] > (epoch, end)]
+
+
 class SampleIds:
     """Which samples the latest training batches are made of, where a sampler says so.
 

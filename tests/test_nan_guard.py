@@ -205,6 +205,30 @@ def test_a_skipped_step_changes_nothing(
     assert (event["step"], event["epoch"], event["batches"], event["skipped"]) == (at, 0, [at, at + 1], True)
 
 
+@pytest.mark.parametrize("late", [None, [3]])
+def test_a_skipped_step_ends_no_run_through_its_metrics(late: list[int] | None, tmp_path: Path) -> None:
+    """One NaN in an epoch's mean would end the fit by EarlyStopping, and be a bad epoch for a scheduler."""
+    config = make(
+        tmp_path,
+        "run",
+        callbacks=["auto_resume", "nan_guard"],
+        late=late,
+        fused=late is not None,
+        plateau=True,
+        spoils=[{"step": step, "what": "loss"} for step in (4, 15, 20)],  # 15 is the last one of an epoch
+        lightning_callbacks={"EarlyStopping": {"monitor": "train_loss_epoch", "patience": 9, "check_finite": True}},
+    )
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    (found,) = result(config)
+    assert found["epoch"] == 3, text
+    assert math.isfinite(found["metrics"]["train_loss_epoch"])
+    steps = [
+        event["step"] for event in read_ledger(RunDirectory(config["run_dir"]).ledger) if event["event"] == "bad_step"
+    ]
+    assert len(steps) == 3
+
+
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_the_samples_are_named(workers: int, persistent: bool, tmp_path: Path) -> None:
     """Those that workers were asked for before anybody looked are not known."""

@@ -257,6 +257,7 @@ class _Guarding:
         self._guard: StepGuard | None = None
         self._window = Window(0, 0, 0, 0)
         self._samples = _lightning.SampleIds(session.trainer)
+        self._logged: _lightning.LoggedValues | None = None
         self._consecutive = 0
         self._troubled: list[Window] = []
         self._asked_to_hold = False
@@ -311,6 +312,9 @@ class _Guarding:
             _lightning.on_clipping_by_norm(trainer, session.patches, self._guard.before_norm, self._guard.take_norm)
         if settings.rerun == "validate_results":
             self._devices = session.gather(str(Place.of(trainer.strategy.root_device)))
+        if self._prevents:
+            self._logged = _lightning.LoggedValues(trainer, session.patches)
+            session.at_end_of_epoch.append(self._learn)  # the hooks to come look at the metrics of the whole epoch
         _lightning.on_batch_done(trainer, session.patches, self._batch_done)
         session.after_batch.append(self._after_batch)
         session.before_end.append(self._before_end)
@@ -460,6 +464,10 @@ class _Guarding:
     def _judge(self, verdict: Verdict) -> None:
         settings, session, window = self.settings, self.session, verdict.tag
         self._note_rerun(verdict)
+        if self._logged is not None:
+            if verdict.problem is not None and not verdict.has_happened:
+                self._logged.leave_out(window.epoch, window.begin, window.end)
+            self._logged.forget(window.epoch, window.end)
         if verdict.problem is None:
             if self._consecutive and not self._waiting:
                 self._have_held(False, verdict)
