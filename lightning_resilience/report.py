@@ -169,6 +169,31 @@ def report(run_dir: str | os.PathLike[str]) -> str:
     return "\n".join(lines)
 
 
+_TROUBLES = {
+    "save_failed": ("{} save failed", "{} saves failed"),
+    "save_refused": ("{} state was not fit to be saved", "{} states were not fit to be saved"),
+    "bad_step": ("{} step was bad", "{} steps were bad"),
+    "rollback": ("the run went back {} time", "the run went back {} times"),
+    "quarantined": ("{} checkpoint was set aside", "{} checkpoints were set aside"),
+}
+
+
+def troubles(events: Iterable[Event]) -> str:
+    """What went wrong in a run although it went on, as one clause for a person; empty if nothing did.
+
+    Args:
+        events: Its ledger, or a part of it.
+    """
+    # Each rank that knows of a bad step says so.
+    found = {(event["event"], event.get("fit"), event.get("step"), _which(event)) for event in events}
+    counts = Counter(name for name, *_ in found if name in _TROUBLES)
+    return ", ".join(_TROUBLES[name][counts[name] > 1].format(counts[name]) for name in _TROUBLES if counts[name])
+
+
+def _which(event: Event) -> Any:
+    return None if event["event"] == "bad_step" else event["time"]
+
+
 def _cause(before: list[Event]) -> tuple[str, str]:
     """Why the workers of these events ended."""
     kinds = {event["event"] for event in before}

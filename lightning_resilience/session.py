@@ -14,7 +14,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -46,8 +46,9 @@ from lightning_resilience.checkpoint.reduction_order import (
 from lightning_resilience.detect import witness
 from lightning_resilience.detect.divergence import Divergence
 from lightning_resilience.detect.progress import Progress, Section
-from lightning_resilience.ledger import Ledger, node_name
+from lightning_resilience.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.logs import Logs
+from lightning_resilience.report import troubles
 from lightning_resilience.run_directory import (
     LAUNCHED,
     RUN_DIR_VARIABLE,
@@ -794,7 +795,16 @@ class FitSession:
             apart = self._cut_short or _lightning.changes_weights_at_the_end(self.trainer)
             self.end("finished", reason, {**_lightning.limits(self.trainer), ENDS_APART: apart})
             self.ledger.record("finished", fit=self.index, step=step)
+            self._say_what_went_wrong()
         self._finished = True
+
+    def _say_what_went_wrong(self) -> None:
+        """The launch says it in its last line; where there is none, nobody else would."""
+        if RUN_DIR_VARIABLE in os.environ:
+            return
+        with suppress(OSError):
+            if trouble := troubles(each for each in read_ledger(self.run.ledger) if each.get("fit") == self.index):
+                log.warning("The fit has finished, but not without trouble: %s.", trouble)
 
     def end(self, status: Status, reason: str, details: dict[str, Any] | None = None) -> None:
         """Writes how this fit ended, if this attempt still owns the run; a full disk must not change how it ends."""

@@ -22,7 +22,7 @@ from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.status import progress_line, status
 from lightning_resilience.launch.worker import first_fault
 from lightning_resilience.ledger import Ledger, read_ledger
-from lightning_resilience.report import Interruption, interruptions, report
+from lightning_resilience.report import Interruption, interruptions, report, troubles
 from lightning_resilience.run_directory import Outcome, RunDirectory
 
 
@@ -268,6 +268,15 @@ def test_what_was_lost_since_a_local_save(tmp_path: Path) -> None:
     crash, preempted, killed = interruptions(read_ledger(ledger_of(tmp_path, *story) / "ledger"))
     assert crash.seconds_lost == 1090.0 - 1055.0
     assert (preempted.seconds_lost, killed.seconds_lost) == (1160.0 - 1055.0, 1200.0 - 1055.0)
+
+
+def test_the_end_says_what_went_wrong_on_the_way() -> None:
+    failed = {"event": "save_failed", "fit": 0, "step": 8}
+    bad = {"event": "bad_step", "fit": 0, "step": 5}
+    events = [{**failed, "time": 1.0}, {**failed, "time": 2.0}, {**bad, "time": 3.0, "rank": 0}]
+    events += [{**bad, "time": 3.1, "rank": 1}, {"event": "quarantined", "fit": 0, "time": 4.0}]
+    assert troubles(events) == "2 saves failed, 1 step was bad, 1 checkpoint was set aside"
+    assert troubles([{"event": "saved", "fit": 0, "step": 8, "time": 1.0}]) == ""
 
 
 def test_a_report_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,7 @@ from lightning_resilience.launch.worker import (
 )
 from lightning_resilience.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.recipes import RECIPE_VARIABLE
+from lightning_resilience.report import troubles
 from lightning_resilience.run_directory import LAUNCHED, LOCAL_DIR_VARIABLE, RUN_DIR_VARIABLE, Outcome, RunDirectory
 from lightning_resilience.wandb_runs import RUN_ID_VARIABLE, wandb_run_id
 
@@ -464,6 +465,8 @@ class Launch:
             "halted": " Trying again would not change this.",
         }
         reason = outcome.reason.removesuffix(".")
+        if trouble := troubles(read_ledger(self._ledger.path)):
+            reason += f" ({trouble})"
         say(f"{outcome.status.capitalize()}: {reason}.{then[outcome.status]} (exit code {exit_code})")
         return exit_code
 
