@@ -80,8 +80,10 @@ def _log_to_stderr() -> None:
     logger = logging.getLogger(__name__)
     logger.setLevel(logging.INFO)
     if not logging.root.hasHandlers():
+        from lightning_resilience import output
+
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("[lightning-resilience] %(message)s"))
+        handler.setFormatter(output.Formatter())
         logger.addHandler(handler)
         logger.propagate = False
 

@@ -12,6 +12,7 @@ import importlib
 import logging
 import math
 import os
+import platform
 import re
 import runpy
 import signal
@@ -85,6 +86,18 @@ def installed_version() -> tuple[int, ...] | None:
     return tuple(int(part) for part in re.findall(r"[0-9]+", version)[:3])
 
 
+_LOG_VARIABLE = "LIGHTNING_RESILIENCE_ELASTIC_LOG"
+
+
+def elastic_log(directory: Path) -> Path:
+    """Where the elastic launcher of this node says what it has to say.
+
+    Args:
+        directory: Where it keeps its files.
+    """
+    return directory / f"{platform.node()}.log"
+
+
 _OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Gives the workers of every attempt a store of their own. torch's elastic launcher, which NVRx uses from 0.5 on, hands
 them that of the rendezvous, in which a restarted gloo group meets the addresses of the one before and hangs."""
@@ -112,10 +125,11 @@ def elastic_launcher(
     directory.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "lightning_resilience._nvrx"]
     common = [f"--max-restarts={max_restarts}", f"--log-dir={directory}"]
+    log_to = {_LOG_VARIABLE: str(elastic_log(directory))}
     if version is None:
         # An environment variable: unlike a flag, an older torch that does not know it does not mind.
         timeout = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{term_timeout_s:.0f}"}
-        return [*command, _TORCH_LAUNCHER, *common], timeout | _OWN_STORE
+        return [*command, _TORCH_LAUNCHER, *common], timeout | log_to | _OWN_STORE
     # Until 0.5 a rank that has sent no heartbeat for an hour is killed, and only a file can turn that off: not every
     # script sends any.
     config = directory / "ft_config.yaml"
@@ -136,7 +150,7 @@ def elastic_launcher(
         command += [
             "--ft-enable-nic-monitor=false"
         ]  # the default since, and full of errors where there is no such card
-    environment = {"FT_LAUNCHER_LOGLEVEL": os.environ.get("FT_LAUNCHER_LOGLEVEL", "WARNING")}
+    environment = log_to | {"FT_LAUNCHER_LOGLEVEL": os.environ.get("FT_LAUNCHER_LOGLEVEL", "WARNING")}
     return command, environment if version < (0, 5) else environment | _OWN_STORE
 
 
@@ -460,7 +474,13 @@ def main() -> None:
     * Its sockets lie in the folder of the launch. It looks for it in its own process only: what workers write into the
       default folder may be meant to stay.
     * The store of a rendezvous of one node would listen on all interfaces, and what is in it is unpickled.
+    * What it and its rank monitors say ("aborted" at the end of every good run, an error for an orderly stop) goes to
+      the file that is named in the environment, and not among the lines of the workers.
     """
+    if (path := os.environ.pop(_LOG_VARIABLE, None)) is not None:
+        with suppress(OSError):  # a full disk: then it is heard with the workers
+            # Not the descriptors, which are the workers' too.
+            sys.stdout = sys.stderr = open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
     install_handler = signal.signal
     stopping = False
 

@@ -10,7 +10,8 @@ RUN_DIR/
   outcome.json        how the script ended last
   launches/           the launches of this run that are at work now, each with its host and process; one decides
   decision.json       with several nodes: what the first node has decided for all
-  elastic/            the elastic launcher's own files
+  elastic/            the elastic launcher's own files; NODE.log is what it says itself
+  not-shown.log       output for which there was no terminal any more, or no reader, or no room on its disk
   fit-000/            one folder for every fit of the script, in the order in which the script makes them
     fingerprint.json  what the fit trains: module class and parameter shapes
     outcome.json      how this fit ended last
@@ -40,6 +41,9 @@ from lightning_resilience._files import create_json, load_json, read_json, tempo
 from lightning_resilience._processes import describe_process, is_being_killed, is_running, pid_namespace
 
 log = logging.getLogger(__name__)
+
+NOT_SHOWN = "not-shown.log"
+"""The file in a run directory for output that could not be shown."""
 
 RUN_DIR_VARIABLE = "LIGHTNING_RESILIENCE_RUN_DIR"
 """Environment variable in which ``lightning-resilience launch`` tells the workers their run directory."""

@@ -32,6 +32,8 @@ from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
+from lightning_resilience.output import NAME, flush, write_line
+
 log = logging.getLogger(__name__)
 
 SECOND_SIGNAL_AFTER_S = 2.0
@@ -41,6 +43,7 @@ send SIGTERM to a worker. A later one means "now"."""
 GRACE_PERIOD_VARIABLE = "LIGHTNING_RESILIENCE_GRACE_PERIOD_S"
 """Environment variable in which a launcher that knows the real limit tells it to the workers."""
 
+_TERMINALS = (signal.SIGHUP, signal.SIGINT)
 _WORKERS_END_WITHIN_S = 5.0  # torch's own patience with a worker that has nothing left to do
 _FROM_PYTHON = 0x80  # in a byte of the listener's socket: noted by the handler in Python; signals end at 64
 _PAUSE_AFTER_ERROR_S = 0.1
@@ -130,8 +133,13 @@ class SignalListener:
         self._thread.start()
 
     def add(self, signums: Collection[signal.Signals]) -> None:
-        """Notices ``signums`` too. Only the main thread may do this."""
+        """Notices ``signums`` too. Only the main thread may do this.
+
+        What a terminal sends is left alone where whoever started this process has it ignored, as ``nohup`` does.
+        """
         for signum in signums:
+            if signum in _TERMINALS and signal.getsignal(signum) is signal.SIG_IGN:
+                continue
             if signum not in self._previous:
                 self._previous[signum] = signal.signal(signum, self._note)
         self.signums = tuple(self._previous)
@@ -324,7 +332,7 @@ class SignalListener:
             except BaseException:
                 self._say_error()
         # NeMo's words, so that what watches its logs keeps working.
-        _within(_SPEAKS_WITHIN_S, _say, f"Received signal {int(signum)}, initiating graceful stop")
+        _within(_SPEAKS_WITHIN_S, _say, f"{NAME} Received signal {int(signum)}, initiating graceful stop")
 
     def _exit(self, reason: str) -> None:
         try:
@@ -382,10 +390,8 @@ def _is_of_the_script(handler: Any) -> bool:
 
 def _say(line: str) -> None:
     if line:
-        print(line, file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
+        write_line(line)
+    flush()
 
 
 def _within(seconds: float, function: Callable[[str], None], argument: str) -> None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_resilience import _lightning, signals
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.ledger import read_ledger
+from lightning_resilience.output import guard_streams
+from lightning_resilience.run_directory import NOT_SHOWN, RUN_DIR_VARIABLE
 from lightning_resilience.session import FitSession, SessionCallback, session_of
 
 if TYPE_CHECKING:
@@ -89,6 +91,7 @@ class Preemption(SessionCallback):
         if listener is None:
             log.warning("fit() does not run in the main thread, where alone Python notices signals: Preemption is off.")
             return
+        self._guard_output(session, listener)
         session.at_leave.append(signals.uninstall if installed_here else listener.unsubscribe)
         session.protect_workers = self.enable_exit_handler_for_data_loader
         session.handlers[_PREEMPT] = lambda event: _stop(session, event)
@@ -99,6 +102,18 @@ class Preemption(SessionCallback):
             lambda signum: _request(session, signum, requeue=signum == requeue),
             before_exit=lambda reason: _end_now(session, reason),
         )
+
+    @staticmethod
+    def _guard_output(session: FitSession, listener: signals.SignalListener) -> None:
+        """The terminal may go away with the signal, or before it: no progress bar ends the run for that."""
+        is_launched = RUN_DIR_VARIABLE in os.environ  # the launcher sees what all ranks draw
+        release = guard_streams(session.run.path / NOT_SHOWN, others_draw=session.rank > 0 and not is_launched)
+
+        def leave() -> None:
+            if listener.received is None:  # else the process ends, and the end of its output says nothing about it
+                release()
+
+        session.at_leave.append(leave)
 
     def _stop_outside_of_fit(self) -> None:
         """There is no state to save: a process that has been told to stop (launched, so it listens) just ends."""

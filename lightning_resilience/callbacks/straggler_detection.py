@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -90,7 +90,7 @@ class StragglerDetection(SessionCallback):
             of NVRx's callback and NeMo's recipe ``straggler_det_callback`` where not said otherwise.
         calc_relative_gpu_perf: Whether ranks are compared with each other.
         calc_individual_gpu_perf: Whether ranks are compared with what they were.
-        num_gpu_perf_scores_to_print: How many of the worst and the best scores are printed; 0: only stragglers are.
+        num_gpu_perf_scores_to_print: How many of the worst and the best scores are printed beside stragglers; 0: none.
         gpu_relative_perf_threshold: A relative score below this makes a straggler.
         gpu_individual_perf_threshold: An individual score below this makes a straggler.
         stop_if_detected: Whether the run saves and ends because of a straggler, once for every device, so that it can
@@ -353,7 +353,11 @@ class _Measuring:
             )
         if settings.enable_logging:
             self._log(report, stragglers)
-        log.info("Straggler report processing time: %.3f sec.", report.elapsed + time.perf_counter() - began)
+        took = f"Straggler report processing time: {report.elapsed + time.perf_counter() - began:.3f} sec."
+        if stragglers:
+            log.info("%s", took)
+        else:  # in one line: most reports are of this kind, and nobody has to do anything
+            log.info("No stragglers after step %d%s. %s", report.step, self._range(report), took)
         if lasting and settings.stop_if_detected:
             self._consider_stopping(lasting)
 
@@ -372,13 +376,29 @@ class _Measuring:
             log.warning("Slow after step %d: %s.", report.step, _named(stragglers))
         if report.missing:
             log.warning("No steps were measured on rank %s.", _some(report.missing))
-        if settings.num_gpu_perf_scores_to_print > 0:
-            for kind, wanted, scores in (
-                ("relative", settings.calc_relative_gpu_perf and len(report.places) > 1, report.relative),
-                ("individual", settings.calc_individual_gpu_perf, report.individual),
-            ):
-                if wanted and (lines := _formatted(scores, report.places, settings.num_gpu_perf_scores_to_print)):
+        if stragglers and settings.num_gpu_perf_scores_to_print > 0:
+            for kind, scores in self._scores(report):
+                if lines := _formatted(scores, report.places, settings.num_gpu_perf_scores_to_print):
                     log.info("\nGPU %s performance:\n%s", kind, lines)
+
+    def _scores(self, report: Report) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.settings.calc_relative_gpu_perf and len(report.places) > 1:
+            yield "relative", report.relative
+        if self.settings.calc_individual_gpu_perf:
+            yield "individual", report.individual
+
+    def _range(self, report: Report) -> str:
+        """The worst score of each kind and whose it is, for a line that goes on."""
+        if self.settings.num_gpu_perf_scores_to_print == 0:
+            return ""
+        text = ""
+        for kind, scores in self._scores(report):
+            known = torch.isfinite(scores).nonzero().flatten()
+            if len(known):
+                rank = int(known[scores[known].argmin()])
+                node = report.places[rank].node
+                text += f"; GPU {kind} performance: at least {float(scores[rank]):.2f} (Rank={rank} Node={node})"
+        return text
 
     def _log(self, report: Report, stragglers: Sequence[Straggler]) -> None:
         trainer = self.session.trainer

@@ -49,6 +49,7 @@ from lightning_resilience.detect.witness import (
     remove_abandoned,
 )
 from lightning_resilience.ledger import Ledger, read_ledger
+from lightning_resilience.output import Formatter
 from lightning_resilience.run_directory import RunDirectory
 
 T = TypeVar("T")
@@ -864,6 +865,7 @@ def main() -> None:
         os._exit(0 if os.read(is_ready, 1) else 1)  # nothing comes from one that has ended
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)  # it watches for as long as the ranks take to stop
+    Formatter.speaker = "watchdog"
     watchdog = Watchdog(Path(sys.argv[1]))
     watchdog.register()
     with suppress(OSError):  # whoever has started it may have gone

@@ -7,6 +7,7 @@ says so. All of this works while the main thread is stuck, and while something h
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -137,6 +138,8 @@ class Witness:
             raise
         _open.add(self)
         person.watch()
+        if is_workers:  # it stays to the end of the process, and what is left of the server then says so aloud
+            atexit.register(self._end_server)
 
     def _register(self) -> None:
         registration = {
@@ -197,9 +200,13 @@ class Witness:
         faulthandler.unregister(STACKS_SIGNAL)
         _set_c_handler(EXIT_SIGNAL, _C_SIG_IGN)
         self._stacks.close()
-        if self._server is not None:
+        self._end_server()
+
+    def _end_server(self) -> None:
+        server, self._server = self._server, None
+        if server is not None and self.pid == os.getpid():
             with _without_stderr():
-                self._server.shutdown()
+                server.shutdown()
 
 
 _open: set[Witness] = set()

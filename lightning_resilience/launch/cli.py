@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
     try:
         _run(options)
-    except BrokenPipeError:  # whoever reads the output has seen enough
+    except BrokenPipeError:  # whoever reads the output has seen enough; launch itself never raises this
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (Refused, OSError) as error:

@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -41,9 +40,17 @@ from lightning_resilience.launch.worker import (
     why_not_again,
 )
 from lightning_resilience.ledger import Ledger, node_name, read_ledger
+from lightning_resilience.output import NAME, KeptOutput, Relay, write_line
 from lightning_resilience.recipes import RECIPE_VARIABLE
 from lightning_resilience.report import troubles
-from lightning_resilience.run_directory import LAUNCHED, LOCAL_DIR_VARIABLE, RUN_DIR_VARIABLE, Outcome, RunDirectory
+from lightning_resilience.run_directory import (
+    LAUNCHED,
+    LOCAL_DIR_VARIABLE,
+    NOT_SHOWN,
+    RUN_DIR_VARIABLE,
+    Outcome,
+    RunDirectory,
+)
 from lightning_resilience.wandb_runs import RUN_ID_VARIABLE, wandb_run_id
 
 _VERDICT_EXIT_CODES = (TRY_ELSEWHERE, 17)  # Megatron's: to be tried on other devices, and validated there
@@ -51,6 +58,7 @@ _LEFTOVERS_PATIENCE_S = 5.0
 _TERM_MARGIN_S = 5.0  # the workers keep to the grace period themselves; the elastic launcher comes after them...
 _KILL_MARGIN_S = 20.0  # ...and this launch after both
 _POLL_S = 0.1
+_ELASTIC = "elastic"  # the folder of the elastic launcher's own files in a run directory
 _CHECK_NODES_EVERY_S = 2.0
 _OTHERS_END_WITHIN_S = 30.0
 
@@ -118,7 +126,7 @@ def elastic_command(settings: LaunchSettings, run_id: str, max_restarts: int) ->
         max_restarts,
         settings.grace_period_s + _TERM_MARGIN_S,
         settings.section_timeouts.by_section(),
-        settings.run_dir / "elastic",
+        settings.run_dir / _ELASTIC,
         _nvrx.installed_version(),
     )
     command += [f"--nnodes={settings.nnodes}", f"--nproc-per-node={settings.nproc_per_node}", "--rdzv-backend=c10d"]
@@ -174,6 +182,7 @@ class Launch:
         self._ledger = Ledger(self._run_directory.ledger, rank=None)
         self._history = LiveHistory(self._ledger)
         self._board = Board(self._run_directory.path / "decision.json", self.launch_id, settings.rdzv_endpoint or "")
+        self._not_shown = KeptOutput(self._run_directory.path / NOT_SHOWN)
         self._launches = self._run_directory.path / "launches"
         node = f"spare-{self.launch_id[:8]}" if settings.spare else str(settings.node_rank)
         self._record = LaunchRecord(
@@ -369,6 +378,8 @@ class Launch:
         safe = "no checkpoint yet" if step is None else f"step {step} is safe"
         state = f"continuing, {safe}" if events else "new run"
         say(f"Run directory {self._run_directory.path} ({state}). The same command again resumes it.")
+        log = _nvrx.elastic_log(self._run_directory.path / _ELASTIC)
+        say(f"What the elastic launcher says is in {log}.")
         if _nvrx.installed_version() is None:
             say("nvidia-resiliency-ext is not installed: torchrun starts the workers, without NVRx's rank monitors.")
 
@@ -572,8 +583,27 @@ class Launch:
             environment[_nvrx.FOLDER_VARIABLE] = str(self._folder)
         if self.settings.local_dir is not None:
             environment[LOCAL_DIR_VARIABLE] = str(self.settings.local_dir)
+        with Relay(self._not_shown) as relay:
+            exit_code = self._wait_for_workers(command, environment, relay, plan.run_id, must_go)
+        self._record.check()
+        return exit_code
+
+    def _wait_for_workers(
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        relay: Relay,
+        run_id: str,
+        must_go: Callable[[str], bool],
+    ) -> int:
         # In a session of its own: a Ctrl-C at the terminal reaches this process, which passes it on once.
-        process = subprocess.Popen(command, env=self._defaults() | os.environ | environment, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=self._defaults() | os.environ | environment,
+            start_new_session=True,
+            stdout=relay.stdout,
+            stderr=relay.stderr,
+        )
         deadline = None
         nodes_checked_at = time.monotonic()
         exit_code: int | None
@@ -581,23 +611,22 @@ class Launch:
             now = time.monotonic()
             if self._stop.signum is not None and deadline is None:
                 deadline = now + self.settings.grace_period_s + _KILL_MARGIN_S
-                say(
-                    f"Received {self._stop.signum.name}: the workers have {self.settings.grace_period_s:g} s to save "
-                    "and stop. A second signal ends them at once."
-                )
                 process.send_signal(signal.SIGTERM)
+                say(
+                    f"Received {self._stop.signum.name}: the workers have {self.settings.grace_period_s:g} s to "
+                    "save and stop. A second signal ends them at once."
+                )
             if self._stop.now or (deadline is not None and now > deadline):
-                say("Ending the workers now: " + ("a second signal." if self._stop.now else "their time is up."))
                 end_processes(self.launch_id)
+                say("Ending the workers now: " + ("a second signal." if self._stop.now else "their time is up."))
             elif self._record.is_lost:
                 end_processes(self.launch_id)
             elif now - nodes_checked_at >= _CHECK_NODES_EVERY_S and deadline is None:
                 nodes_checked_at = now
-                if must_go(plan.run_id):
+                if must_go(run_id):
                     end_processes(self.launch_id)
             time.sleep(_POLL_S)
         end_processes(self.launch_id, _LEFTOVERS_PATIENCE_S)
-        self._record.check()
         return exit_code
 
     def _defaults(self) -> dict[str, str]:
@@ -620,5 +649,5 @@ def other_command(settings: LaunchSettings) -> tuple[str, str] | None:
 
 
 def say(line: str) -> None:
-    """One readable line about one decision."""
-    print(f"[lightning-resilience] {line}", file=sys.stderr, flush=True)
+    """One readable line about one decision. Never raises: nobody may be there to read it."""
+    write_line(f"{NAME} {line}")

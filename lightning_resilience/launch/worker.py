@@ -18,6 +18,7 @@ import sysconfig
 import time
 import traceback
 import types
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from lightning_resilience.launch.nodes import Board, nodes_to_avoid
 from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.record import FIRST, newest
 from lightning_resilience.ledger import Ledger, node_name, read_ledger
+from lightning_resilience.output import NAME, write_line
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
 from lightning_resilience.run_directory import RUN_DIR_VARIABLE, WORKER_PID_VARIABLE, Outcome, RunDirectory
 
@@ -76,6 +78,8 @@ def main() -> None:
     # Slurm sends the signal of a time limit to every process of the job. The launch makes SIGTERM of it.
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
+    # What NVRx brings along, and torch then warns of, on every rank.
+    warnings.filterwarnings("ignore", message=".*pynvml package is deprecated", category=FutureWarning)
     pid = os.getpid()
     os.environ[WORKER_PID_VARIABLE] = str(pid)
     command = sys.argv[1:]
@@ -117,7 +121,7 @@ def main() -> None:
             outcome = Outcome("failed", reason, details=details)
             fault = _describe(exit_request)
             if not isinstance(exit_request.code, int):
-                print(exit_request.code, file=sys.stderr)  # as Python does
+                write_line(str(exit_request.code))  # as Python does
     except BaseException as error:
         outcome = Outcome("failed", traceback.format_exception_only(type(error), error)[-1].strip())
         if in_vain := _why_in_vain(error, run_directory.path):
@@ -162,8 +166,7 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
         # The first one's affair, and another one's only if that has not, because it is stopped already.
         start_soon(directory, local_rank and _FIRST_STARTS_WATCHDOG_WITHIN_S + local_rank)
     except OSError as error:
-        line = f"[lightning-resilience] Rank {rank} is not watched before its first fit ({error})."
-        print(line, file=sys.stderr, flush=True)
+        write_line(f"{NAME} Rank {rank} is not watched before its first fit ({error}).")
 
 
 def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
@@ -194,10 +197,10 @@ def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:
     if info["restart_count"] > 0:  # the elastic launcher has decided this, not the launch
         cause = first_fault(events, info["elastic_run_id"], info["restart_count"] - 1) or "a worker was killed"
         safe = "no checkpoint yet" if step is None else f"step {step} is safe"
-        line = f"[lightning-resilience] Restart {info['restart_count']} inside the job, {safe}. Before: {cause}."
+        line = f"{NAME} Restart {info['restart_count']} inside the job, {safe}. Before: {cause}."
         if again := last_recurrence(read_ledger(run_directory.ledger)):
             line += f" This is {again}."
-        print(line, file=sys.stderr, flush=True)
+        write_line(line)
 
 
 def first_fault(events: Iterable[dict[str, Any]], elastic_run_id: str | None, restart_count: int) -> str | None:

@@ -1,0 +1,407 @@
+"""Output that outlives who reads it: a terminal that is closed, a pipe without a reader, a disk that is full.
+
+A write to one of these raises wherever somebody happens to print: in a progress bar, and the training ends for it. Here
+no write raises. What cannot be shown is kept in a file of the run directory (:class:`KeptOutput`). The launcher reads
+what its workers write and passes it on (:class:`Relay`), so that no terminal is theirs to lose; a process that nobody
+has launched guards its own streams while it trains (:func:`guard_streams`).
+
+Imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import select
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+NAME = "[lightning-resilience]"
+
+_OURS = re.compile(rb"\[lightning-resilience[ \]]")
+_GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # no reader comes back to these; a full disk may have room again
+_TAKES_WITHIN_S = 5.0  # a terminal that is held (Ctrl-S), or a reader that pauses
+_DRAINS_WITHIN_S = 2.0
+_POLL_MS = 200
+_CHUNK = 4096  # a pipe that has room takes this much without blocking (PIPE_BUF)
+_LONGEST_LINE = 1 << 20
+
+
+class KeptOutput:
+    """A file for what could not be shown: whole lines, and of a line that was drawn again and again the last state.
+
+    Args:
+        path: The file; it is made when there is something to keep.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rest = b""
+        self._lock = threading.Lock()
+
+    def write(self, data: bytes) -> None:
+        """Keeps ``data``; what no disk takes is lost."""
+        with self._lock:
+            *lines, rest = (self._rest + data).split(b"\n")
+            drawn, _, newest = rest.rstrip(b"\r").rpartition(b"\r")
+            self._rest = newest[-_LONGEST_LINE:] if drawn else rest[-_LONGEST_LINE:]
+            self._append(lines)
+
+    def close(self) -> None:
+        """Keeps the last line, too, which nothing has ended."""
+        with self._lock:
+            rest, self._rest = self._rest, b""
+            if rest.strip():
+                self._append([rest])
+
+    def _append(self, lines: list[bytes]) -> None:
+        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
+        if shown:
+            with suppress(OSError), open(self.path, "ab") as file:
+                file.write(b"\n".join(shown) + b"\n")
+
+
+class _Line:
+    """Whether the line that is being written is a progress bar: one that is drawn again from its beginning."""
+
+    def __init__(self) -> None:
+        self.is_bar = False
+
+    def see(self, data: bytes) -> None:
+        _, newline, last = data.rpartition(b"\n")
+        if newline:
+            self.is_bar = False
+        if last.strip(b"\r"):
+            self.is_bar = self.is_bar or b"\r" in last
+
+    def apart(self, data: bytes) -> bytes:
+        """``data``, with a new line before each line of ours that would stand behind a progress bar."""
+        pieces = []
+        begin = 0
+        for found in _OURS.finditer(data):
+            self.see(data[begin : found.start()])
+            pieces.append(data[begin : found.start()])
+            if self.is_bar:
+                pieces.append(b"\n")
+                self.is_bar = False
+            begin = found.start()
+        self.see(data[begin:])
+        return b"".join([*pieces, data[begin:]])
+
+
+class Formatter(logging.Formatter):
+    """Our lines. With several ranks each says when it was, whose it is, and if it is no mere information."""
+
+    speaker: str | None = None
+    """Who speaks in this process; default: the rank."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line.
+
+        Args:
+            record: What is said.
+        """
+        text = super().format(record)
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            return f"{NAME} {text}"
+        level = f" {record.levelname}" if record.levelno > logging.INFO else ""
+        # LOCAL_RANK: Lightning's own launcher.
+        who = self.speaker or "rank " + os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+        return f"{NAME[:-1]} {time.strftime('%H:%M:%S', time.localtime(record.created))} {who}{level}] {text}"
+
+
+def write_line(text: str) -> None:
+    """Writes a line to stderr; never raises.
+
+    Args:
+        text: Without its end.
+    """
+    if _relay is not None:
+        _relay.say(text)
+        return
+    stream = sys.stderr
+    if stream is None:
+        return
+    try:
+        print(text, file=stream, flush=True)
+    except (OSError, ValueError):
+        _forget(stream)
+
+
+def flush() -> None:
+    """Writes out what stdout and stderr have buffered; never raises."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            _forget(stream)
+
+
+class _Unguarded(NamedTuple):
+    fd: int
+    flush: Callable[[], None]
+
+    def fileno(self) -> int:
+        return self.fd
+
+
+def _forget(stream: TextIO | _Unguarded, for_good: bool = False) -> None:
+    """Empties a stream's buffer into nowhere: it would fail every later write, and at its end the process's exit code.
+
+    Args:
+        stream: The stream.
+        for_good: Whether what comes later goes there as well, also that of C code.
+    """
+    with suppress(OSError, ValueError):  # also of what is no file
+        fd = stream.fileno()
+        saved, nowhere = os.dup(fd), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, fd)
+            stream.flush()
+        finally:
+            if not for_good:
+                os.dup2(saved, fd)
+            os.close(saved)
+            os.close(nowhere)
+
+
+# -- the launcher ------------------------------------------------------------------------------------------------------
+
+
+class _Channel:
+    """What children write, on its way to one of this process's own outputs."""
+
+    def __init__(self, target: int, kept: KeptOutput) -> None:
+        self._target = target
+        self._kept = kept
+        self._line = _Line()
+        self._lock = threading.Lock()
+        self._is_held = False
+        self._is_terminal = os.isatty(target)
+        if self._is_terminal:  # a progress bar asks for its width, and Python writes every line at once
+            self.reader, self.writer = os.openpty()
+            modes = termios.tcgetattr(self.writer)
+            modes[1] &= ~termios.OPOST  # the terminal does that
+            termios.tcsetattr(self.writer, termios.TCSANOW, modes)
+            self._copy_size()
+        else:
+            self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+
+    def _copy_size(self) -> None:
+        with suppress(OSError):
+            size = fcntl.ioctl(self._target, termios.TIOCGWINSZ, bytes(8))
+            if size != fcntl.ioctl(self.writer, termios.TIOCGWINSZ, bytes(8)):
+                fcntl.ioctl(self.writer, termios.TIOCSWINSZ, size)
+
+    def pass_on(self) -> bool:
+        """Passes on what is there; whether there was anything."""
+        try:
+            data = os.read(self.reader, 65536)
+        except OSError:
+            return False  # nothing now, or (of a terminal) nobody writes any more
+        if self._is_terminal and data and self.writer >= 0:
+            self._copy_size()
+        self.show(data)
+        return bool(data)
+
+    def show(self, data: bytes) -> None:
+        with self._lock:
+            data = self._line.apart(data)
+            for begin in range(0, len(data), _CHUNK):
+                self._show(data[begin : begin + _CHUNK])
+
+    def _show(self, data: bytes) -> None:
+        try:
+            while data:
+                poll = select.poll()
+                poll.register(self._target, select.POLLOUT)
+                self._is_held = not poll.poll(0 if self._is_held else _TAKES_WITHIN_S * 1000)
+                if self._is_held:  # training does not wait for a terminal
+                    break
+                data = data[os.write(self._target, data) :]
+        except OSError:
+            pass
+        if data:
+            self._kept.write(data)
+
+    def end_line(self) -> None:
+        """Whatever comes next does not stand behind a progress bar."""
+        if self._line.is_bar:
+            self.show(b"\n")
+
+    def close_writer(self) -> None:
+        writer, self.writer = self.writer, -1
+        os.close(writer)
+
+
+_relay: Relay | None = None
+
+
+class Relay:
+    """Reads what child processes write, and shows it where this process writes; what cannot be shown is kept.
+
+    Where this process writes to a terminal, the children do so too, to one of their own, which goes with this process
+    and not with the window.
+
+    Args:
+        kept: Takes what cannot be shown.
+
+    Attributes:
+        stdout: For ``subprocess.Popen``.
+        stderr: The same.
+    """
+
+    def __init__(self, kept: KeptOutput) -> None:
+        self._kept = kept
+        out, err = (_Channel(1, kept) if _file_of(1) is not None else None), None
+        if out is not None and _file_of(2) is not None and _file_of(1) == _file_of(2):
+            err = out  # in one stream, or their lines would be mixed up
+        elif _file_of(2) is not None:
+            err = _Channel(2, kept)
+        self._err = err
+        self._channels = list({id(each): each for each in (out, err) if each is not None}.values())
+        self.stdout = None if out is None else out.writer
+        self.stderr = None if err is None else err.writer
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="resilience-output", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Relay:
+        """From here on :func:`write_line` goes the same way."""
+        global _relay
+        _relay = self
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """The children have ended: shows what they have still written."""
+        global _relay
+        _relay = None
+        for channel in self._channels:
+            channel.close_writer()
+        self._closing.set()
+        self._thread.join(_DRAINS_WITHIN_S + _TAKES_WITHIN_S)
+        for channel in self._channels:
+            channel.end_line()
+        self._kept.close()
+
+    def say(self, line: str) -> None:
+        """A line of this process's own."""
+        if self._err is not None:
+            self._err.show(f"{line}\n".encode(errors="backslashreplace"))
+
+    def _run(self) -> None:
+        deadline = None
+        poll = select.poll()
+        by_fd = {channel.reader: channel for channel in self._channels}
+        for fd in by_fd:
+            poll.register(fd, select.POLLIN)
+        while by_fd:
+            if deadline is None and self._closing.is_set():
+                deadline = time.monotonic() + _DRAINS_WITHIN_S
+            ready = poll.poll(_POLL_MS if deadline is None else _POLL_MS / 10)
+            for fd, events in ready:
+                if not by_fd[fd].pass_on() and events & (select.POLLHUP | select.POLLERR):
+                    poll.unregister(fd)
+                    os.close(fd)
+                    del by_fd[fd]
+            if deadline is not None and (not ready or time.monotonic() > deadline):
+                return  # somebody whom nobody knows holds the other end
+        self._closing.wait()
+
+
+def _file_of(fd: int) -> tuple[int, int] | None:
+    """What is open under a number, if anything."""
+    with suppress(OSError):
+        status = os.fstat(fd)
+        return status.st_dev, status.st_ino
+    return None
+
+
+# -- a process that trains ---------------------------------------------------------------------------------------------
+
+
+class _GuardedStream:
+    """stdout or stderr, whose ``write`` and ``flush`` do not raise. In place: loggers and progress bars hold it."""
+
+    def __init__(self, stream: Any, line: _Line, kept: KeptOutput, others_draw: bool) -> None:
+        self._stream = stream
+        self._line = line
+        self._kept = kept
+        self._is_gone = False
+        self._before = {name: vars(stream).get(name) for name in ("write", "flush")}  # somebody else's (W&B)
+        self._inner_write, self._inner_flush = stream.write, stream.flush
+        self._clears = "\r\33[K" if others_draw and stream.isatty() else ""
+        stream.write, stream.flush = self._write, self._flush
+
+    def _write(self, text: str) -> int:
+        shown = text
+        if NAME[:-1] in text:
+            shown = self._clears + self._line.apart(text.encode(errors="surrogatepass")).decode(errors="surrogatepass")
+        else:
+            self._line.see(text.encode(errors="surrogatepass"))
+        try:
+            self._inner_write(shown)
+        except OSError as error:
+            self._lose(error)
+            self._kept.write(text.encode(errors="backslashreplace"))
+        else:
+            if self._is_gone:
+                self._kept.write(text.encode(errors="backslashreplace"))
+        return len(text)
+
+    def _flush(self) -> None:
+        try:
+            self._inner_flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        self._is_gone = self._is_gone or error.errno in _GONE
+        _forget(_Unguarded(self._stream.fileno(), self._inner_flush), for_good=self._is_gone)
+
+    def release(self) -> None:
+        for name, ours in (("write", self._write), ("flush", self._flush)):
+            if vars(self._stream).get(name) == ours:
+                if self._before[name] is None:
+                    delattr(self._stream, name)
+                else:
+                    setattr(self._stream, name, self._before[name])
+
+
+def guard_streams(path: Path, others_draw: bool = False) -> Callable[[], None]:
+    """Has no write to stdout or stderr raise because a terminal, a pipe's reader or the room on a disk is gone.
+
+    Errors of all other files are raised as ever.
+
+    Args:
+        path: A file for what cannot be shown.
+        others_draw: Whether another rank may have drawn a progress bar on the same terminal.
+
+    Returns:
+        What ends it.
+    """
+    kept = KeptOutput(path)
+    lines: dict[Any, _Line] = {}
+    guarded: list[_GuardedStream] = []
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # none, or no file: a notebook's, say
+            line = lines.setdefault(_file_of(stream.fileno()), _Line())
+            guarded.append(_GuardedStream(stream, line, kept, others_draw))
+
+    def release() -> None:
+        for each in guarded:
+            each.release()
+        kept.close()
+
+    return release
