@@ -16,11 +16,13 @@ import logging
 import os
 import re
 import select
+import signal
+import subprocess
 import sys
 import termios
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -30,8 +32,7 @@ NAME = "[lightning-resilience]"
 _OURS = re.compile(rb"\[lightning-resilience[ \]]")
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # no reader comes back to these; a full disk may have room again
 _TAKES_WITHIN_S = 5.0  # a terminal that is held (Ctrl-S), or a reader that pauses
-_DRAINS_WITHIN_S = 2.0
-_POLL_MS = 200
+_ENDS_WITHIN_S = 10.0
 _CHUNK = 4096  # a pipe that has room takes this much without blocking (PIPE_BUF)
 _LONGEST_LINE = 1 << 20
 
@@ -125,8 +126,7 @@ def write_line(text: str) -> None:
     Args:
         text: Without its end.
     """
-    if _relay is not None:
-        _relay.say(text)
+    if _relay is not None and _relay.say(text):
         return
     stream = sys.stderr
     if stream is None:
@@ -179,103 +179,112 @@ def _forget(stream: TextIO | _Unguarded, for_good: bool = False) -> None:
 
 
 class _Channel:
-    """What children write, on its way to one of this process's own outputs."""
+    """What processes write, on its way to an output of this one.
 
-    def __init__(self, target: int, kept: KeptOutput) -> None:
+    Args:
+        reader: Where it comes from.
+        target: Where it is shown.
+        kept: Takes what cannot be shown.
+    """
+
+    def __init__(self, reader: int, target: int, kept: KeptOutput) -> None:
+        self._reader = reader
         self._target = target
         self._kept = kept
         self._line = _Line()
-        self._lock = threading.Lock()
         self._is_held = False
         self._is_terminal = os.isatty(target)
-        if self._is_terminal:  # a progress bar asks for its width, and Python writes every line at once
-            self.reader, self.writer = os.openpty()
-            modes = termios.tcgetattr(self.writer)
-            modes[1] &= ~termios.OPOST  # the terminal does that
-            termios.tcsetattr(self.writer, termios.TCSANOW, modes)
-            self._copy_size()
-        else:
-            self.reader, self.writer = os.pipe()
-        os.set_blocking(self.reader, False)
-
-    def _copy_size(self) -> None:
-        with suppress(OSError):
-            size = fcntl.ioctl(self._target, termios.TIOCGWINSZ, bytes(8))
-            if size != fcntl.ioctl(self.writer, termios.TIOCGWINSZ, bytes(8)):
-                fcntl.ioctl(self.writer, termios.TIOCSWINSZ, size)
 
     def pass_on(self) -> bool:
-        """Passes on what is there; whether there was anything."""
+        """Passes on what comes next; whether anything can come after it."""
         try:
-            data = os.read(self.reader, 65536)
-        except OSError:
-            return False  # nothing now, or (of a terminal) nobody writes any more
-        if self._is_terminal and data and self.writer >= 0:
-            self._copy_size()
-        self.show(data)
+            data = os.read(self._reader, 65536)
+        except OSError:  # of a terminal: nobody has it open any more
+            data = b""
+        if self._is_terminal:
+            _copy_size(self._target, self._reader)
+        if data:
+            self._show(self._line.apart(data))
+        elif self._line.is_bar:  # whatever is written next does not stand behind a progress bar
+            self._show(b"\n")
         return bool(data)
 
-    def show(self, data: bytes) -> None:
-        with self._lock:
-            data = self._line.apart(data)
-            for begin in range(0, len(data), _CHUNK):
-                self._show(data[begin : begin + _CHUNK])
-
     def _show(self, data: bytes) -> None:
-        try:
-            while data:
-                poll = select.poll()
-                poll.register(self._target, select.POLLOUT)
-                self._is_held = not poll.poll(0 if self._is_held else _TAKES_WITHIN_S * 1000)
-                if self._is_held:  # training does not wait for a terminal
-                    break
-                data = data[os.write(self._target, data) :]
-        except OSError:
-            pass
-        if data:
-            self._kept.write(data)
+        for begin in range(0, len(data), _CHUNK):
+            piece = data[begin : begin + _CHUNK]
+            try:
+                while piece and self._has_room():
+                    piece = piece[os.write(self._target, piece) :]
+            except OSError:
+                pass
+            if piece:
+                self._kept.write(piece)
 
-    def end_line(self) -> None:
-        """Whatever comes next does not stand behind a progress bar."""
-        if self._line.is_bar:
-            self.show(b"\n")
+    def _has_room(self) -> bool:
+        """Waits for a while, and not again before there is some: training does not wait for a terminal."""
+        poll = select.poll()
+        poll.register(self._target, select.POLLOUT)
+        self._is_held = not poll.poll(0 if self._is_held else _TAKES_WITHIN_S * 1000)
+        return not self._is_held
 
-    def close_writer(self) -> None:
-        writer, self.writer = self.writer, -1
-        os.close(writer)
+
+def _copy_size(of: int, to: int) -> None:
+    with suppress(OSError):
+        size = fcntl.ioctl(of, termios.TIOCGWINSZ, bytes(8))
+        if size != fcntl.ioctl(to, termios.TIOCGWINSZ, bytes(8)):
+            fcntl.ioctl(to, termios.TIOCSWINSZ, size)
+
+
+def _pair(target: int) -> tuple[int, int]:
+    """Two ends: what is written to the second is read from the first. A terminal where the target is one."""
+    if not os.isatty(target):
+        return os.pipe()
+    reader, writer = os.openpty()  # a progress bar asks for its width, and Python writes every line at once
+    modes = termios.tcgetattr(writer)
+    modes[1] &= ~termios.OPOST  # the terminal does that
+    termios.tcsetattr(writer, termios.TCSANOW, modes)
+    _copy_size(target, reader)
+    return reader, writer
 
 
 _relay: Relay | None = None
 
 
 class Relay:
-    """Reads what child processes write, and shows it where this process writes; what cannot be shown is kept.
+    """Has a process of its own read what child processes write, and show it where this process writes.
 
-    Where this process writes to a terminal, the children do so too, to one of their own, which goes with this process
-    and not with the window.
+    Where this process writes to a terminal, the children do so too, to one of their own that no window takes away. The
+    process that reads is in a session of its own: neither Ctrl-C nor Ctrl-Z reaches it, and it outlives this one.
 
     Args:
-        kept: Takes what cannot be shown.
+        path: A file for what cannot be shown.
+        without: Variables that its environment has not.
 
     Attributes:
         stdout: For ``subprocess.Popen``.
         stderr: The same.
     """
 
-    def __init__(self, kept: KeptOutput) -> None:
-        self._kept = kept
-        out, err = (_Channel(1, kept) if _file_of(1) is not None else None), None
-        if out is not None and _file_of(2) is not None and _file_of(1) == _file_of(2):
-            err = out  # in one stream, or their lines would be mixed up
-        elif _file_of(2) is not None:
-            err = _Channel(2, kept)
-        self._err = err
-        self._channels = list({id(each): each for each in (out, err) if each is not None}.values())
-        self.stdout = None if out is None else out.writer
-        self.stderr = None if err is None else err.writer
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="resilience-output", daemon=True)
-        self._thread.start()
+    def __init__(self, path: Path, without: Collection[str] = ()) -> None:
+        pairs: dict[tuple[int, int], tuple[int, int, int]] = {}  # one stream is one pair, or lines would be mixed up
+        for fd in (1, 2):
+            if (file := _file_of(fd)) is not None and file not in pairs:
+                pairs[file] = (*_pair(fd), fd)
+        self.stdout, self.stderr = (None if (file := _file_of(fd)) is None else pairs[file][1] for fd in (1, 2))
+        self._writers = [writer for _, writer, _ in pairs.values()]
+        readers = [reader for reader, _, _ in pairs.values()]
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-c", "from lightning_resilience import output; output.main()"),
+                *(os.fspath(path), *(f"{reader}:{target}" for reader, _, target in pairs.values())),
+            ],
+            stdin=subprocess.DEVNULL,
+            pass_fds=readers,
+            start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name not in without},
+        )
+        for reader in readers:
+            os.close(reader)
 
     def __enter__(self) -> Relay:
         """From here on :func:`write_line` goes the same way."""
@@ -284,40 +293,49 @@ class Relay:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """The children have ended: shows what they have still written."""
+        """The children have ended: what they have still written is shown."""
         global _relay
         _relay = None
-        for channel in self._channels:
-            channel.close_writer()
-        self._closing.set()
-        self._thread.join(_DRAINS_WITHIN_S + _TAKES_WITHIN_S)
-        for channel in self._channels:
-            channel.end_line()
-        self._kept.close()
+        for writer in self._writers:
+            os.close(writer)
+        try:
+            self._process.wait(_ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:  # somebody whom nobody knows holds the other end
+            self._process.kill()
+            self._process.wait()
 
-    def say(self, line: str) -> None:
-        """A line of this process's own."""
-        if self._err is not None:
-            self._err.show(f"{line}\n".encode(errors="backslashreplace"))
-
-    def _run(self) -> None:
-        deadline = None
+    def say(self, line: str) -> bool:
+        """A line of this process's own; whether it is on its way."""
+        if self.stderr is None:
+            return False
         poll = select.poll()
-        by_fd = {channel.reader: channel for channel in self._channels}
-        for fd in by_fd:
-            poll.register(fd, select.POLLIN)
-        while by_fd:
-            if deadline is None and self._closing.is_set():
-                deadline = time.monotonic() + _DRAINS_WITHIN_S
-            ready = poll.poll(_POLL_MS if deadline is None else _POLL_MS / 10)
-            for fd, events in ready:
-                if not by_fd[fd].pass_on() and events & (select.POLLHUP | select.POLLERR):
-                    poll.unregister(fd)
-                    os.close(fd)
-                    del by_fd[fd]
-            if deadline is not None and (not ready or time.monotonic() > deadline):
-                return  # somebody whom nobody knows holds the other end
-        self._closing.wait()
+        poll.register(self.stderr, select.POLLOUT)
+        try:
+            if poll.poll(_TAKES_WITHIN_S * 1000):
+                os.write(self.stderr, f"{line}\n".encode(errors="backslashreplace"))
+                return True
+        except OSError:
+            pass
+        return False
+
+
+def main() -> None:
+    """The program of the process that reads: a file for what cannot be shown, and ``READER:TARGET`` of each stream."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)  # a scheduler signals everybody, but this process ends after all others
+    kept = KeptOutput(Path(sys.argv[1]))
+    poll = select.poll()
+    channels = {}
+    for argument in sys.argv[2:]:
+        reader, target = map(int, argument.split(":"))
+        channels[reader] = _Channel(reader, target, kept)
+        poll.register(reader, select.POLLIN)
+    while channels:
+        for fd, _ in poll.poll():
+            if not channels[fd].pass_on():
+                poll.unregister(fd)
+                del channels[fd]
+    kept.close()
 
 
 def _file_of(fd: int) -> tuple[int, int] | None:

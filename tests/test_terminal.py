@@ -145,6 +145,31 @@ def test_a_launch_outlives_its_terminal(case: Case, how: str) -> None:
         assert re.search(r"^step \d+$", case.not_shown, re.MULTILINE), case.not_shown
 
 
+WRITES = """
+import os, time
+from lightning_resilience.ledger import Ledger
+from lightning_resilience.run_directory import RunDirectory
+ledger = Ledger(RunDirectory(os.environ["LIGHTNING_RESILIENCE_RUN_DIR"]).ledger)
+ledger.record("ready")
+while not os.path.exists("enough"):
+    time.sleep(0.01)
+print("much\\n" * 100000, flush=True)
+ledger.record("written")
+"""
+
+
+def test_a_launcher_that_is_stopped_holds_up_no_worker(case: Case) -> None:
+    (case.folder / "script.py").write_text(WRITES)
+    (case.folder / "launch.py").write_text(FAKE)
+    terminal = case.open(f"exec {sys.executable} launch.py launch --run-dir=run script.py")
+    case.wait_for("ready")
+    os.kill(terminal.process.pid, signal.SIGSTOP)  # as by Ctrl-Z
+    (case.folder / "enough").touch()
+    case.wait_for("written")
+    os.kill(terminal.process.pid, signal.SIGCONT)
+    assert terminal.wait() == 0
+
+
 GUARDED = """
     import os, sys
     from lightning_resilience.output import guard_streams

@@ -40,7 +40,7 @@ from lightning_resilience.launch.worker import (
     why_not_again,
 )
 from lightning_resilience.ledger import Ledger, node_name, read_ledger
-from lightning_resilience.output import NAME, KeptOutput, Relay, write_line
+from lightning_resilience.output import NAME, Relay, write_line
 from lightning_resilience.recipes import RECIPE_VARIABLE
 from lightning_resilience.report import troubles
 from lightning_resilience.run_directory import (
@@ -182,7 +182,6 @@ class Launch:
         self._ledger = Ledger(self._run_directory.ledger, rank=None)
         self._history = LiveHistory(self._ledger)
         self._board = Board(self._run_directory.path / "decision.json", self.launch_id, settings.rdzv_endpoint or "")
-        self._not_shown = KeptOutput(self._run_directory.path / NOT_SHOWN)
         self._launches = self._run_directory.path / "launches"
         node = f"spare-{self.launch_id[:8]}" if settings.spare else str(settings.node_rank)
         self._record = LaunchRecord(
@@ -583,7 +582,7 @@ class Launch:
             environment[_nvrx.FOLDER_VARIABLE] = str(self._folder)
         if self.settings.local_dir is not None:
             environment[LOCAL_DIR_VARIABLE] = str(self.settings.local_dir)
-        with Relay(self._not_shown) as relay:
+        with Relay(self._run_directory.path / NOT_SHOWN, without=[LAUNCH_ID_VARIABLE]) as relay:
             exit_code = self._wait_for_workers(command, environment, relay, plan.run_id, must_go)
         self._record.check()
         return exit_code
