@@ -22,7 +22,7 @@ from multiprocessing.sharedctypes import RawValue
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_resilience.ledger import Ledger, read_ledger
-from lightning_resilience.output import NAME, write_line
+from lightning_resilience.output import say
 
 if TYPE_CHECKING:
     import torch
@@ -321,7 +321,7 @@ class FaultInjector:
         if not self._has_happened():
             self._leave_out(f"{self._ledger.path} does not take it, so it would happen again after every restart")
             return
-        write_line(f"{NAME} Simulated fault: {self.fault_type} on rank {self._rank} at step {self._step}.")
+        say(f"Simulated fault: {self.fault_type} on rank {self._rank} at step {self._step}.")
         match self.fault_type:
             case "rank_killed":
                 os.kill(os.getpid(), signal.SIGKILL)

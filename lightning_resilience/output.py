@@ -17,6 +17,7 @@ import os
 import re
 import select
 import signal
+import stat
 import subprocess
 import sys
 import termios
@@ -137,6 +138,15 @@ def write_line(text: str) -> None:
         _forget(stream)
 
 
+def say(line: str) -> None:
+    """One readable line of ours; never raises: nobody may be there to read it.
+
+    Args:
+        line: Without our name.
+    """
+    write_line(f"{NAME} {line}")
+
+
 def flush() -> None:
     """Writes out what stdout and stderr have buffered; never raises."""
     for stream in (sys.stdout, sys.stderr):
@@ -189,7 +199,7 @@ class _Channel:
 
     def __init__(self, reader: int, target: int, kept: KeptOutput) -> None:
         self._reader = reader
-        self._target = target
+        self._target = _without_blocking(target)
         self._kept = kept
         self._line = _Line()
         self._is_held = False
@@ -226,6 +236,14 @@ class _Channel:
         poll.register(self._target, select.POLLOUT)
         self._is_held = not poll.poll(0 if self._is_held else _TAKES_WITHIN_S * 1000)
         return not self._is_held
+
+
+def _without_blocking(target: int) -> int:
+    """A descriptor of one's own, whose writes never wait; the shell's is left as it is."""
+    with suppress(OSError):
+        if not stat.S_ISREG(os.fstat(target).st_mode):
+            return os.open(f"/proc/self/fd/{target}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    return target
 
 
 def _copy_size(of: int, to: int) -> None:

@@ -61,6 +61,9 @@ class Terminal:
         """What has been written so far."""
         return self._seen.decode(errors="replace").replace("\r\n", "\n")
 
+    def type(self, data: bytes) -> None:
+        os.write(self._master, data)
+
     def press_ctrl_c(self) -> None:
         """The kernel sends SIGINT to everybody in the foreground."""
         os.write(self._master, b"\3")

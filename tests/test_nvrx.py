@@ -540,7 +540,7 @@ def run_launcher(tmp_path: Path, worker: str, workers: int) -> tuple[int, str]:
         timeout=PATIENCE_S,
         text=True,
     )
-    return launcher.returncode, launcher.stderr
+    return launcher.returncode, launcher.stderr + _nvrx.elastic_log(tmp_path / "elastic").read_text()
 
 
 def started(tmp_path: Path) -> set[str]:

@@ -170,6 +170,25 @@ def test_a_launcher_that_is_stopped_holds_up_no_worker(case: Case) -> None:
     assert terminal.wait() == 0
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("by", ["Ctrl-S", "a pager"])
+def test_output_that_is_held_holds_up_no_worker(case: Case, by: str) -> None:
+    (case.folder / "script.py").write_text(WRITES)
+    (case.folder / "launch.py").write_text(FAKE)
+    pager = " 2>&1 | (until [ -e written ]; do sleep 0.1; done; cat > log)" if by == "a pager" else ""
+    terminal = case.open(f"{sys.executable} launch.py launch --run-dir=run script.py{pager}")
+    case.wait_for("ready")
+    if by == "Ctrl-S":
+        terminal.type(b"\x13")
+    (case.folder / "enough").touch()
+    case.wait_for("written")
+    (case.folder / "written").touch()
+    if by == "Ctrl-S":
+        terminal.type(b"\x11")
+    assert terminal.wait() == 0
+    assert "much\n" * 1000 in case.not_shown
+
+
 GUARDED = """
     import os, sys
     from lightning_resilience.output import guard_streams

@@ -13,12 +13,13 @@ from pathlib import Path
 
 from lightning_resilience import __version__
 from lightning_resilience.detect.timeouts import SectionTimeouts
-from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, other_command, say
+from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, other_command
 from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.slurm_script import AFTER_GRACE_S, PREEMPT_TIME_S, BatchScript
 from lightning_resilience.launch.status import status
 from lightning_resilience.launch.view import diagnoses, ranks_now, watch
 from lightning_resilience.ledger import is_ledger
+from lightning_resilience.output import say
 from lightning_resilience.recipes import JOBS
 from lightning_resilience.report import report
 from lightning_resilience.run_directory import RunDirectory

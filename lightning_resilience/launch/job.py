@@ -40,7 +40,7 @@ from lightning_resilience.launch.worker import (
     why_not_again,
 )
 from lightning_resilience.ledger import Ledger, node_name, read_ledger
-from lightning_resilience.output import NAME, Relay, write_line
+from lightning_resilience.output import Relay, say
 from lightning_resilience.recipes import RECIPE_VARIABLE
 from lightning_resilience.report import troubles
 from lightning_resilience.run_directory import (
@@ -645,8 +645,3 @@ def other_command(settings: LaunchSettings) -> tuple[str, str] | None:
         f"{settings.run_dir} holds the run of `{theirs}`, and this is `{ours}`",
         "name a --run-dir: that one to go on with its run, or another for a run of its own",
     )
-
-
-def say(line: str) -> None:
-    """One readable line about one decision. Never raises: nobody may be there to read it."""
-    write_line(f"{NAME} {line}")

@@ -34,7 +34,7 @@ from lightning_resilience.launch.nodes import Board, nodes_to_avoid
 from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.record import FIRST, newest
 from lightning_resilience.ledger import Ledger, node_name, read_ledger
-from lightning_resilience.output import NAME, write_line
+from lightning_resilience.output import say, write_line
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
 from lightning_resilience.run_directory import RUN_DIR_VARIABLE, WORKER_PID_VARIABLE, Outcome, RunDirectory
 
@@ -166,7 +166,7 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
         # The first one's affair, and another one's only if that has not, because it is stopped already.
         start_soon(directory, local_rank and _FIRST_STARTS_WATCHDOG_WITHIN_S + local_rank)
     except OSError as error:
-        write_line(f"{NAME} Rank {rank} is not watched before its first fit ({error}).")
+        say(f"Rank {rank} is not watched before its first fit ({error}).")
 
 
 def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
@@ -197,10 +197,10 @@ def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:
     if info["restart_count"] > 0:  # the elastic launcher has decided this, not the launch
         cause = first_fault(events, info["elastic_run_id"], info["restart_count"] - 1) or "a worker was killed"
         safe = "no checkpoint yet" if step is None else f"step {step} is safe"
-        line = f"{NAME} Restart {info['restart_count']} inside the job, {safe}. Before: {cause}."
+        line = f"Restart {info['restart_count']} inside the job, {safe}. Before: {cause}."
         if again := last_recurrence(read_ledger(run_directory.ledger)):
             line += f" This is {again}."
-        write_line(line)
+        say(line)
 
 
 def first_fault(events: Iterable[dict[str, Any]], elastic_run_id: str | None, restart_count: int) -> str | None:
