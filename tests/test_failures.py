@@ -6,10 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_resilience.launch.budget import Failure
+from lightning_resilience.launch.script_errors import describe, why_not_again
 from lightning_resilience.launch.worker import first_fault
 from tests.test_launch import FAKE, REAL, Launcher
 
@@ -135,6 +137,63 @@ def test_the_first_fault_is_no_mere_consequence(reasons: list[str], expected: st
     ]
     fault = first_fault([{**faults[0], "elastic_run_id": "other"}, *faults] if faults else [], "job", 2)
     assert fault is None if expected is None else str(fault).startswith(expected)
+
+
+def _group(
+    number: int, *events: dict[str, object], mistake: str = "code", reason: str = "E: 1"
+) -> list[dict[str, Any]]:
+    """A group of workers that begins at step 5, does something, and fails."""
+    same = {"elastic_run_id": "a", "restart_count": number}
+    began = {"event": "resumed", "fit": 0, "step": 5}
+    fault = {"event": "fault", "kind": "E", "place": "train.py:9", "reason": reason, "mistake": mistake, **same}
+    return [{"event": "start", **same}, *((began, *events) if events else ()), fault]
+
+
+AT_5 = {"event": "fault", "fit": 0, "step": 5}
+AT_6 = {"event": "saved", "fit": 0, "step": 6}
+LAUNCH = {"event": "launch", "command": ["train.py"]}
+
+
+@pytest.mark.parametrize(
+    ("events", "is_tried_again"),
+    [
+        ([LAUNCH, *_group(0)], True),
+        ([LAUNCH, *_group(0), *_group(1)], False),
+        ([LAUNCH, *_group(0, AT_5), *_group(1, AT_5)], False),
+        ([LAUNCH, *_group(0, AT_6), *_group(1, AT_6)], True),
+        ([LAUNCH, *_group(0, AT_6), *_group(1, AT_5)], False),
+        ([LAUNCH, *_group(0, AT_5), *_group(1, AT_6), *_group(2, AT_5)], False),
+        ([LAUNCH, *_group(0), *_group(1, reason="F: other")], True),
+        ([LAUNCH, *_group(0), *_group(1, reason="E: 2")], False),
+        ([LAUNCH, *_group(0, mistake=""), *_group(1, mistake="")], True),
+        ([LAUNCH, *_group(0, mistake="file"), *_group(1, mistake="file")], False),
+        ([LAUNCH, *_group(0, AT_6), LAUNCH, *_group(0, mistake="file"), *_group(1, mistake="file")], True),
+        ([LAUNCH, *_group(0), LAUNCH, *_group(0)], True),
+    ],
+)
+def test_which_mistakes_are_not_tried_again(events: list[dict[str, Any]], is_tried_again: bool) -> None:
+    assert (why_not_again(events) is None) is is_tried_again
+
+
+@pytest.mark.parametrize(
+    ("error", "mistake"),
+    [
+        (NameError("x"), "code"),
+        (RuntimeError("shape '[3, 4]' is invalid for input of size 10"), "code"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
+        (RuntimeError("Gloo connectFullMesh failed"), None),
+        (type("DistBackendError", (RuntimeError,), {})("x"), None),
+        (type("ValidationError", (ValueError,), {})("lr is negative"), "code"),
+        (type("EntryNotFound", (FileNotFoundError, ValueError), {})("check your connection"), None),
+        (FileNotFoundError("/data"), "file"),
+        (OSError("Stale file handle"), None),
+        (ConnectionError("refused"), None),
+        (SystemExit(3), None),
+        (KeyboardInterrupt(), None),
+    ],
+)
+def test_which_errors_are_mistakes(error: BaseException, mistake: str | None) -> None:
+    assert describe(error).get("mistake") == mistake
 
 
 @pytest.mark.parametrize(("world_size", "who"), [(2, "rank 1"), (3, "a worker")])

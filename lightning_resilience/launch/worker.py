@@ -14,7 +14,6 @@ import re
 import runpy
 import signal
 import sys
-import sysconfig
 import time
 import traceback
 import types
@@ -28,15 +27,16 @@ from lightning_resilience import signals
 from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.detect.watchdog import start_soon
 from lightning_resilience.detect.witness import Witness, node_directory
-from lightning_resilience.launch.budget import first_cause, highest_verified_step, last_recurrence, normalised
+from lightning_resilience.launch.budget import first_cause, highest_verified_step, last_recurrence
 from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.launch.nodes import Board, nodes_to_avoid
 from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.record import FIRST, newest
+from lightning_resilience.launch.script_errors import describe, show, why_not_again
 from lightning_resilience.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.output import say, write_line
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
-from lightning_resilience.run_directory import RUN_DIR_VARIABLE, WORKER_PID_VARIABLE, Outcome, RunDirectory
+from lightning_resilience.run_directory import RUN_DIR_VARIABLE, WORKER_PID_VARIABLE, AnotherFit, Outcome, RunDirectory
 
 JOB_ATTEMPT_VARIABLE = "LIGHTNING_RESILIENCE_JOB_ATTEMPT"
 """Environment variable with the number of the job retry: 0 is the first job."""
@@ -63,13 +63,7 @@ _IN_VAIN = {
 }
 
 
-# What is raised by mistakes in a script, rather than by a device or a network that may be better soon.
-_MISTAKES = (
-    *("SyntaxError", "IndentationError", "TabError", "NameError", "UnboundLocalError", "AttributeError", "TypeError"),
-    *("ValueError", "KeyError", "IndexError", "AssertionError", "ModuleNotFoundError"),
-)
 _ENDED_WITHIN_S = 15.0
-_REFUSED = "the script ended by sys.exit(2)"  # argparse's
 
 
 def main() -> None:
@@ -119,24 +113,24 @@ def main() -> None:
                 reason = f"the script ended by sys.exit({exit_request.code!r})"
             details = {"exit_code": TRY_ELSEWHERE} if exit_request.code == TRY_ELSEWHERE else {}
             outcome = Outcome("failed", reason, details=details)
-            fault = _describe(exit_request)
+            fault = describe(exit_request)
             if not isinstance(exit_request.code, int):
                 write_line(str(exit_request.code))  # as Python does
     except BaseException as error:
         outcome = Outcome("failed", traceback.format_exception_only(type(error), error)[-1].strip())
         if in_vain := _why_in_vain(error, run_directory.path):
             outcome = Outcome("halted", in_vain)
-        fault = _describe(error)
-        _show(error)
+        fault = describe(error)
+        show(error, run_directory.path / "errors", os.environ.get(FIRST_LAUNCH_VARIABLE, ""), ledger.rank or 0)
 
     if os.getpid() != pid:  # a child that the script has forked ends for itself, and not for the run
         sys.exit(0 if outcome.status == "finished" else 1)
     for fit in run_directory.fits:  # a fit's own word counts for more: a library may have swallowed its exception
-        said = fit.outcome
-        if said is None or said.time < began:
-            continue
-        if said.status == "halted" or (said.status == "interrupted" and outcome.status == "finished"):
-            outcome = said
+        for said in (fit.outcome, fit.failed_start):
+            if said is None or said.time < began:
+                continue
+            if said.status == "halted" or (said.status == "interrupted" and outcome.status == "finished"):
+                outcome = said
     _record_end(run_directory, ledger, outcome, fault, command)
     sys.exit(1 if outcome.status == "failed" else 0)  # the launcher would restart whatever does not end with 0
 
@@ -248,61 +242,14 @@ def _record_end(
     ledger.record("outcome", status=outcome.status, reason=outcome.reason)
 
 
-_NOT_THE_USERS = (
-    "<",  # <frozen runpy>
-    str(Path(__file__).parents[1]) + os.sep,
-    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-)
-
-
-def why_not_again(events: Iterable[dict[str, Any]]) -> str | None:
-    """Why the script need not be run once more: it makes the same mistake each time, before any training begins.
-
-    Asked when a group of workers starts, since all of them must come to the same answer; with several nodes by the
-    first node's launch, since what one node has just written another may not see yet.
-
-    Args:
-        events: The run's ledger, oldest first.
-    """
-    verdict = None
-    found: dict[tuple[str, Any, str], set[Any]] = {}
-    for event in events:
-        match event["event"]:
-            case "launch" | "fresh" | "resumed":
-                verdict = None
-                found.clear()
-            case "fault" if "elastic_run_id" in event:
-                reason = str(event.get("reason"))
-                same = (str(event.get("kind")), event.get("place"), normalised(reason))
-                found.setdefault(same, set()).add((event["elastic_run_id"], event.get("restart_count")))
-                if reason == _REFUSED:
-                    verdict = f"{reason}, which says that it was called in a wrong way"
-                elif same[0] in _MISTAKES and len(found[same]) > 1:
-                    verdict = f"{reason} ({same[1]}), twice before any training began"
-    return verdict
-
-
 def _why_in_vain(error: BaseException, run_dir: Path) -> str | None:
     """Why every further attempt would end as this one has, if so."""
+    if isinstance(error, AnotherFit):
+        return str(error)
     for pattern, reason in _IN_VAIN.items():
         if found := pattern.search(str(error)):
             return reason.format(**found.groupdict(), workers=os.environ.get("WORLD_SIZE"), run_dir=run_dir)
     return None
-
-
-def _describe(error: BaseException) -> dict[str, Any]:
-    """The class of an exception, and the innermost line of the user's own code in its traceback."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    users = [f"{os.path.basename(file)}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
-    return {"kind": type(error).__name__, "place": users[-1] if users else None}
-
-
-def _show(error: BaseException) -> None:
-    """Reports an exception as Python does for a script of its own: without the frames that led to the script."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
-        frames = frames.tb_next
-    sys.excepthook(type(error), error.with_traceback(frames), frames)
 
 
 def _run_script(command: list[str]) -> None:

@@ -1,0 +1,198 @@
+"""What a script has raised: whether trying again can help, and how it is shown. Imports neither torch nor Lightning."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import runpy
+import sys
+import sysconfig
+import time
+import traceback
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lightning_resilience.launch.budget import normalised
+from lightning_resilience.ledger import node_name
+
+# What is raised by mistakes in a script, rather than by a device or a network that may be better soon.
+_MISTAKES = (
+    *("SyntaxError", "IndentationError", "TabError", "NameError", "UnboundLocalError", "AttributeError", "TypeError"),
+    *("ValueError", "KeyError", "IndexError", "AssertionError", "ImportError", "ModuleNotFoundError"),
+    *("NotImplementedError", "RecursionError", "ZeroDivisionError"),
+)
+# Shapes that do not fit are one of these, and so is a GPU that is gone: its message says so.
+_MISTAKES_OR_NOT = ("RuntimeError", "MisconfigurationException")
+_OF_MACHINES = re.compile(
+    r"cuda|nccl|gloo|cudnn|cublas|\bhip\b|rocm|\bxpu\b|\bgpus?\b|nvml|nvidia|driver|device-side|memory|connect|network"
+    r"|socket|address|time[d ]?.?out|\bstore\b|rendezvous|\bpeers?\b|worker|\bprocess(es)?\b|storage|disk|too many open"
+    r"|resource|temporar|unavailable|interrupt|killed|signal|thread|http|download|\block\b",
+    re.IGNORECASE,
+)
+# A path with a mistake in it, unless a training of the same command has begun before: then a disk is not mounted.
+_FILES = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")
+_REFUSED = "the script ended by sys.exit(2)"  # argparse's
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_NOT_THE_USERS = (
+    "<",  # <frozen runpy>
+    _PACKAGE,
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+_WRAPPERS = re.compile(
+    r"/(lightning/pytorch|pytorch_lightning)/(trainer/call\.py|strategies/launchers/)"
+    r"|/lightning/fabric/strategies/launchers/|/torch/distributed/(elastic/|run\.py|launch\.py)"
+)
+_MOST_FILES = 100
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """For the ledger: the class of an exception, the innermost line of the user's own code, and whose fault it is.
+
+    Args:
+        error: What was raised.
+    """
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [f"{os.path.basename(file)}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
+    described = {"kind": type(error).__name__, "place": users[-1] if users else None}
+    return described | ({"mistake": mistake} if (mistake := _mistake(error)) is not None else {})
+
+
+def _mistake(error: BaseException) -> str | None:
+    kind = type(error)
+    if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        return None
+    if kind.__name__ in _FILES:
+        return "file"
+    if kind.__module__ == "builtins" and kind.__name__ in _MISTAKES:
+        return "code"
+    is_one = kind.__name__ in _MISTAKES_OR_NOT or any(each.__name__ in _MISTAKES for each in kind.__mro__)
+    return "code" if is_one and not isinstance(error, OSError) and not _OF_MACHINES.search(str(error)) else None
+
+
+def why_not_again(events: Iterable[dict[str, Any]]) -> str | None:
+    """Why the script need not be run once more: it has made the same mistake twice, and not one step between.
+
+    Asked when a group of workers starts, since all of them must come to the same answer; with several nodes by the
+    first node's launch, since what one node has just written another may not see yet.
+
+    Args:
+        events: The run's ledger, oldest first.
+    """
+    verdict = None
+    command: Any = None
+    has_begun = False  # a training, with this command
+    steps: dict[Any, int] = {}  # at which each fit of this group of workers began
+    has_advanced = False  # this group
+    found: dict[tuple[str, Any, str], set[Any]] = {}
+    for event in events:
+        fit, step = event.get("fit"), event.get("step")
+        match event["event"]:
+            case "launch":
+                verdict = None
+                found.clear()
+                has_begun = has_begun and event.get("command") == command
+                command = event.get("command")
+            case "start":
+                steps.clear()
+                has_advanced = False
+            case "fresh" | "resumed":
+                steps[fit] = step or 0
+                has_begun = True
+            case "fault" if "elastic_run_id" in event:
+                reason = str(event.get("reason"))
+                same = (str(event.get("kind")), event.get("place"), normalised(reason))
+                groups = found.setdefault(same, set())
+                if has_advanced:
+                    groups.clear()
+                groups.add((event["elastic_run_id"], event.get("restart_count")))
+                mistake = event.get("mistake")
+                if reason == _REFUSED:
+                    verdict = f"{reason}, which says that it was called in a wrong way"
+                elif len(groups) > 1 and (mistake == "code" or (mistake == "file" and not has_begun)):
+                    where = f" ({same[1]})" if same[1] else ""
+                    verdict = f"{reason}{where}, twice with no step between"
+            case _ if isinstance(step, int) and fit in steps and step > steps[fit]:
+                has_advanced = True
+    return verdict
+
+
+def show(error: BaseException, folder: Path, launch_id: str, rank: int) -> None:
+    """Reports an exception as Python does for a script of its own; one that was reported before in a line.
+
+    The traceback is without what led to the script, the launchers that Lightning wraps around a fit, and this package.
+    The whole of it is kept.
+
+    Args:
+        error: What was raised.
+        folder: Where whole tracebacks are kept, ``errors`` in the run directory.
+        launch_id: Of the launch that decides: its successors report the same again.
+        rank: The rank on which it was raised.
+    """
+    whole = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    about = describe(error)
+    words = traceback.format_exception_only(type(error), error)[-1].strip()
+    same = f"{launch_id} {about['kind']} {about['place']} {normalised(words)}"
+    path = folder / f"{hashlib.sha256(same.encode()).hexdigest()[:12]}.log"
+    is_first, is_kept = _keep(path, f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank} on {node_name()}", whole)
+    if not is_first:
+        place = f" ({about['place']})" if about["place"] else ""
+        line = f"{words[:200]}{place}"
+        print(f"[lightning-resilience] Rank {rank}, again: {line}; its traceback: {path}", file=sys.stderr, flush=True)
+        return
+    count = _cut(error, set())
+    sys.excepthook(type(error), error, error.__traceback__)
+    if count and is_kept:
+        line = f"[lightning-resilience] The traceback with {count} more frames, which are not yours: {path}"
+        print(line, file=sys.stderr, flush=True)
+
+
+def _keep(path: Path, head: str, whole: str) -> tuple[bool, bool]:
+    """Writes a traceback down; returns whether it is the first of its kind, and whether it is written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if not path.exists() and sum(1 for _ in path.parent.iterdir()) >= _MOST_FILES:
+                return True, False
+            with open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"{head}\n{whole}")
+            return True, True
+        except FileExistsError:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"{head}: again\n")
+            return False, True
+    except OSError:
+        return True, False
+
+
+def _cut(error: BaseException | None, seen: set[int]) -> int:
+    """Takes the frames that are not the user's affair off an exception, and those it came from; returns how many."""
+    if error is None or id(error) in seen:
+        return 0
+    seen.add(id(error))
+    frames = []
+    now = error.__traceback__
+    while now is not None:
+        frames.append(now)
+        now = now.tb_next
+    # What leads to the script goes without saying.
+    led = next((i for i, each in enumerate(frames) if not _leads_to_script(each.tb_frame.f_code.co_filename)), 0)
+    users = [each for each in frames[led:] if not _is_wrapper(each.tb_frame.f_code.co_filename)]
+    if users:
+        kept: types.TracebackType | None = None
+        for each in reversed(users):
+            kept = types.TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+        error.__traceback__ = kept
+    below = (error.__cause__, error.__context__, *getattr(error, "exceptions", ()))
+    return (len(frames) - led - len(users) if users else 0) + sum(_cut(each, seen) for each in below)
+
+
+def _leads_to_script(file: str) -> bool:
+    return file in (os.path.join(os.path.dirname(__file__), "worker.py"), runpy.__file__, "<frozen runpy>")
+
+
+def _is_wrapper(file: str) -> bool:
+    return file.startswith(_PACKAGE) or _WRAPPERS.search(file.replace(os.sep, "/")) is not None
