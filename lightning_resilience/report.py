@@ -19,6 +19,7 @@ _LAST_WORDS = ("fault", "interrupted", "halted", "straggler_stop", "killed")
 _TOO_LONG = (
     "slurm",
     "versions",
+    "files",
     "budget",
     "elastic_run_id",
     "saved_at",

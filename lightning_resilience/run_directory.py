@@ -8,13 +8,18 @@ RUN_DIR/
   attempt.json        the token of the processes that may write now; a late process of an older attempt may not
   trainer.json        the process that trains here now; one of another job on its host is refused
   outcome.json        how the script ended last
+  command.txt         the script and its arguments, as they were launched last
+  fresh.json          the runs that were begun afresh beside this one, by --fresh; the newest is gone on with
+  errors/             the errors of the script, each with its whole traceback
   launches/           the launches of this run that are at work now, each with its host and process; one decides
   decision.json       with several nodes: what the first node has decided for all
   elastic/            the elastic launcher's own files; NODE.log is what it says itself
   not-shown.log       output for which there was no terminal any more, or no reader, or no room on its disk
   fit-000/            one folder for every fit of the script, in the order in which the script makes them
     fingerprint.json  what the fit trains: module class and parameter shapes
+    settings.json     what it was given at its last start: hyper-parameters, optimizers, data, limits
     outcome.json      how this fit ended last
+    failed_start.json how a later start of it ended before it trained anything, if the fit had finished
     condemned.json    checkpoints that have turned out to be bad after they were loaded
     courses.json      at which steps the fit has left a course for another one
     nan_guard.json    how often the fit has gone back, and the batches that it passes over
@@ -143,6 +148,8 @@ class FitDirectory:
         self.quarantine = path / "quarantine"
         self._outcome = path / "outcome.json"
         self._fingerprint = path / "fingerprint.json"
+        self._settings = path / "settings.json"
+        self._failed_start = path / "failed_start.json"
         self._condemned = path / "condemned.json"
         self._courses = path / "courses.json"
         self._outputs = path / "outputs.json"
@@ -168,6 +175,28 @@ class FitDirectory:
     @outcome.setter
     def outcome(self, outcome: Outcome) -> None:
         outcome.write(self._outcome)
+
+    @property
+    def failed_start(self) -> Outcome | None:
+        """How a start of this fit ended last that trained nothing, after the fit had finished."""
+        return Outcome.read(self._failed_start)
+
+    @failed_start.setter
+    def failed_start(self, outcome: Outcome) -> None:
+        outcome.write(self._failed_start)
+
+    @property
+    def settings(self) -> dict[str, Any] | None:
+        """What this fit was given at its last start.
+
+        Raises:
+            OSError: If it cannot be read.
+        """
+        return load_json(self._settings)
+
+    @settings.setter
+    def settings(self, settings: dict[str, Any]) -> None:
+        write_json(self._settings, settings)
 
     @property
     def fingerprint(self) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import math
 import os
+import sys
 import time
 import uuid
 import weakref
@@ -60,6 +61,17 @@ from lightning_resilience.run_directory import (
     StorageFails,
 )
 from lightning_resilience.saving import STATE_KEY, Saver
+from lightning_resilience.settings import (
+    CONTINUE_VARIABLE,
+    WORLD_SIZE,
+    Settings,
+    changes,
+    flat,
+    is_another_fit,
+    is_end,
+    say_changes,
+    settings_of_arguments,
+)
 from lightning_resilience.tiers import ENDS_APART, Tiers
 from lightning_resilience.wandb_runs import begin_another, wandb_run_id
 
@@ -224,6 +236,9 @@ class FitSession:
         """Whether the fit ends by an exception: the other ranks may be gone."""
         self._silenced = False
         self._fingerprint: dict[str, str] = {}
+        self._optimizers: Settings | None = None
+        self._is_its_own = False
+        self._has_trained = False
         self._owner_unknown_said = False
         self._install()
         _native_threads.guard()
@@ -399,6 +414,7 @@ class FitSession:
 
     def _restore_state(self, choice: _Choice | None, weights_only: bool | None) -> None:
         path, checkpoint = choice if choice is not None else (self._explicit, None)
+        self._is_its_own = choice is not None
         if choice is not None and checkpoint is None:
             with dcp.nothing_unpickled():
                 checkpoint = from_plain(_lightning.load_own_whole_checkpoint(self.trainer, str(path)))
@@ -458,6 +474,8 @@ class FitSession:
 
     def _before_training_state(self) -> None:
         """Lightning restores loops and optimizers: from what it has loaded, which a search in between has dropped."""
+        if self._optimizers is None:  # as the script makes them: a checkpoint's groups go before these
+            self._optimizers = _settings_of_optimizers(self.trainer)
         loaded = _lightning.loaded_checkpoint(self.trainer)
         if loaded and loaded is not self._checkpoint:
             return  # a search puts back what it has saved before it began
@@ -533,6 +551,66 @@ class FitSession:
             if self.trainer.is_global_zero:
                 log.warning("The training data are not those with which this fit began: its resume is not exact.")
 
+    def _check_settings(self, loaders: list[Any]) -> None:
+        """Says what is another now than at the last start; a finished fit is not taken for one of other settings."""
+        now = self._settings(loaders)
+
+        def compare() -> tuple[str, str | None]:
+            found = changes(self.fit.settings or now, now)
+            if is_another_fit(found) and self._stands_for_another():
+                return "", (
+                    f"{self.fit.path} holds a fit that has finished with other settings: {say_changes(found)}. What "
+                    "it has come to would be taken for this one's. Give the run another directory (run_dir=, "
+                    "--run-dir, or --fresh of lightning-resilience launch). To go on with it all the same: launch's "
+                    f"--continue-anyway, or {CONTINUE_VARIABLE}=1."
+                )
+            self.fit.settings = now
+            said = f"{say_changes(found)}." if found else ""
+            if self._resumed and (kept := [each.name for each in found if each.name in (self._optimizers or {})]):
+                said += f" A resumed optimizer keeps what was saved of {', '.join(kept)}."
+            return said, None
+
+        changed, problem = self.from_rank_0(compare)
+        if problem is not None:
+            raise AnotherFit(problem)
+        if changed and self.trainer.is_global_zero:
+            log.warning("Changed since the last start of this fit: %s", changed)
+
+    def _stands_for_another(self) -> bool:
+        """Whether the final state of this fit would be taken for what somebody has asked for since."""
+        if not self._had_finished or self._resumed is None or not self._is_its_own:
+            return False
+        if os.environ.get(CONTINUE_VARIABLE) == "1" or _is_started_by_itself():
+            return False
+        # Where a later fit has not finished, this is the resume of a run, in which much may differ by itself.
+        outcomes = [fit.outcome for fit in self.run.fits]
+        return all(outcome is not None and outcome.status == "finished" for outcome in outcomes)
+
+    def _settings(self, loaders: list[Any]) -> Settings:
+        trainer = self.trainer
+        data = data_position.describe_data(loaders)
+        found: Settings = {}
+        if not os.environ.get(RUN_DIR_VARIABLE):  # else the launch has said it; and of limits the Trainer says more
+            given = settings_of_arguments(sys.argv[1:])
+            found = {name: value for name, value in given.items() if not is_end(name)}
+        found |= flat("module", getattr(self.module, "hparams", None) or {})
+        found |= flat("data", getattr(getattr(trainer, "datamodule", None), "hparams", None) or {})
+        found |= self._optimizers or {}
+        found |= {
+            "batch size": _one(data_position.batch_sizes(loaders)),
+            "training samples": _one([each["length"] for each in data]),
+            "precision": trainer.precision,
+            "accumulate_grad_batches": self._accumulates,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            **_lightning.limits(trainer),
+            WORLD_SIZE: trainer.world_size,
+        }
+        return found
+
+    @property
+    def _had_finished(self) -> bool:
+        return self.previous_outcome is not None and self.previous_outcome.status == "finished"
+
     def _understand(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
         state: dict[str, Any] = checkpoint[STATE_KEY]
         epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
@@ -582,6 +660,7 @@ class FitSession:
         for hook in self.before_training_data:
             hook(loaders)
         self._check_data(data_position.describe_data(loaders, (self.fit.fingerprint or {}).get("data")))
+        self._check_settings(loaders)
         if self.trainer.is_global_zero:
             for reason in data_position.inexact_loaders(loaders):
                 log.warning("A resume may not be exact: %s", reason)
@@ -812,15 +891,19 @@ class FitSession:
             return
         before = self.previous_outcome.details if self.previous_outcome is not None else {}
         details = {name: before[name] for name in (ENDS_APART,) if name in before} | (details or {})
+        outcome = Outcome(status, reason, self.trainer.global_step, self.token, details=details)
         try:
-            self.fit.outcome = Outcome(status, reason, self.trainer.global_step, self.token, details=details)
+            if self._had_finished and status != "finished" and not self._has_trained:
+                self.fit.failed_start = outcome  # what the fit has come to is still there
+            else:
+                self.fit.outcome = outcome
         except OSError as error:
             log.error("The outcome of this fit (%s: %s) could not be written: %s", status, reason, error)
 
     def finished_before(self) -> bool:
         """Whether an earlier attempt finished this fit and the limit that ended it has not been raised."""
         outcome = self.previous_outcome
-        if outcome is None or outcome.status != "finished":
+        if outcome is None or not self._had_finished:
             return False
         if outcome.reason == _ASKED:  # who has set it may want more by now
             return not self._a_limit_is_raised(outcome.details)
@@ -861,8 +944,8 @@ class FitSession:
 
     def _is_halted(self) -> bool:
         """Whether a rank of this attempt has had the whole run halted; the others have only lost a peer."""
-        outcome = self.fit.outcome
-        return outcome is not None and outcome.status == "halted" and outcome.attempt == self.token
+        outcomes = (self.fit.outcome, self.fit.failed_start)
+        return any(each is not None and each.status == "halted" and each.attempt == self.token for each in outcomes)
 
     def leave(self) -> None:
         """Called in ``teardown`` and after an exception: leaves nothing behind, whatever goes wrong."""
@@ -962,6 +1045,7 @@ class FitSession:
             return False
         for begin in self.before_batch:
             begin()
+        self._has_trained = True
         return True
 
     def _is_behind_a_step(self) -> bool:
@@ -1327,6 +1411,27 @@ def _obstacle(trainer: Trainer) -> str | None:
             "strategy='ddp', or start the script by lightning-resilience launch or torchrun."
         )
     return strategies.traits_of(trainer.strategy).refused
+
+
+def _is_started_by_itself() -> bool:
+    """Whether a launcher or a scheduler has started this again, and no person who may want something else."""
+    counts = ("TORCHELASTIC_RESTART_COUNT", "LIGHTNING_RESILIENCE_JOB_ATTEMPT", "SLURM_RESTART_COUNT")
+    return any(os.environ.get(name, "0") not in ("", "0") for name in counts)
+
+
+def _settings_of_optimizers(trainer: Trainer) -> Settings:
+    found: Settings = {}
+    for index, optimizer in enumerate(trainer.optimizers):
+        name = "optimizer" if len(trainer.optimizers) == 1 else f"optimizer {index}"
+        found[name] = type(optimizer).__name__
+        for number, group in enumerate(optimizer.param_groups):
+            own = name if len(optimizer.param_groups) == 1 else f"{name}.group {number}"
+            found |= flat(own, {key: value for key, value in group.items() if key not in ("params", "param_names")})
+    return found
+
+
+def _one(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values
 
 
 def _check_worker_count(trainer: Trainer) -> None:

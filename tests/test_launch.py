@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -212,18 +213,16 @@ def test_a_crash_is_restarted_inside_the_job(launcher: Launcher) -> None:
 
 
 def test_what_always_crashes_ends_with_the_budget_and_the_reason(launcher: Launcher) -> None:
-    launcher.script("raise RuntimeError('boom')")
+    launcher.script("raise ConnectionError('boom')")
     assert launcher.run("--in-job-restarts=1", "--job-retries=1", "script.py") == 1
     assert [event["job_attempt"] for event in launcher.events("start")] == [0, 0, 1, 1]
-    again = (
-        "Failed: rank 0: RuntimeError: boom. Next: starting the job again, retry 1 of 1: the last one made no progress."
-    )
-    assert again in launcher.stderr()
+    again = "Next: starting the job again, retry 1 of 1: the last one made no progress."
+    assert f"Failed: rank 0: ConnectionError: boom. {again}" in launcher.stderr()
     assert "no progress in 2 jobs" in launcher.stderr()
-    assert "last failure: rank 0: RuntimeError: boom" in launcher.stderr()
+    assert "last failure: rank 0: ConnectionError: boom" in launcher.stderr()
     outcome = launcher.run_directory.outcome
     assert outcome is not None
-    assert (outcome.status, outcome.reason) == ("failed", "RuntimeError: boom")
+    assert (outcome.status, outcome.reason) == ("failed", "ConnectionError: boom")
 
     assert launcher.run("--in-job-restarts=0", "--job-retries=0", "script.py") == 1
     assert len(launcher.events("start")) == 5, "a person who launches it again has a fresh budget"
@@ -286,20 +285,43 @@ def test_a_script_that_cannot_go_on_with_the_run_is_not_tried_again(
 ) -> None:
     launcher.script(FIT)
     assert launcher.run("--recipe=workstation", "script.py", "2", "2") == 0
-    assert launcher.run("--recipe=workstation", "script.py", width, epochs) == 1
+    assert launcher.run("--recipe=workstation", "--continue-anyway", "script.py", width, epochs) == 1
     assert len(launcher.events("start")) == 2
     assert reason in launcher.stderr()
+    finished = launcher.run_directory.fit(0).outcome
+    assert finished is not None
+    assert finished.status == "finished", "a failed start takes nothing from a fit that has finished"
+    assert launcher.run("--recipe=workstation", "--continue-anyway", "script.py", "2", "2") == 0
 
 
-@pytest.mark.parametrize("mistake", ["undefined", "dict()['key']", "raise ValueError('no')", "import no_such_module"])
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "undefined",
+        pytest.param("dict()['key']", marks=pytest.mark.campaign),
+        pytest.param("raise ValueError('no')", marks=pytest.mark.campaign),
+        pytest.param("import no_such_module", marks=pytest.mark.campaign),
+        "open('/data/of/nobody')",
+        "ledger.record('fresh', fit=0); raise RuntimeError('mat1 and mat2 shapes cannot be multiplied (4x8 and 4x2)')",
+    ],
+)
 def test_a_mistake_of_the_script_is_tried_twice(launcher: Launcher, mistake: str) -> None:
-    launcher.script(f"ledger.record('ran')\n{mistake}")
+    launcher.script(f"ledger.record('ran')\ndef train():\n    {mistake}\ntrain()")
     assert launcher.run() == 1
     assert len(launcher.events("ran")) == 2
-    assert "(script.py:" in launcher.stderr()
-    assert "twice before any training began. Trying again would not change this." in launcher.stderr()
+    assert "twice with no step between. Trying again would not change this." in launcher.stderr()
+    # Its traceback is shown once, and the second one is a line.
+    assert launcher.stderr().count("Traceback (most recent call last)") == 1
+    assert launcher.stderr().count(", in train") == 1
+    [again] = [line for line in launcher.stderr().splitlines() if "Rank 0, again: " in line]
+    assert "(script.py:" in again
+    log = Path(again.partition("its traceback: ")[2]).read_text()
+    assert log.count(", in train") == 1
+    assert "launch/worker.py" in log, "the whole of it"
+    assert log.rstrip().endswith(": again")
     assert launcher.run() == 1
     assert len(launcher.events("ran")) == 4, "a person may have mended it"
+    assert launcher.stderr().count(", in train") == 1
 
 
 def test_with_several_nodes_the_first_says_for_all_that_a_mistake_is_not_tried_again(launcher: Launcher) -> None:
@@ -307,13 +329,21 @@ def test_with_several_nodes_the_first_says_for_all_that_a_mistake_is_not_tried_a
     launcher.script("ledger.record('ran')\nif restart_count == 2: time.sleep(1000)\nundefined")
     assert launcher.run(*NODES, "--in-job-restarts=3", "--node-rank=0", "script.py", GROUP_WORLD_SIZE="2") == 1
     assert len(launcher.events("ran")) == 3, "no worker decides"
-    assert "twice before any training began. Trying again would not change this." in launcher.stderr()
+    assert "twice with no step between. Trying again would not change this." in launcher.stderr()
 
 
-def test_a_mistake_after_training_has_begun_is_tried_as_any_failure(launcher: Launcher) -> None:
-    launcher.script("ledger.record('fresh', fit=0)\nraise ValueError")
-    assert launcher.run("--in-job-restarts=2", "--job-retries=0", "script.py") == 1
-    assert len(launcher.events("fresh")) == 3
+def test_the_frames_of_launchers_are_cut_from_a_traceback(launcher: Launcher) -> None:
+    launcher.script(
+        FIT.replace("return self.layer", "raise ConnectionError('wrapped') from KeyError(1); return self.layer")
+    )
+    assert launcher.run("--recipe=workstation", "--in-job-restarts=0", "--job-retries=0", "script.py", "2", "2") == 1
+    shown = launcher.stderr()[launcher.stderr().index("Traceback") :]
+    assert ", in training_step" in shown
+    assert "fit_loop.py" in shown
+    assert "trainer/call.py" not in shown
+    assert "lightning_resilience" not in shown.partition("ConnectionError: wrapped")[0]
+    path = shown.partition("more frames, which are not yours: ")[2].splitlines()[0]
+    assert "trainer/call.py" in Path(path).read_text()
 
 
 def test_a_script_that_refuses_its_arguments_is_not_run_again(launcher: Launcher) -> None:
@@ -427,9 +457,48 @@ def test_a_finished_run_is_not_run_again_unless_its_command_changes(launcher: La
     assert "has finished already" in launcher.stderr()
     assert launcher.run("script.py", "--max-epochs=9") == 0
     assert runs.read_text() == "xx"
+    launcher.script("open('runs', 'a').write('y')")
+    assert launcher.run("script.py", "--max-epochs=9") == 0
+    assert runs.read_text() == "xxy", "an edited script may ask for more"
+    assert "Changed since the last start: edited: script.py." in launcher.stderr()
     launcher.run_directory.fit(0).create()
     assert launcher.run("script.py", "--max-epochs=9") == 0
-    assert runs.read_text() == "xxx", "a fit that has begun and not finished reopens the run"
+    assert runs.read_text() == "xxyy", "a fit that has begun and not finished reopens the run"
+    assert "Changed since" not in launcher.stderr()
+
+
+def test_a_finished_run_is_not_taken_for_one_with_other_arguments(launcher: Launcher) -> None:
+    launcher.script("open('said', 'a').write(sys.argv[2] + ' ')")
+    assert launcher.run("script.py", "--lr", "0.1", "--max_steps=4") == 0
+    finished = launcher.run_directory.outcome
+    for arguments in (["--lr", "0.2", "--max_steps=4"], ["--lr", "0.1", "--max_steps=3"]):
+        assert launcher.run("script.py", *arguments) == 1
+        assert "--fresh for a new run beside it; --continue-anyway" in launcher.stderr()
+    assert "has finished with other arguments: --max_steps 4 -> 3" in launcher.stderr()
+    assert launcher.run_directory.outcome == finished, "it has taken nothing away"
+    assert launcher.run("script.py", "--max_steps=4", "--lr=.10") == 0, "the same, in other words"
+    assert (launcher.folder / "said").read_text() == "0.1 "
+    assert launcher.run("--continue-anyway", "script.py", "--lr", "0.2", "--max_steps=4") == 0
+    assert "Changed since the last start: --lr 0.1 -> 0.2." in launcher.stderr()
+    assert (launcher.folder / "said").read_text() == "0.1 0.2 "
+
+    assert launcher.run("--fresh", "script.py", "--lr", "0.3") == 0
+    assert launcher.run("script.py", "--lr", "0.3") == 0
+    assert "run-2 has finished already" in launcher.stderr()
+    assert launcher.run("--fresh", "script.py", "--lr", "0.4") == 0
+    assert launcher.run("script.py", "--lr", "0.4") == 0
+    assert "run-3 has finished already" in launcher.stderr()
+    assert launcher.run("--retries-in-new-job", "--continue-anyway", "script.py", "--lr", "0.5") == 0
+    assert f"Run directory {launcher.run_directory.path} (" in launcher.stderr(), "a scheduler goes on with its own"
+    assert (launcher.folder / "said").read_text() == "0.1 0.2 0.3 0.4 0.5 "
+
+
+def test_other_arguments_of_a_run_that_was_stopped_are_said(launcher: Launcher) -> None:
+    launcher.script("if sys.argv[-1] == '1': raise signals.Interrupted('told to')")
+    assert launcher.run("script.py", "--size", "1") == 75
+    assert launcher.run("script.py", "--size", "2", "--new") == 0
+    said = "Changed since the last start: --size 1 -> 2, --new (none) -> True."
+    assert launcher.stderr().count(said) == 1
 
 
 def test_rank_0_alone_cannot_finish_a_run(launcher: Launcher) -> None:
@@ -678,6 +747,12 @@ def test_whoever_reads_a_report_may_stop_at_any_line(launcher: Launcher) -> None
         (["--out-of-section-timeout=soon", "script.py"], "out_of_section must be seconds, or none, not 'soon'"),
         (["--section-timeouts=out_of_section:9", "--out-of-section-timeout=8", "script.py"], "two timeouts for"),
         (["--recipe=unknown", "script.py"], "invalid choice"),
+        (["scirpt.py"], "there is no script scirpt.py; did you mean script.py?"),
+        (["-m", "scirpt"], "there is no module scirpt, seen from"),
+        (["-m", "scirpt"], "did you mean script?"),
+        (["-m", "script.py"], "is a script: leave -m out"),
+        (["-m", "lightning_resilience.checkpoint"], "it is a package without a __main__.py"),
+        (["--fresh", "--retries-in-new-job", "script.py"], "--fresh is for a start by hand on one node"),
         ([], "required: SCRIPT"),
         (["--grace-perod=5", "script.py"], "there is no option --grace-perod; did you mean --grace-period?"),
         (["--frobnicate", "5", "script.py"], "there is no option --frobnicate\n"),
@@ -705,10 +780,14 @@ def test_what_a_command_line_asks_for(tmp_path: Path, monkeypatch: pytest.Monkey
     from lightning_resilience.launch.cli import launch_settings
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
+    (tmp_path / "package").mkdir()
+    for name in ("train.py", "package/train.py"):
+        (tmp_path / name).touch()
     settings = launch_settings(["-m", "package.train", "--lr", "3"])
     assert settings.command == ["-m", "package.train", "--lr", "3"]
-    assert settings.run_dir == tmp_path / "runs" / "package.train"
+    assert settings.run_dir.parent == tmp_path / "runs"
+    assert re.fullmatch(r"package\.train-[0-9a-f]{8}", settings.run_dir.name)
+    assert launch_settings(["train.py"]).run_dir == tmp_path / "runs" / "train"
     nothing = ["--in-job-restarts=0", "--grace-period=0"]
     settings = launch_settings(["--nnodes=1:1", "--run-dir=~/run", "--local-dir=local", *nothing, "train.py"])
     assert (settings.run_dir, settings.local_dir) == (Path.home() / "run", tmp_path / "local")

@@ -16,7 +16,6 @@ import pytest
 from lightning_resilience.launch.nodes import meet_alike
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, processes_of
 from lightning_resilience.launch.record import FIRST, LaunchRecord, newest
-from lightning_resilience.run_directory import RunDirectory
 from tests.test_kubernetes import why_no_pods
 from tests.test_launch import FAKE, PATIENCE_S, STOPS_WHEN_TOLD, Launcher, wait_until
 
@@ -206,23 +205,29 @@ def test_a_record_that_cannot_be_read_is_watched_too(tmp_path: Path, monkeypatch
 
 def test_a_default_run_directory_is_not_shared_by_other_arguments(launcher: Launcher) -> None:
     """A sweep would end with the first one's weights, again and again."""
-    launcher.script("open('said', 'a').write(sys.argv[1])")
+    launcher.script("open('said', 'a').write(sys.argv[-1][-1])")
 
     def run(*arguments: str, action: str = "launch") -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", FAKE, action, *arguments]
         return subprocess.run(command, cwd=launcher.folder, capture_output=True, text=True, timeout=60, check=False)
 
-    assert run("script.py", "1").returncode == 0
-    other = run("script.py", "2")
-    assert other.returncode == 1
-    default = launcher.folder / "runs" / "script"
+    runs = launcher.folder / "runs"
+    before_there_were_names = ["--run-dir=runs/script", "script.py", "1"]
+    assert run(*before_there_were_names).returncode == 0
+    assert "has finished already" in run("script.py", "1").stderr, "what had begun there goes on there"
+    assert run("script.py", "2").returncode == 0
+    assert run("script.py", "2").returncode == 0
+    assert run("script.py").returncode == 0
+    assert run("./script.py", "2", "--max_epochs", "3").returncode == 0, "a raised end is the same run"
+    assert (launcher.folder / "said").read_text() == "12y3"
+    of_2, without = sorted(path for path in runs.iterdir() if path.name != "script")
+    commands = {(path / "command.txt").read_text() for path in (of_2, without)}
+    assert commands == {"./script.py 2 --max_epochs 3\n", "script.py\n"}
+    listed = run("runs", action="status").stdout
+    assert all(words in listed for words in ("script.py 1", "./script.py 2 --max_epochs 3", of_2.name, "finished"))
     assert (
-        f"Refused: {default} holds the run of `script.py 1`, and this is `script.py 2`; name a --run-dir"
-        in other.stderr
+        run("script.py", "2", action="slurm").stdout.count(
+            str(of_2 if "script.py 2" in (of_2 / "command.txt").read_text() else without)
+        )
+        > 1
     )
-    assert [run("script.py", number, action="slurm").returncode for number in "12"] == [0, 1]
-    assert run("script.py", "1").returncode == 0, "the same command goes on with it"
-    assert (launcher.folder / "said").read_text() == "1"
-    assert run(f"--run-dir={default}", "script.py", "3").returncode == 0
-    assert (launcher.folder / "said").read_text() == "13"
-    assert RunDirectory(default).fits == []

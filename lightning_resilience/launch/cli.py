@@ -13,10 +13,12 @@ from pathlib import Path
 
 from lightning_resilience import __version__
 from lightning_resilience.detect.timeouts import SectionTimeouts
+from lightning_resilience.launch import naming
 from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, other_command
+from lightning_resilience.launch.lookup import why_not_found
 from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.slurm_script import AFTER_GRACE_S, PREEMPT_TIME_S, BatchScript
-from lightning_resilience.launch.status import status
+from lightning_resilience.launch.status import overview, runs_in, status
 from lightning_resilience.launch.view import diagnoses, ranks_now, watch
 from lightning_resilience.ledger import is_ledger
 from lightning_resilience.output import say
@@ -64,6 +66,9 @@ def _run(options: argparse.Namespace) -> None:
         _slurm(options)
         return
     if options.action != "launch":
+        if options.action == "status" and len(among := runs_in(Path(options.run_dir))):
+            print(overview(among))
+            return
         if (problem := _why_no_run(Path(options.run_dir))) is not None:
             options.parser.error(problem)
         if options.action == "status":
@@ -77,7 +82,10 @@ def _run(options: argparse.Namespace) -> None:
         else:
             watch(options.run_dir, options.interval)
         return
-    sys.exit(Launch(_settings(options)).run())
+    settings = _settings(options)
+    if options.fresh:
+        settings = replace(settings, run_dir=_begin_afresh(options))
+    sys.exit(Launch(settings).run())
 
 
 def _options_of(parser: argparse.ArgumentParser) -> set[str]:
@@ -142,7 +150,21 @@ def _parser() -> argparse.ArgumentParser:
         help="the callbacks that every Trainer gets; the defaults given here are those of nemo (default: %(default)s)",
     )
     launch.add_argument(
-        "--run-dir", type=Path, help="identity of the run, on storage that all nodes share (default: runs/SCRIPT)"
+        "--run-dir",
+        type=Path,
+        help="identity of the run, on storage that all nodes share (default: one for each script with its arguments, "
+        "runs/SCRIPT-HASH)",
+    )
+    launch.add_argument(
+        "--fresh",
+        action="store_true",
+        help="begin a new run beside the one that there is, with which the same command goes on from then on",
+    )
+    launch.add_argument(
+        "--continue-anyway",
+        action="store_true",
+        help="run the script again in the directory of a run that has finished with other arguments; what has "
+        "finished stays as it is",
     )
     launch.add_argument(
         "--nproc-per-node",
@@ -268,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
         help="show the jobs that a run has had, what is safe and what is left of its budget",
         description="Prints one line for every job or launch of a run, and its state now.",
     )
-    looked.add_argument("run_dir", metavar="RUN_DIR")
+    looked.add_argument("run_dir", metavar="RUN_DIR", help="or a folder of run directories, which are listed")
 
     shown = actions.add_parser(
         "report",
@@ -312,12 +334,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _settings(options: argparse.Namespace) -> LaunchSettings:
     parser: argparse.ArgumentParser = options.parser
-    if not options.module and not Path(options.script).is_file():
-        parser.error(f"there is no script {options.script}; a module is run with -m")
+    if (problem := why_not_found(options.script, options.module)) is not None:
+        parser.error(problem)
     if options.nnodes not in ("1", "1:1") and options.rdzv_endpoint is None:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT, with the first node's host and a free port on it")
     if options.spare and (options.nnodes in ("1", "1:1") or options.node_rank is not None):
         parser.error("--spare is for one more node than --nnodes says, and goes without --node-rank")
+    if options.fresh and (options.nnodes not in ("1", "1:1") or options.retries_in_new_job):
+        parser.error(
+            "--fresh is for a start by hand on one node: where nodes or a scheduler start this command again, each "
+            "start would begin another run; give them another --run-dir"
+        )
     timeouts = [options.section_timeouts] if options.section_timeouts else []
     if options.out_of_section_timeout is not None:
         timeouts.append(f"out_of_section:{options.out_of_section_timeout}")
@@ -330,10 +357,10 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         section_timeouts = SectionTimeouts.parse(",".join(timeouts)) if timeouts else job.section_timeouts
     except ValueError as error:
         parser.error(f"--section-timeouts and --out-of-section-timeout: {error}")
-    name = options.script if options.module else Path(options.script).stem
     return LaunchSettings(
-        command=[*(["-m"] if options.module else []), options.script, *options.args],
-        run_dir=(options.run_dir or Path("runs") / name).expanduser().absolute(),
+        command=_command(options),
+        # Who is started again by a scheduler goes on where that has begun, and is not diverted by a later run.
+        run_dir=_directory(options) if options.retries_in_new_job else naming.newest(_directory(options)),
         recipe=options.recipe,
         nproc_per_node=options.nproc_per_node,
         nnodes=options.nnodes,
@@ -352,8 +379,25 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         section_timeouts=section_timeouts,
         local_dir=None if options.local_dir is None else options.local_dir.expanduser().absolute(),
         is_default_run_dir=options.run_dir is None,
+        continue_anyway=options.continue_anyway,
         retries_in_new_job=options.retries_in_new_job,
     )
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    return [*(["-m"] if options.module else []), options.script, *options.args]
+
+
+def _directory(options: argparse.Namespace) -> Path:
+    """The run directory of a command, regardless of what was begun afresh beside it."""
+    named: Path | None = options.run_dir
+    return naming.default_directory(_command(options)) if named is None else named.expanduser().absolute()
+
+
+def _begin_afresh(options: argparse.Namespace) -> Path:
+    path = naming.begin_afresh(_directory(options))
+    say(f"A new run begins in {path}. The same command without --fresh goes on with it.")
+    return path
 
 
 def _slurm(options: argparse.Namespace) -> None:
@@ -376,14 +420,14 @@ def _batch_script(options: argparse.Namespace) -> BatchScript:
     parser: argparse.ArgumentParser = options.parser
     if options.nproc_per_node == "auto" and options.gpus_per_node is not None:
         options.nproc_per_node = str(options.gpus_per_node)
-    settings = _settings(argparse.Namespace(**vars(options), **_ONE_NODE))  # says what is wrong with them
+    settings = _settings(argparse.Namespace(**vars(options) | _ONE_NODE))  # says what is wrong with them
     if settings.is_default_run_dir and (other := other_command(settings)) is not None:
         raise Refused("; ".join(other))  # launch would not: the batch script names the run directory
     grace_period_s = options.grace_period
     if grace_period_s is None and settings.grace_period_s < options.preempt_time - AFTER_GRACE_S:
         grace_period_s = settings.grace_period_s  # the recipe's, which is shorter than what Slurm leaves
     try:
-        return BatchScript(
+        script = BatchScript(
             launch=[*_forwarded(options), *settings.command],
             run_dir=settings.run_dir,
             directory=Path.cwd(),
@@ -402,10 +446,16 @@ def _batch_script(options: argparse.Namespace) -> BatchScript:
         )
     except ValueError as error:
         parser.error(str(error))
+    return replace(script, run_dir=_begin_afresh(options)) if options.fresh else script
 
 
-_ONE_NODE = {"nnodes": "1", "node_rank": None, "spare": False, "rdzv_endpoint": None, "retries_in_new_job": True}
-_NOT_FORWARDED = ("run_dir", "grace_period", "module")  # the batch script has its own say, or the command holds it
+_ONE_NODE = {"nnodes": "1", "node_rank": None, "spare": False, "rdzv_endpoint": None, "retries_in_new_job": False}
+_NOT_FORWARDED = (
+    "run_dir",
+    "grace_period",
+    "module",
+    "fresh",
+)  # the batch script has its own say, or the command holds it
 
 
 def _forwarded(options: argparse.Namespace) -> list[str]:
@@ -415,7 +465,7 @@ def _forwarded(options: argparse.Namespace) -> list[str]:
         value = getattr(options, action.dest)
         if action.dest not in _NOT_FORWARDED and value != action.default:
             value = value.expanduser().absolute() if isinstance(value, Path) else value
-            forwarded.append(f"{action.option_strings[0]}={value}")
+            forwarded.append(action.option_strings[0] + ("" if value is True else f"={value}"))
     return forwarded
 
 

@@ -9,6 +9,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,7 @@ from lightning_resilience._files import Patience
 from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.launch import budget
 from lightning_resilience.launch.budget import Budget, LiveHistory, highest_verified_step
+from lightning_resilience.launch.naming import last_launch
 from lightning_resilience.launch.nodes import (
     FIRST_NODE_WITHIN_S,
     OWNER_LOST_AFTER_S,
@@ -30,6 +32,7 @@ from lightning_resilience.launch.nodes import (
 )
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
 from lightning_resilience.launch.record import InUse, LaunchRecord, Spares, TakenOver, records
+from lightning_resilience.launch.script_errors import why_not_again
 from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.temporary import launch_folder
 from lightning_resilience.launch.worker import (
@@ -37,7 +40,6 @@ from lightning_resilience.launch.worker import (
     JOB_ATTEMPT_VARIABLE,
     TRY_ELSEWHERE,
     first_fault,
-    why_not_again,
 )
 from lightning_resilience.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.output import Relay, say
@@ -50,6 +52,16 @@ from lightning_resilience.run_directory import (
     RUN_DIR_VARIABLE,
     Outcome,
     RunDirectory,
+)
+from lightning_resilience.settings import (
+    CONTINUE_VARIABLE,
+    Change,
+    changes,
+    digests_of_files,
+    identity_of_command,
+    is_another_run,
+    say_changes,
+    settings_of_command,
 )
 from lightning_resilience.wandb_runs import RUN_ID_VARIABLE, wandb_run_id
 
@@ -80,7 +92,8 @@ class LaunchSettings:
         grace_period_s: How long the workers have to save and end when they are told to.
         section_timeouts: How long a worker may take in each section of the run until it counts as hung.
         local_dir: Where every node keeps its local checkpoints; ``None``: in node memory.
-        is_default_run_dir: Whether nobody has named the run directory, so that scripts with other arguments share it.
+        is_default_run_dir: Whether nobody has named the run directory.
+        continue_anyway: Whether a run that has finished with other arguments is gone on with.
         retries_in_new_job: End as interrupted where the job is to be retried, or a node is to be avoided: whoever has
             started this launch gets a new job for it, on other nodes perhaps.
     """
@@ -98,6 +111,7 @@ class LaunchSettings:
     section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
     local_dir: Path | None = None
     is_default_run_dir: bool = False
+    continue_anyway: bool = False
     retries_in_new_job: bool = False
 
     @property
@@ -194,6 +208,7 @@ class Launch:
         self._spares = Spares(self._launches)
         self._waits_because = ""
         self._folder: Path | None = None  # for what lives as long as this launch
+        self._is_resumed = False
         self._over_since: float | None = None  # when this node saw that the job it is in has been given up
 
     def run(self) -> int:
@@ -229,7 +244,7 @@ class Launch:
         if (outcome := self._finished_before()) is not None:
             say(
                 f"The run in {self._run_directory.path} has finished already ({outcome.reason}); nothing to do. "
-                "Another --run-dir, or this one named and other script arguments, would run the script again."
+                "To train on, raise its end (max_epochs, max_steps, max_time); --fresh begins a new run beside it."
             )
             return self._end(Outcome("finished", "it had finished already"))
         self._describe()
@@ -346,9 +361,38 @@ class Launch:
         return sorted(nodes - {*self._excluded, *self._kept})
 
     def _finished_before(self) -> Outcome | None:
-        """The outcome, if the whole run had finished with the very same command."""
+        """The outcome, if the whole run has finished and this command asks for nothing else.
+
+        Raises:
+            Refused: If it asks for another run than that.
+        """
+        if (outcome := self._finished()) is None:
+            return None
+        found, edited = self._changed()
+        if not found:
+            return None if edited else outcome
+        if is_another_run(found) and not self.settings.continue_anyway:
+            raise self._refused(
+                f"the run in {self._run_directory.path} has finished with other arguments: {say_changes(found)}",
+                "give this one another --run-dir, or --fresh for a new run beside it; --continue-anyway runs the "
+                "script again in this one, where what has finished stays as it is",
+            )
+        return None
+
+    def _changed(self) -> tuple[list[Change], list[str]]:
+        """Which arguments are others than at the last start, and which files of the command were edited since."""
+        last = last_launch(self._run_directory.path) or {}
+        command, files = last.get("command"), last.get("files")
+        if not isinstance(command, list):
+            return [], []
+        found = changes(settings_of_command(list(map(str, command))), settings_of_command(self.settings.command))
+        before = files if isinstance(files, dict) else {}
+        now = digests_of_files(self.settings.command)
+        return found, [name for name, digest in now.items() if before.get(name, digest) != digest]
+
+    def _finished(self) -> Outcome | None:
         outcome = self._run_directory.outcome
-        if outcome is None or outcome.status != "finished" or outcome.details.get("command") != self.settings.command:
+        if outcome is None or outcome.status != "finished":
             return None
         ends = [event for event in read_ledger(self._ledger.path) if event["event"] in ("start", "exit")]
         if not ends or ends[-1].get("status") != "finished":
@@ -358,6 +402,9 @@ class Launch:
 
     def _describe(self) -> None:
         events = list(read_ledger(self._ledger.path))
+        found, edited = self._changed()
+        # Whoever starts the same again asks for nothing new: a scheduler, say.
+        self._is_resumed = bool(events) and not (found or edited or self._finished())
         launches = [event["event"] for event in events if event["event"] in ("launch", "exit")]
         if launches[-1:] == ["launch"]:
             self._ledger.record("launcher_killed")
@@ -366,6 +413,8 @@ class Launch:
             "launch",
             launch_id=self.launch_id,
             command=self.settings.command,
+            files=digests_of_files(self.settings.command),
+            changed=[*map(str, found), *edited] or None,
             recipe=self.settings.recipe,
             nnodes=self.settings.nnodes,
             nproc_per_node=self.settings.nproc_per_node,
@@ -379,6 +428,11 @@ class Launch:
         say(f"Run directory {self._run_directory.path} ({state}). The same command again resumes it.")
         log = _nvrx.elastic_log(self._run_directory.path / _ELASTIC)
         say(f"What the elastic launcher says is in {log}.")
+        if found or edited:
+            edits = f"edited: {', '.join(edited)}" if edited else ""
+            say(f"Changed since the last start: {'; '.join(filter(None, (say_changes(found), edits)))}.")
+        with suppress(OSError):  # for whoever looks for a run among many
+            (self._run_directory.path / "command.txt").write_text(shlex.join(self.settings.command) + "\n")
         if _nvrx.installed_version() is None:
             say("nvidia-resiliency-ext is not installed: torchrun starts the workers, without NVRx's rank monitors.")
 
@@ -580,6 +634,8 @@ class Launch:
         }
         if self._folder is not None:
             environment[_nvrx.FOLDER_VARIABLE] = str(self._folder)
+        if self.settings.continue_anyway or self._is_resumed:
+            environment[CONTINUE_VARIABLE] = "1"
         if self.settings.local_dir is not None:
             environment[LOCAL_DIR_VARIABLE] = str(self.settings.local_dir)
         with Relay(self._run_directory.path / NOT_SHOWN, without=[LAUNCH_ID_VARIABLE]) as relay:
@@ -635,12 +691,13 @@ class Launch:
 
 def other_command(settings: LaunchSettings) -> tuple[str, str] | None:
     """What is wrong if the run directory holds the run of another command, and what to do about it."""
-    path = RunDirectory(settings.run_dir).ledger
-    commands = [each.get("command") for each in read_ledger(path) if each["event"] == "launch"]
-    last = commands[-1] if commands else None
-    if last == settings.command or not isinstance(last, list):
+    last, here = (last_launch(settings.run_dir) or {}).get("command"), Path.cwd()
+    if not isinstance(last, list):
         return None
-    theirs, ours = shlex.join(map(str, last)), shlex.join(settings.command)
+    last = list(map(str, last))
+    if identity_of_command(last, here) == identity_of_command(settings.command, here):
+        return None
+    theirs, ours = shlex.join(last), shlex.join(settings.command)
     return (
         f"{settings.run_dir} holds the run of `{theirs}`, and this is `{ours}`",
         "name a --run-dir: that one to go on with its run, or another for a run of its own",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from lightning_resilience.launch.budget import Budget, Event, highest_verified_s
 from lightning_resilience.launch.chain import Slice, current_chain, slices_of
 from lightning_resilience.launch.record import records
 from lightning_resilience.launch.slurm import run_slurm
-from lightning_resilience.ledger import node_name, read_ledger
+from lightning_resilience.ledger import is_ledger, node_name, read_ledger
 from lightning_resilience.report import table
 from lightning_resilience.run_directory import RunDirectory
 
@@ -46,6 +47,34 @@ def status(run_dir: str | os.PathLike[str]) -> str:
     if reason := _last_reason(events):
         lines.append(f"Last word {reason}")
     return "\n".join(lines)
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The run directories in a folder that is none itself, such as ``runs``; those begun last come last.
+
+    Args:
+        folder: The folder.
+    """
+    if not folder.is_dir() or is_ledger(RunDirectory(folder).ledger):
+        return []
+    found = [path for path in folder.iterdir() if is_ledger(RunDirectory(path).ledger)]
+    return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
+
+
+def overview(runs: Sequence[Path]) -> str:
+    """What each of several runs is, and how it stands, as a table.
+
+    Args:
+        runs: Their directories.
+    """
+    rows = []
+    for path in runs:
+        events = list(read_ledger(RunDirectory(path).ledger))
+        launched = [event.get("command") for event in events if event["event"] == "launch"]
+        command = shlex.join(map(str, launched[-1])) if launched and isinstance(launched[-1], list) else "-"
+        slices = slices_of(events)
+        rows.append([path.name, _safe(events), _now(slices, path) if slices else "-", command])
+    return "\n".join(table(["run", "safe", "now", "command"], rows))
 
 
 def progress_line(events: Sequence[Event]) -> str:

@@ -1,0 +1,85 @@
+"""Whether there is what a command runs, before anything is started for it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+_ASKED_WITHIN_S = 60.0
+
+# As python -m looks for it: packages on the way are imported, which may take long. It may be that they fail for another
+# reason, which their own traceback says better.
+_ASK = """
+import importlib.util, sys
+sys.path.insert(0, "")
+name = sys.argv[1]
+package = False
+try:
+    found = importlib.util.find_spec(name)
+    package = found is not None and found.submodule_search_locations is not None
+    if package:
+        found = importlib.util.find_spec(name + ".__main__")
+except ModuleNotFoundError as error:
+    found = None if error.name and (name + ".").startswith(error.name + ".") else True
+except Exception:
+    found = True
+sys.exit(0 if found is not None else 4 if package else 3)
+"""
+
+
+def why_not_found(script: str, is_module: bool) -> str | None:
+    """What is wrong with the name of a script or a module, if there is none of that name.
+
+    Args:
+        script: The name.
+        is_module: Whether it is a module.
+    """
+    if not is_module:
+        path = Path(script)
+        if path.is_file() or (path / "__main__.py").is_file():
+            return None
+        near = f"; did you mean {found}?" if (found := _similar(path)) else ""
+        return f"there is no script {script}{near or '; a module is run with -m'}"
+    as_path = Path(*script.removesuffix(".py").split("."))
+    if script.endswith(".py") and as_path.with_suffix(".py").is_file():
+        return f"-m takes the name of a module, and {script} is a script: leave -m out"
+    if _is_found(script):
+        return None
+    try:
+        asked = subprocess.run([sys.executable, "-c", _ASK, script], capture_output=True, timeout=_ASKED_WITHIN_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if asked.returncode not in (3, 4):
+        return None
+    if asked.returncode == 4:
+        return f"{script} cannot be run: it is a package without a __main__.py"
+    near = f"; did you mean {'.'.join(found.with_suffix('').parts)}?" if (found := _similar(as_path)) else ""
+    return f"there is no module {script}, seen from {os.getcwd()}{near}"
+
+
+def _is_found(name: str) -> bool:
+    """Whether it is there at a look that imports nothing."""
+    top, *below = [*name.split("."), "__main__"]
+    with suppress(ImportError, ValueError, AttributeError, KeyError, OSError):
+        spec = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+        for part in below:
+            if spec is None or spec.submodule_search_locations is None:
+                return spec is not None and part == "__main__"
+            spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+        return spec is not None
+    return False
+
+
+def _similar(path: Path) -> Path | None:
+    """The Python file beside it whose name is most like its own."""
+    with suppress(OSError):
+        names = {each.stem: each for each in (path.parent if path.parent.parts else Path()).glob("*.py")}
+        if near := difflib.get_close_matches(path.stem, names, n=1):
+            return path.parent / names[near[0]].name
+    return None

@@ -1,0 +1,92 @@
+"""Which run directory a command has: one for each script with its arguments, and the newest of those begun afresh."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_resilience._files import load_json, sync_directory, write_json
+from lightning_resilience.ledger import read_ledger
+from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.settings import has_arguments, identity_of_command
+
+FOLDER = "runs"
+"""Where the run directories are that nobody has named."""
+
+
+def last_launch(path: Path) -> dict[str, Any] | None:
+    """What was recorded of the last launch in a run directory.
+
+    Args:
+        path: The run directory.
+    """
+    last = None
+    for event in read_ledger(RunDirectory(path).ledger):
+        if event["event"] == "launch":
+            last = event
+    return last
+
+
+def default_directory(command: Sequence[str]) -> Path:
+    """The run directory of a command that names none.
+
+    It is ``runs/SCRIPT`` where there are no arguments, and ``runs/SCRIPT-1a2b3c4d`` where there are, or where
+    ``runs/SCRIPT`` holds the run of another command. A run that has begun in ``runs/SCRIPT`` goes on there.
+
+    Args:
+        command: The script with its arguments, or ``-m``, a module and its arguments.
+    """
+    here = Path.cwd()
+    plain = here / FOLDER / (command[1] if command[0] == "-m" else Path(command[0]).stem)
+    identity = identity_of_command(command, here)
+    held = last_launch(plain)
+    if held is None:
+        is_ours = not has_arguments(command)
+    else:
+        before = held.get("command")
+        is_ours = isinstance(before, list) and identity_of_command(list(map(str, before)), here) == identity
+    return plain if is_ours else plain.with_name(f"{plain.name}-{identity}")
+
+
+def newest(path: Path) -> Path:
+    """The run directory with which a command goes on: the one itself, or the newest that was begun afresh beside it.
+
+    Args:
+        path: The run directory that the command has or names.
+    """
+    begun = [path.with_name(name) for name in _fresh(path)]
+    return next((beside for beside in reversed(begun) if beside.is_dir()), path)
+
+
+def begin_afresh(path: Path) -> Path:
+    """Makes a run directory beside one that is in use: ``runs/gpt-2`` beside ``runs/gpt``.
+
+    Args:
+        path: The run directory that the command has or names; it is taken itself where no run has begun in it.
+    """
+    if not _fresh(path) and last_launch(path) is None:
+        return path
+    path.mkdir(parents=True, exist_ok=True)
+    number = 2
+    while True:
+        beside = path.with_name(f"{path.name}-{number}")
+        with suppress(FileExistsError):
+            beside.mkdir()
+            break
+        number += 1
+    write_json(_index(path), {"fresh": [*_fresh(path), beside.name]})
+    sync_directory(path.parent)
+    return beside
+
+
+def _index(path: Path) -> Path:
+    return path / "fresh.json"
+
+
+def _fresh(path: Path) -> list[str]:
+    names = (load_json(_index(path)) or {}).get("fresh")
+    names = names if isinstance(names, list) else []
+    return [name for name in names if isinstance(name, str) and os.path.basename(name) == name]

@@ -1,0 +1,303 @@
+"""What a run was asked to do, and how two such descriptions differ. Imports neither torch nor Lightning.
+
+Settings are flat: a name and a value that JSON holds. Those of a command are its script and its arguments by name,
+those of a fit what module, data, optimizers and Trainer were given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+Settings = dict[str, Any]
+
+CONTINUE_VARIABLE = "LIGHTNING_RESILIENCE_CONTINUE_ANYWAY"
+"""Environment variable that has a finished fit restored although it was made with other settings, if it is ``1``."""
+
+WORLD_SIZE = "world size"
+
+_ENDS = (
+    *("max_epochs", "max_steps", "max_time"),
+    *("epochs", "num_epochs", "n_epochs", "steps", "num_steps", "total_steps", "num_training_steps"),
+)
+MISSING = object()
+"""Stands for the value of a setting that is not there."""
+
+_SHOWN = 60  # characters of a value
+_LINE = 12  # changes that are named
+_MOST = 500  # settings of a fit
+_DEPTH = 6
+_VOLATILE = re.compile(r"[0-9a-f]*[0-9][0-9a-f]*", re.IGNORECASE)
+_READ_UP_TO = 1 << 20
+_CONFIGURES = (".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting that is another now.
+
+    Args:
+        name: Which one.
+        before: Its value at the last start, or :data:`MISSING`.
+        now: Its value now, or :data:`MISSING`.
+    """
+
+    name: str
+    before: Any
+    now: Any
+
+    @property
+    def is_raised_end(self) -> bool:
+        """Whether it only says that the training goes on for longer; also where that cannot be told from here."""
+        if not is_end(self.name):
+            return False
+        if self.before is MISSING or self.now is MISSING:
+            return True  # the script has a default, which the fit knows
+        before, now = _limit(self.before), _limit(self.now)
+        return before is not None and now is not None and now > before
+
+    @property
+    def is_volatile(self) -> bool:
+        """Whether it may differ at every start without anybody's doing: a name with a time or a number of a process."""
+        if not (isinstance(self.before, str) and isinstance(self.now, str)):
+            return False
+        return _VOLATILE.sub("#", self.before) == _VOLATILE.sub("#", self.now) and not _is_number(self.before)
+
+    def __str__(self) -> str:
+        if self.before is MISSING:
+            return f"{self.name} (none) -> {_shown(self.now)}"
+        if self.now is MISSING:
+            return f"{self.name} {_shown(self.before)} -> (none)"
+        return f"{self.name} {_shown(self.before)} -> {_shown(self.now)}"
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """What differs, in the order in which it stands now; what is gone comes last.
+
+    Args:
+        before: The settings of the last start.
+        now: Those of this one.
+    """
+    names = [*now, *(name for name in before if name not in now)]
+    pairs = ((name, before.get(name, MISSING), now.get(name, MISSING)) for name in names)
+    return [Change(name, old, new) for name, old, new in pairs if not _same(old, new)]
+
+
+def say_changes(found: Sequence[Change]) -> str:
+    """All of them in one clause.
+
+    Args:
+        found: What :func:`changes` has found.
+    """
+    named = ", ".join(map(str, found[:_LINE]))
+    return named + (f" and {len(found) - _LINE} more" if len(found) > _LINE else "")
+
+
+def is_another_run(found: Iterable[Change]) -> bool:
+    """Whether a run that has finished is not the one that a command asks for: more than its end was raised.
+
+    Args:
+        found: What :func:`changes` has found in the settings of the command.
+    """
+    return any(not change.is_raised_end for change in found)
+
+
+def is_another_fit(found: Iterable[Change]) -> bool:
+    """Whether a fit that has finished is not the one that a script asks for.
+
+    What follows from another number of ranks (shares of a batch, say) is none, and what may differ at every start
+    neither: a run that was restarted on fewer nodes must not be refused what it has finished before. Limits are none:
+    whether one was raised that ended the fit is known.
+
+    Args:
+        found: What :func:`changes` has found in the settings of the fit.
+    """
+    found = list(found)
+    if any(change.name == WORLD_SIZE for change in found):
+        return False
+    return any(not (is_end(change.name) or change.is_volatile) for change in found)
+
+
+def is_end(name: str) -> bool:
+    """Whether a setting of this name says how long the training goes on: ``--trainer.max_epochs``, ``max-steps``.
+
+    Args:
+        name: Of an argument or a setting.
+    """
+    return name.lstrip("-+").rpartition(".")[2].replace("-", "_").lower() in _ENDS
+
+
+def settings_of_command(command: Sequence[str]) -> Settings:
+    """The script and its arguments, by name.
+
+    Args:
+        command: The script with its arguments, or ``-m``, a module and its arguments.
+    """
+    script, arguments = _split(command)
+    if script[0] != "-m":
+        script = [os.path.relpath(script[0])]
+    return {"script": " ".join(script), **settings_of_arguments(arguments)}
+
+
+def settings_of_arguments(arguments: Sequence[str]) -> Settings:
+    """``--lr 0.1``, ``--lr=0.1`` and ``lr=0.1`` by their names; what has none by its place.
+
+    Args:
+        arguments: A script's.
+    """
+    found: dict[str, list[Any]] = {}
+    name: str | None = None
+    places = 0
+    for word in arguments:
+        if re.match(r"-{1,2}[^\W\d]", word):
+            name, equals, value = word.partition("=")
+            found.setdefault(name, []).extend([value] if equals else [])
+            name = None if equals else name
+        elif named := re.fullmatch(r"([+~]{0,2}[^\W\d][\w./@-]*)=(.*)", word, re.DOTALL):
+            found.setdefault(named[1], []).append(named[2])
+            name = None
+        elif name is not None:
+            found[name].append(word)
+        else:
+            places += 1
+            found.setdefault(f"argument {places}", []).append(word)
+    return {name: values[0] if len(values) == 1 else (values or True) for name, values in found.items()}
+
+
+def identity_of_command(command: Sequence[str], directory: Path) -> str:
+    """The same for the same script with the same arguments, however long it is to train; 8 hexadecimal digits.
+
+    Args:
+        command: As for :func:`settings_of_command`.
+        directory: Where it is run.
+    """
+    script, arguments = _split(command)
+    if script[0] != "-m":
+        script = [os.path.relpath(directory / script[0], directory)]
+    kept: list[str] = []
+    of_end = False
+    for word in arguments:
+        name, equals, _ = word.partition("=")
+        if is_end(name) and (equals or name.startswith("-")):
+            of_end = not equals
+        elif of_end and not re.match(r"-{1,2}[^\W\d]", word):
+            of_end = False
+        else:
+            of_end = False
+            kept.append(word)
+    return hashlib.sha256(json.dumps([script, kept]).encode()).hexdigest()[:8]
+
+
+def has_arguments(command: Sequence[str]) -> bool:
+    """Whether a command has any argument that makes it another experiment.
+
+    Args:
+        command: As for :func:`settings_of_command`.
+    """
+    return any(not is_end(name) for name in settings_of_arguments(_split(command)[1]))
+
+
+def digests_of_files(command: Sequence[str]) -> dict[str, str]:
+    """What tells whether the script, or a file of settings among its arguments, was edited since.
+
+    Args:
+        command: As for :func:`settings_of_command`.
+    """
+    found = {}
+    for word in command:
+        path = Path(word.rpartition("=")[2])
+        if path.suffix not in _CONFIGURES:
+            continue
+        try:
+            if path.is_file() and path.stat().st_size <= _READ_UP_TO:
+                found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def flat(name: str, value: Any) -> Settings:
+    """A value as settings: numbers, texts and what is made of them; of anything else its class.
+
+    Args:
+        name: Goes before the names of its parts.
+        value: Of any kind.
+    """
+    found: Settings = {}
+    _flatten(name, value, found, _DEPTH)
+    return found
+
+
+def _flatten(name: str, value: Any, found: Settings, depth: int) -> None:
+    if len(found) >= _MOST:
+        return
+    if value is None or isinstance(value, (bool, int, float, str)):
+        # Of a subclass (an enum, a number of NumPy's) what JSON makes of it.
+        found[name] = value if value is None or type(value) in (bool, int, float, str) else str(value)
+    elif isinstance(value, os.PathLike):
+        found[name] = os.fspath(value)
+    elif isinstance(value, timedelta):
+        found[name] = value.total_seconds()
+    elif isinstance(value, Mapping) and depth:
+        for key, part in value.items():
+            _flatten(f"{name}.{key}" if name else str(key), part, found, depth - 1)
+    elif isinstance(value, (list, tuple)) and len(value) <= 20 and depth:
+        if all(part is None or type(part) in (bool, int, float, str) for part in value):
+            found[name] = list(value)
+        else:
+            for index, part in enumerate(value):
+                _flatten(f"{name}.{index}", part, found, depth - 1)
+    else:
+        kind = value if hasattr(value, "__qualname__") else type(value)
+        found[name] = f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _split(command: Sequence[str]) -> tuple[list[str], list[str]]:
+    of_script = 2 if command[:1] == ["-m"] else 1
+    return list(command[:of_script]), list(command[of_script:])
+
+
+def _same(before: Any, now: Any) -> bool:
+    if before is MISSING or now is MISSING:
+        return False
+    if type(before) is bool or type(now) is bool:
+        return before is now
+    if isinstance(before, list) and isinstance(now, list):
+        return len(before) == len(now) and all(map(_same, before, now))
+    if isinstance(before, str) and isinstance(now, str) and _is_number(before) and _is_number(now):
+        before, now = float(before), float(now)
+    return bool(before == now) or (before != before and now != now)
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _limit(value: Any) -> float | None:
+    """A limit as a number, seconds if it is a time; ``inf`` where there is none. ``None``: it is no limit at all."""
+    if value is None:
+        return float("inf")
+    text = str(value)
+    if time := re.fullmatch(r"(?:(\d+):)?(\d+):(\d+):(\d+)", text):
+        days, hours, minutes, seconds = (int(part or 0) for part in time.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if not _is_number(text):
+        return None
+    return float("inf") if float(text) < 0 else float(text)
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -1,0 +1,217 @@
+"""What a run was asked to do, and how two such descriptions differ."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_resilience.settings import (
+    Settings,
+    changes,
+    digests_of_files,
+    flat,
+    identity_of_command,
+    is_another_fit,
+    is_another_run,
+    say_changes,
+    settings_of_command,
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said", "another"),
+    [
+        ("--lr 0.1", "--lr 0.1", "", False),
+        ("--lr 0.1", "--lr=1e-1", "", False),
+        ("--lr 0.1 --wd 0", "--wd 0.0 --lr 0.1", "", False),
+        ("--lr 0.1", "--lr 0.2", "--lr 0.1 -> 0.2", True),
+        ("lr=0.1 +x.y=1", "lr=0.2 +x.y=1", "lr 0.1 -> 0.2", True),
+        ("--lr 0.1", "", "--lr 0.1 -> (none)", True),
+        ("", "--amp", "--amp (none) -> True", True),
+        ("--sizes 1 2", "--sizes 1 3", "--sizes 1 2 -> 1 3", True),
+        ("-x -1", "-x -2", "-x -1 -> -2", True),
+        ("fit --config a.yaml", "test --config a.yaml", "argument 1 fit -> test", True),
+        ("--config a.yaml --config b.yaml", "--config a.yaml", "--config a.yaml b.yaml -> a.yaml", True),
+        ("--max_epochs 2", "--max_epochs 3", "--max_epochs 2 -> 3", False),
+        ("--max-steps=2", "--max-steps=-1", "--max-steps 2 -> -1", False),
+        ("--trainer.max_epochs 3", "--trainer.max_epochs 2", "--trainer.max_epochs 3 -> 2", True),
+        ("trainer.max_time=0:23:00:00", "trainer.max_time=1:00:00:00", "", False),
+        ("", "--epochs 4", "--epochs (none) -> 4", False),
+        ("--epochs 4", "--epochs 5 --lr 1", "--epochs 4 -> 5, --lr (none) -> 1", True),
+        ("--epochs 4", "--epochs many", "--epochs 4 -> many", True),
+    ],
+)
+def test_what_another_command_asks_for(before: str, now: str, said: str, another: bool) -> None:
+    found = changes(*(settings_of_command(["train.py", *words.split()]) for words in (before, now)))
+    assert said in say_changes(found)
+    assert bool(said) <= bool(found)
+    assert is_another_run(found) is another
+
+
+@pytest.mark.parametrize(
+    ("command", "same"),
+    [
+        ("train.py --lr 0.1", True),
+        ("./train.py --lr 0.1", True),
+        ("HERE/train.py --lr 0.1", True),
+        ("train.py --lr 0.1 --max_epochs 3", True),
+        ("train.py --max-steps=3 --lr 0.1", True),
+        ("train.py trainer.max_time=3 --lr 0.1", True),
+        ("train.py --lr 0.2", False),
+        ("train.py --lr 0.1 0.1", False),
+        ("train.py --max_epochs --lr 0.1", True),
+        ("sub/train.py --lr 0.1", False),
+        ("-m train --lr 0.1", False),
+    ],
+)
+def test_which_commands_are_one_run(tmp_path: Path, command: str, same: bool) -> None:
+    words = command.replace("HERE", str(tmp_path)).split()
+    mine = identity_of_command(["train.py", "--lr", "0.1"], tmp_path)
+    assert (identity_of_command(words, tmp_path) == mine) is same
+
+
+FIT: Settings = {"module.lr": 0.1, "optimizer": "SGD", "batch size": 8, "max_epochs": 2, "world size": 2}
+
+
+@pytest.mark.parametrize(
+    ("now", "said", "another"),
+    [
+        ({}, "", False),
+        ({"module.lr": 0.2}, "module.lr 0.1 -> 0.2", True),
+        ({"optimizer": "AdamW", "batch size": 4}, "optimizer SGD -> AdamW, batch size 8 -> 4", True),
+        ({"max_epochs": 3}, "max_epochs 2 -> 3", False),
+        ({"world size": 1, "batch size": 16}, "batch size 8 -> 16, world size 2 -> 1", False),
+        ({"module.out": "runs/2026-11-22"}, "module.out (none) -> runs/2026-11-22", True),
+    ],
+)
+def test_what_another_fit_is(now: Settings, said: str, another: bool) -> None:
+    found = changes(FIT, FIT | now)
+    assert say_changes(found) == said
+    assert is_another_fit(found) is another
+
+
+def test_what_differs_at_every_start_makes_no_other_fit() -> None:
+    """A run that goes on by itself in its second fit must not be refused the first one."""
+    before, now = ({"module.out": f"outputs/2026-11-{day}/09-{day}-3f{day}"} for day in (21, 22))
+    found = changes(before, now)
+    assert say_changes(found)
+    assert not is_another_fit(found)
+    assert is_another_fit(changes({"module.lr": "0.1"}, {"module.lr": "0.2"}))
+
+
+def test_settings_of_any_kind_are_names_and_values_that_json_holds() -> None:
+    class Loss:
+        pass
+
+    given: dict[str, Any] = {
+        "lr": 0.1,
+        "net": {"sizes": (1, 2), "act": Loss, "loss": Loss()},
+        "many": list(range(1000)),
+        "path": Path("a"),
+        "time": timedelta(minutes=1),
+        "parts": [{"p": 1}, {"p": float("nan")}],
+        "flags": {1: True},
+    }
+    given["itself"] = given
+    found = flat("module", given)
+    assert found["module.lr"] == 0.1
+    assert found["module.net.sizes"] == [1, 2]
+    assert found["module.net.act"] == found["module.net.loss"]
+    assert found["module.path"] == "a"
+    assert found["module.time"] == 60.0
+    assert len(found) <= 500
+    assert changes(json.loads(json.dumps(found)), found) == []
+    assert say_changes(changes({}, {str(number): number for number in range(20)})).endswith("and 8 more")
+
+
+def test_a_file_of_settings_that_was_edited_is_known(tmp_path: Path) -> None:
+    config = tmp_path / "lr.yaml"
+    config.write_text("lr: 1")
+    command = ["train.py", f"--config={config}"]
+    before = digests_of_files(command)
+    config.write_text("lr: 2")
+    assert list(before) == [str(config)]
+    assert digests_of_files(command) != before
+
+
+def test_a_finished_fit_is_not_taken_for_one_of_other_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a script with a recipe in its code, which no launch has started, is run again and again."""
+    import lightning.pytorch as L
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from lightning_resilience import AutoResume, session
+    from lightning_resilience.run_directory import AnotherFit, RunDirectory
+    from lightning_resilience.settings import CONTINUE_VARIABLE
+
+    class Model(L.LightningModule):
+        def __init__(self, lr: float, decay: float) -> None:
+            super().__init__()
+            self.save_hyperparameters("lr")
+            self.rates = lr, decay
+            self.layer = torch.nn.Linear(4, 2)
+
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            if self.rates[0] == 0.4 and batch_idx == 1:
+                raise KeyboardInterrupt
+            return self.layer(batch[0]).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), self.rates[0], weight_decay=self.rates[1])
+
+    def fit(lr: float = 0.1, decay: float = 0.0, size: int = 4, max_epochs: int = 1) -> tuple[float, str]:
+        session._fits_begun.clear()
+        caplog.clear()
+        torch.manual_seed(0)
+        model = Model(lr, decay)
+        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = L.Trainer(
+            max_epochs=max_epochs, accelerator="cpu", callbacks=[AutoResume(tmp_path, every_n_train_steps=1)], **quiet
+        )
+        trainer.fit(model, DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=size))
+        said = [each.getMessage() for each in caplog.records if "Changed since" in each.getMessage()]
+        assert len(said) <= 1
+        return float(model.layer.weight.detach().sum()), "".join(said)
+
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.1", "--max_epochs", "1"])
+    first, said = fit()
+    assert said == ""
+    assert fit() == (first, ""), "restored"
+    for other, change in [
+        ({"lr": 0.2}, "module.lr 0.1 -> 0.2, optimizer.lr 0.1 -> 0.2."),
+        ({"decay": 0.5}, "optimizer.weight_decay 0.0 -> 0.5."),
+        ({"size": 8, "max_epochs": 2}, "batch size 4 -> 8, max_epochs 1 -> 2."),
+    ]:
+        with pytest.raises(AnotherFit, match=f"finished with other settings: {change}"):
+            fit(**other)  # type: ignore[arg-type]
+        finished = RunDirectory(tmp_path).fit(0).outcome
+        assert finished is not None
+        assert (finished.status, finished.details["max_epochs"]) == ("finished", 1)
+    assert fit() == (first, ""), "what was refused has left nothing"
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.2", "--max_epochs", "2"])
+    with pytest.raises(AnotherFit, match=r"--lr 0.1 -> 0.2. What"):
+        fit()
+    monkeypatch.setenv(CONTINUE_VARIABLE, "1")
+    assert fit(lr=0.2) == (
+        first,
+        "Changed since the last start of this fit: --lr 0.1 -> 0.2, module.lr 0.1 -> 0.2, "
+        "optimizer.lr 0.1 -> 0.2. A resumed optimizer keeps what was saved of optimizer.lr.",
+    )
+    monkeypatch.delenv(CONTINUE_VARIABLE)
+    raised, said = fit(lr=0.2, max_epochs=2)
+    assert said.endswith(": max_epochs 1 -> 2.")
+    assert raised != first
+
+    with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CONTINUE_VARIABLE, "1")
+        fit(lr=0.4, max_epochs=3)
+    stopped = RunDirectory(tmp_path).fit(0).outcome
+    assert stopped is None or stopped.status != "finished", "it has trained more, and not to the end"
+    _, said = fit(lr=0.5, max_epochs=3)
+    assert said.startswith("Changed since the last start of this fit: module.lr 0.4 -> 0.5"), "no refusal: only said"
