@@ -328,7 +328,7 @@ def test_with_several_nodes_the_first_says_for_all_that_a_mistake_is_not_tried_a
     """What one node has recorded another may not see yet: each by itself, some would go on and wait for the others."""
     launcher.script("ledger.record('ran')\nif restart_count == 2: time.sleep(1000)\nundefined")
     assert launcher.run(*NODES, "--in-job-restarts=3", "--node-rank=0", "script.py", GROUP_WORLD_SIZE="2") == 1
-    assert len(launcher.events("ran")) == 3, "no worker decides"
+    assert 2 <= len(launcher.events("ran")) <= 3, "no worker decides, but the launch, as soon as it has looked"
     assert "twice with no step between. Trying again would not change this." in launcher.stderr()
 
 

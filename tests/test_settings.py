@@ -171,8 +171,13 @@ def test_a_finished_fit_is_not_taken_for_one_of_other_settings(
         torch.manual_seed(0)
         model = Model(lr, decay)
         quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        quiet |= {"accelerator": "cpu", "default_root_dir": tmp_path}
         trainer = L.Trainer(
-            max_epochs=max_epochs, accelerator="cpu", callbacks=[AutoResume(tmp_path, every_n_train_steps=1)], **quiet
+            max_epochs=max_epochs,
+            accelerator="cpu",
+            default_root_dir=tmp_path,
+            callbacks=[AutoResume(tmp_path, every_n_train_steps=1)],
+            **quiet,
         )
         trainer.fit(model, DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=size))
         said = [each.getMessage() for each in caplog.records if "Changed since" in each.getMessage()]
@@ -208,9 +213,10 @@ def test_a_finished_fit_is_not_taken_for_one_of_other_settings(
     assert said.endswith(": max_epochs 1 -> 2.")
     assert raised != first
 
-    with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CONTINUE_VARIABLE, "1")
+    monkeypatch.setenv(CONTINUE_VARIABLE, "1")
+    with pytest.raises(SystemExit):
         fit(lr=0.4, max_epochs=3)
+    monkeypatch.delenv(CONTINUE_VARIABLE)
     stopped = RunDirectory(tmp_path).fit(0).outcome
     assert stopped is None or stopped.status != "finished", "it has trained more, and not to the end"
     _, said = fit(lr=0.5, max_epochs=3)

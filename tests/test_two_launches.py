@@ -225,9 +225,5 @@ def test_a_default_run_directory_is_not_shared_by_other_arguments(launcher: Laun
     assert commands == {"./script.py 2 --max_epochs 3\n", "script.py\n"}
     listed = run("runs", action="status").stdout
     assert all(words in listed for words in ("script.py 1", "./script.py 2 --max_epochs 3", of_2.name, "finished"))
-    assert (
-        run("script.py", "2", action="slurm").stdout.count(
-            str(of_2 if "script.py 2" in (of_2 / "command.txt").read_text() else without)
-        )
-        > 1
-    )
+    second = next(path for path in (of_2, without) if " 2 " in (path / "command.txt").read_text())
+    assert f"--run-dir={second}" in run("script.py", "2", action="slurm").stdout
