@@ -599,9 +599,9 @@ class FitSession:
         found |= {
             "batch size": _one(data_position.batch_sizes(loaders)),
             "training samples": _one([each["length"] for each in data]),
-            "precision": trainer.precision,
-            "accumulate_grad_batches": self._accumulates,
-            "gradient_clip_val": trainer.gradient_clip_val,
+            **flat("precision", trainer.precision),
+            **flat("accumulate_grad_batches", self._accumulates),
+            **flat("gradient_clip_val", trainer.gradient_clip_val),
             **_lightning.limits(trainer),
             WORLD_SIZE: trainer.world_size,
         }

@@ -10,8 +10,10 @@ import hashlib
 import json
 import os
 import re
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -131,7 +133,7 @@ def is_end(name: str) -> bool:
     Args:
         name: Of an argument or a setting.
     """
-    return name.lstrip("-+").rpartition(".")[2].replace("-", "_").lower() in _ENDS
+    return name.startswith("patience of ") or name.lstrip("-+").rpartition(".")[2].replace("-", "_").lower() in _ENDS
 
 
 def settings_of_command(command: Sequence[str]) -> Settings:
@@ -231,13 +233,18 @@ def flat(name: str, value: Any) -> Settings:
         value: Of any kind.
     """
     found: Settings = {}
-    _flatten(name, value, found, _DEPTH)
+    with suppress(Exception):  # what a user's object raises when it is looked at must not end a training
+        _flatten(name, value, found, _DEPTH)
     return found
 
 
 def _flatten(name: str, value: Any, found: Settings, depth: int) -> None:
     if len(found) >= _MOST:
         return
+    if isinstance(value, Namespace):
+        value = vars(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = {each.name: getattr(value, each.name, None) for each in fields(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
         # Of a subclass (an enum, a number of NumPy's) what JSON makes of it.
         found[name] = value if value is None or type(value) in (bool, int, float, str) else str(value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,7 @@ FIT: Settings = {"module.lr": 0.1, "optimizer": "SGD", "batch size": 8, "max_epo
         ({"module.lr": 0.2}, "module.lr 0.1 -> 0.2", True),
         ({"optimizer": "AdamW", "batch size": 4}, "optimizer SGD -> AdamW, batch size 8 -> 4", True),
         ({"max_epochs": 3}, "max_epochs 2 -> 3", False),
+        ({"patience of EarlyStopping": 3}, "patience of EarlyStopping (none) -> 3", False),
         ({"world size": 1, "batch size": 16}, "batch size 8 -> 16, world size 2 -> 1", False),
         ({"module.out": "runs/2026-11-22"}, "module.out (none) -> runs/2026-11-22", True),
     ],
@@ -107,6 +110,14 @@ def test_settings_of_any_kind_are_names_and_values_that_json_holds() -> None:
     class Loss:
         pass
 
+    @dataclass
+    class Config:
+        width: int = 4
+
+    class Raises(dict):  # type: ignore[type-arg]
+        def items(self) -> Any:
+            raise RuntimeError("a value that is missing")
+
     given: dict[str, Any] = {
         "lr": 0.1,
         "net": {"sizes": (1, 2), "act": Loss, "loss": Loss()},
@@ -115,14 +126,18 @@ def test_settings_of_any_kind_are_names_and_values_that_json_holds() -> None:
         "time": timedelta(minutes=1),
         "parts": [{"p": 1}, {"p": float("nan")}],
         "flags": {1: True},
+        "space": Namespace(depth=3),
+        "config": Config(),
     }
     given["itself"] = given
+    given["raises"] = Raises()
     found = flat("module", given)
     assert found["module.lr"] == 0.1
     assert found["module.net.sizes"] == [1, 2]
     assert found["module.net.act"] == found["module.net.loss"]
     assert found["module.path"] == "a"
     assert found["module.time"] == 60.0
+    assert (found["module.space.depth"], found["module.config.width"]) == (3, 4)
     assert len(found) <= 500
     assert changes(json.loads(json.dumps(found)), found) == []
     assert say_changes(changes({}, {str(number): number for number in range(20)})).endswith("and 8 more")
@@ -172,13 +187,8 @@ def test_a_finished_fit_is_not_taken_for_one_of_other_settings(
         model = Model(lr, decay)
         quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         quiet |= {"accelerator": "cpu", "default_root_dir": tmp_path}
-        trainer = L.Trainer(
-            max_epochs=max_epochs,
-            accelerator="cpu",
-            default_root_dir=tmp_path,
-            callbacks=[AutoResume(tmp_path, every_n_train_steps=1)],
-            **quiet,
-        )
+        callbacks = [AutoResume(tmp_path, every_n_train_steps=1)]
+        trainer = L.Trainer(max_epochs=max_epochs, callbacks=callbacks, **quiet)
         trainer.fit(model, DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=size))
         said = [each.getMessage() for each in caplog.records if "Changed since" in each.getMessage()]
         assert len(said) <= 1
