@@ -385,7 +385,7 @@ def test_a_run_that_is_evicted_and_killed_ends_as_if_undisturbed(
 def test_a_run_that_keeps_failing_is_not_replaced_for_ever(tmp_path: Path, clusters: list[Cluster]) -> None:
     """Its retries are new pods, and the last one's end is that of the Job."""
     script = tmp_path / "train.py"
-    script.write_text("raise RuntimeError('on purpose')")
+    script.write_text("raise ConnectionError('on purpose')")
     cluster = Cluster(manifest("job"), tmp_path, str(script))
     clusters.append(cluster)
     cluster.start()

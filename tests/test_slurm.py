@@ -1093,7 +1093,7 @@ def test_durations_are_for_a_person(seconds: float, shown: str) -> None:
 
 
 def test_two_retries_in_new_jobs_are_three_runs(launcher: Launcher) -> None:
-    launcher.script('ledger.record("ran"); raise RuntimeError("boom")')
+    launcher.script('ledger.record("ran"); raise ConnectionError("boom")')
     options = ["--retries-in-new-job", "--in-job-restarts=1", "--job-retries=2", "script.py"]
     assert [launcher.run(*options) for _ in range(3)] == [75, 75, 1]
     assert [event["retry"] for event in launcher.events("job_start")] == [False, True, True]
@@ -1108,7 +1108,7 @@ def test_two_retries_in_new_jobs_are_three_runs(launcher: Launcher) -> None:
 def test_interruptions_between_retries_spend_none(launcher: Launcher) -> None:
     launcher.script(
         """
-        if os.path.exists("fails"): raise RuntimeError("boom")
+        if os.path.exists("fails"): raise ConnectionError("boom")
         raise signals.Interrupted("told to")
         """
     )
