@@ -209,8 +209,8 @@ def test_the_command_line_gives_launch_what_was_given_and_nothing_else(
     ]
     assert "\nmodule load x\n" in script
     assert "#SBATCH --job-name=train\n" in script
-    assert f"#SBATCH --output={tmp_path}/runs/train/slurm/%j.out\n" in script
-    assert (tmp_path / "runs/train/slurm").is_dir()  # Slurm would not make it, and the job would end without a word
+    assert re.search(rf"#SBATCH --output={tmp_path}/runs/train-[0-9a-f]{{8}}/slurm/%j.out\n", script)
+    assert list(tmp_path.glob("runs/train-*/slurm"))  # Slurm would not make it, and the job would end without a word
 
 
 def test_what_is_given_goes_before_what_is_derived(

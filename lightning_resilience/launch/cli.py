@@ -432,7 +432,8 @@ def _batch_script(options: argparse.Namespace) -> BatchScript:
             run_dir=settings.run_dir,
             directory=Path.cwd(),
             nodes=options.nodes,
-            job_name=options.job_name or settings.run_dir.name,
+            job_name=options.job_name
+            or (naming.script_name(settings.command) if settings.is_default_run_dir else settings.run_dir.name),
             time=options.time,
             gpus_per_node=options.gpus_per_node,
             partition=options.partition,

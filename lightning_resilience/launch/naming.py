@@ -30,6 +30,15 @@ def last_launch(path: Path) -> dict[str, Any] | None:
     return last
 
 
+def script_name(command: Sequence[str]) -> str:
+    """The module's or the script's, without its folder and ending.
+
+    Args:
+        command: The script with its arguments, or ``-m``, a module and its arguments.
+    """
+    return command[1] if command[0] == "-m" else Path(command[0]).stem
+
+
 def default_directory(command: Sequence[str]) -> Path:
     """The run directory of a command that names none.
 
@@ -40,7 +49,7 @@ def default_directory(command: Sequence[str]) -> Path:
         command: The script with its arguments, or ``-m``, a module and its arguments.
     """
     here = Path.cwd()
-    plain = here / FOLDER / (command[1] if command[0] == "-m" else Path(command[0]).stem)
+    plain = here / FOLDER / script_name(command)
     identity = identity_of_command(command, here)
     held = last_launch(plain)
     if held is None:
