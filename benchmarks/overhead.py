@@ -45,8 +45,8 @@ BACKWARD = torch.autograd.backward
 class EveryStepWithSeveralRanks(StragglerDetection):
     """Times every step, and looks for waits at the end of its backward pass, as where there is somebody to wait for."""
 
-    def started(self, session: session.FitSession) -> None:
-        super().started(session)
+    def _started(self, session: session.FitSession) -> None:
+        super()._started(session)
         self._measuring._time._bursts = Bursts()
         self._measuring._waiting.start()
 

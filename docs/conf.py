@@ -21,7 +21,8 @@ myst_heading_anchors = 3
 _PAGES_ELSEWHERE = {"../benchmarks/README.md": "benchmarks.md", "../examples/README.md": "examples.md"}
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signatures have them, and the docstrings the meaning
+autodoc_typehints = "signature"
+python_maximum_signature_line_length = 80
 autodoc_preserve_defaults = True
 add_module_names = False
 toc_object_entries_show_parents = "hide"

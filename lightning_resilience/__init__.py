@@ -75,6 +75,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def _log_to_stderr() -> None:
     # Like Lightning's own logger: readable without any setup, and left alone where the program has set up logging.
     logger = logging.getLogger(__name__)

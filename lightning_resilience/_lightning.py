@@ -59,20 +59,20 @@ class ResilienceCallback(Callback):
     Which one a script uses is not known when the callbacks are defined.
 
     Attributes:
-        injected: Whether ``lightning-resilience launch`` added this callback; the user's own one goes first.
+        _injected: Whether ``lightning-resilience launch`` added this callback; the user's own one goes first.
     """
 
-    injected = False
+    _injected = False
 
     def __init__(self) -> None:
         super().__init__()
         adopt_namespaces()
-        self.leave_out(hook for hook in _EVERY_BATCH if getattr(type(self), hook).__qualname__ == f"Callback.{hook}")
+        self._leave_out(hook for hook in _EVERY_BATCH if getattr(type(self), hook).__qualname__ == f"Callback.{hook}")
 
-    def before_setup(self, trainer: Trainer) -> None:
+    def _before_setup(self, trainer: Trainer) -> None:
         """Called before anything is set up, on the first of our callbacks in a Trainer: see :class:`_SetupHook`."""
 
-    def leave_out(self, hooks: Iterable[str]) -> None:
+    def _leave_out(self, hooks: Iterable[str]) -> None:
         """Says that these hooks do nothing.
 
         Lightning enters a profiler's context for each hook of each callback, also for an empty one, which makes ten
@@ -97,7 +97,7 @@ def adopt_namespaces() -> None:
 
 
 class _SetupHook:
-    """Lightning's function that sets up loggers and callbacks, with ``before_setup`` in front of it.
+    """Lightning's function that sets up loggers and callbacks, with ``_before_setup`` in front of it.
 
     Lightning has no such hook: loggers make their files before any callback hears of the fit, and in which order
     callbacks are set up is not for us to say. Without a callback of ours it does what it did.
@@ -109,7 +109,7 @@ class _SetupHook:
     def __call__(self, trainer: Trainer) -> None:
         ours = [each for each in callbacks(trainer) if isinstance(each, ResilienceCallback)]
         if ours:
-            ours[0].before_setup(trainer)
+            ours[0]._before_setup(trainer)
         self._setup(trainer)
 
 

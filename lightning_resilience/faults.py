@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from multiprocessing.sharedctypes import RawValue
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -108,6 +109,9 @@ class SimulatedFault:
                 raise ValueError(f"{name} of a simulated fault must be None or an integer from 0 on, not {value!r}.")
         for name in ("base_delay_s", "rand_delay_s", "slow_s"):
             value = getattr(self, name)
+            if isinstance(value, timedelta):
+                value = value.total_seconds()
+                object.__setattr__(self, name, value)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not 0 <= value <= threading.TIMEOUT_MAX:
                 raise ValueError(f"{name} of a simulated fault must be a number of seconds from 0 on, not {value!r}.")
@@ -134,8 +138,8 @@ class SimulatedFault:
             given = {name: getattr(value, name) for name in (*own, *_OTHER_SPELLINGS) if hasattr(value, name)}
             if "fault_type" not in given:
                 raise TypeError(
-                    "A simulated fault is given as None, a SimulatedFault, a mapping or an object with its attributes, "
-                    f"not as {value!r}."
+                    "A simulated fault must be None, a SimulatedFault, a mapping or an object with its attributes, "
+                    f"not {value!r}."
                 )
         arguments: dict[str, Any] = {}
         for name, argument in given.items():

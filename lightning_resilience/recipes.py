@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from lightning_resilience._arguments import changed, path
 from lightning_resilience.detect.timeouts import SectionTimeouts
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.run_directory import WORKER_PID_VARIABLE, RunDirectory
@@ -142,6 +143,8 @@ class Recipe:
     job: Job = field(default_factory=Job)
 
     def __post_init__(self) -> None:
+        if self.run_dir is not None:
+            path("run_dir", self.run_dir)
         for name, kind in _PARTS.items():
             part = getattr(self, name)
             if part is not None and kind not in (cls.__name__ for cls in type(part).__mro__):
@@ -228,11 +231,7 @@ class Recipe:
 
 def _changed(callback: Any) -> list[str]:
     """The options of a callback that are not its defaults, as ``name=value``."""
-    return [
-        f"{name}={_shown(value)}"
-        for name, parameter in inspect.signature(type(callback)).parameters.items()
-        if name != "run_dir" and (value := getattr(callback, name, parameter.default)) != parameter.default
-    ]
+    return [f"{name}={_shown(value)}" for name, value in changed(callback).items() if name != "run_dir"]
 
 
 def _shown(value: Any) -> str:
@@ -407,5 +406,5 @@ def callbacks_factory() -> list[SessionCallback]:
         raise ValueError(f"{RECIPE_VARIABLE}={name!r} is not a recipe; there are: {', '.join(RECIPES)}.")
     callbacks = RECIPES[name]().callbacks
     for callback in callbacks:
-        callback.injected = True
+        callback._injected = True
     return callbacks

@@ -265,7 +265,7 @@ class RunDirectory:
         path: The folder; it is created when something is first written.
 
     Raises:
-        ValueError: If it is an address and not a folder.
+        ValueError: If it is an address or a file and not a folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -275,6 +275,8 @@ class RunDirectory:
                 "Give one as run_dir."
             )
         self.path = Path(path).expanduser().absolute()
+        if os.path.isfile(self.path):
+            raise ValueError(f"{self.path} is a file: a run directory is a folder. Give another run_dir.")
         self.ledger = self.path / "ledger"
         self._attempt = self.path / "attempt.json"
         self._trainer = self.path / "trainer.json"

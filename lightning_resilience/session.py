@@ -34,6 +34,7 @@ from lightning_resilience import (
     signals,
     strategies,
 )
+from lightning_resilience._arguments import changed, shown
 from lightning_resilience._files import Patience
 from lightning_resilience.agreement import Agreement, Event, Needs, neighbourhood, nodes_of
 from lightning_resilience.checkpoint import data_position, dcp, pruning, resume, sharded
@@ -1252,22 +1253,26 @@ class SessionCallback(_lightning.ResilienceCallback):
     """
 
     run_dir: str | os.PathLike[str] | None = None
-    same_as: ClassVar[tuple[str, ...]] = ()
+    _same_as: ClassVar[tuple[str, ...]] = ()
     """Names of other packages' callbacks that do the same: both in one Trainer would act on each other."""
 
-    def joined(self, session: FitSession) -> None:
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={shown(value)}' for name, value in changed(self).items())})"
+
+    def _joined(self, session: FitSession) -> None:
         """Called in the ``setup`` of a fit: says what this callback does in ``session``."""
         raise NotImplementedError
 
-    def before_setup(self, trainer: Trainer) -> None:
+    def _before_setup(self, trainer: Trainer) -> None:
         """Has what Lightning itself writes go on where an earlier attempt of this fit has written it."""
         inner = _active is not None and not _active.trainer.interrupted
         if trainer.state.fn != "fit" or inner or _is_passive(trainer) or _obstacle(trainer) is not None:
             return
         _check_worker_count(trainer)
 
+        run = RunDirectory(_place_of_run(trainer, _own_run_dir(trainer)))  # refused on all ranks, or on none
+
         def look() -> dict[str, Any] | None:
-            run = RunDirectory(_place_of_run(trainer, _own_run_dir(trainer)))
             fit = run.fit(_fits_begun.get(run.path, 0))
             if run.trained_by(_job()) is not None:
                 return None  # this fit is refused in a moment
@@ -1284,7 +1289,7 @@ class SessionCallback(_lightning.ResilienceCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Joins the fit's session."""
         if (session := _join(self, trainer, pl_module, stage)) is not None:
-            self.joined(session)
+            self._joined(session)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The batches of the sanity check are boundaries too."""
@@ -1296,7 +1301,7 @@ class SessionCallback(_lightning.ResilienceCallback):
         if session := session_of(trainer, self):
             session.end_sanity_check()
 
-    def started(self, session: FitSession) -> None:
+    def _started(self, session: FitSession) -> None:
         """Called when the training of a fit begins, once; from here on there are boundaries."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -1304,7 +1309,7 @@ class SessionCallback(_lightning.ResilienceCallback):
         if session := session_of(trainer, self):
             session.start()
             if not session.gone_back:
-                self.started(session)
+                self._started(session)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leaves nothing behind."""
@@ -1332,15 +1337,15 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
     alike = [other for other in _lightning.callbacks(trainer) if isinstance(other, kind)]  # also a user's subclass
     # One acts: the user's own, if there is one. Of injected ones there may be several, since a list of callbacks that
     # is used for a second Trainer still holds those of the first.
-    if callback is not min(alike, key=lambda other: other.injected):
+    if callback is not min(alike, key=lambda other: other._injected):
         return None
-    if foreign := _lightning.callbacks_named(trainer, kind.same_as):
+    if foreign := _lightning.callbacks_named(trainer, kind._same_as):
         theirs = f"{type(foreign[0]).__module__}.{type(foreign[0]).__name__}"
         reason = (
             f"{theirs} and {kind.__name__} do the same: two at once would act on each other. Take one of them out of "
             "the Trainer."
         )
-        if not callback.injected:
+        if not callback._injected:
             raise ValueError(reason)
         if trainer.is_global_zero:
             log.warning("%s %s does nothing in this fit.", reason, kind.__name__)
@@ -1352,7 +1357,7 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
         if _active is not None:
             return None
         if (obstacle := _obstacle(trainer)) is not None:
-            if not callback.injected:
+            if not callback._injected:
                 raise RuntimeError(obstacle)
             if trainer.is_global_zero:  # the script was not written for us and works without us
                 log.warning("%s %s does nothing in this fit.", obstacle, type(callback).__name__)

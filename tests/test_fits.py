@@ -472,7 +472,7 @@ class RaisesAtTheEnd(SessionCallback):
         self.run_dir = run_dir
         self.called: list[str] = []
 
-    def joined(self, session: FitSession) -> None:
+    def _joined(self, session: FitSession) -> None:
         def fail() -> None:
             raise RuntimeError("on purpose")
 

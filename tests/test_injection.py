@@ -147,7 +147,7 @@ def test_the_users_own_goes_first(launched: RunDirectory, own: type[AutoResume])
     (auto_resume,) = (member for member in members if isinstance(member, AutoResume))
     (preemption,) = (member for member in members if isinstance(member, Preemption))
     assert auto_resume is mine
-    assert preemption.injected
+    assert preemption._injected
     assert [resume.step_of(path) for path in resume.checkpoints(launched.fit(0).checkpoints)] == [24, 21]
 
 

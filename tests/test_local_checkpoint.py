@@ -832,7 +832,7 @@ def test_states_that_will_not_fit_are_left_out_where_nobody_has_asked_for_them(
 ) -> None:
     little_room(monkeypatch)
     callback = memory.local()
-    callback.injected = True
+    callback._injected = True
     ends_well(memory, callback)
     (warning,) = errors_in(caplog)
     assert "LocalCheckpoint is off" in warning

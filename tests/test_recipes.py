@@ -370,7 +370,7 @@ def test_a_callback_of_others_that_does_the_same_is_refused(foreign: str, packag
     session._fits_begun.clear()
     with pytest.raises(ValueError, match=f"Special and {FOREIGN[foreign]} do the same"):
         fit([theirs, ours], package, tmp_path)
-    ours.injected = True
+    ours._injected = True
     session._fits_begun.clear()
     fit([theirs, ours], package, tmp_path)  # a launched script has its reasons
 

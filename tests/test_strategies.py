@@ -89,7 +89,7 @@ def test_what_cannot_be_resumed_is_refused_at_setup(
         fit(trainer(tmp_path, strategy("cpu"), AutoResume(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
     injected = AutoResume(tmp_path / "run")
-    injected.injected = True
+    injected._injected = True
     with caplog.at_level(logging.WARNING):
         fit(trained := trainer(tmp_path, strategy("cpu"), injected))
     assert trained.global_step == 2

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning_resilience import _lightning
+from lightning_resilience._arguments import checked, duration
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.checkpoint import resume
 from lightning_resilience.session import FitSession, SessionCallback, session_of
@@ -56,8 +57,14 @@ class AutoResume(SessionCallback):
 
     Raises:
         ValueError: If an argument makes no sense.
+
+    Example::
+
+        trainer = Trainer(callbacks=[AutoResume(run_dir="runs/gpt", every_n_train_steps=500)], max_epochs=2)
+        trainer.fit(model, data)  # started again with the same run_dir, it goes on
     """
 
+    @checked
     def __init__(
         self,
         run_dir: str | os.PathLike[str] | None = None,
@@ -69,10 +76,10 @@ class AutoResume(SessionCallback):
         super().__init__()
         if every_n_train_steps is not None and every_n_train_steps < 1:
             raise ValueError(f"every_n_train_steps must be at least 1, not {every_n_train_steps}; None is off.")
-        if isinstance(train_time_interval, (int, float)):
-            train_time_interval = timedelta(seconds=train_time_interval)
-        if train_time_interval is not None and train_time_interval <= timedelta(0):
-            raise ValueError(f"train_time_interval must be positive, not {train_time_interval}; None is off.")
+        if train_time_interval is not None:
+            train_time_interval = duration("train_time_interval", train_time_interval)
+            if train_time_interval <= timedelta(0):
+                raise ValueError(f"train_time_interval must be positive, not {train_time_interval}; None is off.")
         if keep < 2:
             raise ValueError(f"keep must be at least 2, not {keep}: the newest checkpoint may turn out to be damaged.")
         self.run_dir = run_dir
@@ -81,7 +88,7 @@ class AutoResume(SessionCallback):
         self.keep = keep
         self.async_save = async_save
 
-    def joined(self, session: FitSession) -> None:
+    def _joined(self, session: FitSession) -> None:
         """Has the fit resume from the run's checkpoints, and saves them."""
         self._saving = _Saving(self, session)
         session.tiers.uses_global = True
@@ -93,7 +100,7 @@ class AutoResume(SessionCallback):
         """Without what belongs to the fit in progress."""
         return {key: value for key, value in vars(self).items() if key != "_saving"}
 
-    def started(self, session: FitSession) -> None:
+    def _started(self, session: FitSession) -> None:
         """Starts saving."""
         self._saving.start()
 

@@ -11,13 +11,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_resilience import _lightning, _nvrx
+from lightning_resilience._arguments import checked
 from lightning_resilience._processes import is_running
 from lightning_resilience.callbacks.auto_resume import AutoResume
 from lightning_resilience.detect import health, timeouts, watchdog
@@ -100,10 +102,17 @@ class FaultTolerance(SessionCallback):
 
     Raises:
         ValueError: If an argument makes no sense.
+
+    Example::
+
+        limits = {"step": 300, "checkpointing": 900}
+        trainer = Trainer(callbacks=[FaultTolerance(section_timeouts=limits), AutoResume()], max_epochs=2)
+        trainer.fit(model, data)
     """
 
-    same_as = ("FaultToleranceCallback", "FaultToleranceSectionsCallback")
+    _same_as = ("FaultToleranceCallback", "FaultToleranceSectionsCallback")
 
+    @checked
     def __init__(
         self,
         autoresume: bool = True,
@@ -111,20 +120,16 @@ class FaultTolerance(SessionCallback):
         simulated_fault_params: SimulatedFault | Mapping[str, Any] | None = None,
         exp_dir: str | os.PathLike[str] | None = None,
         exc_handling_policy: Callable[[BaseException], Any] | None = None,
-        section_timeouts: SectionTimeouts | Mapping[str, float | None] | str | None = None,
+        section_timeouts: SectionTimeouts | Mapping[str, timedelta | float | None] | str | None = None,
         engine: Engine = "auto",
         health_check_interval_steps: int = 0,
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        if engine not in get_args(Engine):
-            raise ValueError(f"engine must be one of {', '.join(get_args(Engine))}, not {engine!r}.")
         if health_check_interval_steps < 0:
             raise ValueError(f"health_check_interval_steps must not be negative, not {health_check_interval_steps}.")
-        if isinstance(section_timeouts, str):
-            section_timeouts = SectionTimeouts.parse(section_timeouts)
-        elif isinstance(section_timeouts, Mapping):
-            section_timeouts = SectionTimeouts(**cast(dict[str, Any], dict(section_timeouts)))
+        if section_timeouts is not None:
+            section_timeouts = SectionTimeouts.of(section_timeouts)
         self.autoresume = autoresume
         self.calculate_timeouts = calculate_timeouts
         self.simulated_fault_params = SimulatedFault.parse(simulated_fault_params)
@@ -135,13 +140,13 @@ class FaultTolerance(SessionCallback):
         self.health_check_interval_steps = health_check_interval_steps
         self.run_dir = run_dir
         if self.simulated_fault_params is None:
-            self.leave_out(["on_before_backward"])
+            self._leave_out(["on_before_backward"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to the fit in progress."""
         return {key: value for key, value in vars(self).items() if key != "_watching"}
 
-    def joined(self, session: FitSession) -> None:
+    def _joined(self, session: FitSession) -> None:
         """Checks this rank's node and starts to watch."""
         self._watching = _Watching(self, session)
         session.at_left.append(lambda: delattr(self, "_watching"))
@@ -151,7 +156,7 @@ class FaultTolerance(SessionCallback):
         if session_of(trainer, self):
             self._watching.has_loaded = True
 
-    def started(self, session: FitSession) -> None:
+    def _started(self, session: FitSession) -> None:
         """Starts what happens between steps."""
         self._watching.start()
 

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from lightning_resilience import _lightning
+from lightning_resilience._arguments import checked, duration
 from lightning_resilience.checkpoint import capacity, shard
 from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.generations import Journey, common_part, places, rank_part
@@ -78,17 +79,24 @@ class LocalCheckpoint(SessionCallback):
         replication: Whether to keep copies on other nodes: ``"auto"`` if there are several nodes.
         replication_factor: How many nodes have a rank's part, its own included. Default: 2, as in NVRx.
         replication_jump: Distance of two ranks that keep copies of each other's parts. Default: ranks of a node.
-        probation_steps: A verdict that the training has gone wrong (:meth:`condemn`) within as many optimizer steps
-            after a resume counts against the checkpoint that was loaded.
+        probation_steps: A verdict that the training has gone wrong (of ``NaNGuard``, say) within as many optimizer
+            steps after a resume counts against the checkpoint that was loaded.
         run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
             ``default_root_dir``. A launcher's goes before it.
 
     Raises:
         ValueError: If an argument makes no sense, or the states will not fit where they are to be kept.
+
+    Example::
+
+        callbacks = [LocalCheckpoint(train_time_interval=timedelta(seconds=30)), AutoResume(run_dir="runs/gpt")]
+        trainer = Trainer(callbacks=callbacks, max_epochs=2)
+        trainer.fit(model, data)
     """
 
-    same_as = ("LocalCheckpointCallback",)
+    _same_as = ("LocalCheckpointCallback",)
 
+    @checked
     def __init__(
         self,
         dir: str | os.PathLike[str] | None = None,
@@ -106,14 +114,12 @@ class LocalCheckpoint(SessionCallback):
             raise ValueError("every_n_train_steps and train_time_interval exclude each other: give one of them.")
         if every_n_train_steps is not None and every_n_train_steps < 1:
             raise ValueError(f"every_n_train_steps must be at least 1, not {every_n_train_steps}.")
-        if isinstance(train_time_interval, (int, float)):
-            train_time_interval = timedelta(seconds=train_time_interval)
-        if train_time_interval is not None and train_time_interval <= timedelta(0):
-            raise ValueError(f"train_time_interval must be positive, not {train_time_interval}.")
+        if train_time_interval is not None:
+            train_time_interval = duration("train_time_interval", train_time_interval)
+            if train_time_interval <= timedelta(0):
+                raise ValueError(f"train_time_interval must be positive, not {train_time_interval}.")
         if keep < 2:
             raise ValueError(f"keep must be at least 2, not {keep}: the newest state may turn out to be damaged.")
-        if replication not in (True, False, "auto"):
-            raise ValueError(f"replication must be True, False or 'auto', not {replication!r}.")
         if replication_factor < 2:
             raise ValueError(
                 f"replication_factor must be at least 2 (it counts the original), not {replication_factor}."
@@ -132,12 +138,12 @@ class LocalCheckpoint(SessionCallback):
         self.probation_steps = probation_steps
         self.run_dir = run_dir
 
-    def joined(self, session: FitSession) -> None:
+    def _joined(self, session: FitSession) -> None:
         """Finds the place for the local states, and offers those that are there for the resume."""
         try:
             self._local = _Local(self, session)
         except _Unusable as problem:  # on every rank
-            if not self.injected:
+            if not self._injected:
                 raise ValueError(str(problem)) from None
             if session.rank == 0:
                 log.warning("LocalCheckpoint is off: %s.", problem)
@@ -152,7 +158,7 @@ class LocalCheckpoint(SessionCallback):
         """Without what belongs to the fit in progress."""
         return {key: value for key, value in vars(self).items() if key != "_local"}
 
-    def started(self, session: FitSession) -> None:
+    def _started(self, session: FitSession) -> None:
         """Starts saving."""
         if hasattr(self, "_local"):
             self._local.start()
@@ -251,7 +257,7 @@ class _Local:
         session, trainer = self.session, self.session.trainer
         self._common = _lightning.replicated_parameters(trainer)
         if (problem := self._why_it_does_not_fit()) is not None:
-            if not self.settings.injected:
+            if not self.settings._injected:
                 raise ValueError(problem)
             if trainer.is_global_zero:
                 log.warning("LocalCheckpoint is off: %s.", problem)

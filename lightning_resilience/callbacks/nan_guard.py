@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 
 from lightning_resilience import _lightning, checkpoint_io
+from lightning_resilience._arguments import checked
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.detect.numerics import ChangingBuffers, SpikeReference, all_finite, nonfinite_names
 from lightning_resilience.detect.place import Place
@@ -113,8 +115,16 @@ class NaNGuard(SessionCallback):
 
     Raises:
         ValueError: If an argument makes no sense, or the optimizer or the strategy does not allow what is asked.
+
+    Example::
+
+        guard = NaNGuard(max_consecutive=5, spiky_loss_factor=10)
+        trainer = Trainer(callbacks=[guard, AutoResume(run_dir="runs/gpt")], max_epochs=2)
+        trainer.fit(model, data)
+        print(guard.skipped_steps)
     """
 
+    @checked
     def __init__(
         self,
         action: Action = "skip",
@@ -128,16 +138,16 @@ class NaNGuard(SessionCallback):
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        if action not in get_args(Action):
-            raise ValueError(f"action must be one of {', '.join(get_args(Action))} and not {action!r}.")
         if max_consecutive < 1:
             raise ValueError(f"max_consecutive must be at least 1, not {max_consecutive}.")
         if max_rollbacks < 0:
             raise ValueError(f"max_rollbacks must not be negative, not {max_rollbacks}.")
+        if spiky_loss_factor is not None and not 1 < spiky_loss_factor < math.inf:
+            raise ValueError(f"spiky_loss_factor must be above 1, not {spiky_loss_factor}; None is off.")
+        if spike_window is not None and spike_window < 2:
+            raise ValueError(f"spike_window must be at least 2, not {spike_window}.")
         if spike_window is not None and spiky_loss_factor is None:
             raise ValueError("spike_window says what spiky_loss_factor is a multiple of: give that too.")
-        if rerun not in get_args(Rerun):
-            raise ValueError(f"rerun must be one of {', '.join(get_args(Rerun))} and not {rerun!r}.")
         if rerun == "validate_results" and action == "warn":
             raise ValueError(
                 "rerun='validate_results' decides what follows a bad step, and action='warn' lets it happen."
@@ -161,10 +171,10 @@ class NaNGuard(SessionCallback):
         """Those of them whose second run had another result than the first."""
         self._spikes = SpikeReference(spiky_loss_factor, spike_window) if spiky_loss_factor is not None else None
 
-    def joined(self, session: FitSession) -> None:
+    def _joined(self, session: FitSession) -> None:
         """Says what is done about a bad step."""
         if (problem := _why_not(self, session.trainer)) is not None:
-            if not self.injected:
+            if not self._injected:
                 raise ValueError(problem)
             if session.rank == 0:
                 log.warning("NaNGuard is off: %s", problem)
@@ -185,7 +195,7 @@ class NaNGuard(SessionCallback):
         """Without what belongs to the fit in progress."""
         return {key: value for key, value in vars(self).items() if key != "_guarding"}
 
-    def started(self, session: FitSession) -> None:
+    def _started(self, session: FitSession) -> None:
         """Starts to watch."""
         if not hasattr(self, "_guarding"):
             return
@@ -194,7 +204,7 @@ class NaNGuard(SessionCallback):
                 "LBFGS changes the parameters while it evaluates them, and a step of it cannot be skipped: "
                 "NaNGuard(action='warn') only reports."
             )
-            if not self.injected:
+            if not self._injected:
                 raise ValueError(problem)
             if session.rank == 0:
                 log.warning("NaNGuard is off: %s", problem)

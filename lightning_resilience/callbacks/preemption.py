@@ -6,10 +6,12 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning_resilience import _lightning, signals
+from lightning_resilience._arguments import checked, duration, shown
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.output import guard_streams
@@ -54,24 +56,33 @@ class Preemption(SessionCallback):
 
     Raises:
         ValueError: If an argument makes no sense.
+
+    Example::
+
+        callbacks = [Preemption(signals=["SIGTERM", "SIGUSR1"], grace_period_s=120), AutoResume(run_dir="runs/gpt")]
+        trainer = Trainer(callbacks=callbacks, max_epochs=2)
+        trainer.fit(model, data)  # SIGTERM to any rank: saved, and exit code 75 under launch
     """
 
-    same_as = ("PreemptionCallback",)
+    _same_as = ("PreemptionCallback",)
 
+    @checked
     def __init__(
         self,
         signals: Sequence[signal.Signals | int | str] = (signal.SIGTERM,),
-        grace_period_s: float = signals.DEFAULT_GRACE_PERIOD_S,
+        grace_period_s: timedelta | float = signals.DEFAULT_GRACE_PERIOD_S,
         enable_exit_handler_for_data_loader: bool = True,
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        self.signals = tuple(_to_signal(each) for each in signals)
+        if isinstance(signals, (str, int)) or not isinstance(signals, Iterable):
+            raise TypeError(f"signals must be a list of signals, not {shown(signals)}: give signals=['SIGTERM'], say.")
+        self.signals = tuple(dict.fromkeys(_to_signal(each) for each in signals))
         if not self.signals:
-            raise ValueError("signals is empty: there is nothing to stop the run on.")
-        if grace_period_s <= 0:
+            raise ValueError("signals must not be empty: there is nothing to stop the run on.")
+        self.grace_period_s = duration("grace_period_s", grace_period_s).total_seconds()
+        if self.grace_period_s <= 0:
             raise ValueError(f"grace_period_s must be positive, not {grace_period_s}.")
-        self.grace_period_s = grace_period_s
         self.enable_exit_handler_for_data_loader = enable_exit_handler_for_data_loader
         self.run_dir = run_dir
 
@@ -81,7 +92,7 @@ class Preemption(SessionCallback):
         if session_of(trainer, self) is None:
             self._stop_outside_of_fit()
 
-    def joined(self, session: FitSession) -> None:
+    def _joined(self, session: FitSession) -> None:
         """Starts to listen for signals."""
         trainer = session.trainer
         requeue = _lightning.requeue_signal(trainer)
@@ -142,7 +153,7 @@ class Preemption(SessionCallback):
         """Stops ``trainer.predict``."""
         self._stop_outside_of_fit()
 
-    def started(self, session: FitSession) -> None:
+    def _started(self, session: FitSession) -> None:
         """Warns if the grace period is too short for a save."""
         if session.trainer.is_global_zero:
             _check_grace_period(session, signals.grace_period(self.grace_period_s))

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from lightning_resilience import _lightning
+from lightning_resilience._arguments import checked
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.checkpoint.digest import digest_of
@@ -61,8 +62,14 @@ class ReplicaCheck(SessionCallback):
 
     Raises:
         ValueError: If an argument makes no sense.
+
+    Example::
+
+        trainer = Trainer(callbacks=[ReplicaCheck(), AutoResume(run_dir="runs/gpt")], max_epochs=2)
+        trainer.fit(model, data)
     """
 
+    @checked
     def __init__(self, max_rollbacks: int = 2, run_dir: str | os.PathLike[str] | None = None) -> None:
         super().__init__()
         if max_rollbacks < 0:
@@ -70,10 +77,10 @@ class ReplicaCheck(SessionCallback):
         self.max_rollbacks = max_rollbacks
         self.run_dir = run_dir
 
-    def joined(self, session: FitSession) -> None:
+    def _joined(self, session: FitSession) -> None:
         """What is compared exists only when the training begins."""
 
-    def started(self, session: FitSession) -> None:
+    def _started(self, session: FitSession) -> None:
         """Starts to compare."""
         trainer = session.trainer
         if _lightning.replicated_parameters(trainer):
@@ -167,7 +174,7 @@ class _Checking:
 
     def _stay(self, divergence: Divergence, why: str, never_agreed: bool) -> None:
         """The run does not go back any more."""
-        if not never_agreed or not self.settings.injected:
+        if not never_agreed or not self.settings._injected:
             self._end(divergence, why)
         # The script was not written for us. What its ranks do, each for itself, is not ours to forbid.
         session = self.session

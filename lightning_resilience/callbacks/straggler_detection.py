@@ -7,12 +7,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from lightning_resilience import _lightning, _nvrx, wandb_panels
+from lightning_resilience._arguments import checked, duration
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.detect.own_time import (
     CALLBACKS,
@@ -108,13 +110,21 @@ class StragglerDetection(SessionCallback):
 
     Raises:
         ValueError: If an argument makes no sense, or the backend does not work here.
+
+    Example::
+
+        detection = StragglerDetection(report_time_interval=timedelta(minutes=10), stop_if_detected=False)
+        trainer = Trainer(callbacks=[detection], max_epochs=2)
+        trainer.fit(model, data)
+        print(detection.report)  # the last one, on rank 0
     """
 
-    same_as = ("StragglerDetectionCallback",)
+    _same_as = ("StragglerDetectionCallback",)
 
+    @checked
     def __init__(
         self,
-        report_time_interval: float = 300.0,
+        report_time_interval: timedelta | float = 300.0,
         calc_relative_gpu_perf: bool = True,
         calc_individual_gpu_perf: bool = True,
         num_gpu_perf_scores_to_print: int = 5,
@@ -128,7 +138,8 @@ class StragglerDetection(SessionCallback):
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        if not (math.isfinite(report_time_interval) and report_time_interval > 0):
+        interval_s = duration("report_time_interval", report_time_interval).total_seconds()
+        if interval_s <= 0:
             raise ValueError(f"report_time_interval must be a number of seconds above 0, not {report_time_interval}.")
         if not (calc_relative_gpu_perf or calc_individual_gpu_perf):
             raise ValueError("calc_relative_gpu_perf and calc_individual_gpu_perf are both off: nothing is left to do.")
@@ -142,11 +153,9 @@ class StragglerDetection(SessionCallback):
                 raise ValueError(f"{name} must be between 0 and 1, not {threshold}.")
         if profiling_interval < 1:
             raise ValueError(f"profiling_interval must be at least 1, not {profiling_interval}.")
-        if backend not in get_args(Backend):
-            raise ValueError(f"backend must be one of {', '.join(get_args(Backend))} and not {backend!r}.")
         if min_consecutive_reports < 1:
             raise ValueError(f"min_consecutive_reports must be at least 1, not {min_consecutive_reports}.")
-        self.report_time_interval = report_time_interval
+        self.report_time_interval = interval_s
         self.calc_relative_gpu_perf = calc_relative_gpu_perf
         self.calc_individual_gpu_perf = calc_individual_gpu_perf
         self.num_gpu_perf_scores_to_print = num_gpu_perf_scores_to_print
@@ -165,7 +174,7 @@ class StragglerDetection(SessionCallback):
         """Without what belongs to the fit in progress."""
         return {key: value for key, value in vars(self).items() if key != "_measuring"}
 
-    def joined(self, session: FitSession) -> None:
+    def _joined(self, session: FitSession) -> None:
         """Chooses how to measure."""
         self._measuring = _Measuring(self, session)
         session.at_leave.append(self._leave)
@@ -174,7 +183,7 @@ class StragglerDetection(SessionCallback):
         self._measuring.leave()
         del self._measuring
 
-    def started(self, session: FitSession) -> None:
+    def _started(self, session: FitSession) -> None:
         """Starts to measure."""
         self._measuring.start()
 

@@ -26,7 +26,7 @@ import os
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,9 @@ class SectionTimeouts:
     def __post_init__(self) -> None:
         for name in _SECTIONS:
             value = getattr(self, name)
+            if isinstance(value, timedelta):
+                value = value.total_seconds()
+                object.__setattr__(self, name, value)
             if value is not None and not (_is_finite(value) and value > 0):
                 raise ValueError(
                     f"The timeout of section {name} must be a positive number of seconds, or None, not {value!r}."
@@ -94,6 +97,26 @@ class SectionTimeouts:
                 raise ValueError(
                     f"The calculated timeout of section {name} must be a positive number of seconds, not {value!r}."
                 )
+
+    @staticmethod
+    def of(value: SectionTimeouts | Mapping[str, Any] | str) -> SectionTimeouts:
+        """The timeouts that an option gives: as such, by name of the section, or as :meth:`parse` reads them.
+
+        Raises:
+            TypeError: If it is none of these.
+            ValueError: If a section is unknown, or a timeout is no positive number.
+        """
+        if isinstance(value, SectionTimeouts):
+            return value
+        if isinstance(value, str):
+            return SectionTimeouts.parse(value)
+        if not isinstance(value, Mapping):
+            raise TypeError(
+                f"section_timeouts must be SectionTimeouts, a mapping or 'setup:600,step:180', not {value!r}."
+            )
+        for name in value:
+            _check_name(name)
+        return SectionTimeouts(**value)
 
     @staticmethod
     def parse(text: str) -> SectionTimeouts:
@@ -109,7 +132,7 @@ class SectionTimeouts:
         for pair in filter(None, map(str.strip, text.split(","))):
             name, colon, value = (part.strip() for part in pair.partition(":"))
             if not colon:
-                raise ValueError(f"Section timeouts are written NAME:SECONDS,NAME:SECONDS,... and not {pair!r}.")
+                raise ValueError(f"Section timeouts must be NAME:SECONDS,NAME:SECONDS,... and not {pair!r}.")
             _check_name(name)
             if name in timeouts:
                 raise ValueError(f"There are two timeouts for section {name} in {text!r}.")
