@@ -6,6 +6,7 @@ neither torch nor Lightning before a recipe is made: the launcher only reads :da
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import signal
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lightning_resilience._arguments import changed, path
 from lightning_resilience.detect.timeouts import SectionTimeouts
 from lightning_resilience.launch.budget import Budget
-from lightning_resilience.run_directory import WORKER_PID_VARIABLE, RunDirectory
+from lightning_resilience.run_directory import WORKER_PID_VARIABLE, RunDirectory, is_turned_off
 from lightning_resilience.signals import DEFAULT_GRACE_PERIOD_S
 
 if TYPE_CHECKING:
@@ -388,6 +389,23 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 """The recipes by the names that ``launch --recipe`` takes."""
 
 
+def _recipe(name: str) -> Recipe:
+    """The recipe of this name, or what the function ``module:function`` returns."""
+    if name in RECIPES:
+        return RECIPES[name]()
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise ValueError(f"{RECIPE_VARIABLE}={name!r} is not a recipe; there are: {', '.join(RECIPES)}.")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--recipe {name} cannot be had: {error}. It must be MODULE:FUNCTION.") from error
+    recipe = make()
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"--recipe {name} must return a Recipe, as recipes.nemo() does, not {recipe!r}.")
+    return recipe
+
+
 def callbacks_factory() -> list[SessionCallback]:
     """The ``callbacks_factory`` entry point of both Lightning packages, which every ``Trainer()`` of theirs calls.
 
@@ -400,11 +418,9 @@ def callbacks_factory() -> list[SessionCallback]:
     name = os.environ.get(RECIPE_VARIABLE)
     if os.environ.get(WORKER_PID_VARIABLE, str(os.getpid())) != str(os.getpid()):
         name = None  # a child process of the launched script
-    if not name or name == NO_RECIPE:
+    if not name or name == NO_RECIPE or is_turned_off():
         return []
-    if name not in RECIPES:
-        raise ValueError(f"{RECIPE_VARIABLE}={name!r} is not a recipe; there are: {', '.join(RECIPES)}.")
-    callbacks = RECIPES[name]().callbacks
+    callbacks = _recipe(name).callbacks
     for callback in callbacks:
         callback._injected = True
     return callbacks

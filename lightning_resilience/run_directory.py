@@ -56,6 +56,9 @@ RUN_DIR_VARIABLE = "LIGHTNING_RESILIENCE_RUN_DIR"
 LOCAL_DIR_VARIABLE = "LIGHTNING_RESILIENCE_LOCAL_DIR"
 """Environment variable in which ``lightning-resilience launch --local-dir`` says where local checkpoints are kept."""
 
+OFF_VARIABLE = "LIGHTNING_RESILIENCE_OFF"
+"""Environment variable that turns the package off: with ``1`` callbacks and recipes do nothing in any Trainer."""
+
 WORKER_PID_VARIABLE = "LIGHTNING_RESILIENCE_WORKER_PID"
 """Environment variable with the process that runs the launched script. A fit in a child process of it (a parallel
 search, say) is none of the run's."""
@@ -66,6 +69,11 @@ Status = Literal["finished", "interrupted", "failed", "halted"]
 ``finished``: there is nothing left to do. ``interrupted``: stopped on purpose and resumable. ``failed``: an error; may
 be tried again within the budget. ``halted``: a verdict that trying again cannot change.
 """
+
+
+def is_turned_off() -> bool:
+    """Whether the environment says that callbacks and recipes do nothing."""
+    return os.environ.get(OFF_VARIABLE, "").lower() in ("1", "true", "yes", "on")
 
 
 def is_started_again() -> bool:

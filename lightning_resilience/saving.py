@@ -50,6 +50,8 @@ STATE_KEY = "lightning_resilience"
 
 _PATIENCE = 0.8  # of the time after which the others would give up
 _LONGEST_WAIT_S = 1800.0  # torch's default for them
+_SAY_SAVED_EVERY_S = 600.0  # a line for each save would be all that a long run's log holds
+_SAID_ELSEWHERE = ("preemption", "straggler", "before the end")
 _LAST_SAVE_S = 120.0  # for what is being written when a fit ends
 
 
@@ -108,6 +110,7 @@ class Saver:
         self._lacks_memory: str | None = None
         self._wait_said = self._skip_said = False
         self._left_out_reported: tuple[str, ...] = ()
+        self._say_saved_at = 0.0
         self._read_back = True
 
     def save(self, reason: str, final: bool = False) -> Path | None:
@@ -528,6 +531,10 @@ class Saver:
             reason=reason,
             tier="global",
         )
+        now = time.monotonic()
+        if reason not in _SAID_ELSEWHERE and now >= self._say_saved_at:
+            self._say_saved_at = now + _SAY_SAVED_EVERY_S
+            log.info("Saved step %d to %s in %.1f s (%s).", step, path, now - started, reason)
         self.report_left_out(left_out)
 
     def report_left_out(self, left_out: list[str]) -> None:

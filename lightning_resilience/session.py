@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -48,11 +49,13 @@ from lightning_resilience.checkpoint.reduction_order import (
 from lightning_resilience.detect import witness
 from lightning_resilience.detect.divergence import Divergence
 from lightning_resilience.detect.progress import Progress, Section
+from lightning_resilience.launch.job_info import log_job_info
 from lightning_resilience.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.logs import Logs
 from lightning_resilience.report import troubles
 from lightning_resilience.run_directory import (
     LAUNCHED,
+    OFF_VARIABLE,
     RUN_DIR_VARIABLE,
     AnotherFit,
     Outcome,
@@ -60,6 +63,7 @@ from lightning_resilience.run_directory import (
     StaleAttempt,
     Status,
     StorageFails,
+    is_turned_off,
 )
 from lightning_resilience.saving import STATE_KEY, Saver
 from lightning_resilience.settings import (
@@ -182,6 +186,8 @@ class FitSession:
         self.protect_workers = False
         """Whether data-loader workers ignore the signals that ask the run to stop."""
 
+        if trainer.is_global_zero and not _fits_begun:  # the first of this process
+            log_job_info()
         launched = os.environ.get(RUN_DIR_VARIABLE)  # the launcher counts by what is recorded there, and nowhere else
         if launched and run_dir and os.path.realpath(launched) != os.path.realpath(run_dir) and trainer.is_global_zero:
             log.warning(
@@ -1369,7 +1375,16 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
     return session
 
 
+@cache
+def _say_once(message: str) -> None:
+    log.warning(message)
+
+
 def _is_passive(trainer: Trainer) -> bool:
+    if is_turned_off():
+        if trainer.is_global_zero:
+            _say_once(f"{OFF_VARIABLE} is set: the callbacks of lightning-resilience do nothing.")
+        return True
     return bool(vars(trainer)["fast_dev_run"]) or trainer.barebones or _lightning.is_search(trainer)
 
 

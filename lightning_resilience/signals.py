@@ -15,6 +15,7 @@ import ctypes
 import faulthandler
 import functools
 import logging
+import math
 import multiprocessing
 import os
 import select
@@ -81,7 +82,8 @@ def exit_code() -> int:
 
 
 def grace_period(requested: float = DEFAULT_GRACE_PERIOD_S) -> float:
-    """The seconds between a signal and the end of the process: ``requested``, or less where a launcher knows better."""
+    """The seconds between a signal and the end of the process: ``requested`` (0: no limit), or a launcher's fewer."""
+    requested = requested or math.inf
     try:
         return min(requested, float(os.environ[GRACE_PERIOD_VARIABLE]))
     except (KeyError, ValueError):

@@ -59,6 +59,7 @@ WRONG: dict[type[Any], dict[str, list[Any]]] = {
         "replication_factor": [*NOT_A_COUNT, 1],
         "replication_jump": NOT_A_COUNT,
         "probation_steps": [*NOT_WHOLE, -1],
+        "async_save": ["yes", 1, 0, None],
         "run_dir": NOT_A_PATH,
     },
     NaNGuard: {
@@ -74,7 +75,7 @@ WRONG: dict[type[Any], dict[str, list[Any]]] = {
     },
     Preemption: {
         "signals": ["SIGTERM", 15, 2.5, None, [], ["SIGX"], ["SIGKILL"], [1.5], [None]],
-        "grace_period_s": [*NOT_A_TIME, None],
+        "grace_period_s": [*(each for each in NOT_A_TIME if each not in (0, timedelta(0))), None],
         "enable_exit_handler_for_data_loader": NOT_A_FLAG,
         "run_dir": NOT_A_PATH,
     },

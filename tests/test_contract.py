@@ -384,6 +384,25 @@ def test_leaves_nothing_after_a_failure_in(cls: type[Any], place: Path, where: s
     assert of_this_package([trainer, module]) == []
 
 
+def test_appended_after_the_trainer_was_made(undisturbed: str) -> None:
+    """As by a library that adds its own to the callbacks that there are; checkpoint callbacks come after it then."""
+    trainer, module = make_trainer(enable_checkpointing=True), Module()
+    for cls in CALLBACKS:
+        trainer.callbacks.append(cls())
+    seen: list[str] = []
+    trainer.callbacks.append(At(lambda trainer, module: seen.extend(map(str, session._active.members))))
+    trainer.fit(module)
+    assert len(seen) == len(CALLBACKS)
+    assert digest(module) == undisturbed
+    assert of_this_package([trainer, module]) == []
+    again, other = make_trainer(), Module()
+    for cls in CALLBACKS:
+        again.callbacks.append(cls())
+    again.fit(other)  # which is finished
+    assert digest(other) == undisturbed
+    assert again.global_step == trainer.global_step
+
+
 @each
 def test_two_fits_of_one_trainer(cls: type[Any], place: Path) -> None:
     weights = []

@@ -111,7 +111,6 @@ def test_a_hang_under_launch_is_restarted_inside_the_job(tmp_path: Path) -> None
     assert not folders_of(config)
 
 
-@pytest.mark.campaign
 def test_a_hang_under_torchrun_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"trainer": {"devices": 2}}
     config = watched(tmp_path, events=[{**HANG, "rank": 0}], **options)
@@ -123,6 +122,23 @@ def test_a_hang_under_torchrun_is_restarted(tmp_path: Path, monkeypatch: pytest.
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
     assert [fault["kind"] for fault in hangs(config)] == ["hang"]
     assert "stale" not in output.read_text()
+    nothing_left(config)
+
+
+@pytest.mark.nvrx
+def test_a_hang_under_ft_launcher_as_nvrx_documents_it(tmp_path: Path) -> None:
+    """The ranks are watched by NVRx's monitors too, with the limits of its command line, and restarted by it."""
+    pytest.importorskip("nvidia_resiliency_ext.fault_tolerance")
+    config = watched(tmp_path, events=[{**HANG, "step": 6}], trainer={"max_steps": 12}, save_every=4)
+    ft_launcher = [sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--nproc-per-node=1"]
+    limits = ["--ft-rank_section_timeouts=setup:60,step:10,checkpointing:30", "--ft-rank_out_of_section_timeout=30"]
+    where = ["--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--ft-enable-nic-monitor=false"]
+    output = tmp_path / "output"
+    code = finish(start([*ft_launcher, *limits, *where, *command(config)[1:]], output), output)
+    assert code == 0, output.read_text()
+    assert "NVRx's rank monitors" in output.read_text()
+    assert [fault["kind"] for fault in events(config, "fault")] == ["hang"]
+    assert [event["step"] for event in events(config, "resumed")] == [4]
     nothing_left(config)
 
 
@@ -680,7 +696,6 @@ def test_a_rank_that_comes_late_to_a_health_check_but_in_time_for_a_step_is_wait
     runs(config)
 
 
-@pytest.mark.campaign
 def test_a_rank_that_is_absent_from_a_health_check_fails_it_for_the_others(tmp_path: Path) -> None:
     config = watched(
         tmp_path,
@@ -711,12 +726,8 @@ DRILLS: dict[str, str | None] = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.campaign if name not in ("rank_hung", "stuck_in_data_loader") else ())
-        for name in DRILLS
-    ],
+    [pytest.param(name, marks=pytest.mark.campaign if name != "stuck_in_data_loader" else ()) for name in DRILLS],
 )
-@pytest.mark.campaign
 def test_a_drill_happens_once_and_is_survived(tmp_path: Path, name: str) -> None:
     options = {"trainer": {"devices": 2}, "workers": 1}
     fault = {"fault_type": name, "rank": 1, "at_step": 20}

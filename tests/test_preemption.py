@@ -9,8 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import psutil
 import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_resilience import Interrupted, Preemption, signals
 from lightning_resilience.checkpoint import resume
@@ -152,8 +156,29 @@ def test_a_worker_that_holds_the_interpreter_lock_does_not_outlive_the_script(tm
     assert "max_epochs=1" in done.stderr + done.stdout
 
 
-def test_workers_have_no_protection_without_the_option() -> None:
-    assert Preemption(enable_exit_handler_for_data_loader=False).enable_exit_handler_for_data_loader is False
+class HowWorkersTakeIt(Dataset[torch.Tensor]):
+    """Gives, in a worker, whether a signal that stops the run is ignored there."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert get_worker_info() is not None
+        return torch.tensor([float(signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN)])
+
+
+@pytest.mark.parametrize("option", [True, False])
+def test_workers_are_protected_with_the_option_and_only_then(tmp_path: Path, option: bool) -> None:
+    class Module(BoringModel):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+            ignored.append(bool(batch.item()))
+
+    ignored: list[bool] = []
+    preemption = Preemption(["SIGUSR1"], enable_exit_handler_for_data_loader=option, run_dir=tmp_path / "run")
+    quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    trainer = L.Trainer(max_epochs=1, callbacks=[preemption], default_root_dir=tmp_path, **quiet)
+    trainer.fit(Module(), DataLoader(HowWorkersTakeIt(), num_workers=1))
+    assert ignored == [option, option]
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from lightning_resilience import _lightning
 from lightning_resilience._arguments import checked, duration
+from lightning_resilience.callbacks.auto_resume import AutoResume
 from lightning_resilience.checkpoint import capacity, shard
 from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.generations import Journey, common_part, places, rank_part
@@ -81,6 +82,8 @@ class LocalCheckpoint(SessionCallback):
         replication_jump: Distance of two ranks that keep copies of each other's parts. Default: ranks of a node.
         probation_steps: A verdict that the training has gone wrong (of ``NaNGuard``, say) within as many optimizer
             steps after a resume counts against the checkpoint that was loaded.
+        async_save: Whether a state is written behind the training. ``False``: the training waits until it is complete
+            on all nodes. ``"auto"``: as :class:`~lightning_resilience.AutoResume` of the same Trainer does it.
         run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
             ``default_root_dir``. A launcher's goes before it.
 
@@ -107,6 +110,7 @@ class LocalCheckpoint(SessionCallback):
         replication_factor: int = 2,
         replication_jump: int | None = None,
         probation_steps: int = 10,
+        async_save: bool | Literal["auto"] = True,
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
@@ -136,6 +140,7 @@ class LocalCheckpoint(SessionCallback):
         self.replication_factor = replication_factor
         self.replication_jump = replication_jump
         self.probation_steps = probation_steps
+        self.async_save = async_save
         self.run_dir = run_dir
 
     def _joined(self, session: FitSession) -> None:
@@ -195,6 +200,7 @@ class _Local:
             if problem is None:
                 self.store.close()
             raise _Unusable(problems[0])
+        self._waits = _waits(settings, trainer)
         self.owner = {"run": session.run_id, "fit": session.index}
         self._fetches = 0
         session.tiers.probation_steps = settings.probation_steps
@@ -333,6 +339,9 @@ class _Local:
                 return
             if self.session.rank == 0:
                 self.session.saver.report_left_out(left_out)
+            if self._waits:
+                self._saves.fence()  # nothing goes on that would do it
+                self._settle()
 
     def _state(self) -> tuple[Entries, list[torch.Tensor], list[torch.Tensor]]:
         """This rank's checkpoint; what of it only optimizers change; what of it all ranks of the node have alike."""
@@ -532,6 +541,12 @@ class _Local:
         self.store.close()
         if self._replicas is not None:
             self._replicas.close()
+
+
+def _waits(settings: LocalCheckpoint, trainer: Trainer) -> bool:
+    if settings.async_save != "auto":
+        return not settings.async_save
+    return any(isinstance(each, AutoResume) and not each.async_save for each in _lightning.callbacks(trainer))
 
 
 def _directory(given: str | os.PathLike[str] | None, node: str, run_id: str, fit: int) -> Path:

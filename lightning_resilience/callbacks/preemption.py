@@ -48,7 +48,7 @@ class Preemption(SessionCallback):
     Args:
         signals: The signals that stop the run.
         grace_period_s: Seconds from the signal to the end of the process. Default: 600, KempnerForge's shutdown
-            deadline; a launcher that knows a shorter one sets it.
+            deadline; a launcher that knows a shorter one sets it. 0: no limit but a launcher's.
         enable_exit_handler_for_data_loader: Whether data-loader workers ignore the signals, so that a signal to the
             whole process group does not fail the step in progress (Megatron-Bridge's name).
         run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
@@ -81,8 +81,8 @@ class Preemption(SessionCallback):
         if not self.signals:
             raise ValueError("signals must not be empty: there is nothing to stop the run on.")
         self.grace_period_s = duration("grace_period_s", grace_period_s).total_seconds()
-        if self.grace_period_s <= 0:
-            raise ValueError(f"grace_period_s must be positive, not {grace_period_s}.")
+        if self.grace_period_s < 0:
+            raise ValueError(f"grace_period_s must not be negative, not {grace_period_s}; 0 is no limit.")
         self.enable_exit_handler_for_data_loader = enable_exit_handler_for_data_loader
         self.run_dir = run_dir
 

@@ -145,9 +145,11 @@ def _parser() -> argparse.ArgumentParser:
     launch = argparse.ArgumentParser(add_help=False)  # what launch and slurm have in common
     launch.add_argument(
         "--recipe",
-        choices=list(JOBS),
+        type=_recipe,
         default="nemo",
-        help="the callbacks that every Trainer gets; the defaults given here are those of nemo (default: %(default)s)",
+        metavar=f"{{{','.join(JOBS)}}}|MODULE:FUNCTION",
+        help="the callbacks that every Trainer gets, or a function that returns one of your own; the defaults given "
+        "here are those of nemo (default: %(default)s)",
     )
     launch.add_argument(
         "--run-dir",
@@ -352,7 +354,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         parser.error(f"--run-dir {options.run_dir}: a run directory is on a file system that all nodes have mounted")
     if options.run_dir is not None and options.run_dir.exists() and not options.run_dir.is_dir():
         parser.error(f"--run-dir {options.run_dir} is a file, and must be a directory, or not there yet")
-    job = JOBS[options.recipe]
+    job = JOBS.get(options.recipe, JOBS["nemo"])  # a recipe of one's own is not imported here, but by the workers
     try:
         section_timeouts = SectionTimeouts.parse(",".join(timeouts)) if timeouts else job.section_timeouts
     except ValueError as error:
@@ -494,6 +496,16 @@ def _node_rank(text: str) -> int:
 def _count_or_auto(text: str) -> str:
     if text != "auto" and not re.fullmatch(r"[1-9][0-9]*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of at least 1 nor 'auto'")
+    return text
+
+
+def _recipe(text: str) -> str:
+    if (text not in JOBS and not all(part.isidentifier() for part in re.split(r"[.:]", text))) or text.count(":") > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a recipe ({', '.join(JOBS)}) nor MODULE:FUNCTION")
+    if text not in JOBS and ":" not in text:
+        near = difflib.get_close_matches(text, JOBS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(JOBS)}, and MODULE:FUNCTION"
+        raise argparse.ArgumentTypeError(f"there is no recipe {text}; {hint}")
     return text
 
 
