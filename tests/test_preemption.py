@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -156,29 +157,29 @@ def test_a_worker_that_holds_the_interpreter_lock_does_not_outlive_the_script(tm
     assert "max_epochs=1" in done.stderr + done.stdout
 
 
-class HowWorkersTakeIt(Dataset[torch.Tensor]):
-    """Gives, in a worker, whether a signal that stops the run is ignored there."""
-
+class SignalsItsWorker(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return 2
 
     def __getitem__(self, index: int) -> torch.Tensor:
         assert get_worker_info() is not None
-        return torch.tensor([float(signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN)])
+        signal.raise_signal(signal.SIGTERM)
+        return torch.ones(1)
 
 
 @pytest.mark.parametrize("option", [True, False])
 def test_workers_are_protected_with_the_option_and_only_then(tmp_path: Path, option: bool) -> None:
     class Module(BoringModel):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
-            ignored.append(bool(batch.item()))
+            steps.append(batch_idx)
 
-    ignored: list[bool] = []
-    preemption = Preemption(["SIGUSR1"], enable_exit_handler_for_data_loader=option, run_dir=tmp_path / "run")
+    steps: list[int] = []
+    preemption = Preemption(enable_exit_handler_for_data_loader=option, run_dir=tmp_path / "run")
     quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
     trainer = L.Trainer(max_epochs=1, callbacks=[preemption], default_root_dir=tmp_path, **quiet)
-    trainer.fit(Module(), DataLoader(HowWorkersTakeIt(), num_workers=1))
-    assert ignored == [option, option]
+    with nullcontext() if option else pytest.raises(RuntimeError, match="DataLoader worker"):
+        trainer.fit(Module(), DataLoader(SignalsItsWorker(), num_workers=1))
+    assert steps == ([0, 1] if option else [])
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:

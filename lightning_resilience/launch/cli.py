@@ -264,7 +264,7 @@ def _parser() -> argparse.ArgumentParser:
     slurm.add_argument("--time", metavar="LIMIT", help="time limit of one job, as sbatch's (default: the partition's)")
     slurm.add_argument("--partition", metavar="NAME", help="as sbatch's")
     slurm.add_argument("--account", metavar="NAME", help="as sbatch's")
-    slurm.add_argument("--job-name", metavar="NAME", help="as sbatch's (default: the script's name)")
+    slurm.add_argument("--job-name", metavar="NAME", help="as sbatch's (default: the run directory's name)")
     slurm.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION", help="another of sbatch's: --sbatch=--qos=high"
     )
