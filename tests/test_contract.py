@@ -425,7 +425,9 @@ def test_two_trainers(cls: type[Any], undisturbed: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize(
+    "stage", ["validate", *(pytest.param(s, marks=pytest.mark.campaign) for s in ("test", "predict"))]
+)
 def test_passive_outside_of_fit(cls: type[Any], place: Path, stage: str) -> None:
     def look(trainer: Any, module: Any, *args: Any) -> None:
         during.append(process_state())

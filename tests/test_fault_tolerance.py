@@ -111,6 +111,7 @@ def test_a_hang_under_launch_is_restarted_inside_the_job(tmp_path: Path) -> None
     assert not folders_of(config)
 
 
+@pytest.mark.campaign
 def test_a_hang_under_torchrun_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"trainer": {"devices": 2}}
     config = watched(tmp_path, events=[{**HANG, "rank": 0}], **options)
@@ -642,14 +643,16 @@ def test_the_flag_of_a_finished_run(tmp_path: Path) -> None:
     assert flag.exists()
 
 
-@pytest.mark.parametrize("with_it", [True, False])
+@pytest.mark.parametrize("with_it", [pytest.param(True, marks=pytest.mark.campaign), False])
 def test_without_auto_resume_there_is_a_warning(tmp_path: Path, with_it: bool) -> None:
     callbacks = ["fault_tolerance", "auto_resume"] if with_it else ["fault_tolerance"]
     config = watched(tmp_path, callbacks=callbacks, trainer={"max_steps": 2})
     assert ("There is no AutoResume" in runs(config)) == (not with_it)
 
 
-@pytest.mark.parametrize(("timeout", "is_too_short"), [(1800, False), (180, True)])
+@pytest.mark.parametrize(
+    ("timeout", "is_too_short"), [pytest.param(1800, False, marks=pytest.mark.campaign), (180, True)]
+)
 def test_a_collective_that_is_given_up_before_the_step_is_overdue(
     tmp_path: Path, timeout: int, is_too_short: bool
 ) -> None:
