@@ -540,7 +540,7 @@ def append_to_csv(logger: Any) -> None:
     if module is None or logger._experiment is not None:
         return
     patches = Patches()
-    patches.set(module.ExperimentWriter, "_check_log_dir_exists", lambda: None)  # which deletes
+    patches.set(module.ExperimentWriter, "_check_log_dir_exists", lambda _: None)  # which deletes
     try:
         writer = logger.experiment
     finally:

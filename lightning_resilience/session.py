@@ -413,6 +413,8 @@ class FitSession:
         self._check_fingerprint(explicit)
         self._record_outputs()
         self._explicit = explicit
+        if self.trainer.optimizers:  # a strategy may restore them with the weights
+            self._optimizers = _settings_of_optimizers(self.trainer)
         self._restore_from(self.tiers.choose(explicit), weights_only)
 
     def _restore_from(self, choice: _Choice | None, weights_only: bool | None = None) -> None:

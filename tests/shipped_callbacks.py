@@ -182,7 +182,8 @@ def came_to(trainer: L.Trainer, module: Module, folder: Path) -> dict[str, Any]:
         "callbacks": {type(each).__name__: plain(state_of(each)) for each in own},
     }
     if trainer.is_global_zero:
-        said["files"] = sorted(str(each.relative_to(folder)) for each in (folder / "made").rglob("*") if each.is_file())
+        files = {str(each.relative_to(folder)) for each in (folder / "made").rglob("*") if each.is_file()}
+        said["files"] = sorted(each for each in files if "events.out.tfevents" not in each)  # one for each start
         best = getattr(trainer.checkpoint_callback, "best_model_path", None)
         said["best"] = digest(torch.load(best, weights_only=False)["state_dict"]) if best else None
     text: str = json.dumps(said).replace(str(folder), "FOLDER")

@@ -446,6 +446,7 @@ assert plain.global_step == 5
 """
 
 
+@pytest.mark.campaign
 def test_sharded_directories(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SHARDED))

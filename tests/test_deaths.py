@@ -171,6 +171,7 @@ def test_the_survivors_of_a_failed_rank_are_ended(tmp_path: Path) -> None:
     assert re.search("Ended 1 rank of .+, blocked without rank 1 of .+, which has failed", ranks.text())
 
 
+@pytest.mark.campaign
 def test_a_rank_whose_callbacks_take_long_over_an_error_of_all_is_no_survivor(tmp_path: Path) -> None:
     """It uploads a report, say, before our callback is told."""
     error = {"at": "train", "step": 20, "do": "raise"}

@@ -126,6 +126,7 @@ def test_a_hang_under_torchrun_is_restarted(tmp_path: Path, monkeypatch: pytest.
     nothing_left(config)
 
 
+@pytest.mark.campaign
 @pytest.mark.nvrx
 def test_a_hang_under_ft_launcher_as_nvrx_documents_it(tmp_path: Path) -> None:
     """The ranks are watched by NVRx's monitors too, with the limits of its command line, and restarted by it."""
@@ -527,7 +528,7 @@ def test_all_ranks_calculate_the_same_from_what_one_has_seen(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"engine": "nvrx2"}, "engine must be one of auto, nvrx, watchdog"),
+        ({"engine": "nvrx2"}, "engine must be 'auto', 'nvrx' or 'watchdog'"),
         ({"health_check_interval_steps": -1}, "health_check_interval_steps must not be negative"),
         ({"section_timeouts": "step:0"}, "section step must be a positive number"),
         ({"section_timeouts": {"step": -1.0}}, "section step must be a positive number"),

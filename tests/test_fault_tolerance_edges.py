@@ -443,6 +443,7 @@ def forking(tmp: str) -> None:
     print(json.dumps({"end": os.getpid()}))
 
 
+@pytest.mark.campaign
 def test_a_forked_child_does_not_speak_for_the_training(tmp_path: Path) -> None:
     script = f"from tests.test_fault_tolerance_edges import forking; forking({str(tmp_path)!r})"
     done = subprocess.run(

@@ -555,8 +555,8 @@ def test_no_fault() -> None:
         ({"fault_type": "rank_hung", "rand_delay_s": float("nan")}, ValueError, "rand_delay_s .* not nan"),
         ({"fault_type": "rank_hung", "rand_delay_s": float("inf")}, ValueError, "rand_delay_s .* not inf"),
         ({"fault_type": "slow_rank", "slow_s": "1"}, ValueError, "slow_s .* not '1'"),
-        (3, TypeError, "not as 3"),
-        ("rank_killed", TypeError, "not as 'rank_killed'"),
+        (3, TypeError, "not 3"),
+        ("rank_killed", TypeError, "not 'rank_killed'"),
     ],
 )
 def test_bad_descriptions(value: Any, error: type[Exception], message: str) -> None:

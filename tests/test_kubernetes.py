@@ -358,7 +358,8 @@ def trains(cluster: Cluster, config: dict[str, Any], steps: int) -> Callable[[],
     return condition
 
 
-@pytest.mark.parametrize("name", ["job", pytest.param("jobset", marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["job", "jobset"])
 def test_a_run_that_is_evicted_and_killed_ends_as_if_undisturbed(
     name: str, tmp_path: Path, clusters: list[Cluster]
 ) -> None:

@@ -758,7 +758,7 @@ def test_whoever_reads_a_report_may_stop_at_any_line(launcher: Launcher) -> None
         (["--section-timeouts=step:0", "script.py"], "step must be a positive number of seconds"),
         (["--out-of-section-timeout=soon", "script.py"], "out_of_section must be seconds, or none, not 'soon'"),
         (["--section-timeouts=out_of_section:9", "--out-of-section-timeout=8", "script.py"], "two timeouts for"),
-        (["--recipe=unknown", "script.py"], "invalid choice"),
+        (["--recipe=unknown", "script.py"], "there is no recipe unknown; there are nemo,"),
         (["scirpt.py"], "there is no script scirpt.py; did you mean script.py?"),
         (["-m", "scirpt"], "there is no module scirpt, seen from"),
         (["-m", "scirpt"], "did you mean script?"),

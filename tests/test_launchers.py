@@ -97,6 +97,7 @@ def test_a_signal_to_some_rank(tmp_path: Path, launcher: Any, events: list[dict[
     assert result(config) == undisturbed(tmp_path, **OPTIONS)[0]
 
 
+@pytest.mark.campaign
 @pytest.mark.nvrx
 def test_launch_survives_a_crash_a_preemption_and_the_loss_of_the_launcher(tmp_path: Path) -> None:
     """The script itself is plain Lightning: the launcher alone makes it survive."""

@@ -478,7 +478,7 @@ def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "is not a directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("action", ["report", "status", "diagnose", "watch"])
+@pytest.mark.parametrize("action", ["report", "diagnose", "watch"])
 def test_a_folder_of_runs_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str) -> None:
     Ledger(tmp_path / "runs" / "gpt" / "ledger").record("start")
     with pytest.raises(SystemExit) as ended:

@@ -86,7 +86,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "logged value": (
         lambda t: next(iter(t.fit_loop.epoch_loop._results.values())),
-        {"_update_count", "cumulated_batch_size", "has_reset", "is_tensor", "meta", "value"},
+        {"_forward_cache", "_update_count", "cumulated_batch_size", "has_reset", "is_tensor", "meta", "value"},
     ),
     "module of the results": (
         lambda t: importlib.import_module(type(t.fit_loop.epoch_loop._results).__module__),
@@ -208,6 +208,7 @@ NOT_LIGHTNING = {
     "_get_layout",  # torch: named in pickles of DCP
     "_actions",  # argparse: the options of a parser
     "_launch_ended",  # a file of nemo_run.py
+    "_injected",  # our callbacks: whether the launch has added it
     "_exit",  # os: ends the process at once
     "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone
     "_comm_hooks",  # torch: see reduction_order.py

@@ -811,7 +811,7 @@ def test_the_time_for_which_the_training_waits_is_counted(memory: Run, monkeypat
     ids=str,
 )
 def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         LocalCheckpoint(**arguments)
 
 

@@ -617,6 +617,7 @@ def test_if_all_states_are_bad_the_run_ends_with_the_reason(max_rollbacks: int, 
     assert reason in text
 
 
+@pytest.mark.campaign
 def test_a_bad_state_that_comes_from_another_node(tmp_path: Path) -> None:
     """A node is lost, and what it gets from the other one verifies, but is bad."""
     config = killed(tmp_path, trainer={"num_nodes": 2})

@@ -599,12 +599,12 @@ def test_workers_end_with_their_epoch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"action": "ignore"}, "action must be one of skip, rollback, stop, warn"),
+        ({"action": "ignore"}, "action must be 'skip', 'rollback', 'stop' or 'warn'"),
         ({"max_consecutive": 0}, "max_consecutive must be at least 1"),
         ({"max_rollbacks": -1}, "max_rollbacks must not be negative"),
         ({"spike_window": 4}, "give that too"),
-        ({"spiky_loss_factor": 1.0}, "factor must be a number above 1"),
-        ({"spiky_loss_factor": 2.0, "spike_window": 1}, "window must be 2 or more"),
+        ({"spiky_loss_factor": 1.0}, "factor must be above 1"),
+        ({"spiky_loss_factor": 2.0, "spike_window": 1}, "window must be at least 2"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:

@@ -139,7 +139,7 @@ def test_a_healthy_training_waits_for_nothing(
     model = Late({}, FUSED)
     trained(tmp_path, monkeypatch, 3, NaNGuard(), model, gradient_clip_val=clip)
     assert model.travelling is not None
-    assert model.travelling.waits <= 3  # at the end of the fit
+    assert model.travelling.waits <= 6 * 3  # at the ends of 6 epochs: what judges their metrics follows
 
 
 class Reads(TorchDispatchMode):

@@ -151,6 +151,7 @@ L.Trainer(max_epochs=1, limit_train_batches=4, callbacks=callbacks, **quiet).fit
 """
 
 
+@pytest.mark.campaign
 def test_a_worker_that_holds_the_interpreter_lock_does_not_outlive_the_script(tmp_path: Path) -> None:
     done = run_command([sys.executable, "-c", STUCK, str(tmp_path / "run")], timeout_s=100)
     assert done.returncode == 0, done.stderr
@@ -338,7 +339,7 @@ def test_a_launched_process_stops_outside_of_a_fit_too(tmp_path: Path, what: str
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"signals": ()}, {"signals": ("SIGNOPE",)}, {"signals": (signal.SIGKILL,)}, {"grace_period_s": 0}],
+    [{"signals": ()}, {"signals": ("SIGNOPE",)}, {"signals": (signal.SIGKILL,)}, {"grace_period_s": -1}],
 )
 def test_refuses_arguments_that_make_no_sense(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError):

@@ -174,7 +174,7 @@ def test_determinism_is_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rerun": "always"}, "rerun must be one of"),
+        ({"rerun": "always"}, "rerun must be 'disabled'"),
         ({"max_reruns": 0}, "max_reruns must be at least 1"),
         ({"rerun": "validate_results", "action": "warn"}, "lets it happen"),
     ],

@@ -261,6 +261,7 @@ def test_strategies_that_gather_for_the_user_resume_from_shards(tmp_path: Path) 
     assert done[0] == undisturbed(tmp_path, **OPTIONS)[0]
 
 
+@pytest.mark.campaign
 def test_a_learning_rate_of_numpy(tmp_path: Path) -> None:
     """As a schedule that calculates with NumPy makes it: DCP would pickle it, and a safe load refuse it."""
     options = {**OPTIONS, "numpy_rate": True}

@@ -213,7 +213,8 @@ class Job:
         trainer = SimpleNamespace(strategy=strategy, **first)
         session = SimpleNamespace(
             trainer=trainer, rank=rank, index=0, fit=self.fit, gather=self.gather, whoami=f"Rank {rank}",
-            patience=Patience(), metadata={}, ledger=Ledger(self.folder / "ledger", rank),
+            run=SimpleNamespace(ledger=self.folder / "ledger"), patience=Patience(), metadata={},
+            ledger=Ledger(self.folder / "ledger", rank),
             previous_outcome=None, finished_before=lambda: False, check_owner=lambda: None,
         )  # fmt: skip
         session.from_rank_0 = lambda make: FitSession.from_rank_0(session, make)

@@ -734,7 +734,7 @@ def test_a_run_that_needs_its_slow_node_is_not_stopped_for_nothing(
         *(({"gpu_relative_perf_threshold": value}, "gpu_relative_perf_threshold must be") for value in (-0.1, 1.1)),
         ({"gpu_individual_perf_threshold": math.nan}, "gpu_individual_perf_threshold must be"),
         ({"profiling_interval": 0}, "profiling_interval must be at least 1"),
-        ({"backend": "cuda"}, "backend must be one of auto, timer, device_events, cupti and not 'cuda'"),
+        ({"backend": "cuda"}, "backend must be 'auto', 'timer', 'device_events' or 'cupti', not 'cuda'"),
         ({"min_consecutive_reports": 0}, "min_consecutive_reports must be at least 1"),
     ],
     ids=str,
