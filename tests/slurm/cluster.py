@@ -103,7 +103,7 @@ class Cluster:
         kill_wait: Seconds between the last SIGTERM to a job and SIGKILL.
     """
 
-    def __init__(self, folder: Path, nodes: int = 3, kill_wait: int = 5) -> None:
+    def __init__(self, folder: Path, nodes: int = 3, kill_wait: int = 15) -> None:
         self.folder = folder
         self.kill_wait = kill_wait
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
