@@ -51,6 +51,17 @@ class Case:
     def wait_for_the_end(self) -> None:
         until(lambda: not those_left(self.folder), lambda: self.terminal.text if self.terminal else "")
 
+    def take_away(self, how: str) -> None:
+        """Takes the terminal away, or presses Ctrl-C at it, and waits until all has ended."""
+        assert self.terminal is not None
+        if how in ("close", "nohup"):
+            self.terminal.close()
+        else:
+            self.terminal.press_ctrl_c()
+        if how == "nohup":
+            (self.folder / "enough").touch()
+        self.wait_for_the_end()
+
     @property
     def code(self) -> int:
         return int((self.folder / "code").read_text())
@@ -121,13 +132,7 @@ def test_a_launch_outlives_its_terminal(case: Case, how: str) -> None:
         }[how]
     )
     case.wait_for("ready")
-    if how in ("close", "nohup"):
-        terminal.close()
-    else:
-        terminal.press_ctrl_c()
-    if how == "nohup":
-        (case.folder / "enough").touch()
-    case.wait_for_the_end()
+    case.take_away(how)
     ended = case.events("exit")[-1]
     if how == "nohup":
         assert (ended["status"], ended["exit_code"]) == ("finished", 0)
@@ -347,13 +352,9 @@ def test_a_training_outlives_its_terminal(case: Case, how: str, where: str, rank
     until(lambda: all(path.exists() for path in trains), lambda: terminal.text if terminal else "")
     if terminal is None:
         subprocess.run([*tmux, "kill-server"], check=True)
-    elif how in ("close", "nohup"):
-        terminal.close()
+        case.wait_for_the_end()
     else:
-        terminal.press_ctrl_c()
-    if how == "nohup":
-        (case.folder / "enough").touch()
-    case.wait_for_the_end()
+        case.take_away(how)
     assert case.events("saved")
     if how == "nohup":
         assert case.events("finished")
