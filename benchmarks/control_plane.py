@@ -7,7 +7,7 @@ each takes what it took there with the most clients. A rank that sleeps while no
 which changes nothing but the time that this takes. The training is at a boundary at all times: what is measured is the
 agreement alone.
 
-    python benchmarks/control_plane.py [--ranks 64 1024 16384 102400] [--calls-per-s 20000]
+    python benchmarks/control_plane.py [--ranks 64 1024 16384 102400] [--calls-per-s 20000] [--everywhere]
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from lightning_resilience.agreement_protocol import (
     Above,
     Add,
     Announce,
+    Append,
+    Delete,
     Event,
     Get,
-    GetAll,
     LocalStore,
     Needs,
     Participant,
@@ -59,31 +60,26 @@ class Costs:
     Args:
         count: ``add``, also by 0 to read.
         absent: To ask for what is not there.
-        present: To ask for what is, and to get it: three requests, as torch's ``get`` waits first.
-        several: To get 64 values: two requests, for the same reason. Fewer cost less.
-        put: ``set``, which is not answered.
+        present: To ask for what is, or to replace it.
+        put: ``set`` or ``append``, which are not answered.
         delete: ``delete_key``.
     """
 
     count: float
     absent: float
     present: float
-    several: float
     put: float
     delete: float
 
-    def of(self, wanted: Any, store: LocalStore) -> tuple[float, int, int]:
-        """How long the store is busy with a call, how many requests these are, how many are answered."""
+    def of(self, wanted: Any, store: LocalStore) -> tuple[float, bool]:
+        """How long the store is busy with a call, and whether the caller waits for an answer."""
         if isinstance(wanted, Add):
-            return self.count, 1, 1
-        if isinstance(wanted, Get):
-            return (self.present, 3, 3) if store.check([wanted.key]) else (self.absent, 1, 1)
-        if isinstance(wanted, GetAll):
-            fixed = 2 / 3 * self.present
-            return fixed + (self.several - fixed) * (len(wanted.keys) - 1) / 63, 2, 2
-        if isinstance(wanted, Set):
-            return self.put, 1, 0
-        return self.delete, 1, 1
+            return self.count, True
+        if isinstance(wanted, Set | Append):
+            return self.put, False
+        if isinstance(wanted, Delete):
+            return self.delete, True
+        return self.present if Get(wanted.key).apply(store) is not None else self.absent, True
 
 
 class Rank:
@@ -151,6 +147,7 @@ class Job:
                 rank = Rank(self, node, index, relay.linger)
                 self.ranks.append(rank)
                 self.start(Watcher(rank.participant.watch(), node, rank, None))
+        self.quiet_after = 2 + 5 * relay._above.longest  # of an event, or the start
 
     def start(self, watcher: Watcher) -> None:
         self.at(self.random.uniform(0, 0.05), watcher)
@@ -173,7 +170,7 @@ class Job:
             result = wanted.operation.apply(self.above)
         elif wanted is not None:
             result = wanted.apply(self.here[watcher.node])
-            if isinstance(wanted, Set) or getattr(wanted, "amount", 0):
+            if isinstance(wanted, Set | Append) or getattr(wanted, "amount", 0):
                 self.wake(watcher.node)
         else:
             watcher.seen = self.changes[watcher.node]
@@ -197,10 +194,10 @@ class Job:
             return
         watcher.pending = wanted
         if isinstance(wanted, Above):
-            seconds, calls, trips = self.costs.of(wanted.operation, self.above)
-            self.calls += calls
+            seconds, is_answered = self.costs.of(wanted.operation, self.above)
+            self.calls += 1
             self.free_at = max(self.free_at, self.now + ROUND_TRIP_S / 2) + seconds
-            self.at(self.free_at + (trips - 0.5) * ROUND_TRIP_S, watcher)
+            self.at(self.free_at + (is_answered - 0.5) * ROUND_TRIP_S, watcher)
         else:
             self.at(self.now + HERE_S, watcher)
 
@@ -212,11 +209,24 @@ class Job:
         self.sleeping[node].clear()
 
 
+def measure_everywhere(world_size: int, costs: Costs) -> float:
+    """How long until every rank acts on the first event, if the same signal hits all of them at once."""
+    job = Job(world_size, costs)
+    job.run(lambda: job.now > job.quiet_after)
+    begun = job.now
+    for rank in job.ranks:
+        rank.participant.request("preempt", {}, Needs.NOTHING)
+    for node in range(len(job.nodes)):
+        job.wake(node)
+    job.run(lambda: job.acted >= world_size and all(rank.acted_at for rank in job.ranks))
+    return max(rank.acted_at[0] for rank in job.ranks) - begun
+
+
 def measure(world_size: int, costs: Costs, events: int = 3) -> dict[str, float]:
     job = Job(world_size, costs)
-    job.run(lambda: job.now > 2 + 2 * job.ranks[0].participant._pace.longest)
+    job.run(lambda: job.now > job.quiet_after)
     quiet = job.calls, job.now
-    job.run(lambda: job.now > quiet[1] + 5)
+    job.run(lambda: job.now > quiet[1] + max(5.0, job.quiet_after - 2))  # whole pauses: they may poll in step
     polls = (job.calls - quiet[0]) / (job.now - quiet[1])
     seconds, calls, keys = [], [], []
     for number in range(events):
@@ -227,8 +237,8 @@ def measure(world_size: int, costs: Costs, events: int = 3) -> dict[str, float]:
         job.run(lambda number=number: job.acted == (number + 1) * world_size)
         last = max(rank.acted_at[number] for rank in job.ranks)
         seconds.append(last - begun)
+        job.run(lambda last=last: job.now > last + job.quiet_after)
         calls.append((job.calls - before - polls * (job.now - begun)) / world_size)
-        job.run(lambda last=last: job.now > last + 5)
         keys.append(job.above.num_keys())
     return {
         "seconds": statistics.median(seconds),
@@ -241,8 +251,6 @@ def measure(world_size: int, costs: Costs, events: int = 3) -> dict[str, float]:
 
 # ---- a real store
 
-KEYS = [f"position/0/{index}" for index in range(64)]
-
 
 def _set(store: Any) -> None:
     store.set("round/1/0/7", "[123456, 1, 0, 0]")
@@ -253,7 +261,6 @@ KINDS: dict[str, Any] = {
     "count": lambda store: store.add("news", 0),
     "absent": lambda store: Get("abort").apply(store),
     "present": lambda store: Get("status").apply(store),
-    "several": lambda store: GetAll(KEYS).apply(store),
     "put": _set,
     "delete": lambda store: store.delete_key("gone"),
 }
@@ -326,8 +333,7 @@ def calibrate() -> dict[int, dict[str, tuple[float, float]]]:
     try:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True)
         port.value = store.port
-        for key in ("status", *KEYS):
-            store.set(key, "[123456, 1, 0, 0]" if key in KEYS else "x" * 300)
+        store.set("status", "x" * 150)
         turn.wait()
         for clients in CLIENTS:
             results[clients] = {}
@@ -352,10 +358,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 1024, 16384, 102400])
     parser.add_argument("--calls-per-s", type=float, help="of the job's store, each request; measured by default")
+    parser.add_argument("--everywhere", action="store_true", help="the signal hits all ranks at once, instead of one")
     arguments = parser.parse_args()
     if arguments.calls_per_s:
         request = 1 / arguments.calls_per_s
-        costs = Costs(request, request, 3 * request, 2 * request, request, request)
+        costs = Costs(request, request, request, request, request)
         print(f"A store that answers {arguments.calls_per_s:,.0f} requests a second is assumed.\n")
     else:
         results = calibrate()
@@ -367,6 +374,10 @@ def main() -> None:
             print(f"| {clients} | " + " | ".join(cells) + " |", flush=True)
         costs = Costs(**{kind: 1 / rate for kind, (rate, _) in results[max(CLIENTS)].items()})
         print()
+    if arguments.everywhere:
+        for world_size in arguments.ranks:
+            print(f"{world_size:,} ranks: {measure_everywhere(world_size, costs):.1f} s", flush=True)
+        return
     if arguments.ranks:
         print("| ranks | until all act | the worst | requests to the job's store a rank | a second, quiet | keys |")
         print("|---|---|---|---|---|---|")

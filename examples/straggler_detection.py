@@ -1,6 +1,6 @@
-"""One of two ranks is slow on purpose, from a step on; the reports name it, and with ``--stop`` the run ends for it.
+"""One of two ranks is slow on purpose, from a step on; the reports name it.
 
-lightning-resilience launch --nproc-per-node 2 examples/straggler_detection.py [--stop] [--wandb] [arguments of gpt.py]
+lightning-resilience launch --nproc-per-node 2 examples/straggler_detection.py [--wandb] [arguments of gpt.py]
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ def main() -> None:
     parser.add_argument("--slow-rank", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--slow-from-step", type=int, default=30, metavar="STEP", help="default: %(default)s")
     parser.add_argument("--slow-s", type=float, default=0.3, help="seconds for every step (default: %(default)s)")
-    parser.add_argument("--stop", action="store_true", help="save and end for a straggler; launch starts it again")
     parser.add_argument("--wandb", action="store_true", help="scores, a table and a plot for W&B, offline")
     options, rest = parser.parse_known_args()
     slow = SimulatedFault(
@@ -29,7 +28,7 @@ def main() -> None:
         rest,
         [
             # A report every 5 minutes is the default. Here nobody wants to wait that long.
-            StragglerDetection(report_time_interval=3.0, min_consecutive_reports=2, stop_if_detected=options.stop),
+            StragglerDetection(report_time_interval=3.0, min_consecutive_reports=2),
             FaultTolerance(simulated_fault_params=slow),
         ],
         WandbLogger(project="stragglers", offline=True) if options.wandb else False,

@@ -288,9 +288,10 @@ def on_fit_loop(
     patches: Patches,
     before_epoch: Callable[[], None],
     end_of_epoch: Callable[[], None],
+    before_end: Callable[[], None],
     after: Callable[[], None],
 ) -> None:
-    """Has functions called around every epoch, and after the loop has ended, all ``on_train_end`` hooks included.
+    """Has functions called around every epoch, and before and after all ``on_train_end`` hooks.
 
     ``end_of_epoch`` comes after the epoch's last batch and before any hook of its end.
 
@@ -308,6 +309,7 @@ def on_fit_loop(
         advance_end()
 
     def wrapped_run_end() -> None:
+        before_end()
         run_end()
         after()
 
@@ -321,6 +323,16 @@ def on_fit_run(trainer: Trainer, patches: Patches, run: Callable[[Callable[[], N
     fit_loop = trainer.fit_loop
     loop = fit_loop.run
     patches.set(fit_loop, "run", lambda: run(loop))
+
+
+def end_again(trainer: Trainer) -> None:
+    """Runs the fit's outermost loop where its training has ended: only what comes around it is left, which it skips."""
+    fit_loop = trainer.fit_loop
+    fit_loop.setup_data()
+    fit_loop.reset()
+    fit_loop.on_run_start()
+    fit_loop._restarting = False
+    fit_loop.on_run_end()
 
 
 def begin_anew(trainer: Trainer, module: LightningModule) -> None:
@@ -611,6 +623,31 @@ def limit_reached(trainer: Trainer) -> str | None:
 def changes_weights_at_the_end(trainer: Trainer) -> bool:
     """Whether a callback of Lightning's changes the weights when the training has ended."""
     return bool(callbacks_named(trainer, ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")))
+
+
+def can_be_ended_again(trainer: Trainer) -> bool:
+    """Whether a state from before ``on_train_end`` has all that these hooks need."""
+    return not callbacks_named(trainer, ("StochasticWeightAveraging",))  # attributes of its last epoch are not saved
+
+
+def acts_at_the_end(trainer: Trainer) -> bool:
+    """Whether there is an ``on_train_end`` that may change what is saved of the fit."""
+    return any(map(_acts_at_the_end, (*callbacks(trainer), trainer.lightning_module, trainer.strategy)))
+
+
+def _acts_at_the_end(owner: Any) -> bool:
+    function = getattr(owner.on_train_end, "__func__", None)
+    if function is None or function.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning"):
+        return callable(owner.on_train_end)
+    kind = function.__qualname__.partition(".")[0]
+    if kind == "ModelCheckpoint":
+        return bool(owner.save_last and not owner._last_checkpoint_saved)
+    return kind not in ("Callback", "ModelHooks", "Strategy", "TQDMProgressBar", "Timer")
+
+
+def clocks(trainer: Trainer) -> list[str]:
+    """The keys in ``callbacks`` of a checkpoint under which there is only how late it is."""
+    return [timer.state_key for timer in _timers(trainer)]
 
 
 def is_cut_short(trainer: Trainer) -> bool:
@@ -945,7 +982,21 @@ def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
     for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
         for key in ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"):
             checkpoint.pop(getattr(owner, key, None), None)
+    _leave_out_functions_of_averaging(trainer, checkpoint)
     return checkpoint
+
+
+def _leave_out_functions_of_averaging(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """In torch 2.8 the state of ``SWALR`` holds its function, which every new one has of itself.
+
+    It can only be pickled, and what belongs to a function goes with it: all that ``StochasticWeightAveraging`` keeps.
+    """
+    states = list(checkpoint.get("lr_schedulers", ()))
+    for callback in callbacks_named(trainer, ("StochasticWeightAveraging",)):
+        states.append(checkpoint.get("callbacks", {}).get(callback.state_key, {}).get("scheduler_state"))
+    for state in states:
+        if isinstance(state, dict) and isinstance(state.get("anneal_func"), FunctionType):
+            del state["anneal_func"]
 
 
 def steps_counted(trainer: Trainer) -> int:

@@ -7,6 +7,7 @@ what the rank is doing (:class:`SectionReporter`), and the launcher what it shal
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import logging
@@ -476,6 +477,7 @@ def main() -> None:
     * The store of a rendezvous of one node would listen on all interfaces, and what is in it is unpickled.
     * What it and its rank monitors say ("aborted" at the end of every good run, an error for an orderly stop) goes to
       the file that is named in the environment, and not among the lines of the workers.
+    * It ends when it has done its work. To have Python take torch apart takes as long as to import it.
     """
     if (path := os.environ.pop(_LOG_VARIABLE, None)) is not None:
         with suppress(OSError):  # a full disk: then it is heard with the workers
@@ -518,7 +520,19 @@ def main() -> None:
         index = arguments.index(loopback)
         arguments[index : index + 1] = where
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    code = None
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code
+    others = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    if others or not isinstance(code, int | None):
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(int(code or 0))
 
 
 def _device_count() -> int:

@@ -20,16 +20,17 @@ from lightning_resilience.agreement_protocol import (
     Above,
     Add,
     Announce,
+    Append,
     Delete,
     Event,
     Get,
-    GetAll,
     LocalStore,
     Needs,
     Participant,
     PeerLost,
     Position,
     Relay,
+    Replace,
     Set,
     Sleep,
     Watching,
@@ -94,14 +95,18 @@ class Agreement:
             again by a second fit or after a restart.
         nodes: Which ranks share a node, the same on all ranks, that of rank 0 first; by default all of them do. The
             first one of each node brings what concerns the others, by a store in its process that they alone can reach.
-        answer_timeout: How long a peer's watcher may take to answer. A watcher needs no step to end for that.
-        arrival_timeout: How long a peer's main thread may take to reach a boundary, or its end once this rank is there.
+        answer_timeout: How long a peer's watcher may take to answer. A watcher needs no step to end for that. When a
+            rank has finished it is five times as long.
+        arrival_timeout: How long a peer's main thread may take to reach a boundary once this rank is there.
         on_event: Called from the watcher with every event as soon as this rank knows of it, before its boundary. The
             watcher answers nobody meanwhile, so it must be quick and must not wait for the main thread.
     """
 
     _STORE_PATIENCE_S = 10.0
-    """How much longer than its watcher the main thread waits: a call to a store on a mute host never returns."""
+    """How much longer than ``answer_timeout`` the main thread waits for its watcher to move at all.
+
+    It is the watcher that gives up on others. But a call to a store on a mute host never returns.
+    """
 
     def __init__(
         self,
@@ -116,11 +121,10 @@ class Agreement:
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self._answer_timeout_s = answer_timeout.total_seconds()
-        self._arrival_timeout_s = arrival_timeout.total_seconds()
         self._rank = rank
         nodes = nodes or [range(world_size)]
         node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
-        limits = (time.monotonic, self._answer_timeout_s, self._arrival_timeout_s)
+        limits = (time.monotonic, self._answer_timeout_s, arrival_timeout.total_seconds())
         relay = Relay(nodes, node, *limits)
         self._participant = Participant(nodes[node], nodes[node].index(rank), *limits, relay.linger)
         self._relay = relay if rank == nodes[node][0] else None
@@ -169,7 +173,7 @@ class Agreement:
             if not participant.alert:
                 participant.passed = position
                 return ()
-        return self._wait(lambda: participant.cross(position, allows), self._answer_timeout_s)
+        return self._wait(lambda: participant.cross(position, allows))
 
     def arrive(self, event: Event) -> None:
         """Waits until every rank is about to act on ``event``: called before the first collective of the action.
@@ -180,7 +184,7 @@ class Agreement:
         with self._lock:
             self._participant.arrive(event)
         self._wake.set()
-        self._wait(self._participant.arrived, self._arrival_timeout_s)
+        self._wait(self._participant.arrived)
 
     def abort(self, reason: str) -> None:
         """Tells every rank that this one raises, and stops. All others get a :class:`PeerLost` that names the reason.
@@ -194,23 +198,32 @@ class Agreement:
             self._moved.wait_for(lambda: self._is_over() or self._stopped, self._STORE_PATIENCE_S)
         self.stop()
 
-    def close(self) -> tuple[Event, ...]:
+    def close(self, waiting: Callable[[], None] = lambda: None) -> tuple[Event, ...]:
         """Waits until every rank has finished, and stops. This rank passes no boundary any more.
+
+        For as long as all of them live, which they are asked from time to time: what rank 0 does last may take hours.
+
+        Args:
+            waiting: Called now and then meanwhile.
 
         Returns:
             The events that no rank has acted on: asked too late, or no boundary offered what they need.
 
         Raises:
-            PeerLost: If another rank gave up, died or does not finish within ``arrival_timeout``.
+            PeerLost: If another rank gave up, died or does not answer.
         """
         if self._stopped:
             return ()
         with self._lock:
             self._participant.finish()
         self._wake.set()
+
+        def ended() -> tuple[Event, ...] | None:
+            waiting()
+            return self._participant.ended() if self._is_over() else None
+
         try:
-            patience = 2 * self._arrival_timeout_s + self._answer_timeout_s
-            return self._wait(lambda: self._participant.ended() if self._is_over() else None, patience)
+            return self._wait(ended)
         finally:
             self.stop()
 
@@ -224,12 +237,11 @@ class Agreement:
         if self._watcher.is_alive():
             log.warning("The agreement's watcher is stuck in a call to the store of this job and is left behind.")
 
-    def _wait(self, step: Callable[[], _T | None], timeout_s: float) -> _T:
+    def _wait(self, step: Callable[[], _T | None]) -> _T:
         """Repeats ``step`` after every move of the watcher until it returns something."""
-        deadline = time.monotonic() + timeout_s + self._STORE_PATIENCE_S
         with self._moved:
             while (result := step()) is None:
-                if not self._moved.wait(max(0.0, deadline - time.monotonic())):
+                if not self._moved.wait(self._answer_timeout_s + self._STORE_PATIENCE_S):
                     raise PeerLost(
                         f"the store that the ranks share does not answer rank {self._rank}: the process that owns it "
                         "is stuck or its node can't be reached. Restart the job; it resumes from its newest checkpoint."
@@ -357,8 +369,8 @@ class _Stores:
         self._here = TCPStore(ADDRESS, port, is_master=False, timeout=timedelta(seconds=self._timeout_s))
         self._above = None
 
-    def apply(self, wanted: Get | GetAll | Set | Add | Delete | Above) -> Any:
+    def apply(self, wanted: Get | Set | Append | Replace | Add | Delete | Above) -> Any:
         """Does what a watcher wants."""
         operation = wanted.operation if isinstance(wanted, Above) else wanted
-        self.changed |= isinstance(operation, Set) or (isinstance(operation, Add) and operation.amount > 0)
+        self.changed |= isinstance(operation, Set | Append) or (isinstance(operation, Add) and operation.amount > 0)
         return operation.apply(self._above if isinstance(wanted, Above) else self._here)

@@ -5,9 +5,9 @@ watcher thread on every rank polls the store that the ranks of its node share; n
 each node it is also the node's *relay*, the only one there that polls the store of the whole job: what a poll costs
 grows with the nodes, not with the ranks. An event takes one round:
 
-1. The rank that asks describes the event in the store of its node; the relay numbers it (``add``) and passes it on. The
-   relay of rank 0 lists all open events as the next *round*: a signal that hits a thousand ranks at once costs a round
-   or two, not a thousand. All relays bring it to their nodes.
+1. The rank that asks describes the event in the store of its node; the relay passes it on. The relay of rank 0 lists
+   all open events as the next *round*: a signal that hits a thousand ranks at once costs a round or two and is one
+   event in each. All relays bring it to their nodes.
 2. Every watcher that sees the round notes the last boundary its main thread passed and, in the same breath, holds the
    main thread: it may pass no further one. Then it posts that position. It does not need the main thread for this, so
    a rank in the middle of a step, or blocked in a collective, answers as well.
@@ -22,7 +22,10 @@ period.
 
 Between the agreement and the action a rank can die: :meth:`.Agreement.arrive` goes before any collective. The end is
 agreed as well (:meth:`.Agreement.close`): a rank that has finished counts as being past everything, and answers until
-all have. Keys are deleted when nobody can want them any more: the stores do not grow with the events.
+all have. What a rank does last may take hours (one that uploads the model), so those that have finished do not wait for
+a time but for as long as all watchers live: the relay of rank 0 opens a round now and then that asks for nothing else
+and holds nobody. Who does not answer it is lost, and where none comes, rank 0 is. Keys are deleted when nobody can want
+them any more: the stores do not grow with the events.
 
 :class:`Participant` and :class:`Relay` make all decisions and hold no thread, lock or store: their watchers are
 generators that *yield* what a store shall do. :class:`.Agreement` runs them on real stores; the tests run them on
@@ -33,6 +36,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -104,6 +108,9 @@ class PeerLost(RuntimeError):
 # What a watcher asks of the world. A store has the methods of torch's stores.
 
 
+_ABSENT = "-"  # no value of any key
+
+
 @dataclass(frozen=True)
 class Get:
     """The value of a key, or ``None``. Does not wait for one: a thread that does aborts the interpreter at its exit."""
@@ -111,19 +118,9 @@ class Get:
     key: str
 
     def apply(self, store: Any) -> bytes | None:
-        """Does it."""
-        return store.get(self.key) if store.check([self.key]) else None
-
-
-@dataclass(frozen=True)
-class GetAll:
-    """The values of keys that are all known to exist."""
-
-    keys: list[str]
-
-    def apply(self, store: Any) -> list[bytes]:
-        """Does it."""
-        return list(store.multi_get(self.keys))
+        """Does it, in one request: the stores' ``get`` waits, and is three with the question whether it would."""
+        value: bytes = store.compare_set(self.key, _ABSENT, _ABSENT)  # what is not there is not set
+        return None if value == _ABSENT.encode() else value
 
 
 @dataclass(frozen=True)
@@ -136,6 +133,31 @@ class Set:
     def apply(self, store: Any) -> None:
         """Does it."""
         store.set(self.key, self.value)
+
+
+@dataclass(frozen=True)
+class Append:
+    """Appends to the value of a key, which may not exist yet."""
+
+    key: str
+    value: str
+
+    def apply(self, store: Any) -> None:
+        """Does it."""
+        store.append(self.key, self.value)
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Sets a key if its value is still the one that is known; returns whether it was."""
+
+    key: str
+    known: str
+    value: str
+
+    def apply(self, store: Any) -> bool:
+        """Does it."""
+        return bool(store.compare_set(self.key, self.known, self.value) == self.value.encode())
 
 
 @dataclass(frozen=True)
@@ -165,7 +187,7 @@ class Delete:
 class Above:
     """The same, in the store of the job instead of that of the node."""
 
-    operation: Get | GetAll | Set | Add | Delete
+    operation: Get | Set | Append | Replace | Add | Delete
 
 
 @dataclass(frozen=True)
@@ -182,7 +204,7 @@ class Announce:
     event: Event
 
 
-Watching: TypeAlias = "Generator[Get | GetAll | Set | Add | Delete | Above | Sleep | Announce, Any, _T]"
+Watching: TypeAlias = "Generator[Get | Set | Append | Replace | Add | Delete | Above | Sleep | Announce, Any, _T]"
 
 
 class LocalStore:
@@ -195,17 +217,15 @@ class LocalStore:
         """Sets ``key``."""
         self._values[key] = value.encode()
 
-    def get(self, key: str) -> bytes:
-        """The value of ``key``, which exists."""
-        return self._values[key]
+    def append(self, key: str, value: str) -> None:
+        """Appends to the value of ``key``."""
+        self._values[key] = self._values.get(key, b"") + value.encode()
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The values of ``keys``, which exist."""
-        return [self._values[key] for key in keys]
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all of ``keys`` exist."""
-        return all(key in self._values for key in keys)
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Sets ``key`` if it is as expected; returns what it is then, or what was expected if it does not exist."""
+        if self._values.get(key) == expected.encode():
+            self._values[key] = value.encode()
+        return self._values.get(key, expected.encode())
 
     def add(self, key: str, amount: int) -> int:
         """Adds ``amount`` to the counter ``key`` and returns the sum."""
@@ -222,39 +242,54 @@ class LocalStore:
         return len(self._values)
 
 
+_ASKED_AFTER = 0.5
+"""How long a rank has finished, or has heard of nothing, when all are asked whether they live; in answer timeouts."""
+
+_SILENT_FOR = 5.0
+"""How long a watcher may be silent then, in answer timeouts.
+
+More than at a boundary: an export at the end, say, may keep the interpreter for minutes, and the training is complete.
+"""
+
 _FAN_OUT = 64
 """How many positions one participant compares: the last of so many nodes, or ranks of a node, to answer."""
 
 
 def _meet(
-    name: str, index: int, size: int, position: str, publish: str, at: Callable[[Any], Any] = lambda each: each
-) -> Watching[bool]:
-    """Posts a position under ``name``; the last of ``size`` to do so publishes the largest one as ``publish``.
+    name: str,
+    index: int,
+    size: int,
+    position: str,
+    publish: Callable[[str], Watching[None]],
+    at: Callable[[Any], Any] = lambda each: each,
+) -> Watching[None]:
+    """Posts a position under ``name``; the last of ``size`` to do so publishes the largest one.
 
     In a tree: the last of each group of 64 posts for its group, and deletes what the group has posted.
-
-    Returns:
-        Whether this was the last one.
     """
     level = 0
     done_with: list[str] = []
     while True:
-        yield at(Set(f"{name}/{level}/{index}", position))
+        group, groups = index // _FAN_OUT, -(-size // _FAN_OUT)
+        posted, count = f"{name}/{level}/{group}", f"{name}/{level}/count/{group}"
+        yield at(Append(posted, f"[{index}, {position}],"))
         for key in done_with:  # who looks for what is missing looks above first
             yield at(Delete(key))
-        group, groups = index // _FAN_OUT, -(-size // _FAN_OUT)
-        members = range(group * _FAN_OUT, min((group + 1) * _FAN_OUT, size))
-        keys, count = [f"{name}/{level}/{member}" for member in members], f"{name}/{level}/count/{group}"
-        if (yield at(Add(count, 1))) < len(members):
-            return False
-        position = json.dumps(max(map(_position, (yield at(GetAll(keys))))))
-        done_with = [*keys, count]
+        if (yield at(Add(count, 1))) < min(_FAN_OUT, size - group * _FAN_OUT):
+            return
+        position = json.dumps(max(_posted((yield at(Get(posted)))).values()))
+        done_with = [posted, count]
         if groups == 1:
-            yield at(Set(publish, position))
+            yield from publish(position)
             for key in done_with:
                 yield at(Delete(key))
-            return True
+            return
         index, size, level = group, groups, level + 1
+
+
+def _posted(text: bytes | None) -> dict[int, Position]:
+    """Who of a group has posted, and what."""
+    return {index: _position(position) for index, position in json.loads(b"[" + (text or b"")[:-1] + b"]")}
 
 
 def _missing(name: str, size: int, at: Callable[[Any], Any] = lambda each: each) -> Watching[list[int]]:
@@ -262,17 +297,15 @@ def _missing(name: str, size: int, at: Callable[[Any], Any] = lambda each: each)
     sizes = [size]
     while sizes[-1] > _FAN_OUT:
         sizes.append(-(-sizes[-1] // _FAN_OUT))
-    suspects = list(range(sizes[-1]))
+    suspects = [0]  # the groups of which none has posted for all
     for level in reversed(range(len(sizes))):
-        absent = []
-        for index in suspects:
-            if (yield at(Get(f"{name}/{level}/{index}"))) is None:
-                absent.append(index)
-        if level == 0:
-            return absent
-        below = sizes[level - 1]
-        suspects = [i for each in absent for i in range(each * _FAN_OUT, min((each + 1) * _FAN_OUT, below))]
-    raise AssertionError("there is a level 0")
+        absent: list[int] = []
+        for group in suspects:
+            posted = _posted((yield at(Get(f"{name}/{level}/{group}"))))
+            members = range(group * _FAN_OUT, min((group + 1) * _FAN_OUT, sizes[level]))
+            absent += [index for index in members if index not in posted]
+        suspects = absent
+    return suspects
 
 
 class Participant:
@@ -288,7 +321,7 @@ class Participant:
         index: Its own place among them. The first one is beside the relay.
         clock: Seconds, monotonic.
         answer_timeout: Seconds for a peer's watcher to answer.
-        arrival_timeout: Seconds for a peer's main thread to reach a boundary or its end.
+        arrival_timeout: Seconds for a peer's main thread to reach a boundary.
         linger: Seconds that the first one goes on after a failure, for others to read the reason.
     """
 
@@ -317,7 +350,8 @@ class Participant:
 
         self._posts: deque[Watching[None]] = deque()  # what the main side wants in the store
         self._round = 0
-        self._held: list[Event] | None = None  # the events of the open round, while its answer is awaited
+        self._is_open = False  # whether the answer of the round is awaited
+        self._held: list[Event] | None = None  # its events meanwhile
         self._pending: list[tuple[Position, Event]] = []  # agreed: act at the first fitting boundary after the position
         self._arriving: Event | None = None
         self._finished = False
@@ -404,8 +438,8 @@ class Participant:
                 break
             yield from self._follow_rounds()
             yield from self._look_for_arrivals()
-            if self._finished and not self._end_agreed:
-                yield from self._give_up_if_overdue("done", "finish", self._arrival_timeout)
+            if self._finished and not self._end_agreed and not self._is_open:
+                yield from self._give_up_if_nobody_asks()
             if not self._posts:
                 yield Sleep(self._pace.pause())
         if self._end_agreed:
@@ -424,35 +458,51 @@ class Participant:
 
     def _answer(self, name: str) -> Watching[None]:
         """Posts this rank's position under ``name``."""
-        if (yield from _meet(name, self._index, len(self._ranks), json.dumps(self.passed), f"{name}/here")):
+
+        def publish(position: str) -> Watching[None]:
+            yield Set(f"{name}/here", position)
             yield Add("news", 1)
+
+        yield from _meet(name, self._index, len(self._ranks), json.dumps(self.passed), publish)
 
     def _follow_rounds(self) -> Watching[None]:
         name = f"round/{self._round}"
-        if self._held is None:
+        if not self._is_open:
             if (listed := (yield Get(name))) is None:
                 return
-            events = [Event(**{**event, "needs": Needs(event["needs"])}) for event in json.loads(listed)]
+            listing = json.loads(listed)
             self._pace.stir()
-            if not events:  # the end is a round without events
+            if listing == []:  # the end is a round without events
                 self._end_agreed = True
                 return
-            # From here to the first yield in `_meet` nothing else runs: what is posted is the last boundary passed.
-            self._held = events
-            self._update_alert()
+            self._is_open = True
+            self._since.pop("asked", None)
+            events = [Event(**{**event, "needs": Needs(event["needs"])}) for event in listing or []]
+            if events:
+                # From here to the first yield in `_meet` nothing else runs: what is posted is the last boundary passed.
+                self._held = events
+                self._update_alert()
             yield from self._answer(name)
             for event in events:
                 yield Announce(event)
         if (answer := (yield Get(f"{name}/all"))) is not None:
-            after = _position(answer)
-            self._pending += [(after, event) for event in self._held]
-            self._held = None
+            after = _position(json.loads(answer))
+            self._pending += [(after, event) for event in self._held or []]
+            self._is_open, self._held = False, None
             self._since.pop(name, None)
             self._update_alert()
             self._round += 1
             self._pace.stir()
         else:
-            yield from self._give_up_if_overdue(name, "answer", self._answer_timeout)
+            timeout = _answers_within(self._answer_timeout, at_the_end=self._held is None)
+            yield from self._give_up_if_overdue(name, "answer", timeout)
+
+    def _give_up_if_nobody_asks(self) -> Watching[None]:
+        """The others may take as long as they like to finish while rank 0 asks whether they live."""
+        since = self._since.setdefault("asked", self._clock())
+        if self._clock() - since > (limit := (_ASKED_AFTER + _SILENT_FOR) * self._answer_timeout):
+            relay = "" if self._ranks[0] == 0 else f" or of rank {self._ranks[0]}, which speaks with it for its node"
+            yield from self._give_up(f"nothing was heard of rank 0{relay} for {limit:.0f} s at the end of the fit")
 
     def _look_for_arrivals(self) -> Watching[None]:
         if (event := self._arriving) is None:
@@ -504,6 +554,10 @@ class Participant:
 _ALTHOUGH = "although a rank has finished already"
 
 
+def _answers_within(answer_timeout: float, at_the_end: bool) -> float:
+    return answer_timeout * (_SILENT_FOR if at_the_end else 1.0)
+
+
 def _reach(number: int, kind: str) -> str:
     return f"reach the boundary where all act on event {number} ({kind!r})"
 
@@ -521,14 +575,14 @@ class _Pace:
     """How long a watcher sleeps: little while something happens, more the longer nothing has.
 
     Args:
-        watchers: How many poll the same store. All together do it some 4,000 times a second in quiet, and 40,000 times
-            within the moments of a round.
+        watchers: How many poll the same store. All together do it some 4,000 times a second in quiet, and 10,000 times
+            within the moments of a round: more often, and what they ask keeps waiting what they have to say.
         clock: Seconds.
     """
 
     def __init__(self, watchers: int, clock: Callable[[], float]) -> None:
         self.longest = max(0.05, watchers / 4_000)
-        self.shortest = max(0.002, watchers / 40_000)
+        self.shortest = max(0.002, watchers / 10_000)
         self._clock = clock
         self._stirred = clock()
 
@@ -538,7 +592,7 @@ class _Pace:
 
     def pause(self) -> float:
         """How long to sleep now."""
-        return min(self.longest, max(self.shortest, self._clock() - self._stirred))
+        return min(self.longest, max(self.shortest, (self._clock() - self._stirred) / 4))
 
 
 @dataclass
@@ -583,16 +637,17 @@ class Relay:
         self._here = _Pace(len(self._ranks), clock)
         self._above = _Pace(1 if index == 0 else len(nodes), clock)
         self._look_at = clock()  # when to look above again
-        self._news = self._news_here = -1  # how much had been published, above and here, when it last looked
+        self._status: bytes | None = None  # what was published above when it last looked
+        self._news_here = -1  # how much had been here
         self._next_here = 0  # the first event of this node that is not passed on yet
         self._round = 0
         self._is_open = False  # whether the round has been brought here
         self._listed: list[dict[str, Any]] = []  # its events
-        self._meetings = {"done": _Meeting("finish", arrival_timeout)}
+        self._meetings = {"done": _Meeting("finish", math.inf)}
         self._past: dict[str, str] = {}  # by kind: the meeting before
         self._finished = False  # a rank has, as is known here and above
         self._failed = self._ends = False
-        self._lead = _Lead(self) if index == 0 else None
+        self._lead = _Lead(self, clock, answer_timeout) if index == 0 else None
 
     def watch(self) -> Watching[None]:
         """What it does, from the start to the agreed end or a failure."""
@@ -606,8 +661,8 @@ class Relay:
                 if self._lead is not None:
                     yield from self._lead.look()
                 if self._clock() >= self._look_at and not self._failed:
-                    self._look_at = self._clock() + self._above.pause()
                     yield from self._look_above()
+                    self._look_at = self._clock() + self._above.pause()
                 if not self._failed and not self._ends:
                     yield Sleep(min(self._here.pause(), max(0.0, self._look_at - self._clock())))
             if self._ends:
@@ -626,12 +681,9 @@ class Relay:
         finally:
             self.over = True
 
-    def _say(self, key: str, value: str) -> Watching[None]:
-        yield Above(Set(key, value))
-        yield from self._call_the_lead()
-
-    def _call_the_lead(self) -> Watching[None]:
-        yield Above(Add("said", 1))
+    def _say(self, *message: Any) -> Watching[None]:
+        """Tells the lead."""
+        yield Above(Append("said", json.dumps(message) + "\n"))
         self._stir()
 
     def _stir(self) -> None:
@@ -646,42 +698,46 @@ class Relay:
     # ---- what its ranks say
 
     def _pass_on_events(self) -> Watching[None]:
+        asked = _Asked()
         while (described := (yield Get(f"event/{self._next_here}"))) is not None:
-            number = (yield Above(Add("events", 1))) - 1
-            yield from self._say(f"event/{number}", described.decode())
+            asked.add(json.loads(described))
             yield Delete(f"event/{self._next_here}")
             self._next_here += 1
+        for event in asked.events:
+            yield from self._say("event", event)
 
     def _pass_on_answers(self) -> Watching[None]:
         if not self._finished and (yield Get("finished")) is not None:
             self._finished = True
-            yield from self._say("finished", "")
+            yield from self._say("finished")
         for name, meeting in self._meetings.items():
             if meeting.posted is None and (position := (yield Get(f"{name}/here"))) is not None:
                 yield from self._pass_on_events()  # what a rank asked before it finished is among the events
                 meeting.posted = self._clock()
                 self._stir()
-                if (yield from _meet(name, self._index, len(self._nodes), position.decode(), f"{name}/all", Above)):
-                    yield from self._call_the_lead()
+
+                def publish(position: str, name: str = name) -> Watching[None]:
+                    yield from self._say("met", name, position)
+
+                yield from _meet(name, self._index, len(self._nodes), position.decode(), publish, Above)
 
     def _pass_on_failure(self) -> Watching[None]:
         if (reason := (yield Get("abort"))) is not None:
             self._failed = True
-            if (yield Above(Get("abort"))) is None:
+            published = yield Above(Get("status"))  # by far most of those who fail do so because another one has
+            if published is None or json.loads(published)["abort"] is None:
                 yield from self._say("abort", reason.decode())
 
     # ---- what concerns them
 
     def _look_above(self) -> Watching[None]:
-        if (news := (yield Above(Add("news", 0)))) != self._news:
-            self._news = news
-            yield from self._follow()
+        yield from self._follow()
         yield from self._look_for_the_missing()
 
     def _follow(self) -> Watching[None]:
-        if self._news == 0:
+        if (published := (yield Above(Get("status")))) == self._status:
             return
-        (published,) = yield Above(GetAll(["status"]))  # it is there, so nobody has to ask whether it is
+        self._status = published
         status = json.loads(published)
         self._stir()
         if status["abort"] is not None:
@@ -695,14 +751,17 @@ class Relay:
         if status["finished"] and not self._finished:  # after the answers: who acted had arrived before
             self._finished = True
             yield Set("finished", "")
-        number, events = status["round"]
-        if number == self._round and not self._is_open:
-            self._is_open, self._listed = True, events
-            if events:
-                self._meetings[f"round/{number}"] = _Meeting("answer", self._answer_timeout)
-            else:  # the end is a round without events
+        if status["round"] == self._round and not self._is_open:
+            name = f"round/{self._round}"
+            described = (yield Above(Get(name))).decode()
+            listing = json.loads(described)
+            self._is_open, self._listed = True, listing or []
+            if listing == []:  # the end is a round without events
                 self._ends = True
-            yield Set(f"round/{number}", json.dumps(events))
+            else:
+                timeout = _answers_within(self._answer_timeout, at_the_end=listing is None)
+                self._meetings[name] = _Meeting("answer", timeout)
+            yield Set(name, described)
         if status["asked"] is not None:
             yield from self._say_who_is_missing(*status["asked"])
 
@@ -737,7 +796,6 @@ class Relay:
                 meeting.what += f", {_ALTHOUGH}"
             if meeting.asked is not None:
                 if now - meeting.asked > self.linger + 1.0:
-                    self._news = yield Above(Add("news", 0))
                     yield from self._follow()
                     if name in self._meetings and not self._failed:
                         nodes = yield from _missing(name, len(self._nodes), Above)
@@ -745,7 +803,7 @@ class Relay:
                     return
             elif late or now - meeting.posted > 1.25 * meeting.timeout:
                 meeting.asked = now
-                yield from self._say("asked", json.dumps([name, meeting.what]))
+                yield from self._say("missing", name, meeting.what)
 
     def _say_who_is_missing(self, name: str, what: str) -> Watching[None]:
         meeting = self._meetings.get(name)
@@ -773,17 +831,21 @@ class Relay:
 class _Lead:
     """What the relay of rank 0 does for the job: puts together what all relays have to know, in one key.
 
-    Whoever has something to say counts ``said`` up; it counts ``news`` up, and every relay reads the key once.
+    Whoever has something to say appends it to ``said``. What it publishes is short, as every relay asks for it again
+    and again; the events of a round have a key of their own.
     """
 
-    def __init__(self, relay: Relay) -> None:
+    def __init__(self, relay: Relay, clock: Callable[[], float], answer_timeout: float) -> None:
         self._relay = relay
-        self._said = -1
-        self._next_event = 0  # the first that is in no round yet
-        self._open: list[str] = ["done"]  # what is met for
-        self._is_open = False
+        self._read = 0  # how much of what was said
+        self._asked = _Asked()  # what is in no round yet
+        self._numbered = 0  # the events that are in one
+        self._all_finished = self._is_open = False
+        self._clock = clock
+        self._ask_after = _ASKED_AFTER * answer_timeout
+        self._quiet_since = clock()  # when a rank has finished, or the last round has
         self._status: dict[str, Any] = {
-            "round": [-1, []],
+            "round": -1,
             "answers": {},  # by kind, the newest: nobody can want an older one
             "finished": False,
             "asked": None,
@@ -792,59 +854,86 @@ class _Lead:
 
     def look(self) -> Watching[None]:
         """Reads what was said, and publishes what follows from it."""
-        if (said := (yield Above(Add("said", 0)))) == self._said:
+        said = (yield Above(Get("said"))) or b""
+        if len(said) == self._read and not self._asks():
             return
-        self._said = said
-        while (yield from self._take()):
-            yield Above(Set("status", json.dumps(self._status)))
-            yield Above(Add("news", 1))
-            for name, _ in self._status["answers"].values():
-                yield Above(Delete(f"{name}/all"))
+        before = json.dumps(self._status)
+        over: list[str] = []
+        for message in said[self._read :].splitlines():
+            over += self._take(*json.loads(message))
+        self._read = len(said)
+        if not self._is_open and (self._asked.events or self._all_finished or self._asks()):
+            yield from self._open_round()
+        if (status := json.dumps(self._status)) != before:
+            yield Above(Set("status", status))
             self._relay.look_at_once()
+        for name in over:
+            yield Above(Delete(name))
+        if (yield Above(Replace("said", said.decode(), "\n"))):  # else somebody has said more: the next time
+            self._read = 1
 
-    def _take(self) -> Watching[bool]:
-        status = json.dumps(self._status)
-        if (reason := (yield Above(Get("abort")))) is not None:
-            self._status["abort"] = reason.decode()
-            return json.dumps(self._status) != status
-        # This is read first: a rank that acted on an event finished after all had arrived.
-        self._status["finished"] = self._status["finished"] or (yield Above(Get("finished"))) is not None
-        all_finished = False
-        for name in list(self._open):
-            if (position := (yield Above(Get(f"{name}/all")))) is None:
-                continue
-            if name == "done":
-                all_finished = True
-                continue
-            self._open.remove(name)
-            self._status["answers"][name.partition("/")[0]] = [name, position.decode()]
-            if name.startswith("round/"):
-                self._is_open = False
-                self._open += [_arrival(event["number"]) for event in self._status["round"][1]]
-        if not self._is_open:
-            yield from self._open_round(all_finished)
-        if (asked := (yield Above(Get("asked")))) is not None:
-            self._status["asked"] = json.loads(asked)
-        return json.dumps(self._status) != status
+    def _take(self, what: str, *said: Any) -> list[str]:
+        """Takes note of a message; returns the keys that nobody wants any more."""
+        status = self._status
+        if what == "event":
+            self._asked.add(said[0])
+        elif what == "finished":
+            if not status["finished"]:
+                status["finished"], self._quiet_since = True, self._clock()
+        elif what == "missing":
+            status["asked"] = said
+        elif what == "abort":
+            status["abort"] = status["abort"] or said[0]
+        elif said[0] == "done":
+            self._all_finished = True
+        else:
+            name, _ = said
+            kind = name.partition("/")[0]
+            status["answers"][kind] = said
+            if kind == "round":
+                self._is_open, self._quiet_since = False, self._clock()
+                return [name]
+        return []
 
-    def _open_round(self, all_finished: bool) -> Watching[None]:
-        """Lists all open events as the next round; none at all, once every rank has finished."""
-        events = []
-        while (described := (yield Above(Get(f"event/{self._next_event}")))) is not None:
-            events.append({"number": self._next_event, **json.loads(described)})
-            yield Above(Delete(f"event/{self._next_event}"))
-            self._next_event += 1
-        if events or all_finished:
-            number = self._status["round"][0] + 1
-            self._status["round"] = [number, events]
-            self._is_open = True
-            self._open.append(f"round/{number}")
+    def _open_round(self) -> Watching[None]:
+        """Lists all open events as the next round; none at all, once every rank has finished.
+
+        Where only some have, a round from time to time that is no list: it shows who lives.
+        """
+        events = [{"number": number, **event} for number, event in enumerate(self._asked.events, self._numbered)]
+        self._asked, self._numbered = _Asked(), self._numbered + len(events)
+        self._is_open = True
+        self._status["round"] += 1
+        listing = events if events or self._all_finished else None
+        yield Above(Set(f"round/{self._status['round']}", json.dumps(listing)))
+
+    def _asks(self) -> bool:
+        """Whether it is time to ask who lives."""
+        waits = self._status["finished"] and not self._is_open
+        return waits and self._clock() - self._quiet_since > self._ask_after
+
+
+class _Asked:
+    """Events in their order. What several ranks have asked for, as a signal often hits all of them, is among them once.
+
+    Attributes:
+        events: As they were described.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._first: dict[str, int] = {}  # who asked for it
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Takes in what a rank has asked for."""
+        if self._first.setdefault(json.dumps({**event, "rank": None}), event["rank"]) == event["rank"]:
+            self.events.append(event)
 
 
 def _arrival(number: int) -> str:
     return f"arrival/{number}"
 
 
-def _position(text: bytes) -> Position:
-    batches, phase, loader, index = json.loads(text)
+def _position(listed: Sequence[int]) -> Position:
+    batches, phase, loader, index = listed
     return (batches, phase, loader, index)

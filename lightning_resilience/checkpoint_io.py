@@ -189,11 +189,12 @@ def from_rank_zero(strategy: Any, action: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def on_every_rank(strategy: Any, action: Callable[[], None]) -> None:
-    """Runs ``action`` on every rank; if it raises on any, every rank does, and none waits for ever."""
+def on_every_rank(strategy: Any, action: Callable[[], T]) -> T:
+    """What ``action`` returns on this rank; if it raises on any, every rank does, and none waits for ever."""
     raised: Exception | None = None
+    result: Any = None
     try:
-        action()
+        result = action()
     except Exception as error:
         raised = error
     rank, world_size = getattr(strategy, "global_rank", 0), getattr(strategy, "world_size", 1)
@@ -206,6 +207,7 @@ def on_every_rank(strategy: Any, action: Callable[[], None]) -> None:
         raise raised
     if problems := [problem for problem in everywhere if problem is not None]:
         raise RuntimeError(problems[0])
+    return cast(T, result)
 
 
 def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:

@@ -29,28 +29,35 @@ time is up, or its nodes are taken away. Then nothing is decided here; Slurm req
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 try:
     import nemo_run as run
     from nemo_run.core.execution.launcher import SlurmTemplate
+    from nemo_run.core.serialization.yaml import YamlSerializer
 except ImportError as error:
     raise ImportError(
         f"NeMo-Run cannot be imported ({error}); install it with: pip install 'lightning-resilience[nemo-run]'"
     ) from error
 
-from lightning_resilience import AutoResume, Preemption
+from lightning_resilience import AutoResume, FaultTolerance, Preemption
 from lightning_resilience.detect.timeouts import SectionTimeouts
 from lightning_resilience.launch.slurm_job import PORTS
 from lightning_resilience.launch.slurm_script import AFTER_GRACE_S, SHORTEST_GRACE_S
 from lightning_resilience.recipes import JOBS
 from lightning_resilience.signals import GRACE_PERIOD_VARIABLE
+
+log = logging.getLogger(__name__)
 
 HEAD_NODE_VARIABLE = "LIGHTNING_RESILIENCE_HEAD_NODE"
 """Environment variable in which the batch script tells the steps the address of the first node."""
@@ -187,6 +194,10 @@ class FaultTolerancePlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no
     a Python script or module; on a ``SlurmExecutor`` or a ``LocalExecutor``.
 
     Args:
+        enable_ft_package: Megatron-Bridge's, and always ``True``: hangs are looked for by the recipe's
+            ``FaultTolerance``. For a run without it give a ``recipe`` of your own.
+        calc_ft_timeouts: Whether limits are calculated from what sections take (Megatron-Bridge's name). ``False`` for
+            a ``run.Partial``, whose Trainer then gets a ``FaultTolerance`` that says so; a script's says so itself.
         num_in_job_restarts: Successive failures without progress after which the workers are restarted in the job.
         num_job_retries_on_failure: How often the job is retried after those: 2 retries are 3 runs. Preemptions and
             time limits are not counted.
@@ -195,13 +206,15 @@ class FaultTolerancePlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no
         section_timeouts: The same and more, as ``launch --section-timeouts`` takes them; goes before the other two.
         run_dir: Identity of the run, on storage that all nodes share, as its path is inside the container. Default:
             ``lightning-resilience`` in the task's folder of the experiment, which another experiment does not find.
-        recipe: Which callbacks the Trainers get, as ``launch --recipe``.
+        recipe: Which callbacks the Trainers get, as ``launch --recipe``: a name, or ``module:function``.
         max_requeues: How often the Slurm job may be requeued, for whatever reason.
 
     Raises:
         ValueError: If the arguments make no sense.
     """
 
+    enable_ft_package: bool = True
+    calc_ft_timeouts: bool = True
     num_in_job_restarts: int = 3
     num_job_retries_on_failure: int = 2
     initial_rank_heartbeat_timeout: float | None = 1800
@@ -215,8 +228,13 @@ class FaultTolerancePlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no
         for name in ("num_in_job_restarts", "num_job_retries_on_failure", "max_requeues"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}.")
-        if self.recipe not in JOBS:
-            raise ValueError(f"recipe={self.recipe!r} is none; there are: {', '.join(JOBS)}.")
+        if self.recipe not in JOBS and not all(self.recipe.partition(":")):
+            raise ValueError(f"recipe={self.recipe!r} is none; there are {', '.join(JOBS)}, and MODULE:FUNCTION.")
+        if not self.enable_ft_package:
+            raise ValueError(
+                "enable_ft_package=False: hangs are looked for by the recipe's FaultTolerance. For a run without it "
+                "give recipe='MODULE:FUNCTION', which returns replace(recipes.nemo(), fault_tolerance=None)."
+            )
         if self.section_timeouts is None:
             self._timeouts = SectionTimeouts(self.initial_rank_heartbeat_timeout, self.rank_heartbeat_timeout)
         else:
@@ -233,6 +251,13 @@ class FaultTolerancePlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no
             ValueError: If this task or this executor cannot be run so.
         """
         _check_task(task)
+        if not self.calc_ft_timeouts:
+            if isinstance(task, run.Script):
+                raise ValueError(
+                    "calc_ft_timeouts=False for a run.Script: give the Trainer of the script itself "
+                    "FaultTolerance(calculate_timeouts=False), which goes before the recipe's."
+                )
+            _add_callbacks(task, [run.Config(FaultTolerance, calculate_timeouts=False)])
         if executor.launcher:
             raise ValueError(
                 f"The executor has launcher={executor.launcher!r} already, and FaultTolerancePlugin brings its own for "
@@ -297,8 +322,12 @@ class PreemptionPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no typ
     Args:
         preempt_time: Seconds from the signal to the time limit, at least.
         sig: The signal.
-        callbacks: What the Trainer of a ``run.Partial`` gets, each a ``run.Config``. Default: ``Preemption`` and
-            ``AutoResume``. A Trainer that has one of the same class keeps it.
+        enable_exit_handler: Whether the Trainer of a ``run.Partial`` gets callbacks (Megatron-Bridge's name). The
+            recipe of ``FaultTolerancePlugin`` has its own.
+        enable_exit_handler_for_data_loader: Whether data-loader workers ignore the signal (Megatron-Bridge's, where
+            ``False`` is the default). For a ``run.Script`` its own ``Preemption`` says so, or the recipe's: ``True``.
+        callbacks: What the Trainer gets, each a ``run.Config``. Default: ``Preemption`` and ``AutoResume``. A Trainer
+            that has one of the same class keeps it.
 
     Raises:
         ValueError: If there would be no time to save.
@@ -306,6 +335,8 @@ class PreemptionPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no typ
 
     preempt_time: int = 60
     sig: signal.Signals = signal.SIGTERM
+    enable_exit_handler: bool = True
+    enable_exit_handler_for_data_loader: bool = True
     callbacks: list[Any] | None = None
 
     def __post_init__(self) -> None:
@@ -327,11 +358,80 @@ class PreemptionPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no typ
         if isinstance(executor, run.SlurmExecutor):
             # Without "B:" the signal goes to the processes of the steps, as that of a preemption does.
             executor.signal = f"{signal.Signals(self.sig).name.removeprefix('SIG')}@{self.preempt_time}"
-        if not isinstance(task, run.Script):
+        if isinstance(task, run.Script):
+            if not self.enable_exit_handler_for_data_loader:
+                log.warning(
+                    "enable_exit_handler_for_data_loader=False has no effect on a run.Script: give its Trainer "
+                    "Preemption(enable_exit_handler_for_data_loader=False)."
+                )
+        elif self.enable_exit_handler:
             _add_callbacks(task, self.callbacks if self.callbacks is not None else self._own_callbacks())
 
     def _own_callbacks(self) -> list[Any]:
-        return [run.Config(Preemption, signals=[signal.Signals(self.sig).name]), run.Config(AutoResume)]
+        preemption = run.Config(
+            Preemption,
+            signals=[signal.Signals(self.sig).name],
+            enable_exit_handler_for_data_loader=self.enable_exit_handler_for_data_loader,
+        )
+        return [preemption, run.Config(AutoResume)]
+
+
+@dataclass(kw_only=True)
+class WandbPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no types
+    """Has a task log to Weights & Biases, by the names of Megatron-Bridge's and of NeMo's plugin.
+
+    Does nothing, and says so, where ``WANDB_API_KEY`` is not set; it is handed on to the task. Project, entity and name
+    are told to W&B by its environment variables, which any ``WandbLogger`` of a script goes by, and the Trainer of a
+    ``run.Partial`` that has no logger gets one. With :class:`FaultTolerancePlugin` all restarts are one W&B run.
+
+    Args:
+        project: The project.
+        name: Name of the W&B run.
+        entity: User or team.
+        save_dir: Where a ``run.Partial`` keeps W&B's files. Default: the working directory.
+        logger_fn: Called with ``name``; returns the ``run.Config`` of the logger (NeMo's name). Default: a
+            ``WandbLogger`` with the above.
+        log_task_config: Whether a ``run.Partial`` logs how it was configured, with what the experiment is.
+    """
+
+    project: str | None = None
+    name: str | None = None
+    entity: str | None = None
+    save_dir: str | None = None
+    logger_fn: Callable[..., Any] | None = None
+    log_task_config: bool = True
+
+    def setup(self, task: Any, executor: Any) -> None:
+        """Changes the task and the executor; NeMo-Run calls this.
+
+        Args:
+            task: What is to be run; changed in place.
+            executor: Where; changed in place.
+        """
+        if "WANDB_API_KEY" not in os.environ:
+            log.warning("WandbPlugin has no effect: WANDB_API_KEY is not set.")
+            return
+        settings = {"PROJECT": self.project, "NAME": self.name, "ENTITY": self.entity}
+        known = {f"WANDB_{name}": value for name, value in settings.items() if value is not None}
+        executor.env_vars.update(known, WANDB_API_KEY=os.environ["WANDB_API_KEY"])
+        trainer = None if isinstance(task, run.Script) else getattr(task, "trainer", None)
+        if trainer is None or getattr(trainer, "logger", None) not in (None, True):
+            return
+        logger = self.logger_fn(name=self.name) if self.logger_fn is not None else self._logger(trainer)
+        if self.log_task_config:
+            about = {"id": self.experiment_id, "executor": executor.info(), "local_directory": executor.job_dir}
+            logger.config = {**yaml.safe_load(YamlSerializer().serialize(task)), "experiment": about}
+        trainer.logger = logger
+
+    def _logger(self, trainer: Any) -> Any:
+        # Of the Lightning package whose Trainer it is: that takes no other's.
+        package = _class_of(trainer).__module__.partition(".")[0]
+        loggers = importlib.import_module(
+            "pytorch_lightning.loggers" if package == "pytorch_lightning" else "lightning.pytorch.loggers"
+        )
+        settings = {"project": self.project, "name": self.name, "entity": self.entity, "save_dir": self.save_dir}
+        given = {name: value for name, value in settings.items() if value is not None}
+        return run.Config(loggers.WandbLogger, **given)
 
 
 def _check_task(task: Any) -> None:

@@ -48,7 +48,7 @@ class KeptOutput:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._rest = b""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may end it in the middle of a line
 
     def write(self, data: bytes) -> None:
         """Keeps ``data``; what no disk takes is lost."""
@@ -100,11 +100,36 @@ class _Line:
         return b"".join([*pieces, data[begin:]])
 
 
-class Formatter(logging.Formatter):
-    """Our lines. With several ranks each says when it was, whose it is, and if it is no mere information."""
+_speaker: str | None = None
 
-    speaker: str | None = None
-    """Who speaks in this process; default: the rank."""
+
+def introduce(speaker: str) -> None:
+    """Several processes speak here, and none of them by mistake for this one.
+
+    Args:
+        speaker: Who this is; default: a rank.
+    """
+    global _speaker
+    _speaker = speaker
+
+
+def signed(text: str, at: float | None = None, level: str = "") -> str:
+    """A line of ours. Where several processes speak, it says when it was and whose it is.
+
+    Args:
+        text: What it says.
+        at: When, in seconds since the epoch; default: now.
+        level: How grave it is, if it is more than information.
+    """
+    if _speaker is None and os.environ.get("WORLD_SIZE", "1") == "1":
+        return f"{NAME} {text}"
+    # LOCAL_RANK: Lightning's own launcher.
+    who = _speaker or "rank " + os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    return f"{NAME[:-1]} {time.strftime('%H:%M:%S', time.localtime(at))} {who}{level and f' {level}'}] {text}"
+
+
+class Formatter(logging.Formatter):
+    """Our lines, as the ``logging`` module wants it."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line.
@@ -112,13 +137,8 @@ class Formatter(logging.Formatter):
         Args:
             record: What is said.
         """
-        text = super().format(record)
-        if os.environ.get("WORLD_SIZE", "1") == "1":
-            return f"{NAME} {text}"
-        level = f" {record.levelname}" if record.levelno > logging.INFO else ""
-        # LOCAL_RANK: Lightning's own launcher.
-        who = self.speaker or "rank " + os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-        return f"{NAME[:-1]} {time.strftime('%H:%M:%S', time.localtime(record.created))} {who}{level}] {text}"
+        level = record.levelname if record.levelno > logging.INFO else ""
+        return signed(super().format(record), record.created, level)
 
 
 def write_line(text: str) -> None:
@@ -144,7 +164,7 @@ def say(line: str) -> None:
     Args:
         line: Without our name.
     """
-    write_line(f"{NAME} {line}")
+    write_line(signed(line))
 
 
 def flush() -> None:

@@ -12,10 +12,11 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_resilience import _lightning
+from lightning_resilience import _lightning, checkpoint_io
 from lightning_resilience.checkpoint import durable
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def go_on(trainer: Trainer, recorded: dict[str, Any] | None) -> None:
         trainer: The Trainer of the fit.
         recorded: What :func:`record` has returned then, on rank 0; ``None`` in the first attempt.
     """
-    places: dict[str, Any] = trainer.strategy.broadcast(_folders(trainer, recorded) if trainer.is_global_zero else {})
+    places = checkpoint_io.from_rank_zero(trainer.strategy, lambda: _folders(trainer, recorded))
     loggers = _lightning.file_loggers(trainer)
     for number, logger in enumerate(loggers):
         folder = places["loggers"][number]
@@ -151,13 +152,21 @@ def _configs(trainer: Trainer) -> Iterator[tuple[Any, Path]]:
 def _allow_overwriting(trainer: Trainer, written: dict[str, Any]) -> None:
     """Has a ``LightningCLI`` save its configuration over that of an earlier attempt: it refuses if there is any."""
     for callback, path in _configs(trainer):
-        own = False
-        if trainer.is_global_zero and path.is_file():
-            own = written.get(str(path)) == _digest(path)
-            # Before it was recorded this process may have been killed.
-            own = own or path.read_text() == callback.parser.dump(callback.config, skip_none=False)
-        callback.overwrite = trainer.strategy.broadcast(own) or callback.overwrite
+        own = checkpoint_io.from_rank_zero(trainer.strategy, partial(_is_own, callback, path, written))
+        callback.overwrite = own or callback.overwrite
+
+
+def _is_own(callback: Any, path: Path, written: dict[str, str]) -> bool:
+    if (digest := _digest(path)) is None:
+        return False
+    # Before it was recorded this process may have been killed.
+    return written.get(str(path)) == digest or bool(
+        path.read_text() == callback.parser.dump(callback.config, skip_none=False)
+    )
 
 
 def _digest(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    except OSError:  # every rank asks, and what rank 0 has found counts
+        return None

@@ -23,6 +23,7 @@ from lightning_resilience.run_directory import WORKER_PID_VARIABLE, RunDirectory
 from lightning_resilience.signals import DEFAULT_GRACE_PERIOD_S
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Callback
     from lightning.pytorch.loggers import WandbLogger
 
     from lightning_resilience import (
@@ -62,6 +63,10 @@ class Job:
     budget: Budget = field(default_factory=Budget)
     grace_period_s: float = DEFAULT_GRACE_PERIOD_S
     section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
+
+    def __post_init__(self) -> None:
+        if self.grace_period_s < 0:
+            raise ValueError(f"grace_period_s must not be negative, not {self.grace_period_s}; 0 is no limit.")
 
     @property
     def options(self) -> list[str]:
@@ -171,11 +176,14 @@ class Recipe:
             )
 
     @property
-    def callbacks(self) -> list[SessionCallback]:
+    def callbacks(self) -> list[Callback]:
         """For the Trainer: ``Trainer(callbacks=recipe.callbacks)``, or ``[*recipe.callbacks, ...]`` with others.
 
         Every time new ones, with the recipe's run directory.
         """
+        return list(self._make_callbacks())
+
+    def _make_callbacks(self) -> list[SessionCallback]:
         parts = (
             self.fault_tolerance,
             self.preemption,
@@ -305,10 +313,11 @@ def preemptible(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
 
 
 def workstation(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
-    """For one machine, no launcher needed: Ctrl-C, a closed terminal or a crash loses little; the same command goes on.
+    """For one machine, no launcher needed: Ctrl-C or a closed terminal loses nothing, and the same command goes on.
 
-    Without local checkpoints and stragglers, which are for several nodes. What hangs is ended with a diagnosis; who
-    wants it restarted as well starts the script by ``lightning-resilience launch --recipe workstation``.
+    A crash loses what was done since the last save; there is one every 15 minutes. Without local checkpoints and
+    stragglers, which are for several nodes. What hangs is ended with a diagnosis; who wants it restarted as well starts
+    the script by ``lightning-resilience launch --recipe workstation``.
 
     Args:
         run_dir: The run directory; see :class:`Recipe`.
@@ -420,7 +429,7 @@ def callbacks_factory() -> list[SessionCallback]:
         name = None  # a child process of the launched script
     if not name or name == NO_RECIPE or is_turned_off():
         return []
-    callbacks = _recipe(name).callbacks
+    callbacks = _recipe(name)._make_callbacks()
     for callback in callbacks:
         callback._injected = True
     return callbacks

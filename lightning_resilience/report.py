@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from lightning_resilience.launch.budget import Event, Failure, faults_of, first_cause, recurrence
+from lightning_resilience.launch.chain import slices_of
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.run_directory import RunDirectory
 
@@ -119,9 +120,10 @@ def _groups(events: Iterable[Event]) -> list[list[Event]]:
 def _was_interrupted(before: list[Event], after: list[Event]) -> bool:
     """Whether a group of workers, of which these are the events and those of the next one, ended before the run had."""
     exits = [event for event in before if event["event"] == "exit"]
-    fits = [event["event"] for event in before if event["event"] in ("fresh", "resumed", "finished")]
-    if before[0]["event"] != "start" and fits[-1:] == ["finished"]:
-        return False  # without our launcher nobody records the end of the script
+    if before[0]["event"] != "start":  # without our launcher nobody records the end of the script
+        ends = ("finished", "fault", "interrupted")
+        last = [event["event"] for event in before if event["event"] in ("fresh", "resumed", *ends)][-1]
+        return last != "finished" and (bool(after) or last in ends)
     is_at_work = not after and not exits and not any(event["event"] == "failure" for event in before)
     return not is_at_work and not any(event.get("status") == "finished" for event in exits)
 
@@ -164,8 +166,9 @@ def report(run_dir: str | os.PathLike[str]) -> str:
         f"Interruptions: {counts}. Steps lost: {at_least}{sum(steps)}. Seconds lost: {sum(seconds):.1f} of {total:.1f}."
     )
     outcome = run_directory.outcome
-    if outcome is None and events[-1]["event"] == "finished":  # without our launcher only the fits have one
-        outcome = run_directory.fits[-1].outcome if run_directory.fits else None
+    last = slices_of(events)[-1:]
+    if outcome is None and last and not last[0].launched and last[0].exit is not None and run_directory.fits:
+        outcome = run_directory.fits[-1].outcome  # without our launcher only the fits have one
     lines.append(f"Outcome: {outcome.status} ({outcome.reason})" if outcome else "Outcome: none; running, or killed.")
     return "\n".join(lines)
 

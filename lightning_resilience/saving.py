@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,11 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.nn.parameter import is_lazy
 
-from lightning_resilience import _lightning
+from lightning_resilience import _lightning, checkpoint_io
 from lightning_resilience._files import temporary_path
 from lightning_resilience.checkpoint import dcp, durable, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves, Copy
 from lightning_resilience.checkpoint.capacity import format_bytes, memory_left
+from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.checkpoint.pieces import Pieces, differing, digests, joined, pieces
 from lightning_resilience.checkpoint.plain import (
     MISSING,
@@ -340,6 +344,9 @@ class Saver:
             self.check_state(_lightning.named_state(self._session.trainer))
         except ValueError as error:
             problem = f"rank {self._session.rank}: {error}"
+        except Exception as error:  # the others wait to be told
+            log.debug("The state could not be checked", exc_info=True)
+            problem = f"rank {self._session.rank}: it could not be checked ({type(error).__name__}: {error})"
         # After an exception the others may be gone.
         all_problems = [problem] if self._session.failing else self._session.gather(problem)
         problems = [each for each in all_problems if each is not None]
@@ -353,7 +360,14 @@ class Saver:
 
     def compare(self) -> Divergence | None:
         """Compares what all ranks hold now as far as it should be the same. A collective."""
-        return Divergence.between(self._step, self._session.gather(self.digest()))
+        return Divergence.between(self._step, self._session.gather(self._what_it_holds()))
+
+    def _what_it_holds(self) -> str:
+        try:
+            return self.digest()
+        except Exception as error:  # the others wait to be told
+            log.warning("Rank %d cannot compare its state with that of the others (%r).", self._session.rank, error)
+            return ""
 
     def _agree(self, state: _Collected) -> bool:
         """Whether the ranks hold the same as far as they should; the same on all."""
@@ -421,7 +435,7 @@ class Saver:
                 "lacks": self._lacks_memory,
                 "written": str(temporary_path(self._path(final))),
                 "new": draft is not None and draft.is_new,
-                "digest": self.digest(),
+                "digest": self._what_it_holds(),
             }
         )
         if (problem := next((each["problem"] for each in met if each["problem"] is not None), None)) is not None:
@@ -475,11 +489,17 @@ class Saver:
 
         if self._shards is not None and state.draft is not None:
             save = Save(path, state.written, {**self._session.metadata, "step": self._step})
-            part = self._shards.part(state.draft, state.plan)
-            outcome = self._shards.write(save, part, to_host(checkpoint()), read_back=self._read_back)
+            part: dict[str, Any] | None = self._shards.part(state.draft, state.plan)
+            rest, missed = None, None
+            try:
+                rest = to_host(checkpoint())
+            except Exception as error:  # the others wait to hear it
+                part, missed = None, repr(error)
+            outcome = self._shards.write(save, part, rest, missed, self._read_back)
         elif _lightning.writes_directories(trainer.strategy):
             try:
-                trainer.strategy.save_checkpoint(checkpoint(), path)
+                content = checkpoint_io.on_every_rank(trainer.strategy, checkpoint)
+                trainer.strategy.save_checkpoint(content, path)
                 if trainer.is_global_zero and self._read_back:
                     _check_readable(path)
             except SystemExit as error:  # raised on the other ranks for the StaleAttempt of rank 0
@@ -547,6 +567,19 @@ class Saver:
                 "them in types that torch.load(weights_only=True) reads.",
                 ", ".join(left_out),
             )
+
+    def in_short(self) -> str:
+        """A digest of all that is saved of this rank's state, as it is when the fit ends. No collective."""
+        session = self._session
+        try:
+            checkpoint = self._checkpoint_with(_lightning.dump_own_checkpoint, {}, final=True)
+            for name in _lightning.clocks(session.trainer):
+                checkpoint.get("callbacks", {}).pop(name, None)
+            skeleton, tensors, _ = pack([_entries(checkpoint), _own_entries(session.own_state(True))])
+            return f"{digest_of(tensors)} {hashlib.sha256(json.dumps(skeleton).encode()).hexdigest()}"
+        except Exception:  # of a hook of the user's: a save says so, and does not end the training
+            log.debug("The state could not be collected", exc_info=True)
+            return uuid.uuid4().hex  # like no other
 
     def capture(self) -> Entries:
         """This rank's state at this boundary, for its own eyes only: no collective, and nothing is copied.

@@ -10,7 +10,9 @@ import hashlib
 import logging
 import math
 import os
+import signal
 import sys
+import threading
 import time
 import uuid
 import weakref
@@ -87,6 +89,8 @@ log = logging.getLogger(__name__)
 
 _READS_OWNER_AGAIN_AFTER_S = (0.2, 1.0)
 _LOGS = "logs"
+_TRAINED = "trained"  # the event that has all ranks meet behind their last batch
+_END_IS_MISSING = "end_is_missing"  # what on_train_end has changed could not be saved
 _ASKED = "should_stop"  # why a fit has ended: somebody has set it, who is not known
 _CLEAN_TRAINING = Needs.TRAINING | Needs.CLEAN  # made once: an operation on flags costs a microsecond
 
@@ -126,10 +130,13 @@ class FitSession:
         self.rank: int = trainer.global_rank
         self.handlers: dict[str, Callable[[Event], None]] = {}
         """What a callback does, on every rank at the same boundary, when an event of its kind is acted on."""
+        self.handlers_at_end: dict[str, Callable[[Event], None]] = {}
+        """The same where no boundary is left for it; all other events mean nothing at the end of a fit."""
         self.after_batch: list[Callable[[bool], None]] = []
         """Called at every training boundary with whether no window of accumulated batches is open."""
-        self.before_end: list[Callable[[], None]] = []
-        """Called on all ranks when the training has ended, before its final state is saved."""
+        self.before_end: list[Callable[[], bool]] = []
+        """Called on all ranks when the training has ended, before its final state is saved. Returns whether this rank
+        has asked for something that ``handlers_at_end`` has to do before."""
         self.at_boundary: list[Callable[[bool], None]] = []
         """Called after that with whether the state may be saved there. Both must cost next to nothing."""
         self.before_training_data: list[Callable[[list[Any]], None]] = []
@@ -181,8 +188,8 @@ class FitSession:
         """
         self.final_path: Path | None = None
         """Where the final state of a fit that has finished is."""
-        self.save_final = False
-        """Whether the final state of the fit is saved, from which a restarted script restores it."""
+        self.at_final_saved: Callable[[], None] | None = None
+        """Called on rank 0 when the final state of the fit is saved; ``None``: it is not saved."""
         self.protect_workers = False
         """Whether data-loader workers ignore the signals that ask the run to stop."""
 
@@ -217,14 +224,16 @@ class FitSession:
         _fits_begun[self.run.path] = self.index + 1
         self.fit = self.run.fit(self.index)
         self.ledger = Ledger(self.run.ledger, self.rank)
+        self.nodes = nodes_of(self.gather(neighbourhood()))
+        """The ranks of every node, that of rank 0 first."""
         self.previous_outcome = self.from_rank_0(self.fit.begin)
         self.agreement = Agreement(
             self.rank,
             trainer.world_size,
             torch.distributed.distributed_c10d._get_default_store() if trainer.world_size > 1 else None,
             prefix=f"resilience/{self.run.path.name}/{self.index}/{trainer.world_size}/{self.nonce}",
-            nodes=nodes_of(self.gather(neighbourhood())),
-            on_event=lambda event: self.on_event(event),
+            nodes=self.nodes,
+            on_event=self._on_event,
         )
         self.metadata = {
             "run": self.run.path.name,
@@ -241,6 +250,8 @@ class FitSession:
         self._guarded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.failing = False
         """Whether the fit ends by an exception: the other ranks may be gone."""
+        self.interrupted_by: Callable[[], BaseException | None] = lambda: None
+        """The error by which the fit was stopped in order, for as long as anybody holds it."""
         self._silenced = False
         self._fingerprint: dict[str, str] = {}
         self._optimizers: Settings | None = None
@@ -261,6 +272,9 @@ class FitSession:
         self._steps_are_seen = False
         self._warm = False
         self._finished = False
+        self._at_end: str | None = None
+        self._is_behind_training = threading.Event()
+        self._left: list[Event] = []
         self._resumed: dict[str, Any] | None = None
         self._replayed = False
         self._checkpoint: dict[str, Any] | None = None
@@ -285,7 +299,9 @@ class FitSession:
         _lightning.on_restore_training_state(trainer, patches, self._restoring_training_state)
         _lightning.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
         _lightning.on_fit_run(trainer, patches, self._run)
-        _lightning.on_fit_loop(trainer, patches, self._before_epoch, self._end_of_epoch, self._complete)
+        _lightning.on_fit_loop(
+            trainer, patches, self._before_epoch, self._end_of_epoch, self._before_train_end, self._complete
+        )
         _lightning.on_training_boundary(trainer, patches, self._training_boundary)
         _lightning.on_evaluation(
             trainer,
@@ -428,9 +444,12 @@ class FitSession:
             with dcp.nothing_unpickled():
                 checkpoint = from_plain(_lightning.load_own_whole_checkpoint(self.trainer, str(path)))
         elif checkpoint is None:
-            checkpoint = _lightning.load_checkpoint(self.trainer, None if path is None else str(path), weights_only)
-            if STATE_KEY in checkpoint:
-                checkpoint = from_plain(checkpoint)
+
+            def load() -> dict[str, Any]:
+                found = _lightning.load_checkpoint(self.trainer, None if path is None else str(path), weights_only)
+                return cast("dict[str, Any]", from_plain(found)) if STATE_KEY in found else found
+
+            checkpoint = checkpoint_io.on_every_rank(self.trainer.strategy, load)
         if STATE_KEY in checkpoint:
             if "state_dict" in checkpoint:  # not where the strategy has loaded it
                 self._masks = pruning.take_masks(self.module, checkpoint["state_dict"])
@@ -498,15 +517,18 @@ class FitSession:
 
     def _record_outputs(self) -> None:
         now = outputs.record(self.trainer, self.run_id)
-        if not self.trainer.is_global_zero:
-            return
-        before = self.fit.outputs or {}
-        logs = Logs(self.trainer, self.patches)
-        begun = before.get("begun", {}) if before.get("run") == self.run_id else {}
-        self._logs_begun = now["begun"] = {**logs.state_dict(), **begun}
-        self.kept[_LOGS] = logs.state_dict, logs.load_state_dict
-        if before != now:
-            self.fit.outputs = now
+        logs = Logs(self.trainer, self.patches) if self.trainer.is_global_zero else None
+
+        def record() -> None:
+            assert logs is not None
+            before = self.fit.outputs or {}
+            begun = before.get("begun", {}) if before.get("run") == self.run_id else {}
+            self._logs_begun = now["begun"] = {**logs.state_dict(), **begun}
+            self.kept[_LOGS] = logs.state_dict, logs.load_state_dict
+            if before != now:
+                self.fit.outputs = now
+
+        self.from_rank_0(record)
 
     def _describe(self) -> None:
         """Remembers what the fit trains, before the strategy shares it out among the ranks or changes its types."""
@@ -543,12 +565,16 @@ class FitSession:
             problems.append("its parameters have other names, shapes or types")
         return problems
 
-    def _check_data(self, data: list[dict[str, Any]]) -> None:
+    def _check_data(self, loaders: list[Any]) -> None:
         """A script that skips finished fits by itself makes its fits in another order: weights must not be mixed up."""
         fingerprint = self.from_rank_0(lambda: self.fit.fingerprint or {})
+        data = data_position.describe_data(loaders, fingerprint.get("data"))
         if "data" not in fingerprint:
-            if self.trainer.is_global_zero:
+
+            def record() -> None:
                 self.fit.fingerprint = {**fingerprint, "data": data}
+
+            self.from_rank_0(record)
         elif fingerprint["data"] != data:
             if self._resumed is not None and self._resumed["final"] and self.finished_before():
                 raise AnotherFit(
@@ -587,7 +613,7 @@ class FitSession:
 
     def _stands_for_another(self) -> bool:
         """Whether the final state of this fit would be taken for what somebody has asked for since."""
-        if not self._had_finished or self._resumed is None or not self._is_its_own:
+        if not self.had_finished or self._resumed is None or not self._is_its_own:
             return False
         if os.environ.get(CONTINUE_VARIABLE) == "1" or _is_started_by_itself():
             return False
@@ -617,7 +643,8 @@ class FitSession:
         return found
 
     @property
-    def _had_finished(self) -> bool:
+    def had_finished(self) -> bool:
+        """Whether an earlier attempt has finished this fit, which may go on if its limit was raised."""
         return self.previous_outcome is not None and self.previous_outcome.status == "finished"
 
     def _understand(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
@@ -668,8 +695,9 @@ class FitSession:
         self._guard_workers(loaders)
         for hook in self.before_training_data:
             hook(loaders)
-        self._check_data(data_position.describe_data(loaders, (self.fit.fingerprint or {}).get("data")))
+        self._check_data(loaders)
         self._check_settings(loaders)
+        self.tiers.settings_are_accepted()
         if self.trainer.is_global_zero:
             for reason in data_position.inexact_loaders(loaders):
                 log.warning("A resume may not be exact: %s", reason)
@@ -843,46 +871,127 @@ class FitSession:
         What Lightning does at such an end (hooks of the end of an epoch, a validation) a longer fit does elsewhere. An
         older state of the fit serves as well.
         """
-        if self.save_final and _lightning.accumulation_window_complete(self.trainer) and not self.saver.waits():
-            self.saver.wait()
-            older = any(not resume.is_final(path) for path in resume.checkpoints(self.fit.checkpoints))
-            if not self.trainer.strategy.broadcast(older):
+        if self.at_final_saved is None or not _lightning.accumulation_window_complete(self.trainer):
+            return
+        if not self.saver.waits():
+            checkpoint_io.on_every_rank(self.trainer.strategy, self.saver.wait)
+            saved = self.from_rank_0(lambda: resume.checkpoints(self.fit.checkpoints))
+            if all(map(resume.is_final, saved)):
                 self.saver.save("before the end")
 
     def _before_epoch(self) -> None:
         """A finished fit whose limit was raised goes on with a new epoch, as if it had never ended."""
         if self._is_training and self._resumed is not None and self._resumed["final"]:
-            outcome = self.previous_outcome
-            if self.rank == 0 and outcome is not None and outcome.details.get(ENDS_APART):
+            before = self.previous_outcome.details if self.previous_outcome is not None else {}
+            if self.rank == 0 and (self.tiers.ended or before).get(ENDS_APART):
                 log.warning(
                     "This fit goes on from its end, which is not exact: a longer one had not stood there (its last "
                     "epoch was cut short, or a callback has changed the weights at the end)."
                 )
             self._complete_resume()
 
+    def _before_train_end(self) -> None:
+        """Training has ended: what it has come to is safe before any ``on_train_end`` may take its time."""
+        if not self._is_training:
+            return
+        self._stand_at("out_of_section", agreement.training(self.steps_counted))
+        if self.trainer.world_size > 1:
+            self._meet_behind_training()
+        if (
+            self._resumed is not None and self._resumed["final"]
+        ):  # an earlier attempt has saved it, and has not come to its end
+            self._stand_at_the_end(self._resumed["mine"])
+        elif self.at_final_saved is not None and _lightning.can_be_ended_again(self.trainer) and not self._settle():
+            self._save_final(is_over=False, apart=self._cut_short)
+        if self.final_path is not None and any(self.gather(_lightning.acts_at_the_end(self.trainer))):
+            self._at_end = self._in_short()
+
+    def _meet_behind_training(self) -> None:
+        """Waits, in no collective, until all ranks have come to the end of the training; one that fails is named."""
+        # Those that ask have passed the first of these boundaries, so that all act at the second one.
+        first, second = (agreement.training(self.steps_counted + more) for more in (1, 2))
+        self._left += self.agreement.boundary(first, Needs.NOTHING)
+        if not self._is_behind_training.is_set():
+            self.agreement.request(_TRAINED)
+        while not self._is_behind_training.wait(0.01):
+            self.advanced()
+            self._left += self.agreement.boundary(first, Needs.NOTHING)
+        events = self.agreement.boundary(second, Needs.NOTHING)
+        self._left += [event for event in events if event.kind != _TRAINED]
+        self.agreement.arrive(next(event for event in events if event.kind == _TRAINED))
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind == _TRAINED:
+            self._is_behind_training.set()
+        self.on_event(event)
+
+    def _stand_at_the_end(self, mine: dict[str, Any] | None) -> None:
+        """The last touch of a resume from a state behind the training."""
+        assert self.tiers.loaded is not None
+        self.final_path = self.tiers.loaded.path
+        if mine is not None:
+            self.trainer.should_stop = mine["should_stop"]
+            _lightning.set_latest_metrics(self.trainer, mine["metrics"])
+            _lightning.set_modes(self.trainer, self.module, mine["modes"])
+        self._complete_resume()
+
+    def _in_short(self) -> str:
+        with self.during("checkpointing"):
+            return self.saver.in_short()
+
+    def _settle(self) -> bool:
+        """Has the last steps judged; returns whether something that was asked for because of them is still to be done.
+
+        It is done when the agreement is closed, and may well be that this state is not the end.
+        """
+        asks = [end() for end in self.before_end]
+        self._enter("out_of_section")
+        return any(self.gather(any(asks)))
+
+    def _save_final(self, is_over: bool, apart: bool) -> bool:
+        if self.at_final_saved is None:
+            return True
+        limits = _lightning.limits(self.trainer)
+        by = _lightning.limit_reached(self.trainer) or _ASKED
+        self.metadata["ended"] = {"by": by, "limits": limits, ENDS_APART: apart, "is_over": is_over}
+        path = self.saver.save("finished", final=True)
+        if path is not None:
+            self.final_path = path
+            if self.trainer.is_global_zero:
+                self.at_final_saved()
+        return path is not None
+
     def _complete(self) -> None:
-        """Training has ended, every ``on_train_end`` included: closes the agreement, publishes the final state."""
+        """Every ``on_train_end`` has ended too: closes the agreement, publishes what these have changed."""
         if not self._is_training:
             return  # the loop of a search
-        for event in self.agreement.close():
-            if event.payload:  # otherwise it was routine
+        left = self._left + list(self.agreement.close(self.advanced))  # it is whom they wait for that may be stuck
+        is_changed = self._at_end is not None and any(self.gather(self._in_short() != self._at_end))
+        is_to_be_saved = self.final_path is None or is_changed
+        if is_to_be_saved:
+            self._settle()
+        for event in left:
+            if (handler := self.handlers_at_end.get(event.kind)) is not None:
+                handler(event)
+            elif event.payload:  # otherwise it was routine
                 log.info(
                     "%s was asked for by rank %d when the fit had ended; nothing is left to do.", event.kind, event.rank
                 )
-        for end in self.before_end:
-            end()
+        apart = self._cut_short
+        if self._at_end is None:
+            apart |= _lightning.changes_weights_at_the_end(self.trainer)
+        apart |= is_changed  # a longer fit would have gone on without that
+        is_missing = is_to_be_saved and not self._save_final(True, apart)
         self._running = False
         self._enter("out_of_section")
-        if self.save_final:
-            self.final_path = self.saver.save("finished", final=True)
         for hook in self.saver.at_saved:
             hook(True)
         step = self.trainer.global_step
         if self.trainer.is_global_zero:
             reason = _lightning.limit_reached(self.trainer) or _ASKED
-            apart = self._cut_short or _lightning.changes_weights_at_the_end(self.trainer)
-            self.end("finished", reason, {**_lightning.limits(self.trainer), ENDS_APART: apart})
-            self.ledger.record("finished", fit=self.index, step=step)
+            about = {ENDS_APART: apart, _END_IS_MISSING: is_missing and self.final_path is not None}
+            self.end("finished", reason, {**_lightning.limits(self.trainer), **about})
+            self.ledger.record("finished", fit=self.index, step=step, **({"saved": False} if is_missing else {}))
             self._say_what_went_wrong()
         self._finished = True
 
@@ -902,7 +1011,7 @@ class FitSession:
         details = {name: before[name] for name in (ENDS_APART,) if name in before} | (details or {})
         outcome = Outcome(status, reason, self.trainer.global_step, self.token, details=details)
         try:
-            if self._had_finished and status != "finished" and not self._has_trained:
+            if self.had_finished and status != "finished" and not self._has_trained:
                 self.fit.failed_start = outcome  # what the fit has come to is still there
             else:
                 self.fit.outcome = outcome
@@ -912,11 +1021,27 @@ class FitSession:
     def finished_before(self) -> bool:
         """Whether an earlier attempt finished this fit and the limit that ended it has not been raised."""
         outcome = self.previous_outcome
-        if outcome is None or not self._had_finished:
+        if outcome is None or not self.had_finished or outcome.details.get(_END_IS_MISSING):
             return False
-        if outcome.reason == _ASKED:  # who has set it may want more by now
-            return not self._a_limit_is_raised(outcome.details)
-        return not _is_raised(outcome.details.get(outcome.reason), _lightning.limits(self.trainer).get(outcome.reason))
+        return self.ends_there(outcome.reason, outcome.details)
+
+    def ends_there(self, by: str, limits: dict[str, Any]) -> bool:
+        """Whether the fit still ends where it has ended.
+
+        Args:
+            by: What had ended it.
+            limits: Those that it had.
+        """
+        if by == _ASKED:  # who has set it may want more by now
+            return not self._a_limit_is_raised(limits)
+        return not _is_raised(limits.get(by), _lightning.limits(self.trainer).get(by))
+
+    def _has_only_to_end(self) -> bool:
+        """Whether the fit was resumed where an attempt had not come to the end of its ``on_train_end``."""
+        ended = self.tiers.ended
+        if self._resumed is None or not self._resumed["final"] or ended is None or self.finished_before():
+            return False
+        return not ended["is_over"] and self.ends_there(ended["by"], ended["limits"])
 
     def _a_limit_is_raised(self, before: dict[str, Any]) -> bool:
         return any(_is_raised(before.get(name), limit) for name, limit in _lightning.limits(self.trainer).items())
@@ -931,6 +1056,15 @@ class FitSession:
         if _sessions.get(self.trainer) is not self or os.getpid() != self._pid:
             return  # a child that the user's code has forked must not speak for its parent
         self.failing = True
+        if isinstance(exception, signals.Interrupted):
+            self.interrupted_by = weakref.ref(exception)
+        listener = signals.installed()
+        is_ours = listener is not None and signal.SIGINT in listener.signums
+        if isinstance(exception, KeyboardInterrupt) and self.rank == 0 and not is_ours:
+            log.warning(
+                "Ctrl-C: this step is not saved. Preemption(signals=[..., 'SIGINT']), as recipes.workstation() has it, "
+                "saves first."
+            )
         try:
             if not isinstance(exception, (signals.Interrupted, StaleAttempt)):
                 self._record_failure(exception)
@@ -940,7 +1074,9 @@ class FitSession:
     def _record_failure(self, exception: BaseException) -> None:
         kind = type(exception).__name__
         reason = f"{kind}: {exception}"
-        self.ledger.record("fault", kind=kind, fit=self.index, step=self.trainer.global_step, reason=reason)
+        # Where a launch decides it is one of the faults that it knows; else a run that is refused has not been touched.
+        event = "refused" if isinstance(exception, AnotherFit) and RUN_DIR_VARIABLE not in os.environ else "fault"
+        self.ledger.record(event, kind=kind, fit=self.index, step=self.trainer.global_step, reason=reason)
         verdicts = [verdict for hook in self.at_failure if (verdict := hook(exception)) is not None]
         if isinstance(exception, AnotherFit):
             verdicts.append(str(exception))
@@ -996,6 +1132,7 @@ class FitSession:
             _active = None
         self.at_boundary.clear()
         self.handlers.clear()
+        self.handlers_at_end.clear()
 
     def _release_saves(self) -> None:
         self.save_patches.undo()  # what was put on last comes off first
@@ -1107,7 +1244,7 @@ class FitSession:
         begun = self.get_random_state()  # of which a new process makes its loaders
         while True:
             try:
-                return loop()
+                return _lightning.end_again(self.trainer) if self._has_only_to_end() else loop()
             except _GoBack as back:
                 choice = back.choice
             except (signals.Interrupted, StaleAttempt):
@@ -1469,8 +1606,9 @@ def _check_worker_count(trainer: Trainer) -> None:
 def report_progress() -> None:
     """Says that a fit advances where no batch of it does: in code of your own that takes long between two batches.
 
-    Such as an evaluation by another Trainer at the end of an epoch: what takes longer than ``out_of_section`` allows
-    without a sign of progress counts as hung. Does nothing where no fit is watched.
+    Such as an export or an evaluation in a loop of its own at the end of an epoch: what takes longer than
+    ``out_of_section`` allows without a sign of progress counts as hung. Batches of another Trainer are such a sign by
+    themselves. Does nothing where no fit is watched.
     """
     if _active is not None:
         _active.advanced()

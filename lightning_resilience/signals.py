@@ -33,7 +33,7 @@ from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
-from lightning_resilience.output import NAME, flush, write_line
+from lightning_resilience.output import flush, signed, write_line
 
 log = logging.getLogger(__name__)
 
@@ -334,11 +334,11 @@ class SignalListener:
             except BaseException:
                 self._say_error()
         # NeMo's words, so that what watches its logs keeps working.
-        _within(_SPEAKS_WITHIN_S, _say, f"{NAME} Received signal {int(signum)}, initiating graceful stop")
+        _within(_SPEAKS_WITHIN_S, _say, signed(f"Received signal {int(signum)}, initiating graceful stop"))
 
     def _exit(self, reason: str) -> None:
         try:
-            line = f"[lightning-resilience] Ending now: {reason}. The newest published checkpoint stands."
+            line = signed(f"Ending now: {reason}. The newest published checkpoint stands.")
             _within(_SPEAKS_WITHIN_S, _say, line)
             if (before_exit := self._before_exit) is not None:
                 _within(_LAST_WORDS_WITHIN_S, before_exit, reason)  # it writes to storage, which may not answer

@@ -92,12 +92,15 @@ class Tiers:
         """The local generations that can still be resumed from, newest first, as of the resume."""
         self.probation_steps = 10
         self.loaded: _Loaded | None = None
+        self.ended: dict[str, Any] | None = None
+        """If that is a state from the end of the fit: how it had ended; see :meth:`.FitSession.ends_there`."""
         self.forks: list[int] = []
         """At which steps the fit has left a course for another one; see :func:`~.generations.counts`."""
         self._left_lying: list[str] = []
         """Checkpoints that are passed over although they may be intact, the same on all ranks."""
         self._users_choice: str | None = None
         self._event = "resumed"
+        self._unsaid: Callable[[], None] | None = None
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
@@ -249,7 +252,7 @@ class Tiers:
 
     def _step_of_this_fit(self, path: Path) -> int | None:
         try:
-            stamp = durable.verify_directory(path, lambda name: False) if path.is_dir() else durable.read_stamp(path)
+            stamp = _stamp(path)
         except (OSError, durable.CorruptCheckpoint):
             return None
         mine = {"id": self._session.run_id, "fit": self._session.index, "saved_as": os.path.realpath(path)}
@@ -304,21 +307,35 @@ class Tiers:
         self, paths: list[Path], generations: list[Generation], finished: bool
     ) -> Iterator[Generation | Path]:
         """Newest first; on every rank the same."""
-        outcome = self._session.previous_outcome
         # A limit may end a fit in the middle of an epoch, whose end Lightning then makes up. When it has been raised,
         # the longer run goes on exactly from a state before that end; from the end itself only if there is none.
-        stretched = (
-            not finished and outcome is not None and outcome.details.get(ENDS_APART, outcome.reason == "max_steps")
-        )
+        ended = not finished and any(map(resume.is_final, paths))
+        stretched = ended and self._session.from_rank_0(lambda: self._ends_apart(paths))
+
+        # With all its steps done a fit is not run again by Lightning, which would leave out what had been left of it.
+        given = self._session.trainer.max_steps
+        most = -1 if given is None else given
 
         def rank(candidate: Generation | Path) -> tuple[bool, int, bool, bool]:
-            if isinstance(candidate, Generation):
-                return True, candidate.step, False, True
-            final = resume.is_final(candidate)
-            return not (final and stretched), resume.step_of(candidate), final, False
+            is_local = isinstance(candidate, Generation)
+            step = candidate.step if isinstance(candidate, Generation) else resume.step_of(candidate)
+            final = not isinstance(candidate, Generation) and resume.is_final(candidate)
+            goes_on = not (final and stretched) and (final or not 0 <= most <= step)
+            return goes_on, step, final, is_local
 
         candidates: list[Generation | Path] = [*paths, *generations]
         yield from sorted(candidates, key=rank, reverse=True)
+
+    def _ends_apart(self, paths: list[Path]) -> bool:
+        """Whether the fit as it is now would not come by its newest final state."""
+        session = self._session
+        path = next(filter(resume.is_final, paths), None)
+        with contextlib.suppress(durable.CorruptCheckpoint, KeyError, TypeError):  # what is wrong with it is said later
+            if path is not None and (stamp := _stamp(path)) is not None and "ended" in stamp.metadata:
+                ended = stamp.metadata["ended"]
+                return bool(ended[ENDS_APART]) and not session.ends_there(ended["by"], ended["limits"])
+        outcome = session.previous_outcome  # older versions have noted it there alone
+        return outcome is not None and bool(outcome.details.get(ENDS_APART, outcome.reason == "max_steps"))
 
     def _load_local(self, generation: Generation) -> tuple[Path, dict[str, Any] | None] | None:
         assert self.local is not None
@@ -351,17 +368,23 @@ class Tiers:
         session, strategy = self._session, self._session.trainer.strategy
         is_directory, found, reason = session.from_rank_0(lambda: self._look(path))  # before anybody else
         if is_directory and reason is None:
-            found, corrupt = self._try(lambda: self._verify(path, is_directory))
-            found, reason = strategy.broadcast(found), next(iter(corrupt.values()), None)
-        if reason is None and not counts(self.forks, int(found.get("course", 0)), resume.step_of(path)):
+            mine, corrupt = self._try(lambda: self._verify(path, is_directory))
+            found, reason = strategy.broadcast(mine), next(iter(corrupt.values()), None)
+        course = int(found.metadata.get("course", 0)) if found is not None else 0
+        if reason is None and not counts(self.forks, course, resume.step_of(path)):
             if session.rank == 0:
                 self._set_aside(path, "it is of a course that the training has left")
             return None
-        if reason is None:
-            _check_parts(path, is_directory, found.get("strategy"), strategy)
-            loaded, corrupt = self._try(lambda: _load(path, is_directory))
+        if found is not None and reason is None:
+            _check_parts(path, is_directory, found.metadata.get("strategy"), strategy)
+            verified, corrupt = self._verify_on_each_node(path, () if is_directory else found.file)
+            if not corrupt:
+                loaded, corrupt = self._try(lambda: _load(path, is_directory, verified))
             if not corrupt:
                 # Without its final state a finished fit is resumed from an older one, and finished again.
+                self.ended = ended = found.metadata.get("ended") if resume.is_final(path) else None
+                # Where it was ended before that could be written down, its final state says so.
+                finished |= bool(ended and ended["is_over"] and session.ends_there(ended["by"], ended["limits"]))
                 self._restored(path, finished and resume.is_final(path))
                 # Such a strategy reads a file of its own by itself, and takes nothing from what it is given.
                 return path, None if loads_state(strategy) else loaded
@@ -372,24 +395,52 @@ class Tiers:
             self._quarantine(path, reason)
         return None
 
-    def _look(self, path: Path) -> tuple[bool, dict[str, Any], str | None]:
+    def _verify_on_each_node(self, path: Path, by_rank_0: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, str]]:
+        """Has one rank of every other node read every byte of a file; all ranks of it load what that has verified.
+
+        Not a copy of it in shared memory: the page cache is one already, which all ranks of the node have alike, which
+        is given up when memory is wanted, and which nobody has to remove. Nor is the file mapped: where the storage
+        fails, a process that reads is told, and one that touches a mapping is killed.
+
+        Args:
+            path: A file that rank 0 has verified, or a directory.
+            by_rank_0: Which file it is there; empty for a directory.
+
+        Returns:
+            Which one it is on this rank's node, and by rank what is corrupt, as :meth:`_try`.
+        """
+        session = self._session
+        node = next(ranks for ranks in session.nodes if session.rank in ranks)
+        if not by_rank_0 or len(session.nodes) == 1:
+            return by_rank_0, {}
+
+        def read() -> tuple[tuple[int, ...], str | None]:
+            if session.rank != node[0] or session.rank == 0:
+                return by_rank_0, None
+            found, reason = self._verify(path, is_directory=False)
+            return found.file if found is not None else (), reason
+
+        mine, corrupt = self._try(read)
+        return session.gather(mine)[node[0]], corrupt
+
+    def _look(self, path: Path) -> tuple[bool, durable.Stamp | None, str | None]:
         """Whether it is a directory, and of a file also what :meth:`_verify` says. What is not there any more fails."""
         if not stat.S_ISDIR(path.stat().st_mode):
             return (False, *self._verify(path, False))
         sealed = os.path.lexists(path / durable.MARKER)
-        return True, {}, None if sealed else f"{path} was never finished (no {durable.MARKER} marker)"
+        return True, None, None if sealed else f"{path} was never finished (no {durable.MARKER} marker)"
 
-    def _verify(self, path: Path, is_directory: bool) -> tuple[dict[str, Any], str | None]:
+    def _verify(self, path: Path, is_directory: bool) -> tuple[durable.Stamp | None, str | None]:
         """What a checkpoint says about itself, or what is wrong with it."""
         session = self._session
         of_mine = functools.partial(dcp.is_share, rank=session.rank, world_size=session.trainer.world_size)
         seen = path / durable.MARKER if is_directory else path  # by rank 0
         seen.stat()
         try:
-            return resume.verify(path, {"fit": session.index}, of_mine).metadata, None
+            return resume.verify(path, {"fit": session.index}, of_mine), None
         except durable.CorruptCheckpoint as error:
             seen.stat()  # else it is not what is in it that is wrong
-            return {}, str(error)
+            return None, str(error)
 
     def _try(self, read: Callable[[], tuple[_T, str | None]]) -> tuple[_T, dict[int, str]]:
         """Reads a checkpoint on all ranks.
@@ -439,12 +490,30 @@ class Tiers:
 
     def _restored(self, path: Path, finished: bool) -> None:
         session = self._session
-        step = resume.step_of(path)
-        self.loaded = _Loaded(step, None, path)
+        self.loaded = _Loaded(resume.step_of(path), None, path)
+        if finished:
+            session.final_path = path
+            session.trainer.should_stop = True
+        if session.had_finished and self._event == "resumed":
+            self._unsaid = functools.partial(self._say_restored, path, finished)
+        else:
+            self._say_restored(path, finished)
+
+    def settings_are_accepted(self) -> None:
+        """A finished fit is restored for good: before, it may have turned out that the script has another one."""
+        if self._unsaid is not None:
+            self._unsaid()
+            self._unsaid = None
+
+    def _say_restored(self, path: Path, finished: bool) -> None:
+        session, step = self._session, resume.step_of(path)
         if session.trainer.is_global_zero:
             session.ledger.record(self._event, fit=session.index, step=step, path=str(path), tier="global")
             if finished:
                 session.ledger.record("finished", fit=session.index, step=step)
+                if not session.had_finished and self.ended is not None:
+                    about = {**self.ended["limits"], ENDS_APART: self.ended[ENDS_APART]}
+                    session.end("finished", self.ended["by"], about)
                 log.info(
                     "This fit finished at step %d before; its final state is restored and it is not trained again. "
                     "To train more, raise %s; to train anew, use another run directory.",
@@ -453,9 +522,6 @@ class Tiers:
                 )
             else:
                 log.info("Resuming from step %d (%s).", step, path)
-        if finished:
-            session.final_path = path
-            session.trainer.should_stop = True
 
     # -- what verifies and cannot be restored all the same -------------------------------------------------------------
 
@@ -607,6 +673,11 @@ class Tiers:
         return [resume.step_of(path) for path in resume.checkpoints(self._session.fit.checkpoints)]
 
 
+def _stamp(path: Path) -> durable.Stamp | None:
+    """What a checkpoint says about itself; its content is not looked at."""
+    return durable.verify_directory(path, lambda name: False) if path.is_dir() else durable.read_stamp(path)
+
+
 def _says_something_about_the_state(error: BaseException) -> bool:
     """Whether an error may be the fault of what was restored, and not of this node, its storage or the script."""
     if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError, AnotherFit, StorageFails)):
@@ -646,8 +717,13 @@ def _check_parts(path: Path, is_directory: bool, saved_by: str | None, strategy:
         )
 
 
-def _load(path: Path, is_directory: bool) -> tuple[dict[str, Any] | None, str | None]:
+def _load(path: Path, is_directory: bool, verified: tuple[int, ...] = ()) -> tuple[dict[str, Any] | None, str | None]:
     """The content of a file, or what is wrong with it; neither of a directory, whose parts the strategy reads.
+
+    Args:
+        path: The checkpoint.
+        is_directory: Which of the two it is.
+        verified: Which file need not be verified here; see :func:`~.durable.load`.
 
     Raises:
         OSError: If it cannot be read here. That says nothing about the file.
@@ -656,7 +732,7 @@ def _load(path: Path, is_directory: bool) -> tuple[dict[str, Any] | None, str | 
         return None, None
     path.stat()  # rank 0 has read it: what is missing here is not seen here
     try:
-        loaded = from_plain(durable.load(path))
+        loaded = from_plain(durable.load(path, verified=verified))
         if type(loaded) is not dict or "loops" not in loaded:
             raise ValueError("it does not hold the state of a fit")
         return loaded, None

@@ -7,6 +7,8 @@ import ctypes
 import errno
 import glob
 import hashlib
+import importlib
+import itertools
 import json
 import os
 import pdb
@@ -89,7 +91,7 @@ DEFAULTS: dict[str, Any] = {
     "wraps": False,  # the module itself wraps a layer, for FSDP1
     "data_parallel": None,  # of the sharded ranks; the others share out tensors
     "draws_at_start": False,  # hooks draw random numbers before the first batch of an epoch
-    "halves_at_end": False,  # the module's on_train_end changes the weights
+    "halves_at_end": False,  # the module's on_train_end changes the weights, and draws random numbers
     "numpy_rate": False,  # a schedule that calculates with NumPy
     "one_cycle": False,  # a schedule that needs the number of steps, hence the data, before the training
     "accumulates": None,  # {epoch: batches}
@@ -101,6 +103,7 @@ DEFAULTS: dict[str, Any] = {
     "skip_fits": 0,  # the script itself leaves out as many
     "interval_s": None,
     "unreadable": None,  # [rank, file name]
+    "fails": [],  # {"rank": 1, "what": "module:name", "of": part of its first argument, "call": 0}, or in every call
     "disk_full_at": None,  # a step
     "disk_full_rank": None,  # whose shards of that step find no space
     "slow_shards_s": None,  # [rank, seconds]: how long its shards take, or the one file
@@ -453,9 +456,11 @@ class Module(L.LightningModule):
 
     def on_train_end(self) -> None:
         if self.config["halves_at_end"]:
+            torch.rand(3)
             with torch.no_grad():
                 for parameter in self.parameters():
                     parameter.mul_(0.5)
+        do(self.config, "train_end", self.trainer.global_step, self.trainer.global_rank)
 
     def on_train_batch_end(self, *args: Any) -> None:
         do(self.config, "batch_end", self.trainer.fit_loop.epoch_loop.total_batch_idx, self.trainer.global_rank)
@@ -707,15 +712,29 @@ class Fsdp1OnCpu(L.strategies.FSDPStrategy):
         return None
 
 
+def fail(what: dict[str, Any]) -> None:
+    """Has a function raise on this rank."""
+    module, name = what["what"].split(":")
+    owner = importlib.import_module(module)
+    function, calls = getattr(owner, name), itertools.count()
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if what.get("of", "") in str(args[:1]) and next(calls) == what.get("call", 0):
+            raise OSError(errno.EIO, f"the test has {name} fail")
+        return function(*args, **kwargs)
+
+    setattr(owner, name, failing)
+
+
 def sabotage(config: dict[str, Any]) -> None:
     """What goes wrong with the storage, as the code sees it."""
     load, save = durable.load, durable.save
     if config["unreadable"] is not None and config["unreadable"][0] == int(os.environ.get("RANK", "0")):
 
-        def no_load(path: Path, *args: Any) -> Any:
+        def no_load(path: Path, *args: Any, **kwargs: Any) -> Any:
             if Path(path).name == config["unreadable"][1]:
                 raise durable.CorruptCheckpoint(f"{path} is damaged on its way to this rank")
-            return load(path, *args)
+            return load(path, *args, **kwargs)
 
         durable.load = no_load
     if config["disk_full_at"] is not None:
@@ -728,6 +747,9 @@ def sabotage(config: dict[str, Any]) -> None:
         durable.save = no_save
 
     rank = int(os.environ.get("RANK", "0"))
+    for each in config["fails"]:
+        if each["rank"] == rank:
+            fail(each)
     write_data = FileSystemWriter.write_data
     if config["slow_shards_s"] is not None and config["slow_shards_s"][0] == rank:
         slow = durable.save

@@ -232,13 +232,35 @@ def test_a_rank_that_has_finished_is_not_waited_for() -> None:
     ranks[0].stop()
 
 
-def test_closing_names_who_does_not_finish() -> None:
+def test_closing_waits_for_a_rank_that_lives_however_long_it_takes() -> None:
+    limits = {"answer_timeout": timedelta(seconds=1), "arrival_timeout": timedelta(seconds=0.01)}
+    store, told = dist.HashStore(), threading.Event()
+    ranks = [Agreement(rank, 2, store, "close", **limits) for rank in range(2)]
+    begun = time.monotonic()
+
+    def waiting() -> None:
+        if time.monotonic() > begun + 1.5:  # so it was asked whether it lives
+            told.set()
+
+    def close_late() -> tuple[Event, ...]:
+        assert told.wait(60)
+        return ranks[1].close()
+
+    assert both(lambda: ranks[0].close(waiting), close_late) == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("gone", "told"), [(1, r"ranks \[1\] did not answer"), (0, "nothing was heard of rank 0 for 1 s at the end")]
+)
+def test_closing_names_who_is_gone(gone: int, told: str) -> None:
+    """Soon: half an hour, which is what a rank may take to reach a boundary, is not waited for it."""
     store = dist.HashStore()
-    ranks = [Agreement(rank, 2, store, "close", **SOON) for rank in range(2)]
-    with pytest.raises(PeerLost, match=r"ranks \[1\] did not finish"):
-        ranks[0].close()
-    assert ranks[0].close() == ()
-    ranks[1].stop()
+    ranks = [Agreement(rank, 2, store, "close", answer_timeout=timedelta(seconds=0.2)) for rank in range(2)]
+    ranks[gone].stop()
+    lost = both(ranks[1 - gone].close)[0]
+    assert isinstance(lost, PeerLost)
+    assert pytest.raises(PeerLost, match=told).matches(lost), lost
+    assert ranks[1 - gone].close() == ()
 
 
 class MuteStore:
@@ -250,7 +272,7 @@ class MuteStore:
     def clone(self) -> MuteStore:
         return self
 
-    def check(self, keys: list[str]) -> bool:
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
         self.answers.wait()
         raise ConnectionError("Connection reset by peer")
 
@@ -259,7 +281,7 @@ def test_a_mute_store_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Agreement, "_STORE_PATIENCE_S", 0.2)
     mute = MuteStore()
     monkeypatch.setattr("torch.distributed.distributed_c10d.PrefixStore", lambda prefix, store: store)
-    agreement = Agreement(0, 2, mute, "mute", **SOON)  # type: ignore[arg-type]
+    agreement = Agreement(0, 2, mute, "mute", answer_timeout=SOON["answer_timeout"])  # type: ignore[arg-type]
     agreement.request("save")
     with pytest.raises(PeerLost, match="does not answer rank 0"):
         agreement.close()

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import random
+import runpy
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,8 @@ from lightning_resilience.agreement_protocol import (
     Position,
     Relay,
     Sleep,
+    _meet,
+    _missing,
     end_of_evaluation,
     evaluation,
     training,
@@ -63,14 +67,11 @@ class Prefixed:
             raise ConnectionError("Broken pipe")
         return self.store
 
-    def check(self, keys: list[str]) -> bool:
-        return self._store().check([self.prefix + key for key in keys])
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return self._store().compare_set(self.prefix + key, expected, value)
 
-    def get(self, key: str) -> bytes:
-        return self._store().get(self.prefix + key)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._store().multi_get([self.prefix + key for key in keys])
+    def append(self, key: str, value: str) -> None:
+        self._store().append(self.prefix + key, value)
 
     def set(self, key: str, value: str) -> None:
         self._store().set(self.prefix + key, value)
@@ -146,8 +147,12 @@ class Simulation:
         attempt: int = 0,
         small: bool = False,
         deadlines: tuple[float, float] = (ANSWER_TIMEOUT, ARRIVAL_TIMEOUT),
+        long_end: float = 0.0,
     ) -> None:
-        """`fall`: which rank dies (or `raises`), and before which of its own steps. `small`: one short fit, 2 ranks."""
+        """`fall`: which rank dies (or `raises`), and before which of its own steps. `small`: one short fit, 2 ranks.
+
+        `long_end`: how long one of the ranks takes when its last batch is done.
+        """
         self.random = random.Random(seed)
         self.mistakes = mistakes or Mistakes()
         self.fall, self.raises = fall, raises
@@ -155,6 +160,11 @@ class Simulation:
         self.store = store or LocalStore()
         self.attempt = attempt
         self.deadlines = deadlines
+        self.long_end = long_end
+        self.ends_late = seed // 2 % 2  # a rank that each has
+        self.finished_at: dict[int, float] = {}
+        self.told_at: dict[int, float] = {}
+        self.fell_at = 0.0
 
         self.world_size = 2 if small else self.random.choice([2, 2, 3, 3, 4])
         if small:
@@ -190,14 +200,14 @@ class Simulation:
             ready = [actor for actor in self.actors if actor.wait.until <= self.now or actor.wait.ready()]
             if not ready:
                 self.now = min(actor.wait.until for actor in self.actors)
-                if self.now > self.fits * 2 * (ANSWER_TIMEOUT + ARRIVAL_TIMEOUT):
+                if self.now > self.fits * (2 * (ANSWER_TIMEOUT + ARRIVAL_TIMEOUT) + self.long_end):
                     raise Violation(f"hangs; errors so far: {self.errors}")
                 continue
             actor = self.random.choice(ready)
             if actor.rank == self.starved and self.random.random() < 0.9:
                 actor = self.random.choice(ready)
             if self.fall == (actor.rank, self.steps_of[actor.rank]):
-                self.fall = None
+                self.fall, self.fell_at = None, self.now
                 if not self.raises:
                     self.die(actor.rank)
                 elif self.in_fit(actor.rank):
@@ -234,7 +244,7 @@ class Simulation:
             for number in range(self.fits):
                 yield from self.run_fit(rank, number)
         except (PeerLost, CollectiveBroken, Boom) as error:
-            self.errors[rank] = error
+            self.errors[rank], self.told_at[rank] = error, self.now
             participant = self.done[rank][-1].participant
             participant.abort(str(error))
             self.woken[rank] = True
@@ -272,8 +282,11 @@ class Simulation:
                 yield from self.boundary(rank, number, fit, training(batches), Needs.TRAINING | clean)
         except Stop as stop:
             untouched = stop.untouched
+        if self.long_end and rank == self.ends_late:
+            yield Wait(until=self.now + self.long_end)
         if self.random.random() < 0.3:
             self.request(rank, fit, "save", Needs.NOTHING)
+        self.finished_at[rank] = self.now
         participant.finish()
         untouched += yield from self.wait_for(rank, lambda: participant.ended() if self.is_over(fit) else None)
         fit.left_over = sorted(event.payload["id"] for event in untouched)
@@ -465,16 +478,46 @@ def test_all_ranks_act_at_the_same_boundary_or_none_does() -> None:
     assert between > 35
 
 
+QUICK, LONG_END = (0.5, 0.5), 12.0
+
+
+def test_those_that_have_finished_wait_for_one_that_takes_its_time() -> None:
+    for seed in range(8):
+        simulation = run_undisturbed(seed, small=True, deadlines=QUICK, long_end=LONG_END)
+        assert simulation.now > LONG_END
+        for store in (simulation.store, *simulation.node_stores):
+            assert store.num_keys() <= 40, "it grows with the time"
+
+
+@pytest.mark.parametrize("rank_0_owns_store", [True, False], ids=["store dies with rank 0", "store survives"])
+def test_those_that_have_finished_do_not_wait_for_one_that_is_gone(rank_0_owns_store: bool) -> None:
+    """Whoever dies: the one that takes its time, or one that waits for it. Arrivals have no limit that could help."""
+    forever = (QUICK[0], 1e6)
+    waited = 0
+    for seed in range(12):
+        steps = run_undisturbed(seed, small=True, deadlines=forever, long_end=LONG_END).steps_of
+        rank = seed % 2
+        step = random.Random(seed).randrange(steps[rank] // 3, steps[rank])  # most of them are made at the end
+        fall = {"small": True, "deadlines": forever, "rank_0_owns_store": rank_0_owns_store, "long_end": LONG_END}
+        simulation = run_with_a_fall(seed, rank, step, **fall)
+        for survivor, told_at in simulation.told_at.items():
+            known_at = max(simulation.fell_at, simulation.finished_at.get(survivor, told_at))
+            assert told_at - known_at <= 12 * QUICK[0]
+            waited += known_at == simulation.fell_at
+    assert waited > 3
+
+
 def sizes(*owners: Any) -> int:
     """How many things its owners keep."""
-    return sum(len(each) for owner in owners for each in vars(owner).values() if hasattr(each, "__len__"))
+    return sum(len(each) for owner in owners for each in vars(owner).values() if isinstance(each, dict | list | deque))
 
 
-def most_kept(nodes: list[list[int]], events: int) -> tuple[int, int]:
+def most_kept(nodes: list[list[int]], events: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Lets ranks ask for events, one to three at a time, until all have acted on so many.
 
     Returns:
-        How much the stores and those that use them have kept between the events, at most: of the first half, of all.
+        How much the stores and those that use them have kept between the events, at most, in things and in bytes of
+        the stores: of the first half, of all.
     """
     chosen, now = random.Random(0), 0.0
     above, here = LocalStore(), [LocalStore() for _ in nodes]
@@ -485,10 +528,11 @@ def most_kept(nodes: list[list[int]], events: int) -> tuple[int, int]:
     watchers = [*zip((each.watch() for each in participants), node_of, strict=True)]
     watchers += [(relay.watch(), node) for node, relay in enumerate(relays)]
     due: list[deque[Event]] = [deque() for _ in participants]
-    acted, asked, batches, most = 0, 0, 0, [0, 0]
+    acted, asked, batches = 0, 0, 0
+    most: list[tuple[int, ...]] = [(0, 0), (0, 0)]
     while asked < events:
         for _ in range(chosen.choice([1, 1, 2, 3])):
-            participants[chosen.randrange(len(participants))].request("save", {}, Needs.NOTHING)
+            participants[chosen.randrange(len(participants))].request("save", {"id": asked}, Needs.NOTHING)
             asked += 1
         while acted < asked * len(participants):
             now, batches = now + 0.1, batches + 1
@@ -508,8 +552,11 @@ def most_kept(nodes: list[list[int]], events: int) -> tuple[int, int]:
                         result = wanted.operation.apply(above)
                     else:
                         result = None if isinstance(wanted, Announce) else wanted.apply(here[node])
-        kept = sizes(above, *here, *relays, *participants)
-        most = [max(most[0], kept if 2 * asked <= events else 0), max(most[1], kept)]
+        things = sizes(above, *here, *relays, relays[0]._lead, *participants)
+        text = sum(len(value) for store in (above, *here) for value in store._values.values())
+        most[1] = tuple(map(max, most[1], (things, text)))
+        if 2 * asked <= events:
+            most[0] = most[1]
     return most[0], most[1]
 
 
@@ -518,12 +565,13 @@ def most_kept(nodes: list[list[int]], events: int) -> tuple[int, int]:
     [
         ([[0, 1], [2, 3]], 200),
         ([[rank] for rank in range(66)], 16),  # more than one group of nodes
-        pytest.param([[0], [1]], 1_000_000, marks=pytest.mark.campaign),
+        pytest.param([[0], [1]], 1_000_000, marks=[pytest.mark.campaign, pytest.mark.timeout(7200)]),
     ],
 )
 def test_nothing_grows_with_the_events(nodes: list[list[int]], events: int) -> None:
-    half, most = most_kept(nodes, events)
+    (half, half_text), (most, most_text) = most_kept(nodes, events)
     assert most <= half + 4 * len(nodes), "it grows with the events"
+    assert most_text <= half_text + 100 * len(nodes), "what is kept gets longer with the events"
 
 
 @pytest.mark.parametrize("rank_0_owns_store", [True, False], ids=["store dies with rank 0", "store survives"])
@@ -564,7 +612,7 @@ def test_a_rank_that_raises_is_named_to_all_others() -> None:
 
 
 def test_a_restart_on_the_same_store_sees_nothing_of_the_attempt_before() -> None:
-    for seed, rank, step in random_falls(range(150)):
+    for seed, rank, step in random_falls(range(75)):
         simulation = run_with_a_fall(seed, rank, step, rank_0_owns_store=False)
         run_undisturbed(seed, store=simulation.store, attempt=1)
 
@@ -602,6 +650,68 @@ def two_and_a_relay(store: LocalStore) -> tuple[list[Participant], list[ByHand],
     limits = (lambda: 0.0, ANSWER_TIMEOUT, ARRIVAL_TIMEOUT)
     ranks = [Participant([0, 1], rank, *limits) for rank in range(2)]
     return ranks, [ByHand(rank.watch(), store) for rank in ranks], ByHand(Relay([[0, 1]], 0, *limits).watch(), store)
+
+
+@pytest.mark.parametrize(("size", "silent"), [(3, {1}), (64, {0, 63}), (130, {64, 129}), (4200, {5, 4199})])
+def test_the_largest_position_is_found_and_so_is_who_is_missing(size: int, silent: set[int]) -> None:
+    store, published = LocalStore(), list[str]()
+
+    def publish(position: str) -> Generator[Any, Any, None]:
+        published.append(position)
+        yield Sleep(0.0)
+
+    def run_all(steps: Generator[Any, Any, Any]) -> Any:
+        result = None
+        while True:
+            try:
+                wanted = steps.send(result)
+            except StopIteration as stop:
+                return stop.value
+            result = None if isinstance(wanted, Sleep) else wanted.apply(store)
+
+    late = sorted(silent)
+    for index in (index for index in range(size) if index not in silent):
+        run_all(_meet("round/0", index, size, json.dumps(training(index)), publish))
+    assert run_all(_missing("round/0", size)) == late
+    for index in late:
+        assert not published
+        run_all(_meet("round/0", index, size, json.dumps(training(index)), publish))
+    assert published == [json.dumps(training(size - 1))]
+    assert store.num_keys() == 0
+
+
+def test_what_several_ranks_ask_for_is_one_event() -> None:
+    ranks, watches, relay = two_and_a_relay(LocalStore())
+    for rank in ranks:
+        rank.request("preempt", {"signum": 15}, Needs.NOTHING)
+    ranks[1].request("preempt", {"signum": 10}, Needs.NOTHING)
+    for rank in (0, 0):  # the same rank means it twice
+        ranks[rank].request("save", {}, Needs.NOTHING)
+    for each in (*watches, relay):
+        each.pause()
+    listed = json.loads(Get("round/0").apply(watches[0].here) or b"")
+    assert [(event["number"], event["kind"], event["rank"]) for event in listed] == [
+        (0, "preempt", 0),
+        (1, "save", 0),
+        (2, "save", 0),
+        (3, "preempt", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "within_s"),
+    [
+        (1024, 0.3),
+        pytest.param(16_384, 5.0, marks=pytest.mark.campaign),
+        pytest.param(102_400, 10.0, marks=[pytest.mark.campaign, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_all_act_soon_and_ask_little_of_a_store_that_answers_20_000_calls_a_second(ranks: int, within_s: float) -> None:
+    benchmark = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "control_plane.py"), run_name="benchmark")
+    found = benchmark["measure"](ranks, benchmark["Costs"](*[1 / 20_000] * 5), events=1)
+    assert found["seconds"] <= within_s
+    assert found["calls"] <= 3
+    assert found["polls"] <= 4_500
 
 
 def test_what_was_asked_before_the_end_is_not_lost_while_the_relay_looks() -> None:

@@ -124,7 +124,7 @@ def test_left_overs_of_a_save_that_was_killed_are_removed(tmp_path: Path) -> Non
     assert sorted(path.suffix for path in directory.iterdir()) == [".ckpt", ".ckpt"]
 
 
-@pytest.mark.also_as_on_gpu
+@pytest.mark.also_as_on_gpu("4-2")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
 def test_another_world_size_goes_on_and_says_that_it_is_not_exact(tmp_path: Path, before: int, after: int) -> None:
     config = killed(tmp_path, trainer={"devices": before})

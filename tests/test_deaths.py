@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
+from lightning_resilience._files import write_json
+from lightning_resilience.detect import deaths
 from lightning_resilience.detect.deaths import Death, Deathbed, MemoryShortage, is_ending
+from lightning_resilience.detect.watchdog import Watchdog
 from lightning_resilience.detect.witness import EXIT_HUNG
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.report import interruptions
@@ -99,6 +102,22 @@ def test_the_kernels_counters_of_killed_processes(tmp_path: Path, cgroup: str, c
     (tmp_path / counter).write_text("low 0\noom_kill 8\noom_group_kill 0\n")
     assert shortage.is_recent()
     assert not MemoryShortage(os.getpid(), tmp_path / "nothing").is_recent()
+    shortage = MemoryShortage(os.getpid(), tmp_path)
+    (tmp_path / counter).unlink()
+    assert not shortage.is_recent()  # its cgroup has gone, as it does with the job
+
+
+def test_each_rank_may_have_a_cgroup_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Slurm makes them for the tasks of a step."""
+    for rank in (0, 1):
+        write_json(tmp_path / f"rank-{rank}.json", {"rank": rank, "pid": os.getpid() - rank})
+        (tmp_path / f"rank-{rank}.progress").touch()
+        (tmp_path / f"{os.getpid() - rank}").write_text("oom_kill 0\n")
+    monkeypatch.setattr(deaths, "_counters", lambda pid, root: [tmp_path / str(pid)])
+    node = Watchdog(tmp_path)
+    node._find_ranks()
+    (tmp_path / f"{os.getpid() - 1}").write_text("oom_kill 1\n")
+    assert [node._death_of(node.ranks[rank]).out_of_memory for rank in (0, 1)] == [False, True]
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser
@@ -26,6 +27,7 @@ from lightning_resilience.launch import cli
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md", ROOT / "benchmarks/README.md"]
+COMMANDS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "recipes/README.md"]
 LINKED = {*PAGES, *ROOT.glob("*.md"), *ROOT.glob("*/README.md")}
 COMPILED_ONLY = re.compile(r"<!-- only compiled: .+ -->\s*\Z")
 
@@ -68,6 +70,15 @@ def test_python_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         example.evaluate()
 
 
+def test_a_lightning_cli_takes_the_readmes_yaml(tmp_path: Path) -> None:
+    (block,) = fenced(README.read_text(), "yaml")
+    (tmp_path / "config.yaml").write_text(block)
+    arguments = [f"--config={tmp_path / 'config.yaml'}", f"--trainer.default_root_dir={tmp_path}"]
+    made = LightningCLI(BoringModel, run=False, save_config_callback=None, args=arguments)  # type: ignore[no-untyped-call]
+    kinds = re.findall(r"lightning_resilience\.(\w+)", block)
+    assert [type(each).__name__ for each in made.trainer.callbacks][: len(kinds)] == kinds
+
+
 # --- commands ---
 
 
@@ -91,7 +102,7 @@ def subparsers() -> dict[str, Any]:
     return next(action.choices for action in actions if isinstance(action.choices, dict))
 
 
-@each_page
+@pytest.mark.parametrize("page", COMMANDS, ids=name_of)
 def test_commands_parse(page: Path) -> None:
     text = page.read_text()
     for arguments in commands(text):
@@ -100,10 +111,12 @@ def test_commands_parse(page: Path) -> None:
         except SystemExit:
             pytest.fail(f"{name_of(page)}: the command line is refused: lightning-resilience {shlex.join(arguments)}")
     prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
-    for match in re.finditer(r"`lightning-resilience\s+([a-z]+)([^`]*)`", prose):
+    for match in re.finditer(r"`lightning-resilience\s+([a-z]+)", prose):
         assert match[1] in subparsers(), f"{name_of(page)}: there is no {match[0]}"
-        own = match[2].split(" -- ")[0]
-        for option in re.findall(r"--[a-z-]+", own):
+    # Most are called by their second word alone, and are fragments of a command line.
+    for match in re.finditer(rf"`(?:lightning-resilience\s+)?({'|'.join(subparsers())})\s([^`]*)`", prose):
+        own = re.split(r" -- |\.py\b", match[2])[0]
+        for option in re.findall(r"(?<!\S)--[a-z-]+", own):
             assert option in subparsers()[match[1]]._option_string_actions, f"{name_of(page)}: {match[0]}"
 
 
@@ -147,6 +160,16 @@ def test_every_option_of_a_callback_is_described_with_its_default(page: str, nam
             assert ast.literal_eval(said.strip("`")) == default, f"{page}: {option}"
         else:  # in words, where None or a type of its own says too little
             assert not isinstance(default, (bool, int, float, str)), f"{page}: {option} is {default!r}"
+
+
+def test_every_failure_of_plain_lightning_is_shown_by_a_script() -> None:
+    said = [what for what, _ in table(README.read_text(), "Why")]
+    tree = ast.parse((ROOT / "benchmarks" / "plain_lightning.py").read_text())
+    rows = next(
+        node.value for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ROWS"
+    )
+    assert isinstance(rows, ast.Dict)
+    assert [ast.literal_eval(key) for key in rows.keys if key is not None] == said
 
 
 @pytest.mark.nvrx

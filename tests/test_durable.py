@@ -112,6 +112,26 @@ def test_memory_does_not_hold_the_file(tmp_path: Path) -> None:
     assert in_child(save_and_verify) == 0
 
 
+def test_what_a_process_has_verified_another_one_loads_without_hashing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.ckpt"
+    durable.save({"weight": torch.arange(100_000)}, path)
+    verified = durable.verify(path)
+    assert verified is not None
+    hashed = []
+    hash_blocks = durable._hash_blocks
+    monkeypatch.setattr(durable, "_hash_blocks", lambda *args: hashed.append(hash_blocks(*args)) or hashed[-1])
+    durable.load(path, verified=verified.file)
+    assert hashed == []
+
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # in the trailer, of which torch knows nothing
+    path.write_bytes(content)
+    with pytest.raises(CorruptCheckpoint):  # it is not that file any more
+        durable.load(path, verified=verified.file)
+
+
 def test_metadata_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="64 KiB"):
         durable.save(state(1), tmp_path / "a.ckpt", {"text": "x" * 70_000})

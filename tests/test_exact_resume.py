@@ -69,7 +69,7 @@ MORE_LOADERS = [
 ]
 
 
-@pytest.mark.also_as_on_gpu
+@pytest.mark.also_as_on_gpu("shuffle", "stateful-False-2")
 @pytest.mark.parametrize(
     "options",
     [*LOADERS, *(pytest.param(options, marks=pytest.mark.campaign) for options in MORE_LOADERS)],

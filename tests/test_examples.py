@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -108,9 +109,14 @@ def pattern(line: str) -> str:
 
 def says(said: str, heading: str, number: int = 0) -> None:
     """Every line of the section's ``log`` block of that number was said, in that order."""
+    in_order(said, blocks(heading, "log")[number])
+
+
+def in_order(said: str, quoted: str) -> None:
+    """These lines were said, one after the other."""
     place = 0
-    said = re.sub(r"\[lightning-resilience \d\d:\d\d:\d\d rank \d+( [A-Z]+)?\]", "[lightning-resilience]", said)
-    for line in blocks(heading, "log")[number].splitlines():
+    said = re.sub(r"\[lightning-resilience \d\d:\d\d:\d\d [^]]+\]", "[lightning-resilience]", said)
+    for line in quoted.splitlines():
         found = re.compile(pattern(line)).search(said, place)
         assert found is not None, f"after {place} characters nobody said {line!r}:\n{said}"
         place = found.end()
@@ -130,6 +136,53 @@ def undisturbed_longer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return Examples(tmp_path_factory.mktemp("longer")).run([*shlex.split(torchrun), *LONGER])
 
 
+FIRST_STEPS = (ROOT / "docs" / "index.md").read_text()
+
+
+def first_steps(examples: Examples, samples: int) -> dict[str, list[str]]:
+    """Has the first page's script in the folder. Returns the page's commands by what they do."""
+    script = re.findall(r"^```python\n(.*?)^```$", FIRST_STEPS, flags=re.MULTILINE | re.DOTALL)[0]
+    assert script.count("65536") == 1
+    (examples.folder / "train.py").write_text(script.replace("65536", str(samples)))
+    (examples.folder / "wandb.py").write_text("raise AssertionError('nobody has asked for W&B')")
+    lines = re.findall(r"^lightning-resilience .*$", FIRST_STEPS, flags=re.MULTILINE)
+    return {line.split()[1]: shlex.split(line) for line in lines}
+
+
+def test_the_first_steps(examples: Examples) -> None:
+    """What the documentation's first page has its reader type, in its order, but for what is killed."""
+    commands = first_steps(examples, 512)
+    assert list(commands) == ["launch", "watch", "report"]
+    assert "Finished: the script ended." in examples.run(commands["launch"])
+    assert "is watched" in examples.run(commands["watch"])
+    assert re.search(r" finished +rank 0 .* 0: 48$", examples.run(commands["report"]), flags=re.MULTILINE)
+    assert "has finished already" in examples.run(commands["launch"])
+
+
+@pytest.mark.campaign
+def test_the_first_steps_with_what_is_killed(examples: Examples) -> None:
+    commands = first_steps(examples, 65536)
+    launch = examples.start(commands["launch"])
+    examples.wait_for("Saved step 2048 to")
+    ranks: list[list[str]] = []
+    while len(ranks) < 2 or ranks[1][3] != "step":
+        ranks = [line.split() for line in examples.run(commands["watch"]).splitlines() if line[:1] in ("0", "1")]
+        examples.runs.pop()
+    assert [rank[0] for rank in ranks] == ["0", "1"]
+    os.kill(int(ranks[1][2]), signal.SIGKILL)
+    examples.wait_for("Restart 1 inside the job, step 2048 is safe. Before: rank 1 was killed by SIGKILL.")
+    examples.wait_for("Resuming from step")
+    launch.terminate()
+    assert launch.wait(PATIENCE_S) == 75
+    interrupted = examples.said()
+    finished = examples.run(commands["launch"])
+    quoted = re.findall(r"^```log\n(.*?)^```$", FIRST_STEPS, flags=re.MULTILINE | re.DOTALL)
+    in_order(interrupted, quoted[2])
+    in_order(finished, quoted[3])
+    assert "Interruptions: 1 crash, 1 preempted." in examples.run(commands["report"])
+
+
+@pytest.mark.campaign
 def test_a_script_that_knows_nothing(examples: Examples, undisturbed: str) -> None:
     heading = "A script that knows nothing of all this"
     said = examples.run([*command(heading), *SMALL])
@@ -153,6 +206,7 @@ def test_a_hang_on_purpose(examples: Examples, undisturbed: str) -> None:
     assert digest(said) == digest(undisturbed)
 
 
+@pytest.mark.campaign
 def test_local_checkpoints(examples: Examples, undisturbed: str) -> None:
     heading = "Local checkpoints"
     arguments = [*command(heading), *SMALL, "--save-locally-every=2"]
@@ -207,15 +261,15 @@ def test_each_recipe_brings_the_model_through_a_kill_a_hang_and_a_stop(
     assert [record["event"] for record in read_ledger(examples.folder / "runs/gpt/ledger")].count("start") == 4
 
 
+def test_a_failure_of_plain_lightning_is_shown(examples: Examples) -> None:
+    """One row of the script that shows them all."""
+    script = ROOT / "benchmarks" / "plain_lightning.py"
+    said = examples.run([sys.executable, str(script), "--only", "a single process", "--patience", "100"])
+    assert "| SIGTERM to a single process | ended with exit code 0, 0 checkpoints |" in said
+    assert not list(examples.folder.glob("plain-lightning-*"))
+
+
 @pytest.mark.campaign
-def test_a_slow_rank_without_an_end(examples: Examples) -> None:
-    arguments = [word for word in command("A slow rank") if not word.startswith(("--stop", "--wandb"))]
-    said = examples.run([*arguments, *SMALL, "--steps=80"])
-    assert re.search(r"Slow after step \d+: rank 1 on", said), said
-    assert "Detected stragglers" not in said
-    assert not (examples.folder / "wandb").exists()
-
-
 def test_fsdp(examples: Examples) -> None:
     said = examples.run([*command("FSDP2"), "--steps=40"])
     says(said, "FSDP2")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_resilience.launch.budget import Failure
-from lightning_resilience.launch.script_errors import describe, why_not_again
+from lightning_resilience.launch.script_errors import describe, show, why_not_again
 from lightning_resilience.launch.worker import first_fault
 from tests.test_launch import FAKE, REAL, Launcher
 
@@ -194,6 +194,21 @@ def test_which_mistakes_are_not_tried_again(events: list[dict[str, Any]], is_tri
 )
 def test_which_errors_are_mistakes(error: BaseException, mistake: str | None) -> None:
     assert describe(error).get("mistake") == mistake
+
+
+def test_a_traceback_is_no_news_because_the_disk_is_full_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(3):
+        show(ConnectionError("x"), tmp_path, "launch", 0)
+        for path in tmp_path.iterdir():
+            path.unlink()
+            path.symlink_to("/dev/full")
+    shown, *again = capsys.readouterr().err.splitlines()
+    assert shown == "ConnectionError: x"
+    assert [line.partition("; its")[0] for line in again] == [
+        "[lightning-resilience] Rank 0, again: ConnectionError: x"
+    ] * 2
 
 
 @pytest.mark.parametrize(("world_size", "who"), [(2, "rank 1"), (3, "a worker")])

@@ -111,7 +111,6 @@ def test_a_hang_under_launch_is_restarted_inside_the_job(tmp_path: Path) -> None
     assert not folders_of(config)
 
 
-@pytest.mark.campaign
 def test_a_hang_under_torchrun_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"trainer": {"devices": 2}}
     config = watched(tmp_path, events=[{**HANG, "rank": 0}], **options)

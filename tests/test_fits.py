@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -78,9 +79,14 @@ def test_the_report_of_a_run_that_had_finished_before(tmp_path: Path) -> None:
 def test_a_fit_that_failed_before_its_first_save(tmp_path: Path) -> None:
     config = make(tmp_path, "run", events=[{"at": "train", "step": 2, "do": "raise", "once": True}])
     assert run(config, tmp_path / "run")[0] == [1]
+    assert re.search(r"Now       ended: failed \(RuntimeError: \w+", status(config["run_dir"]))
+    assert "Interruptions: 1 crash." in report(config["run_dir"])
+    assert "Outcome: failed (RuntimeError: " in report(config["run_dir"])
     codes, text = run(config, tmp_path / "run")
     assert codes == [0], text
     assert "Nothing was saved yet in" in text
+    assert "Interruptions: 1 crash." in report(config["run_dir"])
+    assert "Outcome: finished" in report(config["run_dir"])
     assert "can be used" not in text
 
 
@@ -539,6 +545,7 @@ def test_a_damaged_final_state_is_trained_again(tmp_path: Path) -> None:
 def test_a_final_state_that_could_not_be_saved_is_trained_again(tmp_path: Path) -> None:
     config, first, checkpoints = finished(tmp_path, disk_full_at=48)
     assert not resume.is_final(checkpoints[0])
+    assert "Safe      step 45" in status(config["run_dir"])
     codes, text = run({**config, "disk_full_at": None}, tmp_path / "run")
     assert codes == [0], text
     assert "Resuming from step 45" in text

@@ -218,7 +218,9 @@ def test_whenever_the_script_saves_the_run_can_be_killed(tmp_path: Path) -> None
     assert run(config, tmp_path / "disturbed", environment=environment)[0] == [-signal.SIGKILL]
     codes, text = run(config, tmp_path / "disturbed", environment=environment)
     assert codes == [0], text
-    assert "Resuming from step 20" in text
+    assert any(
+        f"Resuming from step {step}" in text for step in (10, 20)
+    )  # the second one is written behind the training
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
 
 

@@ -801,7 +801,7 @@ def test_the_time_for_which_the_training_waits_is_counted(memory: Run, monkeypat
         ({"every_n_train_steps": 5, "train_time_interval": 5}, "exclude each other"),
         ({"every_n_train_steps": 0}, "every_n_train_steps must be at least 1, not 0"),
         ({"train_time_interval": 0}, "train_time_interval must be positive"),
-        ({"train_time_interval": timedelta(seconds=-1)}, "train_time_interval must be positive"),
+        ({"train_time_interval": timedelta(seconds=-1)}, "train_time_interval must be positive, not -1 s"),
         ({"keep": 1}, "keep must be at least 2, not 1"),
         ({"replication": "yes"}, "replication must be True, False or 'auto', not 'yes'"),
         ({"replication_factor": 1}, "replication_factor must be at least 2"),

@@ -628,7 +628,7 @@ RANKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.also_as_on_gpu
+@pytest.mark.also_as_on_gpu("ddp-loss", "sharded-gradient", "sharded and clipped-masked")
 @pytest.mark.parametrize("what", ["loss", "gradient", "masked"])
 @pytest.mark.parametrize("options", RANKS.values(), ids=RANKS.keys())
 def test_what_one_rank_sees_all_skip(options: dict[str, Any], what: str, tmp_path: Path) -> None:
@@ -656,7 +656,7 @@ GOING_BACK = {
 }
 
 
-@pytest.mark.also_as_on_gpu
+@pytest.mark.also_as_on_gpu("ddp-local", "sharded-global")
 @pytest.mark.parametrize("tier", ["global", "local"])
 @pytest.mark.parametrize("options", GOING_BACK.values(), ids=GOING_BACK.keys())
 def test_ranks_go_back_together(options: dict[str, Any], tier: str, tmp_path: Path) -> None:

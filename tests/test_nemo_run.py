@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.loggers import WandbLogger
 
-from lightning_resilience import AutoResume, Preemption
+from lightning_resilience import AutoResume, FaultTolerance, Preemption
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.cli import launch_settings
 from lightning_resilience.launch.job import LaunchSettings
@@ -32,7 +33,7 @@ from tests.slurm.jobs import Chain
 
 run = pytest.importorskip("nemo_run", reason="NeMo-Run is not installed; make test-nemo-run installs it")
 
-from lightning_resilience.nemo_run import FaultTolerancePlugin, PreemptionPlugin  # noqa: E402
+from lightning_resilience.nemo_run import FaultTolerancePlugin, PreemptionPlugin, WandbPlugin  # noqa: E402
 
 STUBS = {
     "scontrol": """
@@ -170,8 +171,12 @@ def train(trainer: Any = None, note: str = "") -> None:
 class Trainer:
     """What a recipe of NeMo's has for a Trainer, as far as plugins are concerned."""
 
-    def __init__(self, devices: int = 1, callbacks: Any = None) -> None:
+    def __init__(self, devices: int = 1, callbacks: Any = None, logger: Any = None) -> None:
         self.callbacks = callbacks
+
+
+def named_logger(name: str) -> Any:
+    return run.Config(WandbLogger, name=name, offline=True)
 
 
 # What launch is told
@@ -198,13 +203,13 @@ def test_arguments_that_are_not_the_defaults_reach_launch(render: Any, monkeypat
         num_in_job_restarts=1,
         num_job_retries_on_failure=7,
         section_timeouts="step:20,checkpointing:none",
-        recipe="preemptible",
+        recipe="lightning_resilience.recipes:preemptible",
     )
     rendered = render(script(), slurm(nodes=1), PreemptionPlugin(preempt_time=120), plugin)
     rendered.batch(0)
     settings = rendered.settings(monkeypatch)
     assert settings.budget == Budget(1, 7, settings.budget.max_failures_per_day)
-    assert settings.recipe == "preemptible"
+    assert settings.recipe == "lightning_resilience.recipes:preemptible"
     assert str(settings.section_timeouts) == "setup:600,step:20,checkpointing:none,out_of_section:300"
     assert settings.grace_period_s == 110.0
     assert (settings.nnodes, settings.rdzv_endpoint) == ("1", None)
@@ -387,16 +392,60 @@ def test_callbacks_of_the_user_go_before_those_of_the_plugin(render: Any) -> Non
     changed = render(task, run.LocalExecutor(), PreemptionPlugin()).task.trainer.callbacks
     assert [each.__fn_or_cls__ for each in changed] == [Preemption, AutoResume]
     assert list(changed[0].signals) == ["SIGUSR2"]
-    changed = render(task, run.LocalExecutor(), PreemptionPlugin(callbacks=[])).task.trainer.callbacks
-    assert changed == [own]
+    for none in (PreemptionPlugin(callbacks=[]), PreemptionPlugin(enable_exit_handler=False)):
+        assert render(task, run.LocalExecutor(), none).task.trainer.callbacks == [own]
 
 
 def test_the_callbacks_can_be_built() -> None:
     task = run.Partial(train, trainer=run.Config(Trainer))
-    PreemptionPlugin().setup(task, run.LocalExecutor())
-    preemption, resume = (getattr(each, "__fn_or_cls__")(**each.__arguments__) for each in task.trainer.callbacks)  # noqa: B009
+    PreemptionPlugin(enable_exit_handler_for_data_loader=False).setup(task, run.LocalExecutor())
+    executor = run.LocalExecutor()
+    executor.job_dir = "somewhere"
+    FaultTolerancePlugin(calc_ft_timeouts=False).setup(task, executor)
+    built = [getattr(each, "__fn_or_cls__")(**each.__arguments__) for each in task.trainer.callbacks]  # noqa: B009
+    preemption, resume, watching = built
     assert isinstance(preemption, Preemption)
+    assert not preemption.enable_exit_handler_for_data_loader
     assert isinstance(resume, AutoResume)
+    assert isinstance(watching, FaultTolerance)
+    assert not watching.calculate_timeouts
+
+
+# Weights & Biases
+
+
+def test_a_script_finds_its_wandb_project_in_the_environment(render: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    rendered = render(script(), slurm(), WandbPlugin(project="gpt", name="first"))
+    assert rendered.executor.env_vars == {
+        "WANDB_API_KEY": "secret",
+        "WANDB_PROJECT": "gpt",
+        "WANDB_NAME": "first",
+    }
+
+
+def test_the_trainer_of_a_partial_gets_a_wandb_logger(render: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    task = run.Partial(train, trainer=run.Config(Trainer), note="a b")
+    plugin = WandbPlugin(project="gpt", entity="we", save_dir="somewhere")
+    logger = render(task, run.LocalExecutor(), plugin).task.trainer.logger
+    assert logger.__fn_or_cls__ is WandbLogger
+    assert (logger.project, logger.entity, logger.save_dir) == ("gpt", "we", "somewhere")
+    assert logger.config["note"] == "a b"
+    assert logger.config["experiment"]["id"].startswith("test_")
+    own = run.Config(WandbLogger, project="own")
+    theirs = WandbPlugin(name="theirs", logger_fn=named_logger, log_task_config=False)
+    assert render(task, run.LocalExecutor(), theirs).task.trainer.logger.name == "theirs"
+    task.trainer.logger = own
+    assert render(task, run.LocalExecutor(), plugin).task.trainer.logger == own
+
+
+def test_without_a_key_of_wandb_nothing_is_changed(render: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    task = run.Partial(train, trainer=run.Config(Trainer))
+    rendered = render(task, run.LocalExecutor(), WandbPlugin(project="gpt"))
+    assert rendered.executor.env_vars == {}
+    assert rendered.task.trainer.logger is None
 
 
 # What cannot be
@@ -420,6 +469,11 @@ def test_what_cannot_be_launched_is_refused(task: Any, executor: Any, match: str
         FaultTolerancePlugin().setup(task, executor)
 
 
+def test_a_script_says_itself_how_its_limits_are_had() -> None:
+    with pytest.raises(ValueError, match="calculate_timeouts=False"):
+        FaultTolerancePlugin(calc_ft_timeouts=False).setup(script(), run.LocalExecutor())
+
+
 def test_groups_of_tasks_are_refused(render: Any, tmp_path: Path) -> None:
     executor = slurm()
     with run.Experiment("test", executor=executor) as experiment:
@@ -435,6 +489,7 @@ def test_groups_of_tasks_are_refused(render: Any, tmp_path: Path) -> None:
         ({"section_timeouts": "stepp:3"}, "no section 'stepp'"),
         ({"rank_heartbeat_timeout": 0}, "section step"),
         ({"recipe": "nemoo"}, "nemoo"),
+        ({"enable_ft_package": False}, "recipe='MODULE:FUNCTION'"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], match: str) -> None:

@@ -87,10 +87,11 @@ def test_the_installed_launcher_takes_the_command_and_turns_heartbeats_off(tmp_p
 
 def run_shim(tmp_path: Path, program: str, *arguments: str) -> subprocess.Popen[str]:
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return subprocess.Popen(
         [sys.executable, "-m", "lightning_resilience._nvrx", "program", *arguments],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -125,6 +126,21 @@ def test_only_the_first_signal_reaches_the_launcher(tmp_path: Path) -> None:
     rest, _ = process.communicate(timeout=30)
     assert rest == "still here\n"
     assert process.returncode == 0
+
+
+def test_the_launcher_ends_when_it_has_done_its_work(tmp_path: Path) -> None:
+    program = """
+        import atexit, os, sys
+        class Library:
+            def __del__(self, write=os.write): write(1, b"taken apart\\n")
+        sys.library = Library()
+        atexit.register(print, "tidied up")
+        print("done")
+        sys.exit(3)
+    """
+    process = run_shim(tmp_path, program)
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (3, "done\ntidied up\n")
 
 
 def test_auto_is_one_worker_where_there_is_no_device(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def stop_and_resume(tmp: Path, events: list[dict[str, Any]], **options: Any) -> 
     return directory, interruption_text
 
 
-@pytest.mark.also_as_on_gpu
+@pytest.mark.also_as_on_gpu("rank 0 only", "rank 1 while rank 0 is blocked in a collective", "end of the epoch")
 @pytest.mark.parametrize("events", SCENARIOS.values(), ids=SCENARIOS.keys())
 def test_stops_all_ranks_and_resumes_exactly(
     tmp_path: Path, events: list[dict[str, Any]], request: pytest.FixtureRequest

@@ -243,6 +243,8 @@ def test_the_options_of_a_job_say_what_it_is(tmp_path: Path) -> None:
     job = Job(Budget(1, 0, 7), 12.5, SectionTimeouts(step=9.5, setup=None))
     settings = launch_settings([*job.options, str(script)])
     assert Job(settings.budget, settings.grace_period_s, settings.section_timeouts) == job
+    with pytest.raises(ValueError, match="grace_period_s must not be negative, not -1"):
+        Job(grace_period_s=-1)
 
 
 def test_one_option_leaves_the_recipes_others(tmp_path: Path) -> None:
@@ -256,15 +258,18 @@ def test_one_option_leaves_the_recipes_others(tmp_path: Path) -> None:
 
 
 def test_the_launcher_reads_them_without_torch_and_lightning() -> None:
-    code = "import sys, lightning_resilience.launch.cli; print(sorted({'torch', 'lightning'} & set(sys.modules)))"
+    code = "import lightning_resilience.launch.cli, sys; print({'torch', 'lightning', 'wandb'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "set()"
 
 
 # -- what they are for -------------------------------------------------------------------------------------------------
 
 
-@each_recipe
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.campaign if name in ("preemptible", "drill") else ()) for name in RECIPES],
+)
 def test_a_run_is_killed_and_stopped_and_ends_as_if_undisturbed(name: str, tmp_path: Path) -> None:
     options = {"callbacks": [], "trainer": {"devices": 2}, "validation": True}
     events = [

@@ -325,11 +325,11 @@ def test_ranks_that_never_agree(tmp_path: Path) -> None:
     assert "ReplicaCheck is off: after step 5 ranks 0 and 1 hold different states" in text
 
 
-def test_where_there_are_no_replicas_it_is_said(tmp_path: Path) -> None:
+def test_that_one_rank_has_no_replicas_goes_without_saying(tmp_path: Path) -> None:
     config = make(tmp_path, "run", callbacks=["replica_check"], trainer={"max_steps": 2})
     codes, text = run(config, tmp_path / "run")
     assert codes == [0], text
-    assert text.count("ReplicaCheck has no replicas to compare: one rank has none.") == 1
+    assert "ReplicaCheck" not in text
 
 
 @pytest.mark.campaign

@@ -162,6 +162,8 @@ def test_a_finished_fit_is_not_taken_for_one_of_other_settings(
     from torch.utils.data import DataLoader, TensorDataset
 
     from lightning_resilience import AutoResume, session
+    from lightning_resilience.launch.status import status
+    from lightning_resilience.report import report
     from lightning_resilience.run_directory import AnotherFit, RunDirectory
     from lightning_resilience.settings import CONTINUE_VARIABLE
 
@@ -205,6 +207,10 @@ def test_a_finished_fit_is_not_taken_for_one_of_other_settings(
     ]:
         with pytest.raises(AnotherFit, match=f"finished with other settings: {change}"):
             fit(**other)  # type: ignore[arg-type]
+        assert "final state is restored" not in caplog.text
+        assert "Resuming" not in caplog.text
+        assert "Now       ended: finished" in status(tmp_path)
+        assert report(tmp_path).endswith("Outcome: finished (max_epochs)")
         finished = RunDirectory(tmp_path).fit(0).outcome
         assert finished is not None
         assert (finished.status, finished.details["max_epochs"]) == ("finished", 1)
@@ -226,6 +232,7 @@ def test_a_finished_fit_is_not_taken_for_one_of_other_settings(
     monkeypatch.setenv(CONTINUE_VARIABLE, "1")
     with pytest.raises(SystemExit):
         fit(lr=0.4, max_epochs=3)
+    assert "Ctrl-C: this step is not saved." in caplog.text
     monkeypatch.delenv(CONTINUE_VARIABLE)
     stopped = RunDirectory(tmp_path).fit(0).outcome
     assert stopped is None or stopped.status != "finished", "it has trained more, and not to the end"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -294,6 +295,17 @@ def test_without_launch_a_handler_of_the_script_is_called_once(tmp_path: Path) -
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_script_that_catches_the_interruption_has_its_own_output_again(tmp_path: Path) -> None:
+    module, before = Module(), dict(vars(sys.stdout))
+    module.at_step[0] = terminate
+    try:
+        fit(tmp_path, module)
+    except Interrupted:
+        assert vars(sys.stdout) != before  # whoever ends by it ends in order
+    gc.collect()
+    assert vars(sys.stdout) == before
 
 
 def test_each_epoch_of_a_fit_listens_again(tmp_path: Path, launched: signals.SignalListener) -> None:

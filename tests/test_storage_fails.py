@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_resilience import _files, tiers
 from lightning_resilience._files import Patience
@@ -167,10 +169,11 @@ class Faults:
 
 
 class Job:
-    """Some ranks that start a fit."""
+    """Some ranks that start a fit; ``nodes`` says which of them share a node."""
 
-    def __init__(self, folder: Path, world_size: int, faults: Faults, clock: Clock) -> None:
-        self.folder, self.world_size, self.faults, self.clock = folder, world_size, faults, clock
+    def __init__(self, folder: Path, nodes: list[list[int]], faults: Faults, clock: Clock) -> None:
+        self.folder, self.nodes, self.faults, self.clock = folder, nodes, faults, clock
+        self.world_size = world_size = sum(map(len, nodes))
         self.fit = FitDirectory(folder / "fit-000")
         self.barrier = threading.Barrier(world_size, timeout=30)
         self.values: list[Any] = [None] * world_size
@@ -210,12 +213,13 @@ class Job:
         strategy = SimpleNamespace(
             broadcast=lambda value: self.gather(value)[0], barrier=lambda name: self.gather(0), **first
         )
-        trainer = SimpleNamespace(strategy=strategy, **first)
+        trainer = SimpleNamespace(strategy=strategy, max_steps=-1, **first)
         session = SimpleNamespace(
             trainer=trainer, rank=rank, index=0, fit=self.fit, gather=self.gather, whoami=f"Rank {rank}",
+            nodes=self.nodes,
             run=SimpleNamespace(ledger=self.folder / "ledger"), patience=Patience(), metadata={},
             ledger=Ledger(self.folder / "ledger", rank),
-            previous_outcome=None, finished_before=lambda: False, check_owner=lambda: None,
+            previous_outcome=None, had_finished=False, finished_before=lambda: False, check_owner=lambda: None,
         )  # fmt: skip
         session.from_rank_0 = lambda make: FitSession.from_rank_0(session, make)
         found = tiers.Tiers(session)
@@ -223,13 +227,13 @@ class Job:
         return found
 
     def reads(self, read: Callable[..., Any]) -> Callable[..., Any]:
-        def reading(path: Path, *args: Any) -> Any:
+        def reading(path: Path, *args: Any, **kwargs: Any) -> Any:
             here = self.rank.number, resume.step_of(path)
             if self.clock.now < self.faults.until.get(here, 0.0):
                 raise OSError(116, "Stale file handle", str(path))
             if here in self.faults.lost_on_the_way:
                 raise durable.CorruptCheckpoint(f"{path} has changed on its way")
-            return read(path, *args)
+            return read(path, *args, **kwargs)
 
         return reading
 
@@ -252,7 +256,9 @@ def life(seed: int, folder: Path, intact: Path, monkeypatch: pytest.MonkeyPatch)
         {(rank, step) for rank in range(1, world_size) for step in steps if chance.random() < 0.15},
         chance.choice([0.0, 0.0, 0.0, 5.0, 1e9]),
     )
-    job = Job(folder, world_size, faults, Clock(monkeypatch))
+    nodes = chance.choice([[[*range(world_size)]], [[rank] for rank in range(world_size)], [[0, 2], [1]]])
+    nodes = [here for ranks in nodes if (here := [rank for rank in ranks if rank < world_size])]
+    job = Job(folder, nodes, faults, Clock(monkeypatch))
     job.fit.create()
     corrupt = {step for step in steps if chance.random() < 0.3}
     for step in steps:
@@ -290,3 +296,62 @@ def test_whatever_fails_nothing_intact_is_moved_and_nothing_begins_beside_it(
     assert {how: ends.count(how) > 10 for how in ("fresh", "failed", "resumed")} == dict.fromkeys(
         ("fresh", "failed", "resumed"), True
     )
+
+
+class Reads:
+    """Counts what the ranks of a job read of checkpoint files, and what of it they hash."""
+
+    def __init__(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read, self.hashed = [0] * job.world_size, [0] * job.world_size
+        reads, hash_blocks = self, durable._hash_blocks
+
+        class Counted(io.FileIO):
+            def readinto(self, buffer: Any) -> int | None:
+                count = super().readinto(buffer)
+                reads.read[job.rank.number] += count or 0
+                return count
+
+        def hash_counted(hasher: Any, file: Any, count: int) -> int:
+            self.hashed[job.rank.number] += (hashed := hash_blocks(hasher, file, count))
+            return hashed
+
+        monkeypatch.setattr(durable, "_open", lambda path: io.BufferedReader(Counted(path)))
+        monkeypatch.setattr(durable, "_hash_blocks", hash_counted)
+
+
+@pytest.mark.parametrize("nodes", [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]]], ids=str)
+def test_a_file_is_hashed_once_on_each_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[list[int]]
+) -> None:
+    job = Job(tmp_path, nodes, Faults(), Clock(monkeypatch))
+    job.fit.create()
+    monkeypatch.setattr(tiers, "loads_state", lambda strategy: False)
+    path = job.fit.checkpoints / resume.checkpoint_name(10)
+    size = durable.save({"loops": {}, "state_dict": {"weight": torch.rand(1 << 20)}}, path, {"fit": 0}).size
+    reads = Reads(job, monkeypatch)
+    assert job.start() == [10] * 4
+    for ranks in nodes:
+        assert sum(reads.hashed[rank] for rank in ranks) == size - 2  # all but the length of the trailer
+        whole = sum(reads.read[rank] for rank in ranks) / size
+        assert whole < 1 + len(ranks) + 0.5, "once to verify it, and once on each rank to load it"
+
+
+def test_a_file_that_another_one_has_replaced_meanwhile_is_verified_by_who_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, [[0, 1, 2]], Faults(), Clock(monkeypatch))
+    job.fit.create()
+    monkeypatch.setattr(tiers, "loads_state", lambda strategy: False)
+    for step in (10, 20):
+        durable.save({"loops": {}}, job.fit.checkpoints / resume.checkpoint_name(step), {"fit": 0})
+
+    def load(path: Path, **options: Any) -> Any:
+        if job.rank.number == 2 and resume.step_of(path) == 20:
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1  # what torch.load does not look at
+            (tmp_path / "other").write_bytes(content)
+            os.replace(tmp_path / "other", path)
+        return LOAD(path, **options)
+
+    monkeypatch.setattr(durable, "load", load)
+    assert job.start() == [10] * 3

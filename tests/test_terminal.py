@@ -14,12 +14,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE
 from lightning_resilience.ledger import read_ledger
 from lightning_resilience.output import KeptOutput
@@ -41,6 +43,18 @@ class Case:
     def open(self, command: str) -> Terminal:
         self.terminal = Terminal(["bash", "-c", command], self.folder, environment())
         return self.terminal
+
+    def open_shell(self, command: str) -> Terminal:
+        """A shell as somebody has it who types the command there."""
+        self.terminal = Terminal(["bash", "--norc", "--noprofile", "-i"], self.folder, environment())
+        self.terminal.type(f"{command}\n".encode())
+        return self.terminal
+
+    def press_ctrl_z(self) -> None:
+        """The kernel sends SIGTSTP to everybody in the foreground, and the shell says that they have stopped."""
+        assert self.terminal is not None
+        self.terminal.type(b"\x1a")
+        until(lambda: "Stopped" in self.terminal.text, lambda: self.terminal.text)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in read_ledger(self.run_directory.ledger) if event["event"] == name]
@@ -142,8 +156,10 @@ def test_a_launch_outlives_its_terminal(case: Case, how: str) -> None:
     if how == "ctrl-c":
         assert "\nterminal\n" in terminal.text  # a progress bar is as wide as it is
         # Behind a progress bar a line of ours is a line of its own.
-        assert re.search(r"\rstep \d+(\^C)?\n\[lightning-resilience\] Received SIGINT", terminal.text), terminal.text
-        assert re.search(r"\rstep \d+\n\[lightning-resilience\] Interrupted", terminal.text), terminal.text
+        name = r"\[lightning-resilience [\d:]+ launch\]"
+        worker = r"(\[lightning-resilience\] Received signal 15[^\n]*\n)?"  # which may be told sooner
+        assert re.search(rf"\rstep \d+(\^C)?\n{worker}{name} Received SIGINT", terminal.text), terminal.text
+        assert re.search(rf"\rstep \d+\n{name} Interrupted", terminal.text), terminal.text
         assert not case.not_shown
     else:
         # Of a bar, only what it came to is kept.
@@ -166,12 +182,12 @@ ledger.record("written")
 def test_a_launcher_that_is_stopped_holds_up_no_worker(case: Case) -> None:
     (case.folder / "script.py").write_text(WRITES)
     (case.folder / "launch.py").write_text(FAKE)
-    terminal = case.open(f"exec {sys.executable} launch.py launch --run-dir=run script.py")
+    terminal = case.open_shell(f"{sys.executable} launch.py launch --run-dir=run script.py")
     case.wait_for("ready")
-    os.kill(terminal.process.pid, signal.SIGSTOP)  # as by Ctrl-Z
+    case.press_ctrl_z()
     (case.folder / "enough").touch()
     case.wait_for("written")
-    os.kill(terminal.process.pid, signal.SIGCONT)
+    terminal.type(b"fg\nexit $?\n")
     assert terminal.wait() == 0
 
 
@@ -310,6 +326,16 @@ TRAINS = """
         ).fit(Module(), DataLoader(TensorDataset(torch.randn(400, 4)), batch_size=1))
 """
 
+
+def program(where: str, ranks: int, *more: str) -> str:
+    """The command that trains, launched with more options or in code."""
+    launch = f"{sys.executable} -m lightning_resilience.launch.cli launch --run-dir=run --recipe=workstation"
+    return {
+        "launched": f"{launch} --nproc-per-node={ranks} {' '.join(more)} train.py {ranks}",
+        "in code": f"{sys.executable} train.py {ranks} in-code",
+    }[where]
+
+
 CASES = [
     pytest.param(how, where, ranks, id=f"{how}-{where}-{ranks}", marks=marks)
     for where in ("launched", "in code")
@@ -324,16 +350,12 @@ def test_a_training_outlives_its_terminal(case: Case, how: str, where: str, rank
     if how == "tmux" and shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")
     (case.folder / "train.py").write_text(textwrap.dedent(TRAINS))
-    options = f"launch --run-dir=run --recipe=workstation --nproc-per-node={ranks} train.py {ranks}"
-    program = {
-        "launched": f"{sys.executable} -m lightning_resilience.launch.cli {options}",
-        "in code": f"{sys.executable} train.py {ranks} in-code",
-    }[where]
+    command = program(where, ranks)
     socket = f"{case.folder.name}-{os.getpid()}"
     tmux = ["tmux", "-L", socket, "-f", "/dev/null"]
     if how == "tmux":
         subprocess.run(
-            [*tmux, "new-session", "-d", f"{program}; echo $? > code"],
+            [*tmux, "new-session", "-d", f"{command}; echo $? > code"],
             cwd=case.folder,
             env={name: value for name, value in environment().items() if name != "TMUX"},
             check=True,
@@ -341,10 +363,10 @@ def test_a_training_outlives_its_terminal(case: Case, how: str, where: str, rank
     else:
         case.open(
             {
-                "close": f"exec {program}",
-                "tee": f"{program} 2>&1 | tee log; echo ${{PIPESTATUS[0]}} > code",
-                "full": f"trap : INT; {program} > /dev/full 2>&1; echo $? > code",
-                "nohup": f"nohup {program} > log 2>&1 & wait; sleep {PATIENCE_S}",
+                "close": f"exec {command}",
+                "tee": f"{command} 2>&1 | tee log; echo ${{PIPESTATUS[0]}} > code",
+                "full": f"trap : INT; {command} > /dev/full 2>&1; echo $? > code",
+                "nohup": f"nohup {command} > log 2>&1 & wait; sleep {PATIENCE_S}",
             }[how]
         )
     terminal = case.terminal
@@ -364,3 +386,35 @@ def test_a_training_outlives_its_terminal(case: Case, how: str, where: str, rank
         assert (terminal.wait() if how == "close" else case.code) == 75
     if where == "launched":
         assert case.events("exit")[-1]["exit_code"] == 75
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("where", ["launched", "in code"])
+def test_who_presses_ctrl_z_and_comes_back_goes_on(
+    case: Case, where: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later than a step may take: what stands still because somebody wants it does not hang."""
+    limit_s = 2.0
+    monkeypatch.setenv(SECTION_TIMEOUTS_VARIABLE, f"setup:60,step:{limit_s:g},checkpointing:60,out_of_section:60")
+    (case.folder / "train.py").write_text(textwrap.dedent(TRAINS))
+    limits = f"--section-timeouts={os.environ[SECTION_TIMEOUTS_VARIABLE]}"
+    terminal = case.open_shell(program(where, ranks, limits))
+    trains = [case.folder / f"trains-{rank}" for rank in range(ranks)]
+    until(lambda: all(path.exists() for path in trains), lambda: terminal.text)
+    case.press_ctrl_z()
+    for path in trains:
+        path.unlink(missing_ok=True)
+    time.sleep(3 * limit_s)
+    if where == "in code":
+        assert not any(path.exists() for path in trains)
+        terminal.type(b"fg\n")
+    until(lambda: all(path.exists() for path in trains), lambda: terminal.text)
+    if where == "launched":  # whose ranks have gone on
+        terminal.type(b"fg\n")
+    (case.folder / "enough").touch()
+    terminal.type(b"exit $?\n")
+    assert terminal.wait() == 0, terminal.text
+    assert case.events("finished")
+    assert not case.events("fault")
+    case.wait_for_the_end()

@@ -138,7 +138,7 @@ def test_a_launch_in_a_container_with_the_name_of_its_host_is_left_alive(launche
         assert container.poll() is None
         [inside] = psutil.Process(container.pid).children()
         inside.terminate()
-        assert container.communicate(timeout=PATIENCE_S)[1].splitlines()[-1].startswith("[lightning-resilience] Inter")
+        assert "] Interrupted: " in container.communicate(timeout=PATIENCE_S)[1].splitlines()[-1]
         assert container.returncode == 75
     finally:
         container.kill()

@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -231,6 +233,12 @@ def test_the_second_hang_of_an_attempt_is_a_case_of_its_own(run_dir: Path) -> No
     job.start(1, pause_s=60, seconds=4)
     codes = job.wait()
     assert codes[1] == EXIT_HUNG
+
+
+def test_one_whose_ranks_have_gone_before_it_watches_ends_without_a_word(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "lightning_resilience.detect.watchdog", str(tmp_path / "gone")]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_only_dead_ranks_of_this_namespace_are_cleaned_away(run_dir: Path) -> None:

@@ -79,7 +79,9 @@ class AutoResume(SessionCallback):
         if train_time_interval is not None:
             train_time_interval = duration("train_time_interval", train_time_interval)
             if train_time_interval <= timedelta(0):
-                raise ValueError(f"train_time_interval must be positive, not {train_time_interval}; None is off.")
+                raise ValueError(
+                    f"train_time_interval must be positive, not {train_time_interval.total_seconds():g} s; None is off."
+                )
         if keep < 2:
             raise ValueError(f"keep must be at least 2, not {keep}: the newest checkpoint may turn out to be damaged.")
         self.run_dir = run_dir
@@ -92,7 +94,7 @@ class AutoResume(SessionCallback):
         """Has the fit resume from the run's checkpoints, and saves them."""
         self._saving = _Saving(self, session)
         session.tiers.uses_global = True
-        session.save_final = True
+        session.at_final_saved = self._saving.retain
         session.handlers[_SAVE] = self._saving.save_for
         session.at_leave.append(lambda: delattr(self, "_saving"))
 
@@ -108,11 +110,6 @@ class AutoResume(SessionCallback):
         """Somebody else saves: what the run resumes from follows at the next boundary."""
         if (session := session_of(trainer, self)) and not session.saver.is_dumping:
             self._saving.due = True
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Removes what the final state has made superfluous."""
-        if (session := session_of(trainer, self)) and trainer.is_global_zero:
-            resume.retain(session.fit.checkpoints, self.keep)
 
 
 class _Saving:
@@ -176,11 +173,11 @@ class _Saving:
         self._saved_step = session.trainer.global_step
         self._next = time.monotonic() + self._interval_s
         if self.settings.async_save:
-            session.saver.save_behind(reason, self._retain, self._again)
+            session.saver.save_behind(reason, self.retain, self._again)
         elif session.saver.save(reason) is not None and session.trainer.is_global_zero:
-            self._retain()
+            self.retain()
 
-    def _retain(self) -> None:
+    def retain(self) -> None:
         resume.retain(self.session.fit.checkpoints, self.settings.keep)
 
     def _again(self) -> None:

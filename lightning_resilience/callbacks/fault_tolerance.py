@@ -318,14 +318,14 @@ class _Watching:
         if not self._calculates:
             return configured
         self._layout["configured"] = str(configured)  # whoever configures something else wants that to hold
-        # Rank 0 reads for all: the ranks must not differ.
-        found, problem = None, None
-        if self.session.trainer.is_global_zero:
+
+        def read() -> tuple[SectionTimeouts | None, set[Section]]:
             found, problem = timeouts.load(self._state, self.session.index, self._layout, configured)
             if problem is not None:
                 log.warning("%s Timeouts are calculated anew.", problem)
-            self._distrusted = self._ended_too_early(configured)
-        found, self._distrusted = self.session.trainer.strategy.broadcast((found, self._distrusted))
+            return found, self._ended_too_early(configured)
+
+        found, self._distrusted = self.session.from_rank_0(read)  # the ranks must not differ
         if found is None:
             return configured
         calculated = {name: s for name, s in found.calculated.items() if name not in self._distrusted}

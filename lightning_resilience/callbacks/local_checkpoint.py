@@ -121,7 +121,9 @@ class LocalCheckpoint(SessionCallback):
         if train_time_interval is not None:
             train_time_interval = duration("train_time_interval", train_time_interval)
             if train_time_interval <= timedelta(0):
-                raise ValueError(f"train_time_interval must be positive, not {train_time_interval}.")
+                raise ValueError(
+                    f"train_time_interval must be positive, not {train_time_interval.total_seconds():g} s."
+                )
         if keep < 2:
             raise ValueError(f"keep must be at least 2, not {keep}: the newest state may turn out to be damaged.")
         if replication_factor < 2:
@@ -453,13 +455,16 @@ class _Local:
                 )
             except ValueError as error:
                 problem = f"{self.place.node}: {error}{self._what_others_hold()}"
+            except OSError as error:
+                problem = f"{self.place.node}: {self.store.directory} cannot be looked at ({error})"
         return next((each for each in self.session.gather(problem) if each is not None), None)
 
     def _what_others_hold(self) -> str:
         """Says what lies beside: states of runs that have never been finished are removed by nobody."""
-        here = self.store.directory.parent
-        others = [folder for folder in here.parent.iterdir() if folder != here]
-        nbytes = sum(path.lstat().st_size for folder in others for path in folder.rglob("*.shard"))
+        here, nbytes = self.store.directory.parent, 0
+        with contextlib.suppress(OSError):  # they may be at work there, or just have ended
+            others = [folder for folder in here.parent.iterdir() if folder != here]
+            nbytes = sum(path.lstat().st_size for folder in others for path in folder.rglob("*.shard"))
         return f"; other runs hold {capacity.format_bytes(nbytes)} in {here.parent}" if nbytes else ""
 
     def _nodes(self) -> int:

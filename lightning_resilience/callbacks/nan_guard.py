@@ -6,7 +6,8 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -296,6 +297,7 @@ class _Guarding:
         session.handlers[_ROLL_BACK] = self._roll_back
         session.handlers[_STOP] = self._stop
         session.handlers[_RERUN] = self._decide
+        session.handlers_at_end[_RERUN] = partial(self._decide, is_end=True)
         session.handlers[_HOLD] = self._hold_as_asked
         session.at_failure.append(self._verdict)
 
@@ -379,13 +381,15 @@ class _Guarding:
         session = self.session
         now = {name for name, tensor in _lightning.named_state(session.trainer) if not bool(all_finite([tensor]))}
         names = sorted(set().union(*session.gather(now)))
-        if session.rank == 0:
-            self._troubles = session.patience(lambda: Troubles.read(self._file, session.trainer.world_size))
+
+        def recorded() -> list[str]:
+            self._troubles = Troubles.read(self._file, session.trainer.world_size)
             if self._troubles.unfit_from_birth is None:
                 self._troubles.unfit_from_birth = names
                 self._write()
-            names = self._troubles.unfit_from_birth
-        return set(self._from_rank_0(lambda: names))
+            return self._troubles.unfit_from_birth
+
+        return set(session.from_rank_0(recorded))
 
     def _reruns(self) -> Reruns | None:
         if self.settings.rerun == "disabled":
@@ -450,7 +454,7 @@ class _Guarding:
         self._learn()
         return self._consecutive > 0
 
-    def _before_end(self) -> None:
+    def _before_end(self) -> bool:
         """There is no boundary any more at which the fit could go back."""
         session = self.session
         self._learn()
@@ -461,6 +465,7 @@ class _Guarding:
             self._end("a step of the last ones was bad; started again, the run passes its batches over", is_final=False)
         if self._prevents and not session.saver.may_save(session.fit.checkpoints):
             self._end("the final state is not finite; started again, the run goes on from an older one", is_final=False)
+        return self._waiting and self.settings.rerun == "validate_results"
 
     def _is_dropped(self) -> bool:
         if not self._dropped:
@@ -649,8 +654,7 @@ class _Guarding:
 
     def _from_rank_0(self, decide: Callable[[], _T]) -> _T:
         """What rank 0, which alone knows the file, decides for all."""
-        decision = decide() if self.session.rank == 0 else None
-        return cast(_T, self.session.trainer.strategy.broadcast(decision))
+        return checkpoint_io.from_rank_zero(self.session.trainer.strategy, decide)
 
     def _troubled_anywhere(self) -> tuple[list[Window], bool]:
         """The windows whose steps were bad, in order, of all ranks; and whether one of them has happened.
@@ -750,8 +754,11 @@ class _Guarding:
                 "rerun", fit=session.index, step=window.step, verdict=verdict, reason=reason, devices=list(devices)
             )
 
-    def _decide(self, event: Event) -> None:
-        """A step was bad twice on the same devices."""
+    def _decide(self, event: Event, is_end: bool = False) -> None:
+        """A step was bad twice on the same devices.
+
+        At the end of the fit there is nothing to go back to without a restart, and a step that is skipped is done with.
+        """
         if not self._is_news(event):
             return
         session = self.session
@@ -770,12 +777,14 @@ class _Guarding:
             loaded = session.tiers.loaded
             if loaded is None or session.tiers.condemn_together(why, loaded.step) is not None:
                 self._end(f"{why}, and there are no others", 17)
+            if is_end:
+                self._end(f"{why}; started again, the run goes on from an older checkpoint", 17, is_final=False)
             session.go_back(window.step, lambda: self._end(f"{why}, and from no older checkpoint is it better", 17))
         elif decision == "end":
             self._end(f"{why}, from an older checkpoint too, and there are no others", 17)
         else:
             self._write_verdict("correct result", window, f"{reason}, on other devices too")
-            follows = self._follows()
+            follows = None if is_end else self._follows()
             if follows == _STOP:
                 session.saver.save("bad step")
                 self._end(f"{reason}, after step {step}, on other devices too", 17)

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import subprocess
+import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -102,7 +103,7 @@ class Preemption(SessionCallback):
         if listener is None:
             log.warning("fit() does not run in the main thread, where alone Python notices signals: Preemption is off.")
             return
-        self._guard_output(session, listener)
+        self._guard_output(session)
         session.at_leave.append(signals.uninstall if installed_here else listener.unsubscribe)
         session.protect_workers = self.enable_exit_handler_for_data_loader
         session.handlers[_PREEMPT] = lambda event: _stop(session, event)
@@ -115,13 +116,16 @@ class Preemption(SessionCallback):
         )
 
     @staticmethod
-    def _guard_output(session: FitSession, listener: signals.SignalListener) -> None:
+    def _guard_output(session: FitSession) -> None:
         """The terminal may go away with the signal, or before it: no progress bar ends the run for that."""
         is_launched = RUN_DIR_VARIABLE in os.environ  # the launcher sees what all ranks draw
         release = guard_streams(session.run.path / NOT_SHOWN, others_draw=session.rank > 0 and not is_launched)
 
         def leave() -> None:
-            if listener.received is None:  # else the process ends, and the end of its output says nothing about it
+            # The process ends by this error, and how its output ends says nothing about it; unless a script catches it.
+            if (interrupted := session.interrupted_by()) is not None:
+                weakref.finalize(interrupted, release).atexit = False
+            else:
                 release()
 
         session.at_leave.append(leave)
@@ -248,7 +252,11 @@ def _is_short_of_time(session: FitSession) -> bool:
 
 def _last_save_s(session: FitSession) -> float | None:
     """How long the last global save of this run took."""
-    saves = (event for event in read_ledger(session.run.ledger) if event["event"] == "saved")
+    try:
+        saves = [event for event in read_ledger(session.run.ledger) if event["event"] == "saved"]
+    except OSError as error:  # after a signal the others wait for what rank 0 makes of it
+        log.warning("It cannot be read how long the last save has taken (%s).", error)
+        return None
     seconds = [event.get("seconds") for event in saves if event.get("tier", "global") == "global"]
     return next((each for each in reversed(seconds) if each is not None), None)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import NoReturn
 
-from lightning_resilience import _lightning
+from lightning_resilience import _lightning, checkpoint_io
 from lightning_resilience._arguments import checked
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience.agreement import Event, Needs
@@ -85,10 +85,8 @@ class ReplicaCheck(SessionCallback):
         trainer = session.trainer
         if _lightning.replicated_parameters(trainer):
             _Checking(self, session)
-        elif session.rank == 0:
-            why = "one rank has none"
-            if trainer.world_size > 1:
-                why = f"with {type(trainer.strategy).__name__}, as it is used here, ranks do not hold the same"
+        elif session.rank == 0 and trainer.world_size > 1:  # that a single rank has none goes without saying
+            why = f"with {type(trainer.strategy).__name__}, as it is used here, ranks do not hold the same"
             log.info("ReplicaCheck has no replicas to compare: %s.", why)
 
 
@@ -131,7 +129,7 @@ class _Checking:
         self._go_back(divergence)
         return not self._is_off
 
-    def _before_end(self) -> None:
+    def _before_end(self) -> bool:
         """There is no boundary any more at which the fit could go back."""
         divergence = self.session.saver.compare()
         if divergence is not None:
@@ -139,6 +137,7 @@ class _Checking:
             times, have_agreed = self._count(divergence.step)
             why = "started again, the run goes on from the last checkpoint on which all ranks agreed"
             self._stay(divergence, why, times > 1 and not have_agreed)
+        return False
 
     def _go_back(self, divergence: Divergence) -> None:
         session = self.session
@@ -201,16 +200,17 @@ class _Checking:
 
     def _count(self, step: int) -> tuple[int, bool]:
         """How many times the run has gone back because of this, now included; and whether ranks have ever agreed."""
-        if self.session.rank == 0:
+
+        def count() -> tuple[int, bool]:
             self._rollbacks.add(step)
             try:
                 self.session.check_owner()
                 write_json(self._file, asdict(self._rollbacks))
             except OSError as error:
                 log.error("How often the run has gone back could not be written (%s).", error)
-        known = self._rollbacks.count, self.session.replicas_agreed
-        of_rank_0: tuple[int, bool] = self.session.trainer.strategy.broadcast(known)
-        return of_rank_0
+            return self._rollbacks.count, self.session.replicas_agreed
+
+        return checkpoint_io.from_rank_zero(self.session.trainer.strategy, count)
 
     def _read(self) -> Rollbacks:
         try:

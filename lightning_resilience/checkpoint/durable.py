@@ -31,7 +31,7 @@ import uuid
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from glob import escape
 from io import BufferedReader
 from pathlib import Path
@@ -99,11 +99,13 @@ class Stamp:
         digest: xxh3-128 over the content, as 32 hexadecimal digits.
         size: Bytes of the archive without its trailer, or of all files of a directory.
         metadata: What the writer of the checkpoint wanted to be readable without loading it.
+        file: Which file that was, if every byte of it was verified; for :func:`load`.
     """
 
     digest: str
     size: int
     metadata: dict[str, Any]
+    file: tuple[int, ...] = field(default=(), compare=False)
 
 
 class CorruptCheckpoint(ValueError):
@@ -335,23 +337,41 @@ def verify(path: str | os.PathLike[str]) -> Stamp | None:
         CorruptCheckpoint: If it is not intact.
     """
     with _open(path) as file:
-        return _verify(file, path)
+        which = _which(file)
+        stamp = _verify(file, path)
+    return None if stamp is None else replace(stamp, file=which)
 
 
-def load(path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
+def _which(file: BufferedReader) -> tuple[int, ...]:
+    """Tells an open file from all others of this node, and from what it was before somebody wrote into it."""
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def load(
+    path: str | os.PathLike[str],
+    map_location: Any = "cpu",
+    weights_only: bool | None = True,
+    verified: tuple[int, ...] = (),
+) -> Any:
     """Verifies a checkpoint file and loads it.
 
     Args:
         path: Written by :func:`save` or by plain Lightning.
         map_location: As in ``torch.load``.
         weights_only: As in ``torch.load``, where ``None`` is torch's default.
+        verified: :attr:`Stamp.file` of what a process of this node has just verified. If ``path`` is that very file, it
+            is loaded from the page cache into which that has brought it, and not hashed again.
 
     Raises:
         CorruptCheckpoint: If it is not intact, or holds with ``weights_only=True`` what a safe load does not read;
             nothing has been loaded then.
     """
     with _open(path) as file:  # One open file: what is loaded is what was verified, even if the name is replaced.
-        _verify(file, path)
+        # What is feared is damage, not malice: nobody forges inodes and times. Who has verified a file reads it once
+        # more too, to load it; and all that comes from the page cache, which the processes of a node share.
+        if not verified or verified != _which(file):
+            _verify(file, path)
         file.seek(0)
         if weights_only:
             try:

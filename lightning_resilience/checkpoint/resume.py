@@ -79,7 +79,12 @@ def verify(
 
 def retain(directory: str | os.PathLike[str], keep: int) -> None:
     """Removes all but the newest ``keep`` checkpoints; what cannot be removed stays."""
-    for path in checkpoints(directory)[keep:]:
+    try:
+        old = checkpoints(directory)[keep:]
+    except OSError as error:  # the next save looks again
+        log.warning("Old checkpoints could not be looked for: %s", error)
+        return
+    for path in old:
         try:
             durable.remove(path)
         except OSError as error:

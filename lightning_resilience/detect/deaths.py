@@ -135,7 +135,8 @@ class MemoryShortage:
 
     def look(self) -> None:
         """To be called regularly."""
-        if (kills := self._count()) != self._kills:
+        kills = self._count()  # none: its cgroup goes with the last of its processes
+        if kills is not None and kills != self._kills:
             self._kills, self._rose = kills, time.monotonic()
 
     def is_recent(self) -> bool:

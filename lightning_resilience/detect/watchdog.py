@@ -35,6 +35,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from lightning_resilience import output
 from lightning_resilience._files import publish, read_json, write_json
 from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE, describe_process, is_running, pid_namespace
 from lightning_resilience.detect.deaths import Death, Deathbed, MemoryShortage, is_ending, is_stopped
@@ -48,8 +49,7 @@ from lightning_resilience.detect.witness import (
     EXIT_SIGNAL,
     remove_abandoned,
 )
-from lightning_resilience.ledger import Ledger, read_ledger
-from lightning_resilience.output import Formatter
+from lightning_resilience.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.run_directory import RunDirectory
 
 T = TypeVar("T")
@@ -97,11 +97,13 @@ class Rank:
         about: What it has registered.
         path: Its files, without their endings.
         progress: The record of its progress, held open: somebody may clean up node memory.
+        shortage: Of memory in its cgroup, which schedulers may have made for it alone.
     """
 
     about: dict[str, Any]
     path: Path
     progress: FileIO
+    shortage: MemoryShortage
     ticks: int = -1
     lost_s: float = 0.0  # time within the present stay in which this watchdog did not run either
     excused_until: float = 0.0
@@ -225,7 +227,6 @@ class Watchdog:
         self._looked_for_loss = 0.0
         self._lost_fit: int | None = None  # that has lost a rank: what the others do there is a consequence
         self._deathbed = Deathbed()
-        self._shortage: MemoryShortage | None = None
         self._storage = _Storage()
         self._speaker = _Speaker()
         self._has_stumbled = False
@@ -290,10 +291,9 @@ class Watchdog:
         self._looked = now
         for rank in self.ranks.values():
             rank.look(pause_s)
+            rank.shortage.look()
             if now < rank.excused_until:
                 rank.excuse_monitor()
-        if self._shortage is not None:
-            self._shortage.look()
         if self._look_for_loss(now):
             return True
         overdue = [rank for rank in self.ranks.values() if rank.is_overdue(now) and rank.is_here()]
@@ -330,9 +330,9 @@ class Watchdog:
                 continue
             with suppress(OSError):
                 progress = open(path.with_suffix(".progress"), "rb", buffering=0)
-                self.ranks[about["rank"]] = Rank(about, path.with_suffix(""), progress)
+                shortage = MemoryShortage(int(about["pid"]))
+                self.ranks[about["rank"]] = Rank(about, path.with_suffix(""), progress, shortage)
                 self._deathbed.add(int(about["pid"]))
-                self._shortage = self._shortage or MemoryShortage(int(about["pid"]))
 
     @property
     def _about(self) -> dict[str, Any]:
@@ -364,8 +364,7 @@ class Watchdog:
         return False
 
     def _death_of(self, rank: Rank) -> Death:
-        has_no_memory = self._shortage is not None and self._shortage.is_recent()
-        return Death(self._deathbed.status(int(rank.about["pid"])), has_no_memory)
+        return Death(self._deathbed.status(int(rank.about["pid"])), rank.shortage.is_recent())
 
     def _handle_death(self, rank: Rank, death: Death) -> None:
         about, stay = rank.about, rank.seen
@@ -404,6 +403,11 @@ class Watchdog:
             self._storage.call(lambda: ledger.record("killed", **end))
 
     def _handle_failure(self, rank: Rank) -> None:
+        if rank.shortage.is_recent():  # a data-loader worker, say, whose end says nothing of the reason
+            self._speaker.say(
+                f"Rank {rank.rank} of {rank.about['node']} has failed, and within the last minute the kernel has "
+                "killed a process there because memory was short."
+            )
         began, survivors = time.monotonic(), self._survivors()
         while not rank.has_died() and time.monotonic() - began < _NOTICES_FAILURE_WITHIN_S:
             survivors = self._survivors(survivors)
@@ -771,7 +775,7 @@ class _Speaker:
 
     def say(self, line: str) -> None:
         """One readable line."""
-        self._lines.put(f"[lightning-resilience] {line}\n")
+        self._lines.put(f"{output.signed(line)}\n")
 
     def stop(self) -> None:
         """Waits a moment until all is written."""
@@ -865,9 +869,13 @@ def main() -> None:
         os._exit(0 if os.read(is_ready, 1) else 1)  # nothing comes from one that has ended
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)  # it watches for as long as the ranks take to stop
-    Formatter.speaker = "watchdog"
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        output.introduce("watchdog" if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else f"watchdog {node_name()}")
     watchdog = Watchdog(Path(sys.argv[1]))
-    watchdog.register()
+    try:
+        watchdog.register()
+    except FileNotFoundError:
+        os._exit(1)  # the ranks have ended meanwhile, and their folder with them
     with suppress(OSError):  # whoever has started it may have gone
         os.write(say_ready, b".")
     os.close(say_ready)

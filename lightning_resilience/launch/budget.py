@@ -41,6 +41,8 @@ def verified_step(event: Event) -> tuple[int, int] | None:
     step = event.get("step")
     if event["event"] not in (("resumed",) if local else ("saved", "finished")) or step is None:
         return None
+    if event.get("saved") is False:  # it has finished, and there was no room for its final state, say
+        return None
     return event.get("fit") or 0, step
 
 

@@ -111,8 +111,10 @@ def slices_of(events: Iterable[Event]) -> list[Slice]:
                     current.nodes = [event["node"]]
             case "fresh" | "resumed":
                 begun.add(event.get("fit"))
-            case "interrupted" | "finished" if not current.launched:
-                current.exit = event | {"status": event["event"]}
+                if not current.launched:
+                    current.exit = None  # the script goes on with another fit
+            case "interrupted" | "finished" | "fault" if not current.launched:
+                current.exit = event | {"status": "failed" if event["event"] == "fault" else event["event"]}
             case "workload_request" if event.get("action") == "exclude_this_node":
                 node = str(event.get("node"))
                 current.suspects = [*(each for each in current.suspects if each != node), node]

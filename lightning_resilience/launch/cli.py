@@ -20,8 +20,8 @@ from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.slurm_script import AFTER_GRACE_S, PREEMPT_TIME_S, BatchScript
 from lightning_resilience.launch.status import overview, runs_in, status
 from lightning_resilience.launch.view import diagnoses, ranks_now, watch
-from lightning_resilience.ledger import is_ledger
-from lightning_resilience.output import say
+from lightning_resilience.ledger import is_ledger, node_name
+from lightning_resilience.output import introduce, say
 from lightning_resilience.recipes import JOBS
 from lightning_resilience.report import report
 from lightning_resilience.run_directory import RunDirectory
@@ -85,6 +85,10 @@ def _run(options: argparse.Namespace) -> None:
     settings = _settings(options)
     if options.fresh:
         settings = replace(settings, run_dir=_begin_afresh(options))
+    if not settings.is_single_node:
+        introduce(f"launch {node_name()}")
+    elif settings.nproc_per_node != "1":
+        introduce("launch")
     sys.exit(Launch(settings).run())
 
 
@@ -96,11 +100,15 @@ def _why_no_run(path: Path) -> str | None:
     """What is wrong with what was given for a run directory, if anything."""
     if not path.is_dir():
         return f"{path} is not a directory; a run directory was expected"
-    if is_ledger(RunDirectory(path).ledger) or (path / "launches").exists():
-        return None
-    runs = [str(run) for pattern in ("*", "*/*") for run in path.glob(pattern) if is_ledger(RunDirectory(run).ledger)]
+    if _is_run(path) or any((path / made).exists() for made in ("launches", "slurm")):
+        return None  # a job may be waiting for its first launch
+    runs = [str(run) for pattern in ("*", "*/*") for run in path.glob(pattern) if _is_run(run)]
     those = f"; these are: {', '.join(sorted(runs)[:5])}" if runs else ""
     return f"{path} is no run directory: there is no ledger in it{those}"
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and is_ledger(RunDirectory(path).ledger)
 
 
 def launch_settings(arguments: Sequence[str]) -> LaunchSettings:
@@ -264,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     slurm.add_argument("--time", metavar="LIMIT", help="time limit of one job, as sbatch's (default: the partition's)")
     slurm.add_argument("--partition", metavar="NAME", help="as sbatch's")
     slurm.add_argument("--account", metavar="NAME", help="as sbatch's")
-    slurm.add_argument("--job-name", metavar="NAME", help="as sbatch's (default: the run directory's name)")
+    slurm.add_argument("--job-name", metavar="NAME", help="as sbatch's (default: the name of RUN_DIR or the script)")
     slurm.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION", help="another of sbatch's: --sbatch=--qos=high"
     )

@@ -12,11 +12,13 @@ import time
 import traceback
 import types
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightning_resilience.launch.budget import normalised
 from lightning_resilience.ledger import node_name
+from lightning_resilience.output import say
 
 # What is raised by mistakes in a script, rather than by a device or a network that may be better soon.
 _MISTAKES = (
@@ -141,13 +143,12 @@ def show(error: BaseException, folder: Path, launch_id: str, rank: int) -> None:
     if not is_first:
         place = f" ({about['place']})" if about["place"] else ""
         line = f"{words[:200]}{place}"
-        print(f"[lightning-resilience] Rank {rank}, again: {line}; its traceback: {path}", file=sys.stderr, flush=True)
+        say(f"Rank {rank}, again: {line}; its traceback: {path}")
         return
     count = _cut(error, set())
     sys.excepthook(type(error), error, error.__traceback__)
     if count and is_kept:
-        line = f"[lightning-resilience] The traceback with {count} more frames, which are not yours: {path}"
-        print(line, file=sys.stderr, flush=True)
+        say(f"The traceback with {count} more frames, which are not yours: {path}")
 
 
 def _keep(path: Path, head: str, whole: str) -> tuple[bool, bool]:
@@ -161,7 +162,7 @@ def _keep(path: Path, head: str, whole: str) -> tuple[bool, bool]:
                 file.write(f"{head}\n{whole}")
             return True, True
         except FileExistsError:
-            with open(path, "a", encoding="utf-8") as file:
+            with suppress(OSError), open(path, "a", encoding="utf-8") as file:  # on a full disk it is no news either
                 file.write(f"{head}: again\n")
             return False, True
     except OSError:

@@ -60,7 +60,7 @@ from lightning_resilience.launch.slurm import (
 from lightning_resilience.launch.slurm_script import seconds_of
 from lightning_resilience.launch.status import compact, progress_line
 from lightning_resilience.ledger import Ledger
-from lightning_resilience.output import say
+from lightning_resilience.output import introduce, say
 from lightning_resilience.run_directory import RunDirectory
 from lightning_resilience.signals import EXIT_INTERRUPTED
 
@@ -430,6 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     step = BatchStep(
         slurm, options.run_dir, [f"--run-dir={options.run_dir}", *launch], options.max_requeues, options.lead
     )
+    introduce("slurm")
     sys.exit(step.run())
 
 

@@ -158,6 +158,8 @@ def _now(slices: Sequence[Slice], run_dir: Path) -> str:
         return queued
     if last.then == "end" or (last.exit is not None and last.then is None):
         how = last.how or str(last.exit and last.exit.get("status"))
+        if last.exit is not None and last.exit["event"] == "fault":
+            how += f" ({_shortened(last.exit.get('reason'))})"
         return f"ended: {how}"
     if any(record.is_here and not record.is_dead for record in records(run_dir / "launches")):
         return f"running on this node ({node_name()})"
@@ -184,7 +186,11 @@ def _last_reason(events: Sequence[Event]) -> str | None:
     ends = [event for event in events if event["event"] in ("slice_end", "exit")]
     if not ends:
         return None
-    text = " ".join(str(ends[-1].get("reason")).split())
+    return _shortened(ends[-1].get("reason"))
+
+
+def _shortened(reason: object) -> str:
+    text = " ".join(str(reason).split())
     return text if len(text) <= _REASON_LENGTH else text[: _REASON_LENGTH - 3] + "..."
 
 

@@ -81,8 +81,7 @@ def main() -> None:
     ledger = Ledger(run_directory.ledger, rank=int(os.environ.get("RANK", "0")))
     _begin_watch(run_directory, ledger.rank or 0)
     if (count := end_what_earlier_ranks_left()) and os.environ.get("LOCAL_RANK", "0") == "0":
-        line = f"[lightning-resilience] Ended {count} processes that the ranks of before had left on {node_name()}."
-        print(line, file=sys.stderr, flush=True)
+        say(f"Ended {count} processes that the ranks of before had left on {node_name()}.")
     began = time.time()
     fault: dict[str, Any] = {}
     first = newest(run_directory.path / "launches", FIRST)
@@ -93,11 +92,14 @@ def main() -> None:
     _wait_for_other_nodes(run_directory)
     if ledger.rank == 0:
         _record_start(run_directory, ledger)
-    # On one node all find the same in the ledger. With several the first node's launch decides, for all.
     events = list(read_ledger(run_directory.ledger))  # also: what this process records comes after it
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" and (reason := why_not_again(events)) is not None:
-        _record_end(run_directory, ledger, Outcome("halted", reason), fault, command)
-        sys.exit(0)
+    if (reason := why_not_again(events)) is not None:
+        # On one node all find the same in the ledger. With several the first node's launch decides, for all, and ends
+        # this process: no rank begins what it would not finish.
+        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+            _record_end(run_directory, ledger, Outcome("halted", reason), fault, command)
+            sys.exit(0)
+        time.sleep(_ENDED_WITHIN_S)
     del events
     try:
         _run_script(command)
@@ -188,7 +190,8 @@ def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:
         verified_step=step,
         **info,
     )
-    if info["restart_count"] > 0:  # the elastic launcher has decided this, not the launch
+    # The elastic launcher has decided this, not the launch, which may end it here.
+    if info["restart_count"] > 0 and why_not_again(events) is None:
         cause = first_fault(events, info["elastic_run_id"], info["restart_count"] - 1) or "a worker was killed"
         safe = "no checkpoint yet" if step is None else f"step {step} is safe"
         line = f"Restart {info['restart_count']} inside the job, {safe}. Before: {cause}."
