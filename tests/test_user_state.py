@@ -156,7 +156,14 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> N
     caplog.set_level(logging.INFO, "lightning_resilience")
 
 
-def fit(tmp: Path, module: L.LightningModule, own: list[Any], tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def fit(
+    tmp: Path,
+    module: L.LightningModule,
+    own: list[Any],
+    tier: str,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int = STEPS,
+) -> None:
     """One fit, which takes itself for the first of a new process."""
     monkeypatch.setattr(session, "_fits_begun", {})
     run = tmp / "run"
@@ -167,7 +174,7 @@ def fit(tmp: Path, module: L.LightningModule, own: list[Any], tier: str, monkeyp
         "local": [LocalCheckpoint(tmp / "node", every_n_train_steps=1, run_dir=run), AutoResume(run)],
     }
     trainer = L.Trainer(
-        max_steps=STEPS, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        max_steps=steps, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=tmp, callbacks=[*ours[tier], *own],
     )  # fmt: skip
     torch.manual_seed(5)
@@ -288,8 +295,9 @@ def test_whatever_goes_wrong_in_loading_the_next_best_is_taken(
 ) -> None:
     """Files whose digests are right, and which hold what no version of this package understands."""
     run = RunDirectory(tmp_path / "run")
+    steps = FAILS_AT + 5  # what is already at its last step would be tried last
     with pytest.raises(RuntimeError, match="on purpose"):
-        fit(tmp_path, Plain(), [Fails()], "global", monkeypatch)
+        fit(tmp_path, Plain(), [Fails()], "global", monkeypatch, steps)
     folder = run.fit(0).checkpoints
     good = resume.checkpoints(folder)[0]
     stamp, state = durable.read_stamp(good), durable.load(good)
@@ -303,7 +311,7 @@ def test_whatever_goes_wrong_in_loading_the_next_best_is_taken(
     for number, content in enumerate(unknown):
         path = folder / resume.checkpoint_name(FAILS_AT + 1 + number, False)
         durable.save(content, path, {**stamp.metadata, "step": FAILS_AT + 1 + number})
-    fit(tmp_path, Plain(), [], "global", monkeypatch)
+    fit(tmp_path, Plain(), [], "global", monkeypatch, steps)
     events = read_ledger(run.ledger)
     assert sum(event["event"] == "quarantined" for event in events) == len(unknown)
     assert f"Resuming from step {FAILS_AT} " in "\n".join(caplog.messages)
