@@ -552,10 +552,12 @@ def ours_local(folder: Path, every: int, clock: Clock) -> Setup:
 def ours_global(**options: Any) -> Callable[[Path, int, Clock], Setup]:
     def setup(folder: Path, every: int, clock: Clock) -> Setup:
         from lightning_resilience import AutoResume
-        from lightning_resilience.checkpoint import durable
+        from lightning_resilience.checkpoint import checkpoint_file
 
         callback = AutoResume(run_dir=folder / "run", every_n_train_steps=every, **options)
-        return Setup([callback], [], lambda: newest(folder, "step-*.ckpt"), lambda trainer, path: durable.load(path))
+        return Setup(
+            [callback], [], lambda: newest(folder, "step-*.ckpt"), lambda trainer, path: checkpoint_file.load(path)
+        )
 
     return setup
 

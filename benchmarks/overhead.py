@@ -26,17 +26,10 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import (
-    AutoResume,
-    FaultTolerance,
-    LocalCheckpoint,
-    NaNGuard,
-    Preemption,
-    StragglerDetection,
-    session,
-)
-from lightning_resilience.detect.own_time import Bursts
-from lightning_resilience.detect.progress import Progress
+from lightning_resilience import AutoResume, FaultTolerance, LocalCheckpoint, NaNGuard, Preemption, StragglerDetection
+from lightning_resilience.detect.hangs.progress import Progress
+from lightning_resilience.detect.stragglers.step_timer import Bursts
+from lightning_resilience.fit import session
 
 TOGGLE = 10
 BACKWARD = torch.autograd.backward

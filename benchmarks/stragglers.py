@@ -29,10 +29,10 @@ from overhead import EveryStepWithSeveralRanks, measure, ours_on, row
 
 from lightning_resilience import Preemption, StragglerDetection, wandb_panels
 from lightning_resilience.callbacks.straggler_detection import _formatted
-from lightning_resilience.detect.own_time import SECTIONS, Sample
-from lightning_resilience.detect.place import Place
-from lightning_resilience.detect.scores import fastest, scores
-from lightning_resilience.detect.stragglers import Exchange, History, Kernels, Report, make_report
+from lightning_resilience.detect.device_id import Place
+from lightning_resilience.detect.stragglers.scores import fastest, scores
+from lightning_resilience.detect.stragglers.step_timer import SECTIONS, Sample
+from lightning_resilience.detect.stragglers.stragglers import Exchange, History, Kernels, Report, make_report
 
 
 def step(steps: int, repeat: int) -> None:

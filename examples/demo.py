@@ -21,11 +21,11 @@ from typing import Any
 
 import psutil
 
-from lightning_resilience.detect.hangs import Verdict
-from lightning_resilience.detect.witness import own_directories
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.report import interruptions, table
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.detect.hangs.rank_probe import own_directories
+from lightning_resilience.detect.hangs.verdict import Verdict
+from lightning_resilience.launch.report import interruptions, table
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 
 GPT = Path(__file__).with_name("gpt.py")
 DRILL = Path(__file__).with_name("drill.py")

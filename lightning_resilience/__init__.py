@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from lightning_resilience.callbacks.nan_guard import TrainingDiverged
     from lightning_resilience.callbacks.replica_check import ReplicasDiverged
     from lightning_resilience.checkpoint.resume import resolve_resume_path
+    from lightning_resilience.fit.session import report_progress
     from lightning_resilience.launch.job_info import log_job_info
     from lightning_resilience.launch.slurm import get_slurm_info
-    from lightning_resilience.session import report_progress
     from lightning_resilience.signals import Interrupted
 
 __version__ = "0.1.0.dev0"
@@ -44,7 +44,7 @@ _WHERE = {
     "TrainingDiverged": "callbacks.nan_guard",
     "get_slurm_info": "launch.slurm",
     "log_job_info": "launch.job_info",
-    "report_progress": "session",
+    "report_progress": "fit.session",
     "resolve_resume_path": "checkpoint.resume",
 }
 
@@ -84,7 +84,7 @@ def _log_to_stderr() -> None:
     logger = logging.getLogger(__name__)
     logger.setLevel(logging.INFO)
     if not logging.root.hasHandlers():
-        from lightning_resilience import output
+        from lightning_resilience.launch import output
 
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(output.Formatter())

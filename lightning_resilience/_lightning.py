@@ -28,8 +28,8 @@ from torchmetrics import Metric
 
 from lightning_resilience.checkpoint import data_position, pruning, sharded
 from lightning_resilience.checkpoint.snapshot import optimizer_tensors
-from lightning_resilience.strategies import name_of, traits_of
-from lightning_resilience.strategies import writes_directories as writes_directories
+from lightning_resilience.fit.strategies import name_of, traits_of
+from lightning_resilience.fit.strategies import writes_directories as writes_directories
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer

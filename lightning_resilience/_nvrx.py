@@ -30,8 +30,8 @@ from types import FrameType
 from typing import Any, Literal
 
 from lightning_resilience._files import write_json
-from lightning_resilience._loopback import ADDRESS, serve_store
-from lightning_resilience.detect.progress import Section, read_progress
+from lightning_resilience.detect.hangs.progress import Section, read_progress
+from lightning_resilience.launch.loopback import ADDRESS, serve_store
 
 log = logging.getLogger(__name__)
 
@@ -295,8 +295,9 @@ class SectionReporter(threading.Thread):
     When the monitor is gone or a message fails, that is one warning, and the rank goes on without it.
 
     Args:
-        progress: The record of the rank's progress, see :class:`~lightning_resilience.detect.progress.Progress`. A file
-            beside it that ends with ``.excused`` and is touched gives the rank its time once more.
+        progress: The record of the rank's progress, see
+            :class:`~lightning_resilience.detect.hangs.progress.Progress`. A file beside it that ends with ``.excused``
+            and is touched gives the rank its time once more.
         monitor: The rank monitor, not connected yet.
     """
 

@@ -22,8 +22,8 @@ from datetime import timedelta
 from multiprocessing.sharedctypes import RawValue
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightning_resilience.ledger import Ledger, read_ledger
-from lightning_resilience.output import say
+from lightning_resilience.launch.output import say
+from lightning_resilience.run.ledger import Ledger, read_ledger
 
 if TYPE_CHECKING:
     import torch

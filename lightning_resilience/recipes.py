@@ -17,9 +17,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_resilience._arguments import changed, path
-from lightning_resilience.detect.timeouts import SectionTimeouts
+from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.launch.budget import Budget
-from lightning_resilience.run_directory import WORKER_PID_VARIABLE, RunDirectory, is_turned_off
+from lightning_resilience.run.run_directory import WORKER_PID_VARIABLE, RunDirectory, is_turned_off
 from lightning_resilience.signals import DEFAULT_GRACE_PERIOD_S
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         StragglerDetection,
     )
     from lightning_resilience.faults import SimulatedFault
-    from lightning_resilience.session import SessionCallback
+    from lightning_resilience.fit.session import SessionCallback
 
 RECIPE_VARIABLE = "LIGHTNING_RESILIENCE_RECIPE"
 """Environment variable in which ``lightning-resilience launch`` names the recipe for the script's Trainers."""

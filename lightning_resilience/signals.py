@@ -33,7 +33,7 @@ from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
-from lightning_resilience.output import flush, signed, write_line
+from lightning_resilience.launch.output import flush, signed, write_line
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_resilience.detect.own_time import SECTIONS
-from lightning_resilience.detect.stragglers import Report, Straggler
+from lightning_resilience.detect.stragglers.step_timer import SECTIONS
+from lightning_resilience.detect.stragglers.stragglers import Report, Straggler
 
 KEPT = "straggler panels"
 

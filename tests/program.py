@@ -43,16 +43,19 @@ from torch.utils.data import (
 )
 from torchmetrics import MeanMetric
 
-from lightning_resilience import _files, session
+from lightning_resilience import _files
 from lightning_resilience.agreement import Needs
 from lightning_resilience.callbacks import fault_tolerance, nan_guard
-from lightning_resilience.checkpoint import durable, resume
-from lightning_resilience.checkpoint.store import PartWriter
-from lightning_resilience.detect import health, numerics, progress, timeouts
-from lightning_resilience.detect.place import Place
-from lightning_resilience.detect.witness import node_directory
-from lightning_resilience.ledger import node_name
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.checkpoint import checkpoint_file, resume
+from lightning_resilience.checkpoint.node_store import PartWriter
+from lightning_resilience.detect import health
+from lightning_resilience.detect.device_id import Place
+from lightning_resilience.detect.hangs import progress, timeouts
+from lightning_resilience.detect.hangs.rank_probe import node_directory
+from lightning_resilience.detect.numerics import numerics
+from lightning_resilience.fit import session
+from lightning_resilience.run.ledger import node_name
+from lightning_resilience.run.run_directory import RunDirectory
 
 sys.path.append(str(Path(__file__).parents[1]))  # also where it is started as a program
 from tests import as_on_gpu
@@ -728,15 +731,15 @@ def fail(what: dict[str, Any]) -> None:
 
 def sabotage(config: dict[str, Any]) -> None:
     """What goes wrong with the storage, as the code sees it."""
-    load, save = durable.load, durable.save
+    load, save = checkpoint_file.load, checkpoint_file.save
     if config["unreadable"] is not None and config["unreadable"][0] == int(os.environ.get("RANK", "0")):
 
         def no_load(path: Path, *args: Any, **kwargs: Any) -> Any:
             if Path(path).name == config["unreadable"][1]:
-                raise durable.CorruptCheckpoint(f"{path} is damaged on its way to this rank")
+                raise checkpoint_file.CorruptCheckpoint(f"{path} is damaged on its way to this rank")
             return load(path, *args, **kwargs)
 
-        durable.load = no_load
+        checkpoint_file.load = no_load
     if config["disk_full_at"] is not None:
 
         def no_save(obj: Any, path: Path, *args: Any, **kwargs: Any) -> Any:
@@ -744,7 +747,7 @@ def sabotage(config: dict[str, Any]) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
             return save(obj, path, *args, **kwargs)
 
-        durable.save = no_save
+        checkpoint_file.save = no_save
 
     rank = int(os.environ.get("RANK", "0"))
     for each in config["fails"]:
@@ -752,13 +755,13 @@ def sabotage(config: dict[str, Any]) -> None:
             fail(each)
     write_data = FileSystemWriter.write_data
     if config["slow_shards_s"] is not None and config["slow_shards_s"][0] == rank:
-        slow = durable.save
+        slow = checkpoint_file.save
 
         def slow_save(*args: Any, **kwargs: Any) -> Any:
             time.sleep(config["slow_shards_s"][1])
             return slow(*args, **kwargs)
 
-        durable.save = slow_save
+        checkpoint_file.save = slow_save
 
     def bad_write_data(self: FileSystemWriter, *args: Any) -> Any:
         if config["slow_shards_s"] is not None and config["slow_shards_s"][0] == rank:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_resilience.checkpoint import replicas as module
-from lightning_resilience.checkpoint.replicas import ReplicaError, Replicas, Transfer, cliques, fetch
+from lightning_resilience.checkpoint import replication as module
+from lightning_resilience.checkpoint.replication import ReplicaError, Replicas, Transfer, cliques, fetch
 from tests.agreement_worker import shared_store
 
 WORLD_SIZE = 4

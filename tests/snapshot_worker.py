@@ -25,16 +25,17 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import LocalCheckpoint, session
+from lightning_resilience import LocalCheckpoint
 from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.generations import rank_part
 from lightning_resilience.checkpoint.local import LocalSaves
-from lightning_resilience.checkpoint.plain import pack, unpack
-from lightning_resilience.checkpoint.rounds import Rounds
+from lightning_resilience.checkpoint.node_store import PartWriter
+from lightning_resilience.checkpoint.safe_serialization import pack, unpack
+from lightning_resilience.checkpoint.save_coordinator import Rounds
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import Snapshot
-from lightning_resilience.checkpoint.store import PartWriter
-from lightning_resilience.ledger import read_ledger
+from lightning_resilience.fit import session
+from lightning_resilience.run.ledger import read_ledger
 from tests.program import Fsdp1OnCpu
 
 PATIENCE_S = 60.0

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from lightning_resilience import AutoResume, resolve_resume_path
-from lightning_resilience.checkpoint import durable, resume
-from lightning_resilience.checkpoint.plain import Entries, from_plain, to_plain
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.checkpoint import checkpoint_file, resume
+from lightning_resilience.checkpoint.safe_serialization import Entries, from_plain, to_plain
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run
 from tests.test_exact_resume import killed_and_resumed, make, undisturbed
 
@@ -53,12 +53,12 @@ class Planted:
 
 
 def planted(path: Path) -> None:
-    stamp = durable.read_stamp(path)
-    durable.save({**torch.load(path, map_location="cpu"), "planted": Planted()}, path, stamp.metadata)
+    stamp = checkpoint_file.read_stamp(path)
+    checkpoint_file.save({**torch.load(path, map_location="cpu"), "planted": Planted()}, path, stamp.metadata)
 
 
 def foreign(path: Path) -> None:
-    durable.save({"state_dict": {}}, path, {"fit": 7})
+    checkpoint_file.save({"state_dict": {}}, path, {"fit": 7})
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {

@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import AutoResume, saving
-from lightning_resilience.checkpoint import durable, resume
+from lightning_resilience import AutoResume
+from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves
 from lightning_resilience.checkpoint.capacity import Room
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RunDirectory, StaleAttempt
+from lightning_resilience.fit import saving
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory, StaleAttempt
 from tests.harness import run
 from tests.test_exact_resume import killed_and_resumed, make, undisturbed
 
@@ -107,7 +108,7 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.let_go = threading.Event()
         self.begun = threading.Event()
-        save = durable.save
+        save = checkpoint_file.save
 
         def held(*args: Any, **kwargs: Any) -> Any:
             if threading.current_thread() is not threading.main_thread():
@@ -115,7 +116,7 @@ class Held:
                 assert self.let_go.wait(30)
             return save(*args, **kwargs)
 
-        monkeypatch.setattr(durable, "save", held)
+        monkeypatch.setattr(checkpoint_file, "save", held)
 
 
 def test_the_training_goes_on_meanwhile_and_what_is_saved_is_the_state_of_its_step(
@@ -131,7 +132,7 @@ def test_the_training_goes_on_meanwhile_and_what_is_saved_is_the_state_of_its_st
 
     after = fit(run, {7: look}, keep=5)
     assert seen == [[]], "three steps after the save nothing is published, and the training has gone on"
-    checkpoint = durable.load(RunDirectory(run).fit(0).checkpoints / resume.checkpoint_name(4))
+    checkpoint = checkpoint_file.load(RunDirectory(run).fit(0).checkpoints / resume.checkpoint_name(4))
     assert torch.equal(checkpoint["state_dict"]["layer.weight"], after.weights[4])
     assert not torch.equal(after.weights[4], after.weights[7])
 
@@ -184,14 +185,14 @@ def test_a_fit_that_raises_waits_for_what_is_being_written(tmp_path: Path, monke
 def test_a_full_disk_is_reported_and_the_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save = durable.save
+    save = checkpoint_file.save
 
     def full(obj: Any, path: Path, *args: Any, **kwargs: Any) -> Any:
         if resume.step_of(path) == 4:
             raise OSError(28, "No space left on device")
         return save(obj, path, *args, **kwargs)
 
-    monkeypatch.setattr(durable, "save", full)
+    monkeypatch.setattr(checkpoint_file, "save", full)
     fit(tmp_path / "run", {})
     assert "The checkpoint of step 4 could not be saved (OSError" in caplog.text
     assert 12 in steps(tmp_path / "run")
@@ -224,7 +225,7 @@ def test_a_snapshot_that_was_spoilt_is_taken_again(tmp_path: Path) -> None:
     saved = [path for path in resume.checkpoints(RunDirectory(run).fit(0).checkpoints) if not resume.is_final(path)]
     assert len(saved) >= 1
     for path in saved:
-        weight = durable.load(path)["state_dict"]["layer.weight"]
+        weight = checkpoint_file.load(path)["state_dict"]["layer.weight"]
         assert torch.equal(weight, at_step.weights[resume.step_of(path)])
     assert [resume.step_of(path) for path in saved] != [40], "the first was spoilt, and taken again later"
 
@@ -248,13 +249,13 @@ def test_where_there_is_no_memory_for_a_copy_the_training_waits_and_it_is_said_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     threads: set[str] = set()
-    save = durable.save
+    save = checkpoint_file.save
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         threads.add(threading.current_thread().name)
         return save(*args, **kwargs)
 
-    monkeypatch.setattr(durable, "save", noted)
+    monkeypatch.setattr(checkpoint_file, "save", noted)
     monkeypatch.setattr(saving, "memory_left", lambda: Room(50, "what a test leaves"))
     with caplog.at_level(logging.WARNING, "lightning_resilience"):
         fit(tmp_path / "run", {}, keep=5)

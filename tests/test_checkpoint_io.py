@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from lightning_resilience import _lightning
-from lightning_resilience.checkpoint import durable
-from lightning_resilience.checkpoint.durable import CorruptCheckpoint
-from lightning_resilience.checkpoint_io import DurableCheckpointIO, make_durable, undo
+from lightning_resilience.checkpoint import checkpoint_file
+from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
+from lightning_resilience.fit.checkpoint_io import DurableCheckpointIO, make_durable, undo
 
 NAMESPACES = {
     "lightning": ("lightning.pytorch", "lightning.fabric"),
@@ -92,7 +92,7 @@ def test_checkpoints_of_a_fit_are_stamped(namespace: Namespace, tmp_path: Path) 
         namespace.model()
     )
     for path, step in ((checkpoint.best_model_path, 3), (checkpoint.last_model_path, 3), (manual, 3)):
-        stamp = durable.verify(path)
+        stamp = checkpoint_file.verify(path)
         assert stamp is not None
         assert stamp.metadata == {"step": step, "epoch": 0, "fit": 7, "saved_as": os.path.realpath(path)}
     assert len(list((tmp_path / "new" / "deep").iterdir())) == 4
@@ -105,7 +105,7 @@ def test_checkpoints_of_a_fit_are_stamped(namespace: Namespace, tmp_path: Path) 
 def test_checkpoints_of_plain_lightning_load(namespace: Namespace, tmp_path: Path) -> None:
     checkpoint = namespace.checkpoint(tmp_path, every_n_train_steps=1)
     namespace.trainer(tmp_path, checkpoint).fit(namespace.model())
-    assert durable.verify(checkpoint.best_model_path) is None
+    assert checkpoint_file.verify(checkpoint.best_model_path) is None
     for options in ({}, {"weights_only": False}, {"weights_only": True}):
         trainer = namespace.trainer(tmp_path, namespace.durable(), steps=5)
         trainer.fit(namespace.model(), ckpt_path=checkpoint.best_model_path, **options)
@@ -144,7 +144,7 @@ def test_local_paths_in_every_spelling(lightning: Namespace, tmp_path: Path) -> 
         io.save_checkpoint({"global_step": 1}, path)
         assert io.load_checkpoint(path) == {"global_step": 1}
     for path in (tmp_path / f"{name}.ckpt" for name in "abc"):
-        stamp = durable.read_stamp(path)
+        stamp = checkpoint_file.read_stamp(path)
         assert stamp is not None
         assert stamp.metadata == {"step": 1, "run": "r", "saved_as": os.path.realpath(path)}
     io.remove_checkpoint(f"file://{tmp_path}/c.ckpt")
@@ -256,7 +256,7 @@ def test_a_removal_waits_for_the_save_before_it(pending: tuple[Any, Gate], tmp_p
     gate.open.set()
     undo(trainer)
     assert [path.name for path in tmp_path.iterdir()] == ["2.ckpt"]
-    assert durable.verify(tmp_path / "2.ckpt") is not None, "undo did not wait for the save"
+    assert checkpoint_file.verify(tmp_path / "2.ckpt") is not None, "undo did not wait for the save"
     io.teardown()
 
 
@@ -287,7 +287,7 @@ def test_an_asynchronous_fit(namespace: Namespace, tmp_path: Path) -> None:
     checkpoint = namespace.checkpoint(tmp_path, every_n_train_steps=1, save_top_k=1, save_last="link")
     namespace.trainer(tmp_path, checkpoint, namespace.durable(), plugins=[namespace.async_io()]).fit(namespace.model())
     assert {path.name for path in tmp_path.iterdir()} == {"epoch=0-step=3.ckpt", "last.ckpt"}
-    assert durable.load(tmp_path / "last.ckpt")["global_step"] == 3
+    assert checkpoint_file.load(tmp_path / "last.ckpt")["global_step"] == 3
 
 
 # Crashes
@@ -347,7 +347,7 @@ def test_killed_at_every_point_of_a_fit(
         lightning.trainer(folder, checkpoint, lightning.durable(), plugins=plugins, steps=2).fit(lightning.model())
 
     for folder in killed_everywhere(fit, lambda folder: (folder / "last.ckpt").exists(), tmp_path):
-        assert durable.load(folder / "last.ckpt")["global_step"] in (1, 2)
+        assert checkpoint_file.load(folder / "last.ckpt")["global_step"] in (1, 2)
 
 
 def test_killed_at_every_point_of_a_strategys_directory(lightning: Namespace, tmp_path: Path) -> None:
@@ -368,11 +368,13 @@ def test_killed_at_every_point_of_a_strategys_directory(lightning: Namespace, tm
             shards = {"__0_0.distcp": step, "__1_0.distcp": step}
             trainer.strategy.save_checkpoint({"global_step": step, **shards}, folder / "a.ckpt")
 
-    for folder in killed_everywhere(save, lambda folder: (folder / "a.ckpt" / durable.MARKER).exists(), tmp_path):
+    for folder in killed_everywhere(
+        save, lambda folder: (folder / "a.ckpt" / checkpoint_file.MARKER).exists(), tmp_path
+    ):
         complete = []
         for path in folder.glob("*.ckpt"):
             with suppress(CorruptCheckpoint):
-                complete.append(durable.verify_directory(path).metadata["step"])
+                complete.append(checkpoint_file.verify_directory(path).metadata["step"])
                 assert (path / "__1_0.distcp").read_text() == f"__1_0.distcp {complete[-1]}"
         assert complete
     assert complete == [2]
@@ -400,8 +402,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import RandomDataset
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning_resilience.checkpoint import durable
-from lightning_resilience.checkpoint_io import make_durable, undo
+from lightning_resilience.checkpoint import checkpoint_file
+from lightning_resilience.fit.checkpoint_io import make_durable, undo
 
 folder = Path(sys.argv[1])
 
@@ -466,12 +468,12 @@ def test_sharded_directories(tmp_path: Path) -> None:
         process.wait()
     for path, step in ((folder / "same.ckpt", 3), (folder / "checkpoints" / "last.ckpt", 3)):
         assert len(list(path.glob("*.distcp"))) == 2
-        stamp = durable.verify_directory(path)
+        stamp = checkpoint_file.verify_directory(path)
         assert stamp.metadata == {"step": step, "epoch": 0, "fit": 7, "saved_as": os.path.realpath(path)}
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"epoch=0-step=3.ckpt", "last.ckpt"}
     assert not list(folder.glob("previous-*"))
     with pytest.raises(CorruptCheckpoint, match="never finished"):
-        durable.verify_directory(folder / "late.ckpt")
+        checkpoint_file.verify_directory(folder / "late.ckpt")
     assert (folder / "stopped-0").read_text() == "a newer attempt owns this run"
     assert (folder / "stopped-1").read_text() == "rank 0: a newer attempt owns this run"
 

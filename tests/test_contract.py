@@ -30,8 +30,9 @@ from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_resilience
-from lightning_resilience import callbacks, session, signals
+from lightning_resilience import callbacks, signals
 from lightning_resilience._lightning import ResilienceCallback
+from lightning_resilience.fit import session
 from tests.harness import result, run, samples
 from tests.program import digest
 

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_resilience._files import read_json
 from lightning_resilience._processes import describe_process
-from lightning_resilience.run_directory import LAUNCHED, RunDirectory
+from lightning_resilience.run.run_directory import LAUNCHED, RunDirectory
 from tests.harness import run_command
 from tests.test_local_checkpoint import Run, ends_well, steps_in
 

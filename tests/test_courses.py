@@ -11,13 +11,14 @@ from pathlib import Path
 import lightning.pytorch as L
 import pytest
 
-from lightning_resilience import NaNGuard, session
+from lightning_resilience import NaNGuard
 from lightning_resilience.agreement import Needs
 from lightning_resilience.callbacks.nan_guard import TrainingDiverged
-from lightning_resilience.checkpoint import durable, resume
+from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.generations import Holding, counts, generations
-from lightning_resilience.run_directory import RunDirectory
-from lightning_resilience.tiers import MAX_CONDEMNED, CondemnedCheckpoint
+from lightning_resilience.fit import session
+from lightning_resilience.fit.checkpoint_selector import MAX_CONDEMNED, CondemnedCheckpoint
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.test_local_checkpoint import Run, ends_well, ledger, parts_in, spoil, steps_in, watched
 
 
@@ -129,9 +130,9 @@ def test_local_states_leave_the_global_one_a_try(run: Run) -> None:
 def test_a_bad_global_state_ends_the_run_when_none_is_left(run: Run) -> None:
     with_bad_local_ones(run)
     for path in resume.checkpoints(RunDirectory(run.path).fit(0).checkpoints):
-        state = durable.load(path)
+        state = checkpoint_file.load(path)
         state["state_dict"]["layers.0.weight"][0] = float("nan")
-        durable.save(state, path, {"fit": 0})
+        checkpoint_file.save(state, path, {"fit": 0})
     for number in range(MAX_CONDEMNED + 2):
         with pytest.raises(CondemnedCheckpoint):
             run.fit(run.resume(), *watched(run, keep=MAX_CONDEMNED + 1))

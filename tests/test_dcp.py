@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from lightning_resilience.checkpoint import dcp, durable, resume
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run
 from tests.test_exact_resume import make, undisturbed
 
@@ -209,7 +209,7 @@ def test_what_is_planted_in_a_description_is_refused(plant: Any, monkeypatch: py
     data = planted.data if isinstance(planted, Raw) else pickle.dumps(planted)
     before = {name: dict(vars(each)) for name, each in dcp._RECORDS.items() if not issubclass(each, enum.Enum)}
     found = executed(monkeypatch)
-    with pytest.raises(durable.UnsafeContent):
+    with pytest.raises(checkpoint_file.UnsafeContent):
         dcp.read_metadata(data)
     assert found == []
     assert before == {name: dict(vars(dcp._RECORDS[name])) for name in before}, "classes are what they were"
@@ -255,7 +255,7 @@ def test_descriptions_that_lead_elsewhere_are_refused(tmp_path: Path, info: tupl
     )
     (tmp_path / "here").write_bytes(b"123")
     (tmp_path / dcp.METADATA).write_bytes(pickle.dumps(planted))
-    with pytest.raises(durable.CorruptCheckpoint, match=f"{info[0]} is refused: {reason}"):
+    with pytest.raises(checkpoint_file.CorruptCheckpoint, match=f"{info[0]} is refused: {reason}"):
         dcp.check(tmp_path, lambda name: True)
 
 
@@ -270,7 +270,7 @@ def test_what_lies_in_a_file_is_read_once(tmp_path: Path) -> None:
         storage_data={metadata.MetadataIndex(name): filesystem._StorageInfo("here", 0, len(data)) for name in names},
     )
     (tmp_path / dcp.METADATA).write_bytes(pickle.dumps(planted))
-    with pytest.raises(durable.CorruptCheckpoint, match="here is refused: it is shorter"):
+    with pytest.raises(checkpoint_file.CorruptCheckpoint, match="here is refused: it is shorter"):
         dcp.check(tmp_path, lambda name: True)
 
 
@@ -351,9 +351,9 @@ def plant_rest(directory: Path, marker: Path) -> None:
 
 def reseal(directory: Path) -> None:
     """As anybody can who can write there."""
-    kept = json.loads((directory / durable.MARKER).read_text())["metadata"]
-    durable.unseal_directory(directory)
-    durable.seal_directory(directory, kept)
+    kept = json.loads((directory / checkpoint_file.MARKER).read_text())["metadata"]
+    checkpoint_file.unseal_directory(directory)
+    checkpoint_file.seal_directory(directory, kept)
 
 
 def test_planted_objects_are_quarantined_and_the_next_best_checkpoint_is_taken(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from lightning_resilience._files import write_json
-from lightning_resilience.detect import deaths
-from lightning_resilience.detect.deaths import Death, Deathbed, MemoryShortage, is_ending
-from lightning_resilience.detect.watchdog import Watchdog
-from lightning_resilience.detect.witness import EXIT_HUNG
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.report import interruptions
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.detect.hangs import deaths
+from lightning_resilience.detect.hangs.deaths import Death, Deathbed, MemoryShortage, is_ending
+from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG
+from lightning_resilience.detect.hangs.watchdog import Watchdog
+from lightning_resilience.launch.report import interruptions
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, samples
 from tests.test_exact_resume import undisturbed
 from tests.test_fault_tolerance import events, nothing_left, ours, watched

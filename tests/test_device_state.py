@@ -12,10 +12,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Metric
 
-from lightning_resilience import AutoResume, session
-from lightning_resilience.checkpoint import durable, resume
-from lightning_resilience.checkpoint.plain import device_of, to_host
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience import AutoResume
+from lightning_resilience.checkpoint import checkpoint_file, resume
+from lightning_resilience.checkpoint.safe_serialization import device_of, to_host
+from lightning_resilience.fit import session
+from lightning_resilience.run.run_directory import RunDirectory
 
 
 class OnDevice(torch.Tensor):
@@ -86,7 +87,7 @@ def test_metrics_are_gathered_and_saved_from_the_host(tmp_path: Path, async_save
     )
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(6, 4)), 2))
     saved = RunDirectory(run).fit(0).checkpoints / resume.checkpoint_name(2)
-    (own,) = durable.load(saved)["lightning_resilience"]["ranks"]
+    (own,) = checkpoint_file.load(saved)["lightning_resilience"]["ranks"]
     seen = own["metrics"]["modules"]["predictions"]["state"]["seen"]
     assert [type(each) for each in seen] == [torch.Tensor] * 2
     assert torch.equal(seen[1], module.predictions.seen[1]), "brought to the host by Lightning at the end"

@@ -19,15 +19,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_resilience import session
 from lightning_resilience.checkpoint import background, devices, snapshot
 from lightning_resilience.checkpoint.generations import Place
 from lightning_resilience.checkpoint.interval import Schedule
 from lightning_resilience.checkpoint.local import LocalSaves
-from lightning_resilience.checkpoint.plain import unpack
+from lightning_resilience.checkpoint.node_store import NodeStore
+from lightning_resilience.checkpoint.safe_serialization import unpack
 from lightning_resilience.checkpoint.shard import load
 from lightning_resilience.checkpoint.snapshot import Snapshot, Snapshots
-from lightning_resilience.checkpoint.store import NodeStore
+from lightning_resilience.fit import session
 from tests import as_on_gpu
 from tests.harness import CONTEXT
 from tests.snapshot_worker import Witness, same

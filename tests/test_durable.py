@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from lightning_resilience import _files
-from lightning_resilience.checkpoint import durable
-from lightning_resilience.checkpoint.durable import CorruptCheckpoint
+from lightning_resilience.checkpoint import checkpoint_file
+from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
 
 METADATA = {"run": "ü", "fit": 0, "step": 12, "world_size": 2}
 
@@ -61,16 +61,16 @@ def in_child(action: Callable[[], None]) -> int:
 
 def test_save_and_load(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    stamp = durable.save(state(1), path, METADATA)
-    assert durable.read_stamp(path) == durable.verify(path) == stamp
+    stamp = checkpoint_file.save(state(1), path, METADATA)
+    assert checkpoint_file.read_stamp(path) == checkpoint_file.verify(path) == stamp
     assert stamp.metadata == METADATA
-    assert same(durable.load(path), state(1))
+    assert same(checkpoint_file.load(path), state(1))
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
 def test_everybody_else_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    durable.save(state(1), path, METADATA)
+    checkpoint_file.save(state(1), path, METADATA)
     for options in ({}, {"mmap": True}, {"weights_only": False}):
         assert same(torch.load(path, **options), state(1))
     with open(path, "rb") as file:
@@ -83,16 +83,16 @@ def test_everybody_else_reads_it(tmp_path: Path) -> None:
 
 def test_archives_are_zip64(tmp_path: Path) -> None:
     """So every test here covers what archives above 4 GiB or 65535 records look like."""
-    durable.save(state(1), tmp_path / "a.ckpt")
+    checkpoint_file.save(state(1), tmp_path / "a.ckpt")
     assert b"PK\x06\x06" in (tmp_path / "a.ckpt").read_bytes()
     assert b"PK\x06\x07" in (tmp_path / "a.ckpt").read_bytes()
 
 
 def test_loads_only_what_is_safe(tmp_path: Path) -> None:
-    durable.save({"path": Path("/")}, tmp_path / "a.ckpt")
+    checkpoint_file.save({"path": Path("/")}, tmp_path / "a.ckpt")
     with pytest.raises(CorruptCheckpoint, match=r"it is refused: it holds pathlib\.\S*PosixPath, which a safe load"):
-        durable.load(tmp_path / "a.ckpt")
-    assert durable.load(tmp_path / "a.ckpt", weights_only=False) == {"path": Path("/")}
+        checkpoint_file.load(tmp_path / "a.ckpt")
+    assert checkpoint_file.load(tmp_path / "a.ckpt", weights_only=False) == {"path": Path("/")}
 
 
 def test_memory_does_not_hold_the_file(tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_memory_does_not_hold_the_file(tmp_path: Path) -> None:
 
     def save_and_verify() -> None:
         limit()
-        durable.save(tensor, tmp_path / "a.ckpt")
-        durable.verify(tmp_path / "a.ckpt")
+        checkpoint_file.save(tensor, tmp_path / "a.ckpt")
+        checkpoint_file.verify(tmp_path / "a.ckpt")
 
     assert in_child(save_and_verify) == 0
 
@@ -116,34 +116,34 @@ def test_what_a_process_has_verified_another_one_loads_without_hashing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.ckpt"
-    durable.save({"weight": torch.arange(100_000)}, path)
-    verified = durable.verify(path)
+    checkpoint_file.save({"weight": torch.arange(100_000)}, path)
+    verified = checkpoint_file.verify(path)
     assert verified is not None
     hashed = []
-    hash_blocks = durable._hash_blocks
-    monkeypatch.setattr(durable, "_hash_blocks", lambda *args: hashed.append(hash_blocks(*args)) or hashed[-1])
-    durable.load(path, verified=verified.file)
+    hash_blocks = checkpoint_file._hash_blocks
+    monkeypatch.setattr(checkpoint_file, "_hash_blocks", lambda *args: hashed.append(hash_blocks(*args)) or hashed[-1])
+    checkpoint_file.load(path, verified=verified.file)
     assert hashed == []
 
     content = bytearray(path.read_bytes())
     content[-1] ^= 1  # in the trailer, of which torch knows nothing
     path.write_bytes(content)
     with pytest.raises(CorruptCheckpoint):  # it is not that file any more
-        durable.load(path, verified=verified.file)
+        checkpoint_file.load(path, verified=verified.file)
 
 
 def test_metadata_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="64 KiB"):
-        durable.save(state(1), tmp_path / "a.ckpt", {"text": "x" * 70_000})
+        checkpoint_file.save(state(1), tmp_path / "a.ckpt", {"text": "x" * 70_000})
     assert os.listdir(tmp_path) == []
-    stamp = durable.save(state(1), tmp_path / "a.ckpt", {"text": "x" * 65_000})
-    assert durable.verify(tmp_path / "a.ckpt") == stamp
+    stamp = checkpoint_file.save(state(1), tmp_path / "a.ckpt", {"text": "x" * 65_000})
+    assert checkpoint_file.verify(tmp_path / "a.ckpt") == stamp
 
 
 def test_the_longest_name(tmp_path: Path) -> None:
     path = tmp_path / ("ü" * 125 + ".ckpt")
-    durable.save(state(1), path)
-    assert durable.verify(path) is not None
+    checkpoint_file.save(state(1), path)
+    assert checkpoint_file.verify(path) is not None
 
 
 # Damage
@@ -151,11 +151,11 @@ def test_the_longest_name(tmp_path: Path) -> None:
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    durable.save({"weight": torch.arange(8)}, path, METADATA)
+    checkpoint_file.save({"weight": torch.arange(8)}, path, METADATA)
     content = path.read_bytes()
     for length in range(len(content)):
         os.truncate(path, length) if length == 0 else path.write_bytes(content[:length])
-        for check in (durable.verify, durable.read_stamp, durable.load):
+        for check in (checkpoint_file.verify, checkpoint_file.read_stamp, checkpoint_file.load):
             with pytest.raises(CorruptCheckpoint):
                 check(path)
 
@@ -164,10 +164,10 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
 def test_every_flipped_bit_is_noticed(tmp_path: Path, comment_length: int | None) -> None:
     """256: one flipped bit makes the length of the trailer zero, as if there were none."""
     path = tmp_path / "a.ckpt"
-    durable.save({"weight": torch.arange(8)}, path, {"pad": ""})
+    checkpoint_file.save({"weight": torch.arange(8)}, path, {"pad": ""})
     if comment_length is not None:
         missing = comment_length - len(zipfile.ZipFile(path).comment)
-        durable.save({"weight": torch.arange(8)}, path, {"pad": "x" * missing})
+        checkpoint_file.save({"weight": torch.arange(8)}, path, {"pad": "x" * missing})
         assert len(zipfile.ZipFile(path).comment) == comment_length
     content = bytearray(path.read_bytes())
     with open(path, "r+b", buffering=0) as file:
@@ -175,18 +175,18 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path, comment_length: int | None
             for bit in range(8):
                 os.pwrite(file.fileno(), bytes([content[position] ^ (1 << bit)]), position)
                 with pytest.raises(CorruptCheckpoint):
-                    durable.verify(path)
+                    checkpoint_file.verify(path)
             os.pwrite(file.fileno(), bytes([content[position]]), position)
-    assert durable.verify(path) is not None
+    assert checkpoint_file.verify(path) is not None
 
 
 def test_bytes_after_the_end_are_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    durable.save(state(1), path)
+    checkpoint_file.save(state(1), path)
     with open(path, "ab") as file:
         file.write(b"\0")
     with pytest.raises(CorruptCheckpoint, match="end is damaged"):
-        durable.verify(path)
+        checkpoint_file.verify(path)
 
 
 def _nothing(path: Path) -> None:
@@ -230,7 +230,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, make: Callable[[Path], None], mes
     path = tmp_path / "a.ckpt"
     make(path)
     with pytest.raises(CorruptCheckpoint, match=message) as raised:
-        durable.verify(path)
+        checkpoint_file.verify(path)
     assert str(path) in str(raised.value)
 
 
@@ -240,9 +240,9 @@ def test_what_is_wrong_is_said(tmp_path: Path, make: Callable[[Path], None], mes
 def test_unstamped_files_load(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     torch.save(state(1), path)
-    assert durable.verify(path) is None
-    assert durable.read_stamp(path) is None
-    assert same(durable.load(path), state(1))
+    assert checkpoint_file.verify(path) is None
+    assert checkpoint_file.read_stamp(path) is None
+    assert same(checkpoint_file.load(path), state(1))
 
 
 def test_unstamped_files_without_checksums_load(tmp_path: Path) -> None:
@@ -250,12 +250,12 @@ def test_unstamped_files_without_checksums_load(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(state(1), path)
-        durable.save(state(2), tmp_path / "b.ckpt")
+        checkpoint_file.save(state(2), tmp_path / "b.ckpt")
     finally:
         torch.serialization.set_crc32_options(True)
-    assert durable.verify(path) is None
-    assert same(durable.load(path), state(1))
-    assert same(durable.load(tmp_path / "b.ckpt"), state(2))
+    assert checkpoint_file.verify(path) is None
+    assert same(checkpoint_file.load(path), state(1))
+    assert same(checkpoint_file.load(tmp_path / "b.ckpt"), state(2))
 
 
 def test_damage_to_unstamped_files(tmp_path: Path) -> None:
@@ -265,17 +265,17 @@ def test_damage_to_unstamped_files(tmp_path: Path) -> None:
     for length in range(len(content)):
         path.write_bytes(content[:length])
         with pytest.raises(CorruptCheckpoint):
-            durable.verify(path)
+            checkpoint_file.verify(path)
     data = content.index(torch.arange(8).numpy().tobytes())
     for position in range(data, data + 64):
         path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
         with pytest.raises(CorruptCheckpoint, match="damaged"):
-            durable.verify(path)
+            checkpoint_file.verify(path)
     # Anywhere else it is noticed or does no harm, but never raises anything else.
     for position in range(len(content)):
         path.write_bytes(content[:position] + bytes([content[position] ^ 0x80]) + content[position + 1 :])
         try:
-            durable.verify(path)
+            checkpoint_file.verify(path)
         except CorruptCheckpoint:
             pass
 
@@ -289,7 +289,7 @@ def test_a_truncation_that_leaves_an_inner_archive(tmp_path: Path) -> None:
     outer = path.read_bytes()
     path.write_bytes(outer[: outer.index(content) + len(content)])
     with pytest.raises(CorruptCheckpoint, match="incomplete"):
-        durable.verify(path)
+        checkpoint_file.verify(path)
 
 
 # Crashes. Every system call with an effect on the disk is a fail-point, and the process is killed at each in turn.
@@ -377,31 +377,31 @@ def killed_everywhere(
 def test_killed_at_every_point_of_a_save(tmp_path: Path) -> None:
     published = 0
     for folder in killed_everywhere(
-        lambda folder: durable.save(state(1), folder / "a.ckpt") and None,
-        lambda folder: durable.save(state(2), folder / "a.ckpt"),
+        lambda folder: checkpoint_file.save(state(1), folder / "a.ckpt") and None,
+        lambda folder: checkpoint_file.save(state(2), folder / "a.ckpt"),
         tmp_path,
     ):
-        found = durable.load(folder / "a.ckpt")
+        found = checkpoint_file.load(folder / "a.ckpt")
         assert same(found, state(found["step"]))
         published += found["step"] == 2
         leftovers = {path.name for path in folder.iterdir()} - {"a.ckpt"}
-        assert {path.name for path in durable.clean_temporaries(folder)} == leftovers
+        assert {path.name for path in checkpoint_file.clean_temporaries(folder)} == leftovers
     assert published == 1  # Only what follows the rename, the fsync of the directory, has the new one.
 
 
 def test_killed_at_every_point_of_a_link(tmp_path: Path) -> None:
     def prepare(folder: Path) -> None:
-        durable.save(state(1), folder / "1.ckpt")
-        durable.save(state(2), folder / "2.ckpt")
-        durable.link(folder / "1.ckpt", folder / "last.ckpt")
+        checkpoint_file.save(state(1), folder / "1.ckpt")
+        checkpoint_file.save(state(2), folder / "2.ckpt")
+        checkpoint_file.link(folder / "1.ckpt", folder / "last.ckpt")
 
     def action(folder: Path) -> None:
-        durable.link(folder / "2.ckpt", folder / "last.ckpt")
-        durable.remove(folder / "1.ckpt")
-        durable.save(state(3), folder / "3.ckpt")
+        checkpoint_file.link(folder / "2.ckpt", folder / "last.ckpt")
+        checkpoint_file.remove(folder / "1.ckpt")
+        checkpoint_file.save(state(3), folder / "3.ckpt")
 
     for folder in killed_everywhere(prepare, action, tmp_path, writes=False):
-        found = durable.load(folder / "last.ckpt")
+        found = checkpoint_file.load(folder / "last.ckpt")
         assert same(found, state(found["step"]))
 
 
@@ -416,7 +416,7 @@ def write_shards(folder: Path, seed: int) -> None:
 
 
 def seed_of(folder: Path) -> int:
-    durable.verify_directory(folder)
+    checkpoint_file.verify_directory(folder)
     seeds = {int(path.read_bytes().split()[-1].decode()[:1]) for path in folder.rglob("*.distcp")}
     assert len(seeds) == 1
     return seeds.pop()
@@ -424,10 +424,10 @@ def seed_of(folder: Path) -> int:
 
 def test_killed_at_every_point_of_a_directory(tmp_path: Path) -> None:
     def save(folder: Path, seed: int) -> None:
-        durable.set_aside(folder / "a.ckpt")
+        checkpoint_file.set_aside(folder / "a.ckpt")
         write_shards(folder / "a.ckpt", seed)
-        durable.seal_directory(folder / "a.ckpt")
-        durable.discard_aside(folder / "a.ckpt")
+        checkpoint_file.seal_directory(folder / "a.ckpt")
+        checkpoint_file.discard_aside(folder / "a.ckpt")
 
     def complete(folder: Path) -> list[int]:
         found = []
@@ -443,21 +443,21 @@ def test_killed_at_every_point_of_a_directory(tmp_path: Path) -> None:
         save(folder, 3)  # Goes on from whatever the kill left, and leaves nothing of it.
         assert complete(folder) == [3]
         assert [path.name for path in (folder / "a.ckpt").glob("only-in-*")] == ["only-in-3"]
-        durable.clean_temporaries(folder)
+        checkpoint_file.clean_temporaries(folder)
         assert [path.name for path in folder.iterdir()] == ["a.ckpt"]
 
 
 def test_the_data_is_on_disk_before_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power loss keeps only what was synced: file, then rename, then directory."""
     points = FailPoints(monkeypatch, 0)
-    durable.save(state(1), tmp_path / "a.ckpt", before_publish=lambda: points.point("before_publish"))
+    checkpoint_file.save(state(1), tmp_path / "a.ckpt", before_publish=lambda: points.point("before_publish"))
     assert points.passed[0] == "open"
     assert set(points.passed[1:-4]) == {"write"}
     assert points.passed[-4:] == ["fsync", "before_publish", "replace", "fsync"]
 
     write_shards(tmp_path / "dir.ckpt", 1)
     points.passed.clear()
-    durable.seal_directory(tmp_path / "dir.ckpt")
+    checkpoint_file.seal_directory(tmp_path / "dir.ckpt")
     marker = points.passed.index("open")
     assert points.passed[:marker] == ["fsync"] * 8  # Five files, the two directories they are in, the one around.
     assert points.passed[-3:] == ["fsync", "replace", "fsync"]
@@ -481,13 +481,13 @@ def unprivileged() -> Iterator[None]:
 def test_a_full_disk_leaves_the_old_content(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     big = [torch.full((64, 64), float(value)) for value in range(4)]  # More than fits into the buffer of the file.
-    durable.save(big, path)
+    checkpoint_file.save(big, path)
 
     def save_with_room_for(size: int) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
         with pytest.raises(OSError, match=r"cannot save the checkpoint \(File too large\).*untouched") as raised:
-            durable.save(big[:-1] + big[:1], path)
+            checkpoint_file.save(big[:-1] + big[:1], path)
         assert raised.value.errno == errno.EFBIG
         assert str(path) in str(raised.value)
 
@@ -500,12 +500,12 @@ def test_a_full_disk_leaves_the_old_content(tmp_path: Path) -> None:
 
 def test_a_read_only_or_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="cannot save the checkpoint"):
-        durable.save(state(1), tmp_path / "missing" / "a.ckpt")
+        checkpoint_file.save(state(1), tmp_path / "missing" / "a.ckpt")
     folder = Path(tempfile.mkdtemp(dir="/tmp"))  # Below tmp_path an unprivileged user would not even arrive.
     try:
         folder.chmod(0o555)
         with unprivileged(), pytest.raises(PermissionError, match="cannot save the checkpoint"):
-            durable.save(state(1), folder / "a.ckpt")
+            checkpoint_file.save(state(1), folder / "a.ckpt")
         assert os.listdir(folder) == []
     finally:
         folder.rmdir()
@@ -515,28 +515,30 @@ def test_a_stopped_publication_leaves_the_old_content(tmp_path: Path) -> None:
     def stop() -> None:
         raise SystemExit("a newer attempt owns this run")
 
-    durable.save(state(1), tmp_path / "a.ckpt")
+    checkpoint_file.save(state(1), tmp_path / "a.ckpt")
     with pytest.raises(SystemExit, match="newer attempt"):
-        durable.save(state(2), tmp_path / "a.ckpt", before_publish=stop)
-    assert same(durable.load(tmp_path / "a.ckpt"), state(1))
+        checkpoint_file.save(state(2), tmp_path / "a.ckpt", before_publish=stop)
+    assert same(checkpoint_file.load(tmp_path / "a.ckpt"), state(1))
     write_shards(tmp_path / "dir.ckpt", 1)
     with pytest.raises(SystemExit, match="newer attempt"):
-        durable.seal_directory(tmp_path / "dir.ckpt", before_publish=stop)
+        checkpoint_file.seal_directory(tmp_path / "dir.ckpt", before_publish=stop)
     with pytest.raises(CorruptCheckpoint, match="never finished"):
-        durable.verify_directory(tmp_path / "dir.ckpt")
+        checkpoint_file.verify_directory(tmp_path / "dir.ckpt")
     assert {path.name for path in tmp_path.iterdir()} == {"a.ckpt", "dir.ckpt"}
 
 
 def test_the_first_error_is_the_one_that_is_raised(tmp_path: Path) -> None:
     """A class that cannot be pickled, not what torch makes of the unfinished archive."""
     with pytest.raises((AttributeError, TypeError), match=r"pickle"):
-        durable.save({"function": lambda: None}, tmp_path / "a.ckpt")
+        checkpoint_file.save({"function": lambda: None}, tmp_path / "a.ckpt")
     assert os.listdir(tmp_path) == []
 
 
 def test_leftovers_of_killed_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed() -> None:
-        durable.save(state(1), tmp_path / "dead.ckpt", before_publish=lambda: os.kill(os.getpid(), signal.SIGKILL))
+        checkpoint_file.save(
+            state(1), tmp_path / "dead.ckpt", before_publish=lambda: os.kill(os.getpid(), signal.SIGKILL)
+        )
 
     assert in_child(killed) == -signal.SIGKILL
     dead = {path.name for path in tmp_path.iterdir()}
@@ -552,7 +554,7 @@ def test_leftovers_of_killed_writers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     old.touch()
     os.utime(old, (0, time.time() - 25 * 3600))
     (tmp_path / ".somebody-elses.tmp").touch()
-    assert {path.name for path in durable.clean_temporaries(tmp_path)} == dead | {old.name}
+    assert {path.name for path in checkpoint_file.clean_temporaries(tmp_path)} == dead | {old.name}
     assert {path.name for path in tmp_path.iterdir()} == {own.name, elsewhere.name, ".somebody-elses.tmp"}
 
 
@@ -563,42 +565,42 @@ def test_a_sealed_directory(tmp_path: Path) -> None:
     folder = tmp_path / "a.ckpt"
     write_shards(folder, 1)
     with pytest.raises(CorruptCheckpoint, match="never finished"):
-        durable.verify_directory(folder)
-    durable.seal_directory(folder, METADATA)
-    stamp = durable.verify_directory(folder)
+        checkpoint_file.verify_directory(folder)
+    checkpoint_file.seal_directory(folder, METADATA)
+    stamp = checkpoint_file.verify_directory(folder)
     assert stamp.metadata == METADATA
     assert stamp.size == sum(
-        path.stat().st_size for path in folder.rglob("*") if path.name != durable.MARKER and path.is_file()
+        path.stat().st_size for path in folder.rglob("*") if path.name != checkpoint_file.MARKER and path.is_file()
     )
 
 
 def test_what_a_killed_sealing_left_is_not_sealed(tmp_path: Path) -> None:
     folder = tmp_path / "a.ckpt"
     write_shards(folder, 1)
-    _files.temporary_path(folder / durable.MARKER).touch()
-    durable.seal_directory(folder)
+    _files.temporary_path(folder / checkpoint_file.MARKER).touch()
+    checkpoint_file.seal_directory(folder)
     for path in folder.glob(".*.tmp"):
         path.unlink()
-    durable.verify_directory(folder)
+    checkpoint_file.verify_directory(folder)
 
 
 def test_an_unsealed_directory(tmp_path: Path) -> None:
     folder = tmp_path / "a.ckpt"
-    durable.unseal_directory(folder)
+    checkpoint_file.unseal_directory(folder)
     write_shards(folder, 1)
-    durable.seal_directory(folder)
-    durable.unseal_directory(folder)
+    checkpoint_file.seal_directory(folder)
+    checkpoint_file.unseal_directory(folder)
     with pytest.raises(CorruptCheckpoint, match="never finished"):
-        durable.verify_directory(folder)
+        checkpoint_file.verify_directory(folder)
 
 
 def test_a_directory_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     for name in ("data", "previous-data"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "precious").touch()
-    durable.set_aside(tmp_path / "data")
-    durable.discard_aside(tmp_path / "data")
-    durable.set_aside(tmp_path / "missing")
+    checkpoint_file.set_aside(tmp_path / "data")
+    checkpoint_file.discard_aside(tmp_path / "data")
+    checkpoint_file.set_aside(tmp_path / "missing")
     for name in ("data", "previous-data"):
         assert (tmp_path / name / "precious").exists()
 
@@ -606,16 +608,16 @@ def test_a_directory_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
 def test_a_removal_leaves_no_half(tmp_path: Path) -> None:
     def prepare(folder: Path) -> None:
         write_shards(folder / "a.ckpt", 1)
-        durable.seal_directory(folder / "a.ckpt")
+        checkpoint_file.seal_directory(folder / "a.ckpt")
 
     def action(folder: Path) -> None:
-        durable.remove(folder / "a.ckpt")
-        durable.save(state(1), folder / "b.ckpt")
+        checkpoint_file.remove(folder / "a.ckpt")
+        checkpoint_file.save(state(1), folder / "b.ckpt")
 
     for folder in killed_everywhere(prepare, action, tmp_path, writes=False):
         if (folder / "a.ckpt").exists():
-            durable.verify_directory(folder / "a.ckpt")
-        durable.clean_temporaries(folder)
+            checkpoint_file.verify_directory(folder / "a.ckpt")
+        checkpoint_file.clean_temporaries(folder)
         assert {path.name for path in folder.iterdir()} <= {"a.ckpt", "b.ckpt"}
 
 
@@ -623,21 +625,21 @@ def test_every_flipped_bit_in_a_directory_is_noticed(tmp_path: Path) -> None:
     folder = tmp_path / "a.ckpt"
     folder.mkdir()
     (folder / "shard").write_bytes(b"abcdefgh")
-    durable.seal_directory(folder, METADATA)
-    for path in (folder / "shard", folder / durable.MARKER):
+    checkpoint_file.seal_directory(folder, METADATA)
+    for path in (folder / "shard", folder / checkpoint_file.MARKER):
         content = path.read_bytes()
         for position in range(len(content)):
             for bit in range(8):
                 path.write_bytes(content[:position] + bytes([content[position] ^ (1 << bit)]) + content[position + 1 :])
                 try:
-                    durable.verify_directory(folder)
+                    checkpoint_file.verify_directory(folder)
                 except CorruptCheckpoint:
                     continue
                 # White space between the tokens of the marker, for one, means nothing.
-                assert path.name == durable.MARKER
+                assert path.name == checkpoint_file.MARKER
                 assert json.loads(path.read_bytes()) == json.loads(content)
         path.write_bytes(content)
-    durable.verify_directory(folder)
+    checkpoint_file.verify_directory(folder)
 
 
 @pytest.mark.parametrize(
@@ -645,9 +647,9 @@ def test_every_flipped_bit_in_a_directory_is_noticed(tmp_path: Path) -> None:
     [
         (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda folder: os.truncate(folder / ".metadata", 3), r"\.metadata has 3 bytes instead of"),
-        (lambda folder: (folder / durable.MARKER).write_text("{}"), "marker is damaged"),
-        (lambda folder: (folder / durable.MARKER).write_text("[]"), "marker is damaged"),
-        (lambda folder: (folder / durable.MARKER).write_bytes(b""), "marker is damaged"),
+        (lambda folder: (folder / checkpoint_file.MARKER).write_text("{}"), "marker is damaged"),
+        (lambda folder: (folder / checkpoint_file.MARKER).write_text("[]"), "marker is damaged"),
+        (lambda folder: (folder / checkpoint_file.MARKER).write_bytes(b""), "marker is damaged"),
         (shutil.rmtree, "does not exist"),
         (lambda folder: (shutil.rmtree(folder), folder.touch()), "not a directory"),
     ],
@@ -655,15 +657,15 @@ def test_every_flipped_bit_in_a_directory_is_noticed(tmp_path: Path) -> None:
 def test_damage_to_a_directory(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
     folder = tmp_path / "a.ckpt"
     write_shards(folder, 1)
-    durable.seal_directory(folder)
+    checkpoint_file.seal_directory(folder)
     damage(folder)
     with pytest.raises(CorruptCheckpoint, match=message):
-        durable.verify_directory(folder)
+        checkpoint_file.verify_directory(folder)
 
 
 def test_an_empty_directory_is_not_sealed(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match="nothing in it"):
-        durable.seal_directory(tmp_path)
+        checkpoint_file.seal_directory(tmp_path)
 
 
 # Links, removal, quarantine
@@ -671,22 +673,22 @@ def test_an_empty_directory_is_not_sealed(tmp_path: Path) -> None:
 
 def test_a_link_takes_the_place_of_anything(tmp_path: Path) -> None:
     target = tmp_path / "a.ckpt"
-    durable.save(state(1), target)
+    checkpoint_file.save(state(1), target)
     last = tmp_path / "last.ckpt"
-    durable.link(target, last)
+    checkpoint_file.link(target, last)
     assert os.readlink(last) == "a.ckpt"
     last.unlink()
     last.write_text("a file")
-    durable.link(target, last)
+    checkpoint_file.link(target, last)
     last.unlink()
     last.mkdir()
     (last / "shard").touch()
-    durable.link(target, last)
+    checkpoint_file.link(target, last)
     assert os.readlink(last) == "a.ckpt"
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        durable.link(tmp_path / "missing.ckpt", last)
-    assert same(durable.load(last), state(1))
-    durable.remove(last)
+        checkpoint_file.link(tmp_path / "missing.ckpt", last)
+    assert same(checkpoint_file.load(last), state(1))
+    checkpoint_file.remove(last)
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
@@ -695,10 +697,10 @@ def test_a_storage_without_links_gets_a_copy(tmp_path: Path, monkeypatch: pytest
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "symlink", refuse)
-    durable.save(state(1), tmp_path / "a.ckpt")
-    durable.link(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
+    checkpoint_file.save(state(1), tmp_path / "a.ckpt")
+    checkpoint_file.link(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
     assert not (tmp_path / "last.ckpt").is_symlink()
-    assert same(durable.load(tmp_path / "last.ckpt"), state(1))
+    assert same(checkpoint_file.load(tmp_path / "last.ckpt"), state(1))
 
 
 def test_quarantine(tmp_path: Path) -> None:
@@ -706,18 +708,18 @@ def test_quarantine(tmp_path: Path) -> None:
     places = []
     for content in ("one", "two"):
         bad.write_text(content)
-        places.append(durable.quarantine(bad, folder, f"it is {content}"))
+        places.append(checkpoint_file.quarantine(bad, folder, f"it is {content}"))
     bad.mkdir()
     (bad / "shard").touch()
-    places.append(durable.quarantine(bad, folder, "a directory"))
+    places.append(checkpoint_file.quarantine(bad, folder, "a directory"))
     assert [places[0].read_text(), places[1].read_text()] == ["one", "two"]
     assert (places[2] / "shard").exists()
     assert not bad.exists()
     assert "it is one" in places[0].with_name(f"{places[0].name}.reason.txt").read_text()
     # Another process has been faster.
-    assert durable.quarantine(bad, folder, "again") == places[2]
+    assert checkpoint_file.quarantine(bad, folder, "again") == places[2]
     with pytest.raises(FileNotFoundError):
-        durable.quarantine(tmp_path / "never-was.ckpt", folder, "missing")
+        checkpoint_file.quarantine(tmp_path / "never-was.ckpt", folder, "missing")
 
 
 def test_quarantine_by_many_processes_at_once(tmp_path: Path) -> None:
@@ -727,7 +729,7 @@ def test_quarantine_by_many_processes_at_once(tmp_path: Path) -> None:
     for _ in range(8):
         if (pid := os.fork()) == 0:
             try:
-                os._exit(0 if durable.quarantine(bad, folder, "bad").read_text() == "bad" else 1)
+                os._exit(0 if checkpoint_file.quarantine(bad, folder, "bad").read_text() == "bad" else 1)
             finally:
                 os._exit(2)
         children.append(pid)
@@ -742,7 +744,7 @@ def test_quarantine_on_storage_that_does_not_take_it(tmp_path: Path) -> None:
     try:
         folder.chmod(0o555)
         with unprivileged(), pytest.raises(PermissionError, match="pass it over"):
-            durable.quarantine(bad, folder / "quarantine", "bad")
+            checkpoint_file.quarantine(bad, folder / "quarantine", "bad")
         assert bad.read_text() == "bad"
     finally:
         folder.chmod(stat.S_IRWXU)
@@ -753,8 +755,10 @@ def test_quarantine_on_a_full_disk_still_moves(tmp_path: Path, caplog: pytest.Lo
     bad = tmp_path / "a.ckpt"
     bad.write_text("bad")
     with pytest.MonkeyPatch.context() as full:
-        full.setattr(durable, "publish", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
-        place = durable.quarantine(bad, tmp_path / "quarantine", "checksum differs")
+        full.setattr(
+            checkpoint_file, "publish", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left"))
+        )
+        place = checkpoint_file.quarantine(bad, tmp_path / "quarantine", "checksum differs")
     assert place.read_text() == "bad"
     assert "checksum differs" in caplog.text
 
@@ -767,14 +771,14 @@ def test_quarantine_to_another_file_system_stays_on_this_one(tmp_path: Path) -> 
     bad = tmp_path / "a.ckpt"
     bad.write_text("bad")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
-        place = durable.quarantine(bad, Path(elsewhere), "bad")
+        place = checkpoint_file.quarantine(bad, Path(elsewhere), "bad")
         assert place.parent == tmp_path / "quarantine"
-        assert durable.quarantine(bad, Path(elsewhere), "bad") == place
+        assert checkpoint_file.quarantine(bad, Path(elsewhere), "bad") == place
 
 
 def test_needs_no_lightning() -> None:
     code = (
-        "import sys, lightning_resilience.checkpoint.durable;"
+        "import sys, lightning_resilience.checkpoint.checkpoint_file;"
         "assert not {'lightning', 'lightning_fabric', 'pytorch_lightning'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)

@@ -15,10 +15,10 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_resilience import AutoResume
-from lightning_resilience.checkpoint import durable, resume
-from lightning_resilience.detect.witness import EXIT_HUNG
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.checkpoint import checkpoint_file, resume
+from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, run, samples
 from tests.test_exact_resume import make, undisturbed
 from tests.test_exact_resume_edges import VALIDATES, Killed, Script, averaged, pruned_at_validation
@@ -212,7 +212,7 @@ def test_what_the_end_has_changed_and_could_not_be_saved_is_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = Script(tmp_path, smoothed)
-    save, written = durable.save, []
+    save, written = checkpoint_file.save, []
 
     def fails_the_second_time(obj: Any, path: Path, *args: Any) -> Any:
         written.append(resume.is_final(path))
@@ -221,7 +221,7 @@ def test_what_the_end_has_changed_and_could_not_be_saved_is_done_again(
         return save(obj, path, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "save", fails_the_second_time)
+        patch.setattr(checkpoint_file, "save", fails_the_second_time)
         first = script.start()
     assert sum(written) == 2
     again = script.start()

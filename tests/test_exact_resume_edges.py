@@ -19,9 +19,10 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ModelPruning, StochasticWeightAveraging, Timer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import AutoResume, LocalCheckpoint, session
+from lightning_resilience import AutoResume, LocalCheckpoint
 from lightning_resilience.checkpoint import resume
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.fit import session
+from lightning_resilience.run.run_directory import RunDirectory
 
 BATCHES = 12  # of an epoch, of 4 samples
 

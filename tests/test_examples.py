@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_resilience.ledger import read_ledger
 from lightning_resilience.recipes import JOBS
-from lightning_resilience.run_directory import LOCAL_DIR_VARIABLE
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "examples" / "README.md").read_text()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_resilience.checkpoint import resume
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks
 from tests.test_exact_resume import make
 
@@ -37,7 +37,7 @@ def test_what_hinders_one_rank_leaves_no_other_behind(tmp_path: Path) -> None:
     """A save, a stop and a start in which one rank fails: none of it ends a training, but for the last."""
     config = settings(
         tmp_path,
-        {"rank": 1, "what": "lightning_resilience.run_directory:load_json", "of": "fingerprint"},
+        {"rank": 1, "what": "lightning_resilience.run.run_directory:load_json", "of": "fingerprint"},
         {"rank": 1, "what": "lightning_resilience._lightning:named_state", "call": 1},  # the check of the first save
         {"rank": 1, "what": "lightning_resilience.callbacks.replica_check:digest_of"},
         {"rank": 0, "what": "lightning_resilience.callbacks.preemption:read_ledger", "call": 1},

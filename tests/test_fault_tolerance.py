@@ -24,11 +24,11 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_resilience import FaultTolerance
 from lightning_resilience.callbacks import fault_tolerance
-from lightning_resilience.detect import watchdog
-from lightning_resilience.detect.timeouts import SectionTimeouts
-from lightning_resilience.detect.witness import EXIT_HUNG, own_directories
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.detect.hangs import watchdog
+from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG, own_directories
+from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, command, result, run, samples
 from tests.test_exact_resume import make, undisturbed
 from tests.test_hangs import FOREVER, LIMITS, nothing_left, stacks_of, the_culprit, verdict_of, watchdogs_of

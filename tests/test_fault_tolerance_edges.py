@@ -32,12 +32,12 @@ from lightning_resilience import AutoResume, FaultTolerance, report_progress
 from lightning_resilience._files import read_json
 from lightning_resilience._processes import is_running
 from lightning_resilience.callbacks import fault_tolerance
-from lightning_resilience.detect import examine, watchdog, witness
-from lightning_resilience.detect.progress import Progress, read_progress
-from lightning_resilience.detect.timeouts import SectionTimeouts
-from lightning_resilience.detect.witness import EXIT_HUNG, Witness, node_directory
-from lightning_resilience.ledger import Ledger, read_ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.detect.hangs import process_probe, rank_probe, watchdog
+from lightning_resilience.detect.hangs.progress import Progress, read_progress
+from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG, Witness, node_directory
+from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
+from lightning_resilience.run.ledger import Ledger, read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from tests import harness
 from tests import test_hangs_verdict as verdicts
 from tests.harness import run
@@ -168,7 +168,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pat
     base = Path("/dev/shm") / f"test-{uuid.uuid4().hex[:8]}"
     base.mkdir()
     found = [base / "first", base / "second"]
-    monkeypatch.setattr(witness, "own_directories", lambda: found)
+    monkeypatch.setattr(rank_probe, "own_directories", lambda: found)
     yield found
     shutil.rmtree(base)
 
@@ -193,25 +193,25 @@ def test_node_memory_that_is_full_in_between_leaves_nothing_behind(
     tmp_path: Path, places: list[Path], monkeypatch: pytest.MonkeyPatch, said: Callable[[str], list[str]]
 ) -> None:
     """There was space for the record of the progress, but there is none for saying that it is there."""
-    monkeypatch.setattr(witness, "write_json", no_space)
+    monkeypatch.setattr(rank_probe, "write_json", no_space)
     seen = Seen()
     fit(tmp_path, seen)
     assert seen.directories == {None}
     assert len(said("not watched")) == 1
-    for signum in (witness.STACKS_SIGNAL, witness.EXIT_SIGNAL):
-        assert not examine._handles(os.getpid(), signum)
+    for signum in (rank_probe.STACKS_SIGNAL, rank_probe.EXIT_SIGNAL):
+        assert not process_probe._handles(os.getpid(), signum)
     assert not watchdogs(tmp_path)
     assert not list(places[0].iterdir())
 
 
 def failing_witnesses(tmp: Path) -> None:
-    witness.write_json = no_space
+    rank_probe.write_json = no_space
     for rank in range(20):
         with pytest.raises(OSError, match="No space left"):
             Witness(tmp, rank, {}, {})
-        assert examine.ask(tmp / f"rank-{rank:05d}", "ping") is None
-        for signum in (witness.STACKS_SIGNAL, witness.EXIT_SIGNAL):
-            assert not examine._handles(os.getpid(), signum)
+        assert process_probe.ask(tmp / f"rank-{rank:05d}", "ping") is None
+        for signum in (rank_probe.STACKS_SIGNAL, rank_probe.EXIT_SIGNAL):
+            assert not process_probe._handles(os.getpid(), signum)
 
 
 def test_a_rank_that_cannot_be_watched_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_a_rank_without_any_place_trains_on(
 
 # -- no watchdog -------------------------------------------------------------------------------------------------------
 
-COMMAND = ["python", "-m", "lightning_resilience.detect.watchdog"]
+COMMAND = ["python", "-m", "lightning_resilience.detect.hangs.watchdog"]
 NO_START = [
     BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
     subprocess.CalledProcessError(1, COMMAND),
@@ -407,7 +407,7 @@ def test_a_watchdog_whose_folder_is_cleaned_up_is_no_lost_one(tmp_path: Path, sa
 
 def test_the_watchdog_needs_neither_torch_nor_lightning() -> None:
     code = (
-        "import sys, lightning_resilience.detect.watchdog\n"
+        "import sys, lightning_resilience.detect.hangs.watchdog\n"
         "print({'torch', 'numpy', 'lightning', 'lightning_fabric', 'pytorch_lightning'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -430,7 +430,7 @@ class Forks(L.Callback):
                 raise RuntimeError("only in the child")
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             stay = read_progress(path)
-            answers = examine.ask(path.with_suffix(""), "ping") is not None
+            answers = process_probe.ask(path.with_suffix(""), "ping") is not None
             alive = is_running(read_json(path.parent / "watchdog.json") or {})
             print(
                 json.dumps({"code": code, "moved": stay != before, "answers": answers, "watchdog": alive}), flush=True
@@ -565,7 +565,7 @@ class SignalsHandled(L.Callback):
         self.seen.append(self.are_handled())
 
     def are_handled(self) -> bool:
-        return all(examine._handles(os.getpid(), signum) for signum in (EXIT_HUNG, witness.STACKS_SIGNAL))
+        return all(process_probe._handles(os.getpid(), signum) for signum in (EXIT_HUNG, rank_probe.STACKS_SIGNAL))
 
 
 def test_a_trainer_inside_of_a_fit_does_not_take_the_watchdogs_signals_away(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_resilience.faults import FaultInjector, SimulatedException, SimulatedFault
-from lightning_resilience.ledger import Ledger, read_ledger
+from lightning_resilience.run.ledger import Ledger, read_ledger
 from tests.harness import CONTEXT
 
 AT = 5
@@ -399,7 +399,7 @@ def test_the_choice_is_the_same_in_every_process(tmp_path: Path) -> None:
     """Not by Python's ``hash``, which each process salts for itself."""
     mine = injector(tmp_path, SimulatedFault(fault_type="random", rand_delay_s=1.0), world_size=1000, seed="run")
     script = (
-        "from lightning_resilience.faults import *; from lightning_resilience.ledger import Ledger; "
+        "from lightning_resilience.faults import *; from lightning_resilience.run.ledger import Ledger; "
         "one = FaultInjector(SimulatedFault(fault_type='random', rand_delay_s=1.0), rank=3, world_size=1000, "
         "ledger=Ledger('/nowhere'), seed='run'); print(one.target_rank, one.fault_type, one.delay_s); "
         "import sys; assert not {'torch', 'lightning', 'pytorch_lightning'} & {*sys.modules}"

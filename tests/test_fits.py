@@ -19,12 +19,13 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from lightning_resilience import AutoResume, Preemption, session
+from lightning_resilience import AutoResume, Preemption
 from lightning_resilience.checkpoint import resume
+from lightning_resilience.fit import session
+from lightning_resilience.fit.session import FitSession, SessionCallback, _sessions
+from lightning_resilience.launch.report import report
 from lightning_resilience.launch.status import status
-from lightning_resilience.report import report
-from lightning_resilience.run_directory import RunDirectory
-from lightning_resilience.session import FitSession, SessionCallback, _sessions
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, run, run_command
 from tests.test_exact_resume import killed_and_resumed, make, undisturbed
 
@@ -104,7 +105,7 @@ def test_a_run_that_trains_on_this_host_is_not_taken_over(tmp_path: Path) -> Non
 
 def test_neither_does_a_launch_take_it_over(tmp_path: Path) -> None:
     enters = (
-        "import sys; from lightning_resilience.run_directory import RunDirectory as R; R(sys.argv[1]).enter(None); "
+        "import sys; from lightning_resilience.run.run_directory import RunDirectory as R; R(sys.argv[1]).enter(None); "
     )
     other = subprocess.Popen(
         [sys.executable, "-c", enters + "print(flush=True); input()", str(tmp_path)],
@@ -128,7 +129,9 @@ def test_neither_does_a_launch_take_it_over(tmp_path: Path) -> None:
 def test_whoever_has_left_or_was_killed_trains_no_more(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     assert directory.enter(None) is None
-    code = f"import sys; from lightning_resilience.run_directory import RunDirectory as R; r = R({str(tmp_path)!r}); "
+    code = (
+        f"import sys; from lightning_resilience.run.run_directory import RunDirectory as R; r = R({str(tmp_path)!r}); "
+    )
     other = "sys.exit(r.enter({job!r}) is not None)"
     enters = [sys.executable, "-c", code + other.format(job=None)]
     assert subprocess.run(enters, timeout=60, check=False).returncode == 1

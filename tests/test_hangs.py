@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_resilience.detect.hangs import Finding, Verdict
-from lightning_resilience.detect.witness import EXIT_HUNG
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG
+from lightning_resilience.detect.hangs.verdict import Finding, Verdict
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, run, samples
 from tests.test_exact_resume import make, undisturbed
 
@@ -67,7 +67,7 @@ def watchdogs_of(config: dict[str, Any]) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if "lightning_resilience.detect.watchdog" in process.cmdline():
+            if "lightning_resilience.detect.hangs.watchdog" in process.cmdline():
                 directory = Path(process.cmdline()[-1])
                 records = [json.loads(path.read_text()) for path in directory.glob("rank-*.json")]
                 if any(record["run_dir"] == config["run_dir"] for record in records):

@@ -21,11 +21,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_resilience.detect.evidence import Frame, ProcessEvidence, RankEvidence, Thread
-from lightning_resilience.detect.flight_recorder import Collective, collectives
-from lightning_resilience.detect.hangs import Finding, Verdict, diagnose
-from lightning_resilience.detect.stacks import parse_stacks, place
-from lightning_resilience.detect.waiting import Waiting
+from lightning_resilience.detect.hangs.comm_wait import Waiting
+from lightning_resilience.detect.hangs.evidence import Frame, ProcessEvidence, RankEvidence, Thread
+from lightning_resilience.detect.hangs.flight_recorder import Collective, collectives
+from lightning_resilience.detect.hangs.stacks import parse_stacks, place
+from lightning_resilience.detect.hangs.verdict import Finding, Verdict, diagnose
 from tests.harness import CONTEXT
 
 SITE = "/opt/venv/lib/python3.11/site-packages"

@@ -23,11 +23,12 @@ import pytorch_lightning
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import AutoResume, Preemption, recipes, session
+from lightning_resilience import AutoResume, Preemption, recipes
 from lightning_resilience._lightning import ResilienceCallback
-from lightning_resilience.checkpoint import durable, resume
+from lightning_resilience.checkpoint import checkpoint_file, resume
+from lightning_resilience.fit import session
 from lightning_resilience.recipes import RECIPE_VARIABLE
-from lightning_resilience.run_directory import RUN_DIR_VARIABLE, RunDirectory
+from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, RunDirectory
 from tests.harness import result, run, samples
 from tests.program import digest
 from tests.test_exact_resume import make, undisturbed
@@ -320,7 +321,7 @@ def test_what_can_only_be_pickled_is_left_out_and_named(
 def test_no_checkpoint_needs_pickle(launched: RunDirectory) -> None:
     stopped(lambda: make_trainer([Stateful(**VALUES)]).fit(Module(signal_at=13, encoder=Encoder())))
     (path,) = resume.checkpoints(launched.fit(0).checkpoints)
-    assert durable.load(path, weights_only=True)["global_step"] == resume.step_of(path)
+    assert checkpoint_file.load(path, weights_only=True)["global_step"] == resume.step_of(path)
 
 
 # -- one Lightning package only ---------------------------------------------------------------------------------------

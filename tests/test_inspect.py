@@ -11,9 +11,9 @@ import torch
 
 from lightning_resilience.checkpoint import inspection, shard
 from lightning_resilience.checkpoint.inspection import inspect
-from lightning_resilience.checkpoint.plain import pack, tensor_names
+from lightning_resilience.checkpoint.node_store import NodeStore
+from lightning_resilience.checkpoint.safe_serialization import pack, tensor_names
 from lightning_resilience.checkpoint.shard import Identity, arrange, seal, view
-from lightning_resilience.checkpoint.store import NodeStore
 from lightning_resilience.launch import cli
 
 

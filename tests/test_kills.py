@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, samples
 from tests.test_exact_resume import make, undisturbed
 

@@ -23,8 +23,8 @@ import psutil
 import pytest
 
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, end_processes, processes_of
-from lightning_resilience.ledger import Ledger, read_ledger
-from lightning_resilience.run_directory import Outcome, RunDirectory
+from lightning_resilience.run.ledger import Ledger, read_ledger
+from lightning_resilience.run.run_directory import Outcome, RunDirectory
 
 PATIENCE_S = 60.0
 
@@ -81,8 +81,8 @@ class Launcher:
         prelude = """
             import os, signal, subprocess, sys, time
             from lightning_resilience import signals
-            from lightning_resilience.ledger import Ledger
-            from lightning_resilience.run_directory import Outcome, RunDirectory
+            from lightning_resilience.run.ledger import Ledger
+            from lightning_resilience.run.run_directory import Outcome, RunDirectory
             run_directory = RunDirectory(os.environ["LIGHTNING_RESILIENCE_RUN_DIR"])
             ledger = Ledger(run_directory.ledger)
             restart_count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from lightning_resilience.checkpoint import resume
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import PROGRAM, command, result
 from tests.test_exact_resume import make, undisturbed
 

@@ -18,12 +18,12 @@ from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.chain import slices_of
 from lightning_resilience.launch.cli import main
 from lightning_resilience.launch.job_info import log_job_info
+from lightning_resilience.launch.report import Interruption, interruptions, report, troubles
 from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.status import progress_line, status
 from lightning_resilience.launch.worker import first_fault
-from lightning_resilience.ledger import Ledger, read_ledger
-from lightning_resilience.report import Interruption, interruptions, report, troubles
-from lightning_resilience.run_directory import Outcome, RunDirectory
+from lightning_resilience.run.ledger import Ledger, read_ledger
+from lightning_resilience.run.run_directory import Outcome, RunDirectory
 
 
 def write_many(path: Path, rank: int, count: int) -> None:
@@ -84,7 +84,7 @@ def test_a_killed_writer_costs_at_most_its_last_line(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     for _ in range(3):
         writer = subprocess.Popen(
-            [sys.executable, "-c", f"from lightning_resilience.ledger import Ledger\nl = Ledger({str(path)!r})\n"
+            [sys.executable, "-c", f"from lightning_resilience.run.ledger import Ledger\nl = Ledger({str(path)!r})\n"
              "print(flush=True)\ni = 0\nwhile True: l.record('saved', step=i); i += 1"],
             stdout=subprocess.PIPE,
         )  # fmt: skip

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience import ledger as module
 from lightning_resilience.launch.budget import Budget, History, LiveHistory
-from lightning_resilience.ledger import Ledger, read_ledger
+from lightning_resilience.run import ledger as module
+from lightning_resilience.run.ledger import Ledger, read_ledger
 
 Break = Callable[[pytest.MonkeyPatch], None]
 

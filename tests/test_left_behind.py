@@ -41,7 +41,7 @@ HOLDS_A_PORT = """
         while not watchdogs:
             import psutil
             watchdogs = [each.pid for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"]
-                         and "lightning_resilience.detect.watchdog" in each.info["cmdline"]
+                         and "lightning_resilience.detect.hangs.watchdog" in each.info["cmdline"]
                          and each.environ().get("TORCHELASTIC_RUN_ID") == os.environ["TORCHELASTIC_RUN_ID"]
                          and each.ppid() != os.getpid()]
         os.kill(watchdogs[0], signal.SIGSTOP)  # else it ends by itself

@@ -31,22 +31,23 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed import PrefixStore, TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import AutoResume, LocalCheckpoint, Preemption, _lightning, session, signals
+from lightning_resilience import AutoResume, LocalCheckpoint, Preemption, _lightning, signals
 from lightning_resilience.callbacks import local_checkpoint, preemption
-from lightning_resilience.checkpoint import capacity, durable, resume, shard
+from lightning_resilience.checkpoint import capacity, checkpoint_file, resume, shard
 from lightning_resilience.checkpoint import local as local_saves
-from lightning_resilience.checkpoint import store as node_store
+from lightning_resilience.checkpoint import node_store as node_store
 from lightning_resilience.checkpoint.generations import Journey, Place, places
 from lightning_resilience.checkpoint.interval import Schedule
 from lightning_resilience.checkpoint.local import LocalSaves
+from lightning_resilience.checkpoint.node_store import NodeStore, PartWriter
 from lightning_resilience.checkpoint.recovery import LocalTier
-from lightning_resilience.checkpoint.rounds import Rounds
+from lightning_resilience.checkpoint.save_coordinator import Rounds
 from lightning_resilience.checkpoint.snapshot import Snapshot, optimizer_tensors, patiently
-from lightning_resilience.checkpoint.store import NodeStore, PartWriter
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import LOCAL_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt
-from lightning_resilience.session import session_of
-from lightning_resilience.tiers import MAX_CONDEMNED, CondemnedCheckpoint
+from lightning_resilience.fit import session
+from lightning_resilience.fit.checkpoint_selector import MAX_CONDEMNED, CondemnedCheckpoint
+from lightning_resilience.fit.session import session_of
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt
 from tests.harness import result, run, samples
 from tests.test_exact_resume import make, undisturbed
 
@@ -1028,9 +1029,9 @@ def test_a_condemned_global_checkpoint(memory: Run) -> None:
     memory.die(memory.resume(6), step=14)
     for path in resume.checkpoints(RunDirectory(memory.path).fit(0).checkpoints):
         if resume.step_of(path) == 12:
-            state = durable.load(path)
+            state = checkpoint_file.load(path)
             state["state_dict"]["layers.0.weight"][0] = float("nan")
-            durable.save(state, path, {"fit": 0})
+            checkpoint_file.save(state, path, {"fit": 0})
     with pytest.raises(CondemnedCheckpoint):
         memory.fit(memory.resume(6), *watched(memory))
     ends_well(memory, memory.resume(6), *watched(memory))

@@ -21,13 +21,14 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import AutoResume, LocalCheckpoint, NaNGuard, TrainingDiverged, session
+from lightning_resilience import AutoResume, LocalCheckpoint, NaNGuard, TrainingDiverged
 from lightning_resilience.callbacks import nan_guard
-from lightning_resilience.checkpoint import durable, shard
-from lightning_resilience.checkpoint.plain import unpack
-from lightning_resilience.checkpoint.store import PartWriter
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.checkpoint import checkpoint_file, shard
+from lightning_resilience.checkpoint.node_store import PartWriter
+from lightning_resilience.checkpoint.safe_serialization import unpack
+from lightning_resilience.fit import session
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import CONTEXT, command, free_port, result, run, run_command, weights
 from tests.test_exact_resume import make, undisturbed
 from tests.test_local_checkpoint import Waits, part_of, parts_in, reseal
@@ -416,9 +417,9 @@ def test_what_a_checkpoint_brings_along_is_not_meant_so(
     about = plain_case(epochs=1, ours=5)
     fit(about, Model(about, files), tmp_path)
     for path in (tmp_path / "resilience").glob("fit-000/checkpoints/*.ckpt"):
-        state = durable.load(path)
+        state = checkpoint_file.load(path)
         state["state_dict"]["net.1.running_var"][2] = math.nan
-        durable.save(state, path, {"fit": 0})
+        checkpoint_file.save(state, path, {"fit": 0})
     saved = len(ledger(tmp_path, "saved"))
     monkeypatch.setattr(session, "_fits_begun", {})
     again = replace(about, epochs=2)
@@ -601,10 +602,10 @@ def test_if_all_states_are_bad_the_run_ends_with_the_reason(max_rollbacks: int, 
     for path in parts_in(tmp_path / "local"):
         reseal(path, change=nan_moment)
     (path,) = Path(config["run_dir"]).glob("fit-000/checkpoints/*")
-    state = durable.load(path)
+    state = checkpoint_file.load(path)
     for moments in state["optimizer_states"][0]["state"].values():
         moments["exp_avg"].view(-1)[0] = math.nan
-    durable.save(state, path, {"fit": 0})
+    checkpoint_file.save(state, path, {"fit": 0})
     code, text = launch(config)
     assert code == 1, text
     assert resumes(config) == [("local", 25), ("local", 20), ("global", 18)]

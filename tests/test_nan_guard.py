@@ -24,13 +24,14 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
-from lightning_resilience import AutoResume, LocalCheckpoint, NaNGuard, TrainingDiverged, session
+from lightning_resilience import AutoResume, LocalCheckpoint, NaNGuard, TrainingDiverged
 from lightning_resilience.callbacks import nan_guard
-from lightning_resilience.detect.numerics import SpikeReference
-from lightning_resilience.detect.troubles import Troubles
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.report import report
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.detect.numerics.numerics import SpikeReference
+from lightning_resilience.detect.numerics.rollback_history import Troubles
+from lightning_resilience.fit import session
+from lightning_resilience.launch.report import report
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run, weights
 from tests.test_exact_resume import make, some
 

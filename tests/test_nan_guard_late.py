@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_resilience import AutoResume, LocalCheckpoint, NaNGuard, session
+from lightning_resilience import AutoResume, LocalCheckpoint, NaNGuard
 from lightning_resilience.callbacks import nan_guard
-from lightning_resilience.detect import numerics
-from lightning_resilience.detect.numerics import ChangingBuffers
-from lightning_resilience.detect.step_guard import StepGuard
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.detect.numerics import numerics
+from lightning_resilience.detect.numerics.numerics import ChangingBuffers
+from lightning_resilience.detect.numerics.step_guard import StepGuard
+from lightning_resilience.fit import session
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run
 from tests.late import Travelling
 from tests.test_exact_resume import make

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_resilience.detect import watchdog
-from lightning_resilience.detect.flight_recorder import collectives, merge, shorten
-from lightning_resilience.detect.hangs import Verdict, diagnose
-from lightning_resilience.detect.witness import EXIT_HUNG, Witness, node_directory
+from lightning_resilience.detect.hangs import watchdog
+from lightning_resilience.detect.hangs.flight_recorder import collectives, merge, shorten
+from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG, Witness, node_directory
+from lightning_resilience.detect.hangs.verdict import Verdict, diagnose
 from tests.test_hangs_verdict import entry as gloo_entry
 from tests.test_hangs_verdict import evidence, gloo, pending
 

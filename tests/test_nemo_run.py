@@ -25,7 +25,7 @@ from lightning_resilience import AutoResume, FaultTolerance, Preemption
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.cli import launch_settings
 from lightning_resilience.launch.job import LaunchSettings
-from lightning_resilience.ledger import read_ledger
+from lightning_resilience.run.ledger import read_ledger
 from tests import harness
 from tests.slurm.cluster import Cluster, wait_until
 from tests.slurm.conftest import cluster  # noqa: F401  (a fixture)
@@ -33,7 +33,7 @@ from tests.slurm.jobs import Chain
 
 run = pytest.importorskip("nemo_run", reason="NeMo-Run is not installed; make test-nemo-run installs it")
 
-from lightning_resilience.nemo_run import FaultTolerancePlugin, PreemptionPlugin, WandbPlugin  # noqa: E402
+from lightning_resilience.contrib.nemo_run import FaultTolerancePlugin, PreemptionPlugin, WandbPlugin  # noqa: E402
 
 STUBS = {
     "scontrol": """
@@ -508,7 +508,7 @@ def test_without_nemo_run_only_the_plugins_are_missing() -> None:
         sys.modules["nemo_run"] = None
         import lightning_resilience.recipes, lightning_resilience.launch.cli
         lightning_resilience.AutoResume
-        import lightning_resilience.nemo_run
+        import lightning_resilience.contrib.nemo_run
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100, check=False
@@ -521,7 +521,7 @@ def test_without_nemo_run_only_the_plugins_are_missing() -> None:
 DRIVER = """
 import json, sys
 import nemo_run as run
-from lightning_resilience.nemo_run import FaultTolerancePlugin, PreemptionPlugin
+from lightning_resilience.contrib.nemo_run import FaultTolerancePlugin, PreemptionPlugin
 from tests import test_nemo_run
 
 given = json.loads(sys.argv[1])

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics.aggregation import RunningMean
 
-from lightning_resilience.detect import numerics
-from lightning_resilience.detect.numerics import (
+from lightning_resilience.detect.numerics import numerics
+from lightning_resilience.detect.numerics.numerics import (
     ChangingBuffers,
     LateReads,
     SpikeReference,

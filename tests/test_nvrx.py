@@ -22,8 +22,8 @@ import pytest
 import yaml
 
 from lightning_resilience import _nvrx
-from lightning_resilience.detect.progress import Progress, Section
-from lightning_resilience.detect.timeouts import SectionTimeouts
+from lightning_resilience.detect.hangs.progress import Progress, Section
+from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 
 PATIENCE_S = 60.0
 FORK = multiprocessing.get_context("fork")
@@ -530,7 +530,7 @@ WORKER = """
     from pathlib import Path
     if os.environ["RANK"] != "2":
         from lightning_resilience import _nvrx
-        from lightning_resilience.detect.progress import Progress
+        from lightning_resilience.detect.hangs.progress import Progress
         _nvrx.DIAGNOSIS_MARGIN_S = 0.5
         assert _nvrx.rank_monitor_available()
         path = Path(f"rank-{os.environ['RANK']}.progress")

@@ -19,9 +19,10 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import AutoResume, Preemption, session
+from lightning_resilience import AutoResume, Preemption
+from lightning_resilience.fit import session
 from lightning_resilience.recipes import RECIPE_VARIABLE
-from lightning_resilience.run_directory import RUN_DIR_VARIABLE, RunDirectory
+from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, RunDirectory
 
 
 class Worsens(L.LightningModule):

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lightning_resilience.checkpoint.data_position import get_random_state
-from lightning_resilience.checkpoint.pieces import Pieces, differing, digests, joined, pieces
-from lightning_resilience.checkpoint.plain import pack
+from lightning_resilience.checkpoint.safe_serialization import pack
+from lightning_resilience.checkpoint.state_difference import Pieces, differing, digests, joined, pieces
 
 
 def of(state: Any) -> Pieces:

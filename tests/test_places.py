@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_resilience._files import sync_directory, write_json
 from lightning_resilience.callbacks.local_checkpoint import _directory
-from lightning_resilience.checkpoint import durable, shard
+from lightning_resilience.checkpoint import checkpoint_file, shard
 from lightning_resilience.checkpoint.data_position import describe_data
-from lightning_resilience.checkpoint.replicas import _Channel, _discarding, _Message
-from lightning_resilience.checkpoint.store import NodeStore
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.checkpoint.node_store import NodeStore
+from lightning_resilience.checkpoint.replication import _Channel, _discarding, _Message
+from lightning_resilience.run.run_directory import RunDirectory
 
 
 @pytest.fixture
@@ -80,8 +80,8 @@ def test_a_file_system_that_syncs_no_folders_is_good_enough(
     run = RunDirectory(tmp_path / "run")
     run.check_owner(run.claim())
     write_json(tmp_path / "x.json", {"a": 1})
-    durable.save({"a": torch.ones(3)}, tmp_path / "x.ckpt", {"step": 1})
-    assert torch.equal(durable.load(tmp_path / "x.ckpt")["a"], torch.ones(3))
+    checkpoint_file.save({"a": torch.ones(3)}, tmp_path / "x.ckpt", {"step": 1})
+    assert torch.equal(checkpoint_file.load(tmp_path / "x.ckpt")["a"], torch.ones(3))
     refusal = errno.EIO
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         sync_directory(tmp_path)

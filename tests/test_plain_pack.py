@@ -16,8 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_resilience.checkpoint import durable, shard
-from lightning_resilience.checkpoint.plain import MISSING, Entries, content, from_plain, pack, plain, unpack
+from lightning_resilience.checkpoint import checkpoint_file, shard
+from lightning_resilience.checkpoint.safe_serialization import (
+    MISSING,
+    Entries,
+    content,
+    from_plain,
+    pack,
+    plain,
+    unpack,
+)
 
 TAG = "__resilience_type__"
 
@@ -31,8 +39,8 @@ def through_json(value):
 def through_file(value, folder):
     """The same through a file of the run directory, as a save behind the training writes it and a resume loads it."""
     skeleton, tensors, left_out = pack(value)
-    durable.save(plain(skeleton, tensors), folder / "file", read_back=True)
-    return from_plain(durable.load(folder / "file")), left_out
+    checkpoint_file.save(plain(skeleton, tensors), folder / "file", read_back=True)
+    return from_plain(checkpoint_file.load(folder / "file")), left_out
 
 
 def through_shard(value):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_resilience.detect.progress import Progress, read_progress
+from lightning_resilience.detect.hangs.progress import Progress, read_progress
 
 
 @pytest.fixture

@@ -27,14 +27,14 @@ from lightning_resilience import (
     StragglerDetection,
     __version__,
     recipes,
-    session,
 )
-from lightning_resilience.detect.timeouts import SectionTimeouts
+from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.faults import SimulatedFault
+from lightning_resilience.fit import session
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.cli import _batch_script, _parse, launch_settings
 from lightning_resilience.recipes import JOBS, RECIPE_VARIABLE, RECIPES, Job
-from lightning_resilience.run_directory import RUN_DIR_VARIABLE, RunDirectory
+from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, RunDirectory
 from tests.harness import result, run, samples
 from tests.test_exact_resume import make, undisturbed
 

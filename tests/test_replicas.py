@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_resilience.checkpoint.replicas import Replicas, Transfer, cliques, fetch
+from lightning_resilience.checkpoint.replication import Replicas, Transfer, cliques, fetch
 from tests.harness import CONTEXT
 from tests.replicas_worker import SIZES, WORLD_SIZE, run
 

@@ -11,9 +11,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_resilience import NaNGuard
-from lightning_resilience.detect.reruns import Suspect, faulty, weigh
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.detect.numerics.reruns import Suspect, faulty, weigh
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run, weights
 from tests.test_exact_resume import make, undisturbed
 

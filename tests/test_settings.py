@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience.settings import (
+from lightning_resilience.fit.settings import (
     Settings,
     changes,
     digests_of_files,
@@ -161,11 +161,12 @@ def test_a_finished_fit_is_not_taken_for_one_of_other_settings(
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_resilience import AutoResume, session
+    from lightning_resilience import AutoResume
+    from lightning_resilience.fit import session
+    from lightning_resilience.fit.settings import CONTINUE_VARIABLE
+    from lightning_resilience.launch.report import report
     from lightning_resilience.launch.status import status
-    from lightning_resilience.report import report
-    from lightning_resilience.run_directory import AnotherFit, RunDirectory
-    from lightning_resilience.settings import CONTINUE_VARIABLE
+    from lightning_resilience.run.run_directory import AnotherFit, RunDirectory
 
     class Model(L.LightningModule):
         def __init__(self, lr: float, decay: float) -> None:

@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from lightning_resilience.checkpoint import shard
-from lightning_resilience.checkpoint.plain import pack, unpack
+from lightning_resilience.checkpoint.safe_serialization import pack, unpack
 from lightning_resilience.checkpoint.shard import (
     ALIGNMENT,
     CorruptShard,

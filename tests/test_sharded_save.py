@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
-from lightning_resilience.checkpoint import durable, resume, sharded_save
+from lightning_resilience.checkpoint import checkpoint_file, resume, sharded_save
 from lightning_resilience.checkpoint.sharded_save import Outcome, Save, ShardedSaves
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RunDirectory, StaleAttempt
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory, StaleAttempt
 from tests.harness import Ranks, result, run, run_command, samples
 from tests.test_exact_resume import killed_and_resumed, make, undisturbed
 
@@ -188,7 +188,7 @@ def test_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path, gone: int, monkey
 def test_storage_that_is_not_shared_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each node has its own run directory, the shards of the others are not there."""
     job = Job(tmp_path)
-    hash_file = durable.hash_file
+    hash_file = checkpoint_file.hash_file
 
     def elsewhere(path: Path, *args: Any, **kwargs: Any) -> Any:
         digest = hash_file(path, *args, **kwargs)
@@ -196,7 +196,7 @@ def test_storage_that_is_not_shared_is_noticed(tmp_path: Path, monkeypatch: pyte
             path.unlink()
         return digest
 
-    monkeypatch.setattr(durable, "hash_file", elsewhere)
+    monkeypatch.setattr(checkpoint_file, "hash_file", elsewhere)
     outcomes = job.save(1)
     assert len(set(outcomes)) == 1
     assert outcomes[0].how == "failed"

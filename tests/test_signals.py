@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_resilience import Interrupted, Preemption, signals
-from lightning_resilience.ledger import Ledger
+from lightning_resilience.run.ledger import Ledger
 from tests.harness import run_command
 
 BEFORE = """

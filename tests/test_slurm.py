@@ -26,11 +26,11 @@ from lightning_resilience._processes import describe_process
 from lightning_resilience.launch import cli, slurm_job, status
 from lightning_resilience.launch.chain import Slice, current_chain, nodes_to_exclude, slices_of, why_it_must_end
 from lightning_resilience.launch.job import Launch, LaunchSettings
+from lightning_resilience.launch.report import interruptions
 from lightning_resilience.launch.slurm import get_slurm_info, lost_nodes, node_names, show_job, usable_nodes
 from lightning_resilience.launch.slurm_job import COMMENT_EVERY_S, Comment
 from lightning_resilience.launch.slurm_script import BatchScript, seconds_of
-from lightning_resilience.ledger import Ledger, node_name, read_ledger
-from lightning_resilience.report import interruptions
+from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
 from tests.test_launch import Launcher, launcher
 
 __all__ = ["launcher"]  # a fixture
@@ -245,7 +245,7 @@ def test_launch_reads_its_rank_from_slurm(monkeypatch: pytest.MonkeyPatch) -> No
 
 SRUN = """#!{python}
 import json, os, sys, time
-from lightning_resilience.ledger import Ledger
+from lightning_resilience.run.ledger import Ledger
 ledger = Ledger({ledger!r}, rank=None)
 json.dump(sys.argv[1:], open({folder!r} + "/srun", "w"))
 json.dump(dict(os.environ), open({folder!r} + "/environment", "w"))

@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import LocalCheckpoint, session
+from lightning_resilience import LocalCheckpoint
 from lightning_resilience.checkpoint import shard, sharded
+from lightning_resilience.checkpoint.node_store import NodeStore
 from lightning_resilience.checkpoint.parts import RankState
-from lightning_resilience.checkpoint.plain import pack, unpack
+from lightning_resilience.checkpoint.safe_serialization import pack, unpack
 from lightning_resilience.checkpoint.snapshot import Fence, Snapshots, optimizer_tensors
-from lightning_resilience.checkpoint.store import NodeStore
+from lightning_resilience.fit import session
 from tests import snapshot_worker
 from tests.harness import CONTEXT, free_port
 from tests.snapshot_worker import PATIENCE_S, OnPurpose, Witness, same

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 
 from lightning_resilience import AutoResume, FaultTolerance
 from lightning_resilience._files import read_json
-from lightning_resilience.detect import watchdog
-from lightning_resilience.detect.evidence import Frame, ProcessEvidence, RankEvidence, Thread
-from lightning_resilience.detect.hangs import diagnose
-from lightning_resilience.detect.progress import read_progress
-from lightning_resilience.detect.witness import EXIT_HUNG, Witness, node_directory, of_worker
+from lightning_resilience.detect.hangs import watchdog
+from lightning_resilience.detect.hangs.evidence import Frame, ProcessEvidence, RankEvidence, Thread
+from lightning_resilience.detect.hangs.progress import read_progress
+from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG, Witness, node_directory, of_worker
+from lightning_resilience.detect.hangs.verdict import diagnose
 from lightning_resilience.launch.view import ranks_now
 from tests.test_launch import Launcher
 from tests.test_launch import launcher as launcher

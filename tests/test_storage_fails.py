@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_resilience import _files, tiers
+from lightning_resilience import _files
 from lightning_resilience._files import Patience
-from lightning_resilience.checkpoint import durable, resume, shard
-from lightning_resilience.ledger import Ledger, read_ledger
-from lightning_resilience.run_directory import FitDirectory, RunDirectory, StorageFails
-from lightning_resilience.session import FitSession
+from lightning_resilience.checkpoint import checkpoint_file, resume, shard
+from lightning_resilience.fit import checkpoint_selector
+from lightning_resilience.fit.session import FitSession
+from lightning_resilience.run.ledger import Ledger, read_ledger
+from lightning_resilience.run.run_directory import FitDirectory, RunDirectory, StorageFails
 from tests.harness import Ranks, result, run
 from tests.test_exact_resume import make, undisturbed
 
@@ -193,7 +194,7 @@ class Job:
         def one(rank: int) -> None:
             self.rank.number = rank
             try:
-                choice = tiers.Tiers.choose(self.chooser(rank), None)
+                choice = checkpoint_selector.Tiers.choose(self.chooser(rank), None)
                 found[rank] = None if choice is None else resume.step_of(choice[0])
             except StorageFails as error:
                 found[rank] = type(error)
@@ -208,7 +209,7 @@ class Job:
             thread.join()
         return found
 
-    def chooser(self, rank: int) -> tiers.Tiers:
+    def chooser(self, rank: int) -> checkpoint_selector.Tiers:
         first = {"is_global_zero": rank == 0, "global_rank": rank, "world_size": self.world_size}
         strategy = SimpleNamespace(
             broadcast=lambda value: self.gather(value)[0], barrier=lambda name: self.gather(0), **first
@@ -222,7 +223,7 @@ class Job:
             previous_outcome=None, had_finished=False, finished_before=lambda: False, check_owner=lambda: None,
         )  # fmt: skip
         session.from_rank_0 = lambda make: FitSession.from_rank_0(session, make)
-        found = tiers.Tiers(session)
+        found = checkpoint_selector.Tiers(session)
         found.uses_global = True
         return found
 
@@ -232,7 +233,7 @@ class Job:
             if self.clock.now < self.faults.until.get(here, 0.0):
                 raise OSError(116, "Stale file handle", str(path))
             if here in self.faults.lost_on_the_way:
-                raise durable.CorruptCheckpoint(f"{path} has changed on its way")
+                raise checkpoint_file.CorruptCheckpoint(f"{path} has changed on its way")
             return read(path, *args, **kwargs)
 
         return reading
@@ -243,7 +244,7 @@ class Job:
         return CHECKPOINTS(directory)
 
 
-CHECKPOINTS, VERIFY, LOAD = resume.checkpoints, resume.verify, durable.load
+CHECKPOINTS, VERIFY, LOAD = resume.checkpoints, resume.verify, checkpoint_file.load
 
 
 def life(seed: int, folder: Path, intact: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -264,10 +265,10 @@ def life(seed: int, folder: Path, intact: Path, monkeypatch: pytest.MonkeyPatch)
     for step in steps:
         path = job.fit.checkpoints / resume.checkpoint_name(step)
         path.write_bytes(intact.read_bytes()[: None if step not in corrupt else -20])
-    monkeypatch.setattr(tiers, "loads_state", lambda strategy: False)
+    monkeypatch.setattr(checkpoint_selector, "loads_state", lambda strategy: False)
     monkeypatch.setattr(resume, "checkpoints", job.lists)
     monkeypatch.setattr(resume, "verify", job.reads(VERIFY))
-    monkeypatch.setattr(durable, "load", job.reads(LOAD))
+    monkeypatch.setattr(checkpoint_file, "load", job.reads(LOAD))
     found = job.start()
 
     about = f"seed {seed}: {found}, {faults}, corrupt: {corrupt}"
@@ -291,7 +292,7 @@ def test_whatever_fails_nothing_intact_is_moved_and_nothing_begins_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     intact = tmp_path / "intact"
-    durable.save({"loops": {}}, intact, {"fit": 0})
+    checkpoint_file.save({"loops": {}}, intact, {"fit": 0})
     ends = [life(seed, tmp_path / f"{seed}", intact, monkeypatch) for seed in range(200)]
     assert {how: ends.count(how) > 10 for how in ("fresh", "failed", "resumed")} == dict.fromkeys(
         ("fresh", "failed", "resumed"), True
@@ -303,7 +304,7 @@ class Reads:
 
     def __init__(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         self.read, self.hashed = [0] * job.world_size, [0] * job.world_size
-        reads, hash_blocks = self, durable._hash_blocks
+        reads, hash_blocks = self, checkpoint_file._hash_blocks
 
         class Counted(io.FileIO):
             def readinto(self, buffer: Any) -> int | None:
@@ -315,8 +316,8 @@ class Reads:
             self.hashed[job.rank.number] += (hashed := hash_blocks(hasher, file, count))
             return hashed
 
-        monkeypatch.setattr(durable, "_open", lambda path: io.BufferedReader(Counted(path)))
-        monkeypatch.setattr(durable, "_hash_blocks", hash_counted)
+        monkeypatch.setattr(checkpoint_file, "_open", lambda path: io.BufferedReader(Counted(path)))
+        monkeypatch.setattr(checkpoint_file, "_hash_blocks", hash_counted)
 
 
 @pytest.mark.parametrize("nodes", [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]]], ids=str)
@@ -325,9 +326,9 @@ def test_a_file_is_hashed_once_on_each_node(
 ) -> None:
     job = Job(tmp_path, nodes, Faults(), Clock(monkeypatch))
     job.fit.create()
-    monkeypatch.setattr(tiers, "loads_state", lambda strategy: False)
+    monkeypatch.setattr(checkpoint_selector, "loads_state", lambda strategy: False)
     path = job.fit.checkpoints / resume.checkpoint_name(10)
-    size = durable.save({"loops": {}, "state_dict": {"weight": torch.rand(1 << 20)}}, path, {"fit": 0}).size
+    size = checkpoint_file.save({"loops": {}, "state_dict": {"weight": torch.rand(1 << 20)}}, path, {"fit": 0}).size
     reads = Reads(job, monkeypatch)
     assert job.start() == [10] * 4
     for ranks in nodes:
@@ -341,9 +342,9 @@ def test_a_file_that_another_one_has_replaced_meanwhile_is_verified_by_who_loads
 ) -> None:
     job = Job(tmp_path, [[0, 1, 2]], Faults(), Clock(monkeypatch))
     job.fit.create()
-    monkeypatch.setattr(tiers, "loads_state", lambda strategy: False)
+    monkeypatch.setattr(checkpoint_selector, "loads_state", lambda strategy: False)
     for step in (10, 20):
-        durable.save({"loops": {}}, job.fit.checkpoints / resume.checkpoint_name(step), {"fit": 0})
+        checkpoint_file.save({"loops": {}}, job.fit.checkpoints / resume.checkpoint_name(step), {"fit": 0})
 
     def load(path: Path, **options: Any) -> Any:
         if job.rank.number == 2 and resume.step_of(path) == 20:
@@ -353,5 +354,5 @@ def test_a_file_that_another_one_has_replaced_meanwhile_is_verified_by_who_loads
             os.replace(tmp_path / "other", path)
         return LOAD(path, **options)
 
-    monkeypatch.setattr(durable, "load", load)
+    monkeypatch.setattr(checkpoint_file, "load", load)
     assert job.start() == [10] * 3

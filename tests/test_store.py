@@ -27,9 +27,9 @@ import pytest
 import torch
 import xxhash
 
-from lightning_resilience.checkpoint import store as module
+from lightning_resilience.checkpoint import node_store as module
 from lightning_resilience.checkpoint.capacity import in_node_memory
-from lightning_resilience.checkpoint.store import NodeStore, PartWriter
+from lightning_resilience.checkpoint.node_store import NodeStore, PartWriter
 
 PAGE = mmap.PAGESIZE
 SHM = Path("/dev/shm")
@@ -1294,7 +1294,7 @@ def test_quarantine_that_does_not_take_it(place: Path, monkeypatch: pytest.Monke
 
 def test_needs_no_lightning() -> None:
     code = (
-        "import sys, lightning_resilience.checkpoint.store;"
+        "import sys, lightning_resilience.checkpoint.node_store;"
         "assert not {'lightning', 'lightning_fabric', 'pytorch_lightning'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)

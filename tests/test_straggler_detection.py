@@ -29,15 +29,16 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from lightning_resilience import AutoResume, StragglerDetection, _nvrx, session
+from lightning_resilience import AutoResume, StragglerDetection, _nvrx
 from lightning_resilience.agreement import Needs
 from lightning_resilience.callbacks import straggler_detection
-from lightning_resilience.detect.own_time import DeviceTime, HostTime, Sample
-from lightning_resilience.detect.place import Place
-from lightning_resilience.detect.stragglers import Straggler
+from lightning_resilience.detect.device_id import Place
+from lightning_resilience.detect.stragglers.step_timer import DeviceTime, HostTime, Sample
+from lightning_resilience.detect.stragglers.stragglers import Straggler
+from lightning_resilience.fit import session
 from lightning_resilience.launch.nodes import Board, Decision
-from lightning_resilience.ledger import Ledger, read_ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.run.ledger import Ledger, read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import CONTEXT, Ranks, free_port, result, run, samples
 from tests.test_exact_resume import killed_and_resumed, make, some, undisturbed
 

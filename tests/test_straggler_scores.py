@@ -30,8 +30,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_resilience.detect import waiting as waits
-from lightning_resilience.detect.own_time import (
+from lightning_resilience.detect.device_id import Place
+from lightning_resilience.detect.hangs import comm_wait as waits
+from lightning_resilience.detect.hangs.comm_wait import Waiting
+from lightning_resilience.detect.stragglers.scores import PerformanceScores, fastest, lost, scores
+from lightning_resilience.detect.stragglers.step_timer import (
     CALLBACKS,
     COMPUTE,
     DATA,
@@ -42,9 +45,7 @@ from lightning_resilience.detect.own_time import (
     HostTime,
     Sample,
 )
-from lightning_resilience.detect.place import Place
-from lightning_resilience.detect.scores import PerformanceScores, fastest, lost, scores
-from lightning_resilience.detect.stragglers import (
+from lightning_resilience.detect.stragglers.stragglers import (
     Exchange,
     History,
     Kernels,
@@ -54,7 +55,6 @@ from lightning_resilience.detect.stragglers import (
     _number,
     make_report,
 )
-from lightning_resilience.detect.waiting import Waiting
 from tests.harness import CONTEXT
 
 INF = math.inf
@@ -377,7 +377,7 @@ def test_a_metric_of_nothing_is_refused() -> None:
 
 
 def test_the_example_of_the_metric_is_true() -> None:
-    assert doctest.testmod(importlib.import_module("lightning_resilience.detect.scores")).failed == 0
+    assert doctest.testmod(importlib.import_module("lightning_resilience.detect.stragglers.scores")).failed == 0
 
 
 def test_a_metric_that_is_called_knows_as_much_as_one_that_is_updated() -> None:

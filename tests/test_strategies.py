@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume
 from lightning_resilience.checkpoint.sharded import whole_parameters
-from lightning_resilience.run_directory import RunDirectory
-from lightning_resilience.strategies import STRATEGIES, loads_state, name_of, traits_of, writes_directories
+from lightning_resilience.fit.strategies import STRATEGIES, loads_state, name_of, traits_of, writes_directories
+from lightning_resilience.run.run_directory import RunDirectory
 from tests import test_auto_resume, test_go_back, test_local_checkpoint, test_nan_guard, test_preemption
 from tests.harness import result, run
 from tests.program import DEFAULTS, Fsdp1OnCpu, Module

@@ -11,10 +11,11 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
-from lightning_resilience import AutoResume, LocalCheckpoint, checks, recipes, session, signals
+from lightning_resilience import AutoResume, LocalCheckpoint, checks, recipes, signals
 from lightning_resilience.checkpoint.local import LocalSaves
+from lightning_resilience.fit import session
 from lightning_resilience.launch.cli import launch_settings
-from lightning_resilience.ledger import read_ledger
+from lightning_resilience.run.ledger import read_ledger
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

@@ -21,11 +21,11 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE
+from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE
+from lightning_resilience.launch.output import KeptOutput
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.output import KeptOutput
-from lightning_resilience.run_directory import RUN_DIR_VARIABLE, RunDirectory
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, RunDirectory
 from tests.terminals import PATIENCE_S, Terminal, those_left, until
 from tests.test_launch import FAKE
 
@@ -106,8 +106,8 @@ def case(tmp_path: Path) -> Iterator[Case]:
 DRAWS = """
 import os, sys, time
 from lightning_resilience import signals
-from lightning_resilience.ledger import Ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.run.ledger import Ledger
+from lightning_resilience.run.run_directory import RunDirectory
 ledger = Ledger(RunDirectory(os.environ["LIGHTNING_RESILIENCE_RUN_DIR"]).ledger)
 told = []
 signals.installed().subscribe(told.append)
@@ -168,8 +168,8 @@ def test_a_launch_outlives_its_terminal(case: Case, how: str) -> None:
 
 WRITES = """
 import os, time
-from lightning_resilience.ledger import Ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.run.ledger import Ledger
+from lightning_resilience.run.run_directory import RunDirectory
 ledger = Ledger(RunDirectory(os.environ["LIGHTNING_RESILIENCE_RUN_DIR"]).ledger)
 ledger.record("ready")
 while not os.path.exists("enough"):
@@ -212,7 +212,7 @@ def test_output_that_is_held_holds_up_no_worker(case: Case, by: str) -> None:
 
 GUARDED = """
     import os, sys
-    from lightning_resilience.output import guard_streams
+    from lightning_resilience.launch.output import guard_streams
     release = guard_streams(__import__("pathlib").Path("kept"))
     sys.stdin.readline()  # from here on nobody reads
     for step in range(3):
@@ -256,7 +256,7 @@ def test_streams_are_given_back(tmp_path: Path) -> None:
     program = """
         import sys
         from pathlib import Path
-        from lightning_resilience.output import guard_streams
+        from lightning_resilience.launch.output import guard_streams
         before = dict(vars(sys.stdout))
         guard_streams(Path("kept"))()
         assert vars(sys.stdout) == before

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lightning_resilience import _files
-from lightning_resilience.detect.progress import Section
-from lightning_resilience.detect.timeouts import SectionTimeouts, calculate, load, save, selectable
+from lightning_resilience.detect.hangs.progress import Section
+from lightning_resilience.detect.hangs.timeouts import SectionTimeouts, calculate, load, save, selectable
 from tests.test_durable import killed_everywhere
 
 LAYOUT = {"world_size": 8, "nodes": 2, "strategy": "DDPStrategy"}
@@ -25,7 +25,7 @@ ALL: set[Section] = {"setup", "step", "validation", "checkpointing", "out_of_sec
 
 def test_imports_neither_torch_nor_lightning() -> None:
     code = (
-        "import lightning_resilience.detect.timeouts, sys; "
+        "import lightning_resilience.detect.hangs.timeouts, sys; "
         "assert not {'torch', 'lightning', 'pytorch_lightning'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

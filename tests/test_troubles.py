@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_resilience.detect.reruns import Suspect
-from lightning_resilience.detect.troubles import REFILL_STEPS, Troubles, Window
+from lightning_resilience.detect.numerics.reruns import Suspect
+from lightning_resilience.detect.numerics.rollback_history import REFILL_STEPS, Troubles, Window
 
 FULL = Troubles(
     2,

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import AutoResume, LocalCheckpoint, saving, session
-from lightning_resilience.checkpoint import durable, resume
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience import AutoResume, LocalCheckpoint
+from lightning_resilience.checkpoint import checkpoint_file, resume
+from lightning_resilience.fit import saving, session
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from tests.program import digest
 
 STEPS, FAILS_AT = 8, 5
@@ -300,7 +301,7 @@ def test_whatever_goes_wrong_in_loading_the_next_best_is_taken(
         fit(tmp_path, Plain(), [Fails()], "global", monkeypatch, steps)
     folder = run.fit(0).checkpoints
     good = resume.checkpoints(folder)[0]
-    stamp, state = durable.read_stamp(good), durable.load(good)
+    stamp, state = checkpoint_file.read_stamp(good), checkpoint_file.load(good)
     assert stamp is not None
     unknown: list[Any] = [
         {**state, "callbacks": {"a": {"__resilience_type__": "no such type"}}},
@@ -310,7 +311,7 @@ def test_whatever_goes_wrong_in_loading_the_next_best_is_taken(
     ]
     for number, content in enumerate(unknown):
         path = folder / resume.checkpoint_name(FAILS_AT + 1 + number, False)
-        durable.save(content, path, {**stamp.metadata, "step": FAILS_AT + 1 + number})
+        checkpoint_file.save(content, path, {**stamp.metadata, "step": FAILS_AT + 1 + number})
     fit(tmp_path, Plain(), [], "global", monkeypatch, steps)
     events = read_ledger(run.ledger)
     assert sum(event["event"] == "quarantined" for event in events) == len(unknown)

@@ -13,8 +13,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_resilience import AutoResume, session
-from lightning_resilience.checkpoint_io import from_rank_zero, on_every_rank
+from lightning_resilience import AutoResume
+from lightning_resilience.fit import session
+from lightning_resilience.fit.checkpoint_io import from_rank_zero, on_every_rank
 from tests.harness import CONTEXT, free_port, run
 from tests.test_exact_resume import make
 

@@ -16,10 +16,11 @@ import psutil
 import pytest
 import torch
 
-from lightning_resilience import session, wandb_panels
-from lightning_resilience.detect.place import Place
-from lightning_resilience.detect.stragglers import Report
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience import wandb_panels
+from lightning_resilience.detect.device_id import Place
+from lightning_resilience.detect.stragglers.stragglers import Report
+from lightning_resilience.fit import session
+from lightning_resilience.run.run_directory import RunDirectory
 from tests import program
 from tests.harness import CONTEXT, free_port
 

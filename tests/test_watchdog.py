@@ -22,8 +22,8 @@ import pytest
 
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience._processes import describe_process, is_running
-from lightning_resilience.detect import watchdog
-from lightning_resilience.detect.witness import (
+from lightning_resilience.detect.hangs import watchdog
+from lightning_resilience.detect.hangs.rank_probe import (
     EXIT_HUNG,
     Witness,
     node_directory,
@@ -31,8 +31,8 @@ from lightning_resilience.detect.witness import (
     remove_abandoned,
 )
 from lightning_resilience.launch.view import diagnoses, ranks_now
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 
 _FORK = multiprocessing.get_context("fork")
 LIMIT_S = 2.0
@@ -236,7 +236,7 @@ def test_the_second_hang_of_an_attempt_is_a_case_of_its_own(run_dir: Path) -> No
 
 
 def test_one_whose_ranks_have_gone_before_it_watches_ends_without_a_word(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "lightning_resilience.detect.watchdog", str(tmp_path / "gone")]
+    program = [sys.executable, "-m", "lightning_resilience.detect.hangs.watchdog", str(tmp_path / "gone")]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (1, "")
 

@@ -12,7 +12,7 @@ from lightning_resilience import _lightning
 from lightning_resilience._arguments import checked, duration
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.checkpoint import resume
-from lightning_resilience.session import FitSession, SessionCallback, session_of
+from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

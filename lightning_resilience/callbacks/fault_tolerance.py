@@ -22,10 +22,10 @@ from lightning_resilience import _lightning, _nvrx
 from lightning_resilience._arguments import checked
 from lightning_resilience._processes import is_running
 from lightning_resilience.callbacks.auto_resume import AutoResume
-from lightning_resilience.detect import health, timeouts, watchdog
-from lightning_resilience.detect.progress import Section
-from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
-from lightning_resilience.detect.witness import (
+from lightning_resilience.detect import health
+from lightning_resilience.detect.hangs import timeouts, watchdog
+from lightning_resilience.detect.hangs.progress import Section
+from lightning_resilience.detect.hangs.rank_probe import (
     EXIT_HUNG,
     Witness,
     handle_signals_again,
@@ -33,10 +33,11 @@ from lightning_resilience.detect.witness import (
     of_worker,
     pids,
 )
+from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.faults import FaultInjector, SimulatedFault
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RUN_DIR_VARIABLE, is_started_again
-from lightning_resilience.session import FitSession, SessionCallback, session_of
+from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, is_started_again
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -81,7 +82,7 @@ class FaultTolerance(SessionCallback):
             ``FAULT_TOL_FINISHED_FLAG_FILE``, if any, is then made when the fit has finished, so that job scripts stop
             requeuing it; and without ``AutoResume`` in the Trainer there is a warning.
         calculate_timeouts: Whether the limits are calculated from the times that sections have really taken, as NVRx
-            does it (five times the longest, see :func:`~lightning_resilience.detect.timeouts.calculate`), kept in
+            does it (five times the longest, see :func:`~lightning_resilience.detect.hangs.timeouts.calculate`), kept in
             ``ft_state.json`` and used by the next job of the same size. Only where a launcher starts ended workers
             again: elsewhere a limit that turns out to be too short would cost the run.
         simulated_fault_params: A fault on purpose, for drills: :class:`~lightning_resilience.faults.SimulatedFault`,
@@ -90,7 +91,7 @@ class FaultTolerance(SessionCallback):
         exc_handling_policy: Called with the exception that ends the fit on a rank; returns what shall happen to the
             workload, as NVRx's ``WorkloadControlRequest`` or as ``"exclude_this_node"``, ``"shutdown_workload"`` or
             ``None`` (go on as usual). Ranks that only lose a peer get an exception that says so.
-        section_timeouts: The limits in seconds: :class:`~lightning_resilience.detect.timeouts.SectionTimeouts`, a
+        section_timeouts: The limits in seconds: :class:`~lightning_resilience.detect.hangs.timeouts.SectionTimeouts`, a
             mapping, or ``"setup:600,step:180,checkpointing:420,out_of_section:300"``. Default: the launcher's, else
             those values, which are Megatron-Bridge's. That of ``start`` is the launcher's in any case.
         engine: Who ends hung ranks besides this callback's watchdog: ``nvrx`` (NVRx's rank monitors; the ranks must

@@ -22,19 +22,19 @@ from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.generations import Journey, common_part, places, rank_part
 from lightning_resilience.checkpoint.interval import Schedule, mean_time_to_failure_s, optimal_interval_s
 from lightning_resilience.checkpoint.local import Figures, LocalSaves
+from lightning_resilience.checkpoint.node_store import NodeStore, PartWriter
 from lightning_resilience.checkpoint.parts import divergence_of
-from lightning_resilience.checkpoint.plain import Entries
 from lightning_resilience.checkpoint.recovery import LocalTier
-from lightning_resilience.checkpoint.replicas import ReplicaError, Replicas, Transfer, cliques, fetch
-from lightning_resilience.checkpoint.rounds import Rounds, new_generation
+from lightning_resilience.checkpoint.replication import ReplicaError, Replicas, Transfer, cliques, fetch
+from lightning_resilience.checkpoint.safe_serialization import Entries
+from lightning_resilience.checkpoint.save_coordinator import Rounds, new_generation
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import ON_DEVICE_BYTES
-from lightning_resilience.checkpoint.store import NodeStore, PartWriter
-from lightning_resilience.detect.witness import own_directories
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.report import interruptions
-from lightning_resilience.run_directory import LOCAL_DIR_VARIABLE
-from lightning_resilience.session import FitSession, SessionCallback, session_of
+from lightning_resilience.detect.hangs.rank_probe import own_directories
+from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
+from lightning_resilience.launch.report import interruptions
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

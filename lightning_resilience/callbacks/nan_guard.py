@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from lightning_resilience import _lightning, checkpoint_io
+from lightning_resilience import _lightning
 from lightning_resilience._arguments import checked
 from lightning_resilience.agreement import Event, Needs
-from lightning_resilience.detect.numerics import ChangingBuffers, SpikeReference, all_finite, nonfinite_names
-from lightning_resilience.detect.place import Place
-from lightning_resilience.detect.reruns import Suspect, faulty, weigh
-from lightning_resilience.detect.step_guard import Reruns, StepGuard, Verdict, can_skip, on_host
-from lightning_resilience.detect.troubles import Troubles, Window
-from lightning_resilience.session import FitSession, SessionCallback, session_of
+from lightning_resilience.detect.device_id import Place
+from lightning_resilience.detect.numerics.numerics import ChangingBuffers, SpikeReference, all_finite, nonfinite_names
+from lightning_resilience.detect.numerics.reruns import Suspect, faulty, weigh
+from lightning_resilience.detect.numerics.rollback_history import Troubles, Window
+from lightning_resilience.detect.numerics.step_guard import Reruns, StepGuard, Verdict, can_skip, on_host
+from lightning_resilience.fit import checkpoint_io
+from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from lightning_resilience import _lightning, signals
 from lightning_resilience._arguments import checked, duration, shown
 from lightning_resilience.agreement import Event, Needs
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.output import guard_streams
-from lightning_resilience.run_directory import NOT_SHOWN, RUN_DIR_VARIABLE
-from lightning_resilience.session import FitSession, SessionCallback, session_of
+from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
+from lightning_resilience.launch.output import guard_streams
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import NOT_SHOWN, RUN_DIR_VARIABLE
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

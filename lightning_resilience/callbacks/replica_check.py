@@ -8,15 +8,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import NoReturn
 
-from lightning_resilience import _lightning, checkpoint_io
+from lightning_resilience import _lightning
 from lightning_resilience._arguments import checked
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.checkpoint.digest import digest_of
-from lightning_resilience.detect.divergence import Divergence
-from lightning_resilience.detect.troubles import Rollbacks
-from lightning_resilience.ledger import node_name
-from lightning_resilience.session import FitSession, SessionCallback
+from lightning_resilience.detect.numerics.divergence import Divergence
+from lightning_resilience.detect.numerics.rollback_history import Rollbacks
+from lightning_resilience.fit import checkpoint_io
+from lightning_resilience.fit.session import FitSession, SessionCallback
+from lightning_resilience.run.ledger import node_name
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,9 @@ import torch
 from lightning_resilience import _lightning, _nvrx, wandb_panels
 from lightning_resilience._arguments import checked, duration
 from lightning_resilience.agreement import Event, Needs
-from lightning_resilience.detect.own_time import (
+from lightning_resilience.detect.device_id import Place
+from lightning_resilience.detect.hangs.comm_wait import Waiting
+from lightning_resilience.detect.stragglers.step_timer import (
     CALLBACKS,
     COMPUTE,
     NO_PART,
@@ -26,8 +28,7 @@ from lightning_resilience.detect.own_time import (
     HostTime,
     timing_events,
 )
-from lightning_resilience.detect.place import Place
-from lightning_resilience.detect.stragglers import (
+from lightning_resilience.detect.stragglers.stragglers import (
     Exchange,
     History,
     Kernels,
@@ -36,11 +37,10 @@ from lightning_resilience.detect.stragglers import (
     Streaks,
     make_report,
 )
-from lightning_resilience.detect.waiting import Waiting
+from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
 from lightning_resilience.launch.nodes import why_it_keeps
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import is_started_again
-from lightning_resilience.session import FitSession, SessionCallback, session_of
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import is_started_again
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

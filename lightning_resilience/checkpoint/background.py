@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from lightning_resilience.checkpoint.devices import accelerator
+from lightning_resilience.checkpoint.node_store import MappedFile
 from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots
-from lightning_resilience.checkpoint.store import MappedFile
 
 log = logging.getLogger(__name__)
 

@@ -30,12 +30,12 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_resilience.checkpoint.plain import from_plain
+from lightning_resilience.checkpoint.safe_serialization import from_plain
 
 log = logging.getLogger(__name__)
 
 RandomState = dict[str, Any]
-"""The state of every global random generator of a process, in plain types (see :mod:`.plain`)."""
+"""The state of every global random generator of a process, in plain types (see :mod:`.safe_serialization`)."""
 
 PROGRESS_INTERVAL_S = 5.0
 """How often a replay of fetched batches says how far it is."""

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from lightning_resilience.checkpoint.durable import CorruptCheckpoint, UnsafeContent, load_plain
+from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint, UnsafeContent, load_plain
 
 METADATA = ".metadata"
 """The file in which DCP describes a directory."""

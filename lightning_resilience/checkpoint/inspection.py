@@ -11,8 +11,8 @@ from pathlib import Path
 
 from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.capacity import format_bytes
-from lightning_resilience.checkpoint.plain import tensor_names
-from lightning_resilience.report import table
+from lightning_resilience.checkpoint.safe_serialization import tensor_names
+from lightning_resilience.launch.report import table
 
 _LARGEST = 20  # tensors of a shard that are listed
 _MOST_PARTS = 100  # of a generation that are listed

@@ -22,13 +22,13 @@ from lightning_resilience.checkpoint.capacity import format_bytes
 from lightning_resilience.checkpoint.devices import Standstill
 from lightning_resilience.checkpoint.generations import Place, common_part, rank_part
 from lightning_resilience.checkpoint.interval import Schedule
+from lightning_resilience.checkpoint.node_store import NodeStore, PartWriter
 from lightning_resilience.checkpoint.parts import Check, Part, RankState, divergence_of
-from lightning_resilience.checkpoint.plain import tensor_names
-from lightning_resilience.checkpoint.replicas import ReplicaError, Replicas
-from lightning_resilience.checkpoint.rounds import Round, Rounds, new_generation
+from lightning_resilience.checkpoint.replication import ReplicaError, Replicas
+from lightning_resilience.checkpoint.safe_serialization import tensor_names
+from lightning_resilience.checkpoint.save_coordinator import Round, Rounds, new_generation
 from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots, patiently
-from lightning_resilience.checkpoint.store import NodeStore, PartWriter
-from lightning_resilience.detect.divergence import Divergence
+from lightning_resilience.detect.numerics.divergence import Divergence
 
 log = logging.getLogger(__name__)
 

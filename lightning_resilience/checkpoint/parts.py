@@ -12,10 +12,10 @@ import xxhash
 
 from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.generations import Place, common_part, rank_part
-from lightning_resilience.checkpoint.plain import tensor_names
+from lightning_resilience.checkpoint.node_store import NodeStore, PartWriter
+from lightning_resilience.checkpoint.safe_serialization import tensor_names
 from lightning_resilience.checkpoint.snapshot import Snapshot, address
-from lightning_resilience.checkpoint.store import NodeStore, PartWriter
-from lightning_resilience.detect.divergence import Divergence
+from lightning_resilience.detect.numerics.divergence import Divergence
 
 log = logging.getLogger(__name__)
 

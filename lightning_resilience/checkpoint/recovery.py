@@ -27,8 +27,8 @@ from lightning_resilience.checkpoint.generations import (
     journeys,
     rank_part,
 )
-from lightning_resilience.checkpoint.plain import unpack
-from lightning_resilience.checkpoint.store import NodeStore, PartWriter
+from lightning_resilience.checkpoint.node_store import NodeStore, PartWriter
+from lightning_resilience.checkpoint.safe_serialization import unpack
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_resilience.checkpoint import dcp, durable
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.checkpoint import checkpoint_file, dcp
+from lightning_resilience.run.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -53,23 +53,23 @@ def is_final(path: str | os.PathLike[str]) -> bool:
 
 def verify(
     path: Path, expected: dict[str, Any] | None = None, mine: Callable[[str], bool] = lambda name: True
-) -> durable.Stamp:
+) -> checkpoint_file.Stamp:
     """Reads every byte of a checkpoint of ours, and refuses a directory in which something would be executed.
 
     Args:
         path: A file, or the directory of a sharded checkpoint.
         expected: Metadata that it must carry, such as ``{"fit": 0}``.
-        mine: Which files of a directory to look at; see :func:`~.durable.verify_directory`.
+        mine: Which files of a directory to look at; see :func:`~.checkpoint_file.verify_directory`.
 
     Raises:
-        durable.CorruptCheckpoint: If it is damaged, or was not written by this package, or for something else.
+        checkpoint_file.CorruptCheckpoint: If it is damaged, or was not written by this package, or for something else.
     """
-    stamp = durable.verify_directory(path, mine) if path.is_dir() else durable.verify(path)
+    stamp = checkpoint_file.verify_directory(path, mine) if path.is_dir() else checkpoint_file.verify(path)
     if stamp is None:
-        raise durable.CorruptCheckpoint(f"{path} carries no checksum: it was not written here")
+        raise checkpoint_file.CorruptCheckpoint(f"{path} carries no checksum: it was not written here")
     for key, value in (expected or {}).items():
         if stamp.metadata.get(key) != value:
-            raise durable.CorruptCheckpoint(
+            raise checkpoint_file.CorruptCheckpoint(
                 f"{path} is foreign: its {key} is {stamp.metadata.get(key)!r}, expected {value!r}"
             )
     if path.is_dir():
@@ -86,7 +86,7 @@ def retain(directory: str | os.PathLike[str], keep: int) -> None:
         return
     for path in old:
         try:
-            durable.remove(path)
+            checkpoint_file.remove(path)
         except OSError as error:
             log.warning("The old checkpoint %s could not be removed: %s", path, error)
 
@@ -94,7 +94,7 @@ def retain(directory: str | os.PathLike[str], keep: int) -> None:
 def newest_verified(
     directory: str | os.PathLike[str],
     expected: dict[str, Any] | None = None,
-    on_corrupt: Callable[[Path, durable.CorruptCheckpoint], None] | None = None,
+    on_corrupt: Callable[[Path, checkpoint_file.CorruptCheckpoint], None] | None = None,
 ) -> Iterator[Path]:
     """The checkpoints in ``directory`` that verify, newest first; the next one is looked at only when it is asked for.
 
@@ -106,7 +106,7 @@ def newest_verified(
     for path in checkpoints(directory):
         try:
             verify(path, expected)
-        except durable.CorruptCheckpoint as error:
+        except checkpoint_file.CorruptCheckpoint as error:
             if on_corrupt is not None:
                 on_corrupt(path, error)
             continue

@@ -240,7 +240,7 @@ def seal(memory: torch.Tensor, specs: Sequence[TensorSpec], identity: Identity, 
         memory: Bytes (uint8), one dimension, on the host, at least ``data_size``.
         specs: As returned by :func:`arrange`.
         identity: Whose state it is.
-        skeleton: Anything that JSON can hold, see :func:`~.plain.pack`.
+        skeleton: Anything that JSON can hold, see :func:`~.safe_serialization.pack`.
         data_size: As returned by :func:`arrange`.
 
     Returns:

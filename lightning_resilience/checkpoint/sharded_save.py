@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan
 
 from lightning_resilience._files import make_directory
-from lightning_resilience.checkpoint import dcp, durable
+from lightning_resilience.checkpoint import checkpoint_file, dcp
 from lightning_resilience.checkpoint.sharded import local
-from lightning_resilience.run_directory import StaleAttempt
+from lightning_resilience.run.run_directory import StaleAttempt
 
 _PATIENCE_S = 3600.0
 """How long a rank waits for the others, as long as nothing is known of an end."""
@@ -186,7 +186,9 @@ class ShardedSaves:
         results = writer.write_data(self._plan, _Values(part)).value()
         names = {str(each.storage_data.relative_path) for each in results}
         return _Report(
-            Outcome("published"), results, {name: durable.hash_file(save.written / name) for name in sorted(names)}
+            Outcome("published"),
+            results,
+            {name: checkpoint_file.hash_file(save.written / name) for name in sorted(names)},
         )
 
     def _finish(self, number: int, save: Save, mine: _Report, rest: Any, read_back: bool) -> Outcome:
@@ -213,7 +215,7 @@ class ShardedSaves:
             if read_back:
                 dcp.check(save.written, lambda name: True)
             known = {name: digest for each in reports for name, digest in each.digests.items()}
-            durable.publish_directory(save.written, save.path, save.metadata, self._check_owner, known)
+            checkpoint_file.publish_directory(save.written, save.path, save.metadata, self._check_owner, known)
         except StaleAttempt as error:
             return Outcome("stale", str(error))
         except Exception as error:

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_resilience.checkpoint import devices
 from lightning_resilience.checkpoint.digest import Digest
-from lightning_resilience.checkpoint.plain import pack
+from lightning_resilience.checkpoint.safe_serialization import pack
 from lightning_resilience.checkpoint.sharded import local
 
 _LOOKED_AT_ALL = 1e-3
@@ -84,7 +84,7 @@ class Snapshots:
         """Begins a snapshot; called by the training thread at a boundary.
 
         Args:
-            state: Nested containers of tensors and plain values, as :func:`~.plain.pack` takes them.
+            state: Nested containers of tensors and plain values, as :func:`~.safe_serialization.pack` takes them.
             stable: The tensors that do not change before the fence.
         """
         skeleton, tensors, left_out = pack(state)
@@ -332,7 +332,7 @@ class Snapshot:
     The training thread calls :meth:`fence`; another thread calls :meth:`copy` and then :meth:`is_good`.
 
     Attributes:
-        skeleton: The state without its tensors (see :func:`~.plain.pack`).
+        skeleton: The state without its tensors (see :func:`~.safe_serialization.pack`).
         tensors: What was or will be copied. To be read by :meth:`copy` only, but for their shapes and types.
         addresses: Where the training keeps them; see :func:`address`.
         left_out: Names of what could not be taken.

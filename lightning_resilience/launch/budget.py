@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_resilience.ledger import Ledger
+from lightning_resilience.run.ledger import Ledger
 
 Event = dict[str, Any]
 

@@ -12,19 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_resilience import __version__
-from lightning_resilience.detect.timeouts import SectionTimeouts
+from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.launch import naming
 from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, other_command
 from lightning_resilience.launch.lookup import why_not_found
+from lightning_resilience.launch.output import introduce, say
+from lightning_resilience.launch.report import report
 from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.slurm_script import AFTER_GRACE_S, PREEMPT_TIME_S, BatchScript
 from lightning_resilience.launch.status import overview, runs_in, status
 from lightning_resilience.launch.view import diagnoses, ranks_now, watch
-from lightning_resilience.ledger import is_ledger, node_name
-from lightning_resilience.output import introduce, say
 from lightning_resilience.recipes import JOBS
-from lightning_resilience.report import report
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.run.ledger import is_ledger, node_name
+from lightning_resilience.run.run_directory import RunDirectory
 
 _EXIT_CODES = """exit codes of launch:
   0   the run has finished

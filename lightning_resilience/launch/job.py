@@ -16,7 +16,17 @@ from types import FrameType
 
 from lightning_resilience import _nvrx, signals
 from lightning_resilience._files import Patience
-from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
+from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
+from lightning_resilience.fit.settings import (
+    CONTINUE_VARIABLE,
+    Change,
+    changes,
+    digests_of_files,
+    identity_of_command,
+    is_another_run,
+    say_changes,
+    settings_of_command,
+)
 from lightning_resilience.launch import budget
 from lightning_resilience.launch.budget import Budget, LiveHistory, highest_verified_step
 from lightning_resilience.launch.naming import last_launch
@@ -30,8 +40,10 @@ from lightning_resilience.launch.nodes import (
     is_this_host,
     nodes_to_avoid,
 )
+from lightning_resilience.launch.output import Relay, say
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
 from lightning_resilience.launch.record import InUse, LaunchRecord, Spares, TakenOver, records
+from lightning_resilience.launch.report import troubles
 from lightning_resilience.launch.script_errors import why_not_again
 from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.temporary import launch_folder
@@ -41,11 +53,9 @@ from lightning_resilience.launch.worker import (
     TRY_ELSEWHERE,
     first_fault,
 )
-from lightning_resilience.ledger import Ledger, node_name, read_ledger
-from lightning_resilience.output import Relay, say
 from lightning_resilience.recipes import RECIPE_VARIABLE
-from lightning_resilience.report import troubles
-from lightning_resilience.run_directory import (
+from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
+from lightning_resilience.run.run_directory import (
     LAUNCHED,
     LOCAL_DIR_VARIABLE,
     NOT_SHOWN,
@@ -53,17 +63,7 @@ from lightning_resilience.run_directory import (
     Outcome,
     RunDirectory,
 )
-from lightning_resilience.settings import (
-    CONTINUE_VARIABLE,
-    Change,
-    changes,
-    digests_of_files,
-    identity_of_command,
-    is_another_run,
-    say_changes,
-    settings_of_command,
-)
-from lightning_resilience.wandb_runs import RUN_ID_VARIABLE, wandb_run_id
+from lightning_resilience.run.wandb_runs import RUN_ID_VARIABLE, wandb_run_id
 
 _VERDICT_EXIT_CODES = (TRY_ELSEWHERE, 17)  # Megatron's: to be tried on other devices, and validated there
 _LEFTOVERS_PATIENCE_S = 5.0

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from lightning_resilience.launch.slurm import get_slurm_info
-from lightning_resilience.ledger import Ledger
+from lightning_resilience.run.ledger import Ledger
 
 log = logging.getLogger(__name__)
 

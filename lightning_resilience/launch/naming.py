@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience._files import load_json, sync_directory, write_json
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RunDirectory
-from lightning_resilience.settings import has_arguments, identity_of_command
+from lightning_resilience.fit.settings import has_arguments, identity_of_command
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 
 FOLDER = "runs"
 """Where the run directories are that nobody has named."""

@@ -18,7 +18,7 @@ from contextlib import suppress
 import psutil
 
 from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE
-from lightning_resilience.output import say
+from lightning_resilience.launch.output import say
 
 LAUNCH_ID_VARIABLE = "LIGHTNING_RESILIENCE_LAUNCH_ID"
 """Environment variable that marks every process of a launch."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning_resilience._files import create_json, read_json, write_json
 from lightning_resilience._processes import describe_process, is_on_this_system, is_running, pid_namespace
-from lightning_resilience.ledger import node_name
+from lightning_resilience.run.ledger import node_name
 
 FIRST = "first"
 """The place of the launch that decides."""

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience.launch.budget import normalised
-from lightning_resilience.ledger import node_name
-from lightning_resilience.output import say
+from lightning_resilience.launch.output import say
+from lightning_resilience.run.ledger import node_name
 
 # What is raised by mistakes in a script, rather than by a device or a network that may be better soon.
 _MISTAKES = (

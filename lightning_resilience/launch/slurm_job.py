@@ -48,6 +48,7 @@ from lightning_resilience.launch.chain import (
     why_it_must_end,
 )
 from lightning_resilience.launch.cli import launch_settings
+from lightning_resilience.launch.output import introduce, say
 from lightning_resilience.launch.slurm import (
     SlurmInfo,
     get_slurm_info,
@@ -59,9 +60,8 @@ from lightning_resilience.launch.slurm import (
 )
 from lightning_resilience.launch.slurm_script import seconds_of
 from lightning_resilience.launch.status import compact, progress_line
-from lightning_resilience.ledger import Ledger
-from lightning_resilience.output import introduce, say
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.run.ledger import Ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from lightning_resilience.signals import EXIT_INTERRUPTED
 
 COMMENT_EVERY_S = 30.0

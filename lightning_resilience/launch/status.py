@@ -14,10 +14,10 @@ from pathlib import Path
 from lightning_resilience.launch.budget import Budget, Event, highest_verified_step, spent
 from lightning_resilience.launch.chain import Slice, current_chain, slices_of
 from lightning_resilience.launch.record import records
+from lightning_resilience.launch.report import table
 from lightning_resilience.launch.slurm import run_slurm
-from lightning_resilience.ledger import is_ledger, node_name, read_ledger
-from lightning_resilience.report import table
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.run.ledger import is_ledger, node_name, read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 
 _REASON_LENGTH = 110
 _LIMITS = [field.name for field in fields(Budget)]

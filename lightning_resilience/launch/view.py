@@ -12,14 +12,14 @@ from typing import Any
 
 from lightning_resilience._files import read_json
 from lightning_resilience._processes import is_running
-from lightning_resilience.detect.evidence import RankEvidence
-from lightning_resilience.detect.examine import PYTHON, ask
-from lightning_resilience.detect.hangs import Finding, Verdict
-from lightning_resilience.detect.progress import read_progress
-from lightning_resilience.detect.watchdog import read_evidence
-from lightning_resilience.detect.witness import own_directories
-from lightning_resilience.report import table
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.detect.hangs.evidence import RankEvidence
+from lightning_resilience.detect.hangs.process_probe import PYTHON, ask
+from lightning_resilience.detect.hangs.progress import read_progress
+from lightning_resilience.detect.hangs.rank_probe import own_directories
+from lightning_resilience.detect.hangs.verdict import Finding, Verdict
+from lightning_resilience.detect.hangs.watchdog import read_evidence
+from lightning_resilience.launch.report import table
+from lightning_resilience.run.run_directory import RunDirectory
 
 _MAX_ROWS = 40
 

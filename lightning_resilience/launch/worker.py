@@ -24,19 +24,25 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience import signals
-from lightning_resilience.detect.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
-from lightning_resilience.detect.watchdog import start_soon
-from lightning_resilience.detect.witness import Witness, node_directory
+from lightning_resilience.detect.hangs.rank_probe import Witness, node_directory
+from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
+from lightning_resilience.detect.hangs.watchdog import start_soon
 from lightning_resilience.launch.budget import first_cause, highest_verified_step, last_recurrence
 from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.launch.nodes import Board, nodes_to_avoid
+from lightning_resilience.launch.output import say, write_line
 from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.record import FIRST, newest
 from lightning_resilience.launch.script_errors import describe, show, why_not_again
-from lightning_resilience.ledger import Ledger, node_name, read_ledger
-from lightning_resilience.output import say, write_line
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
-from lightning_resilience.run_directory import RUN_DIR_VARIABLE, WORKER_PID_VARIABLE, AnotherFit, Outcome, RunDirectory
+from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
+from lightning_resilience.run.run_directory import (
+    RUN_DIR_VARIABLE,
+    WORKER_PID_VARIABLE,
+    AnotherFit,
+    Outcome,
+    RunDirectory,
+)
 
 JOB_ATTEMPT_VARIABLE = "LIGHTNING_RESILIENCE_JOB_ATTEMPT"
 """Environment variable with the number of the job retry: 0 is the first job."""

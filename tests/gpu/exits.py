@@ -14,7 +14,7 @@ import lightning.pytorch as L
 import torch
 
 from lightning_resilience import AutoResume, FaultTolerance, LocalCheckpoint, Preemption
-from lightning_resilience.detect.witness import EXIT_SIGNAL
+from lightning_resilience.detect.hangs.rank_probe import EXIT_SIGNAL
 from tests.gpu.device import Device
 from tests.gpu.runner import Bench, check, text, wait
 from tests.gpu.training import Module, Times, batches, network

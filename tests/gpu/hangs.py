@@ -14,8 +14,8 @@ import lightning.pytorch as L
 import torch
 
 from lightning_resilience import AutoResume, FaultTolerance
-from lightning_resilience.detect.examine import ask
-from lightning_resilience.detect.witness import EXIT_HUNG
+from lightning_resilience.detect.hangs.process_probe import ask
+from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG
 from tests.gpu.device import Device, nvml
 from tests.gpu.runner import Bench, check, text, wait
 from tests.gpu.training import Module, Times, batches, network
@@ -120,7 +120,7 @@ def hung_rank(bench: Bench) -> None:
 
 
 def record(rank: int, folder: Path) -> None:
-    from lightning_resilience.detect.witness import _start_worker_server
+    from lightning_resilience.detect.hangs.rank_probe import _start_worker_server
 
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     with socket.socket() as free:
@@ -149,7 +149,7 @@ def record(rank: int, folder: Path) -> None:
 
 @check("NCCL's Flight Recorder answers with its collectives, and we can read them", limit_s=120, needs_gpu="NCCL")
 def flight_recorder(bench: Bench) -> None:
-    from lightning_resilience.detect import flight_recorder as ours
+    from lightning_resilience.detect.hangs import flight_recorder as ours
 
     processes = [bench.start(record, 0, bench.folder)]
     codes = wait(processes, 90)

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from lightning_resilience.detect.numerics import LateReads
+from lightning_resilience.detect.numerics.numerics import LateReads
 from tests.gpu.runner import Bench, check
 
 

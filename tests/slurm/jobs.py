@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience.launch.chain import Slice, slices_of
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.report import interruptions
+from lightning_resilience.launch.report import interruptions
+from lightning_resilience.run.ledger import read_ledger
 from tests import harness
 from tests.slurm.cluster import Cluster, wait_until
 

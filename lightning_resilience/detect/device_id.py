@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_resilience.ledger import node_name
+from lightning_resilience.run.ledger import node_name
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Place:
     """A node and a device on it.
 
     Attributes:
-        node: Its name, see :func:`~lightning_resilience.ledger.node_name`.
+        node: Its name, see :func:`~lightning_resilience.run.ledger.node_name`.
         device: A GPU by its UUID, which it keeps wherever the driver lists it; others by torch's name.
     """
 

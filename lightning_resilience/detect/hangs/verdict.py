@@ -23,9 +23,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from lightning_resilience.detect.evidence import Frame, ProcessEvidence, RankEvidence
-from lightning_resilience.detect.flight_recorder import Collective, collectives
-from lightning_resilience.detect.stacks import inner, is_own, is_standard, place, short_path, show
+from lightning_resilience.detect.hangs.evidence import Frame, ProcessEvidence, RankEvidence
+from lightning_resilience.detect.hangs.flight_recorder import Collective, collectives
+from lightning_resilience.detect.hangs.stacks import inner, is_own, is_standard, place, short_path, show
 
 Kind = Literal[
     "dead",
@@ -77,7 +77,7 @@ _WRAPPERS = frozenset({"torch/_ops.py", "torch/distributed/c10d_logger.py"})
 _DATA_LOADERS = ("torch/utils/data/", "torchdata/")
 _DEBUGGERS = ("pdb.py", "bdb.py", "debugpy/", "ipdb/", "pydevd", "_pydevd")
 # Where Python code waits for what a person types; ``person`` is around every input().
-_PERSON = ("lightning_resilience/detect/person.py", "code.py", "getpass.py", "prompt_toolkit/")
+_PERSON = ("lightning_resilience/detect/hangs/terminal_input.py", "code.py", "getpass.py", "prompt_toolkit/")
 # Where a thread of Python's own library waits, and holds no lock.
 _IDLE = (
     "asyncio/",

@@ -27,35 +27,40 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from lightning_resilience import (
-    _lightning,
-    _native_threads,
-    agreement,
-    checkpoint_io,
-    left_out,
-    outputs,
-    signals,
-    strategies,
-)
+from lightning_resilience import _lightning, _native_threads, agreement, signals
 from lightning_resilience._arguments import changed, shown
 from lightning_resilience._files import Patience
 from lightning_resilience.agreement import Agreement, Event, Needs, neighbourhood, nodes_of
 from lightning_resilience.checkpoint import data_position, dcp, pruning, resume, sharded
-from lightning_resilience.checkpoint.plain import device_of, from_plain
 from lightning_resilience.checkpoint.reduction_order import (
     GradientArrivalRecorder,
     inexact_reasons,
     rebuilds_buckets,
     replay_gradient_arrival,
 )
-from lightning_resilience.detect import witness
-from lightning_resilience.detect.divergence import Divergence
-from lightning_resilience.detect.progress import Progress, Section
+from lightning_resilience.checkpoint.safe_serialization import device_of, from_plain
+from lightning_resilience.detect.hangs import rank_probe
+from lightning_resilience.detect.hangs.progress import Progress, Section
+from lightning_resilience.detect.numerics.divergence import Divergence
+from lightning_resilience.fit import checkpoint_io, left_out, outputs, strategies
+from lightning_resilience.fit.checkpoint_selector import ENDS_APART, Tiers
+from lightning_resilience.fit.logger_files import Logs
+from lightning_resilience.fit.saving import STATE_KEY, Saver
+from lightning_resilience.fit.settings import (
+    CONTINUE_VARIABLE,
+    WORLD_SIZE,
+    Settings,
+    changes,
+    flat,
+    is_another_fit,
+    is_end,
+    say_changes,
+    settings_of_arguments,
+)
 from lightning_resilience.launch.job_info import log_job_info
-from lightning_resilience.ledger import Ledger, node_name, read_ledger
-from lightning_resilience.logs import Logs
-from lightning_resilience.report import troubles
-from lightning_resilience.run_directory import (
+from lightning_resilience.launch.report import troubles
+from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
+from lightning_resilience.run.run_directory import (
     LAUNCHED,
     OFF_VARIABLE,
     RUN_DIR_VARIABLE,
@@ -67,20 +72,7 @@ from lightning_resilience.run_directory import (
     StorageFails,
     is_turned_off,
 )
-from lightning_resilience.saving import STATE_KEY, Saver
-from lightning_resilience.settings import (
-    CONTINUE_VARIABLE,
-    WORLD_SIZE,
-    Settings,
-    changes,
-    flat,
-    is_another_fit,
-    is_end,
-    say_changes,
-    settings_of_arguments,
-)
-from lightning_resilience.tiers import ENDS_APART, Tiers
-from lightning_resilience.wandb_runs import begin_another, wandb_run_id
+from lightning_resilience.run.wandb_runs import begin_another, wandb_run_id
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -378,7 +370,7 @@ class FitSession:
         """What every rank has given, by rank; called on all of them.
 
         Raises:
-            ValueError: If there is a tensor in it that is not in host memory; see :func:`~.plain.to_host`.
+            ValueError: If there is a tensor in it that is not in host memory; see :func:`~.safe_serialization.to_host`.
         """
         if (device := device_of(value)) is not None:
             raise ValueError(f"rank {self.rank} gives the others a tensor that is on {device}: copy it to the host")
@@ -748,7 +740,7 @@ class FitSession:
         if self._running:
             return
         self._running = True
-        if self.progress is None and (launched := witness.of_worker()) is not None:
+        if self.progress is None and (launched := rank_probe.of_worker()) is not None:
             launched.progress.enter("left")  # nobody notes the sections of this fit
             self.at_left.append(launched.end_fit)
         self.patience = Patience(self.advanced)

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.nn.parameter import is_lazy
 
-from lightning_resilience import _lightning, checkpoint_io
+from lightning_resilience import _lightning
 from lightning_resilience._files import temporary_path
-from lightning_resilience.checkpoint import dcp, durable, resume
+from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves, Copy
 from lightning_resilience.checkpoint.capacity import format_bytes, memory_left
 from lightning_resilience.checkpoint.digest import digest_of
-from lightning_resilience.checkpoint.pieces import Pieces, differing, digests, joined, pieces
-from lightning_resilience.checkpoint.plain import (
+from lightning_resilience.checkpoint.safe_serialization import (
     MISSING,
     Entries,
     content,
@@ -39,13 +38,15 @@ from lightning_resilience.checkpoint.plain import (
 )
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.sharded_save import Draft, Outcome, Save, ShardedSaves, without_numpy_numbers
-from lightning_resilience.detect.divergence import Divergence
-from lightning_resilience.run_directory import StaleAttempt
+from lightning_resilience.checkpoint.state_difference import Pieces, differing, digests, joined, pieces
+from lightning_resilience.detect.numerics.divergence import Divergence
+from lightning_resilience.fit import checkpoint_io
+from lightning_resilience.run.run_directory import StaleAttempt
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_resilience.session import FitSession
+    from lightning_resilience.fit.session import FitSession
 
 log = logging.getLogger(__name__)
 
@@ -522,7 +523,7 @@ class Saver:
     def _write_file(self, checkpoint: Callable[[], dict[str, Any]], path: Path, step: int) -> Outcome:
         try:
             metadata = {**self._session.metadata, "step": step}
-            durable.save(checkpoint(), path, metadata, self._session.check_owner, self._read_back)
+            checkpoint_file.save(checkpoint(), path, metadata, self._session.check_owner, self._read_back)
         except StaleAttempt as error:
             return Outcome("stale", str(error))
         except Exception as error:
@@ -597,9 +598,9 @@ def _check_readable(path: Path) -> None:
         if path.is_dir():
             dcp.check(path, lambda name: True)
         else:
-            durable.load(path, "meta")
+            checkpoint_file.load(path, "meta")
     except ValueError:
-        durable.remove(path)
+        checkpoint_file.remove(path)
         raise
 
 

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from lightning_resilience._files import clean_temporaries, is_temporary, sync_directory
-from lightning_resilience.checkpoint import durable
+from lightning_resilience.checkpoint import checkpoint_file
 from lightning_resilience.checkpoint.capacity import format_bytes, in_node_memory
 from lightning_resilience.checkpoint.devices import Registration, register
 
@@ -362,7 +362,7 @@ class NodeStore:
         if not os.path.lexists(path):
             return
         with contextlib.suppress(FileNotFoundError):
-            durable.quarantine(path, folder, reason)
+            checkpoint_file.quarantine(path, folder, reason)
         with self._lock:
             self._mapped.pop(path, None)
         whole = []

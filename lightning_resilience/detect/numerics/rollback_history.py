@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from lightning_resilience._files import load_json, write_json
-from lightning_resilience.detect.reruns import Suspect
+from lightning_resilience.detect.numerics.reruns import Suspect
 
 log = logging.getLogger(__name__)
 

@@ -29,17 +29,17 @@ import torch
 
 from lightning_resilience import _lightning
 from lightning_resilience._files import clean_temporaries
-from lightning_resilience.checkpoint import dcp, durable, resume
+from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
 from lightning_resilience.checkpoint.generations import Generation, counts
-from lightning_resilience.checkpoint.plain import from_plain
 from lightning_resilience.checkpoint.recovery import LocalTier
+from lightning_resilience.checkpoint.safe_serialization import from_plain
+from lightning_resilience.fit.strategies import loads_state, name_of
 from lightning_resilience.launch.budget import first_cause
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import AnotherFit, StorageFails
-from lightning_resilience.strategies import loads_state, name_of
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import AnotherFit, StorageFails
 
 if TYPE_CHECKING:
-    from lightning_resilience.session import FitSession
+    from lightning_resilience.fit.session import FitSession
 
 log = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class Tiers:
     def _step_of_this_fit(self, path: Path) -> int | None:
         try:
             stamp = _stamp(path)
-        except (OSError, durable.CorruptCheckpoint):
+        except (OSError, checkpoint_file.CorruptCheckpoint):
             return None
         mine = {"id": self._session.run_id, "fit": self._session.index, "saved_as": os.path.realpath(path)}
         if stamp is None or not mine.items() <= stamp.metadata.items():
@@ -283,7 +283,7 @@ class Tiers:
     def _set_aside(self, path: Path, reason: str) -> None:
         log.info("%s is set aside in %s: %s.", path.name, self._session.fit.quarantine, reason)
         try:
-            durable.quarantine(path, self._session.fit.quarantine, reason)
+            checkpoint_file.quarantine(path, self._session.fit.quarantine, reason)
         except OSError as failure:
             log.warning("%s could not be moved to quarantine (%s); it is left where it is.", path, failure)
 
@@ -330,7 +330,9 @@ class Tiers:
         """Whether the fit as it is now would not come by its newest final state."""
         session = self._session
         path = next(filter(resume.is_final, paths), None)
-        with contextlib.suppress(durable.CorruptCheckpoint, KeyError, TypeError):  # what is wrong with it is said later
+        with contextlib.suppress(
+            checkpoint_file.CorruptCheckpoint, KeyError, TypeError
+        ):  # what is wrong with it is said later
             if path is not None and (stamp := _stamp(path)) is not None and "ended" in stamp.metadata:
                 ended = stamp.metadata["ended"]
                 return bool(ended[ENDS_APART]) and not session.ends_there(ended["by"], ended["limits"])
@@ -423,22 +425,22 @@ class Tiers:
         mine, corrupt = self._try(read)
         return session.gather(mine)[node[0]], corrupt
 
-    def _look(self, path: Path) -> tuple[bool, durable.Stamp | None, str | None]:
+    def _look(self, path: Path) -> tuple[bool, checkpoint_file.Stamp | None, str | None]:
         """Whether it is a directory, and of a file also what :meth:`_verify` says. What is not there any more fails."""
         if not stat.S_ISDIR(path.stat().st_mode):
             return (False, *self._verify(path, False))
-        sealed = os.path.lexists(path / durable.MARKER)
-        return True, None, None if sealed else f"{path} was never finished (no {durable.MARKER} marker)"
+        sealed = os.path.lexists(path / checkpoint_file.MARKER)
+        return True, None, None if sealed else f"{path} was never finished (no {checkpoint_file.MARKER} marker)"
 
-    def _verify(self, path: Path, is_directory: bool) -> tuple[durable.Stamp | None, str | None]:
+    def _verify(self, path: Path, is_directory: bool) -> tuple[checkpoint_file.Stamp | None, str | None]:
         """What a checkpoint says about itself, or what is wrong with it."""
         session = self._session
         of_mine = functools.partial(dcp.is_share, rank=session.rank, world_size=session.trainer.world_size)
-        seen = path / durable.MARKER if is_directory else path  # by rank 0
+        seen = path / checkpoint_file.MARKER if is_directory else path  # by rank 0
         seen.stat()
         try:
             return resume.verify(path, {"fit": session.index}, of_mine), None
-        except durable.CorruptCheckpoint as error:
+        except checkpoint_file.CorruptCheckpoint as error:
             seen.stat()  # else it is not what is in it that is wrong
             return None, str(error)
 
@@ -475,7 +477,7 @@ class Tiers:
         log.warning("Checkpoint rejected: %s. The next best one is tried.", reason)
         self._session.ledger.record("quarantined", fit=self._session.index, path=str(path), reason=reason)
         try:
-            durable.quarantine(path, self._session.fit.quarantine, reason)
+            checkpoint_file.quarantine(path, self._session.fit.quarantine, reason)
         except OSError as failure:
             log.warning("%s could not be moved to quarantine (%s); it is left where it is.", path, failure)
 
@@ -673,9 +675,13 @@ class Tiers:
         return [resume.step_of(path) for path in resume.checkpoints(self._session.fit.checkpoints)]
 
 
-def _stamp(path: Path) -> durable.Stamp | None:
+def _stamp(path: Path) -> checkpoint_file.Stamp | None:
     """What a checkpoint says about itself; its content is not looked at."""
-    return durable.verify_directory(path, lambda name: False) if path.is_dir() else durable.read_stamp(path)
+    return (
+        checkpoint_file.verify_directory(path, lambda name: False)
+        if path.is_dir()
+        else checkpoint_file.read_stamp(path)
+    )
 
 
 def _says_something_about_the_state(error: BaseException) -> bool:
@@ -723,7 +729,7 @@ def _load(path: Path, is_directory: bool, verified: tuple[int, ...] = ()) -> tup
     Args:
         path: The checkpoint.
         is_directory: Which of the two it is.
-        verified: Which file need not be verified here; see :func:`~.durable.load`.
+        verified: Which file need not be verified here; see :func:`~.checkpoint_file.load`.
 
     Raises:
         OSError: If it cannot be read here. That says nothing about the file.
@@ -732,11 +738,11 @@ def _load(path: Path, is_directory: bool, verified: tuple[int, ...] = ()) -> tup
         return None, None
     path.stat()  # rank 0 has read it: what is missing here is not seen here
     try:
-        loaded = from_plain(durable.load(path, verified=verified))
+        loaded = from_plain(checkpoint_file.load(path, verified=verified))
         if type(loaded) is not dict or "loops" not in loaded:
             raise ValueError("it does not hold the state of a fit")
         return loaded, None
-    except durable.CorruptCheckpoint as error:
+    except checkpoint_file.CorruptCheckpoint as error:
         path.stat()  # as before
         return None, str(error)
     except ValueError as error:

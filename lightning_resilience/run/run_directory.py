@@ -221,7 +221,7 @@ class FitDirectory:
 
     @property
     def outputs(self) -> dict[str, Any] | None:
-        """Where Lightning's own outputs of this fit are; see :mod:`lightning_resilience.outputs`."""
+        """Where Lightning's own outputs of this fit are; see :mod:`lightning_resilience.fit.outputs`."""
         return read_json(self._outputs)
 
     @outputs.setter

@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_resilience import _lightning, checkpoint_io
-from lightning_resilience.checkpoint import durable
+from lightning_resilience import _lightning
+from lightning_resilience.checkpoint import checkpoint_file
+from lightning_resilience.fit import checkpoint_io
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -106,8 +107,8 @@ def overwrite_lost(trainer: Trainer, patches: _lightning.Patches, metadata: dict
 
 def _is_lost(file: Path, last_saved: int, metadata: dict[str, Any]) -> bool:
     try:
-        stamp = durable.read_stamp(file)
-    except (OSError, durable.CorruptCheckpoint):
+        stamp = checkpoint_file.read_stamp(file)
+    except (OSError, checkpoint_file.CorruptCheckpoint):
         return False
     said = stamp.metadata if stamp is not None else {}
     own = all(said.get(key) == metadata[key] for key in ("id", "fit"))

@@ -1,4 +1,4 @@
-"""Lightning's own saves through :mod:`lightning_resilience.checkpoint.durable`: a thin adapter, no mechanism.
+"""Lightning's own saves through :mod:`lightning_resilience.checkpoint.checkpoint_file`: a thin adapter, no mechanism.
 
 :func:`make_durable` covers the three ways in which Lightning writes checkpoints: files, through the strategy's
 ``CheckpointIO``; directories, which sharded strategies write without it; and ``ModelCheckpoint``'s ``last.ckpt`` link.
@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 
 from lightning_resilience import _lightning
 from lightning_resilience._files import make_directory
-from lightning_resilience.checkpoint import durable
+from lightning_resilience.checkpoint import checkpoint_file
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -78,7 +78,7 @@ class DurableCheckpointIO(CheckpointIO):
             self.inner.save_checkpoint(checkpoint, path, storage_options)
             return
         make_directory(local.parent)
-        durable.save(checkpoint, local, _stamped(checkpoint, self.metadata, local), self.before_publish)
+        checkpoint_file.save(checkpoint, local, _stamped(checkpoint, self.metadata, local), self.before_publish)
         self.newest = local
         self.keeps_all = False
 
@@ -99,7 +99,7 @@ class DurableCheckpointIO(CheckpointIO):
             return self.inner.load_checkpoint(path, map_location, weights_only)
         if not local.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
-        return durable.load(local, map_location, weights_only)
+        return checkpoint_file.load(local, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Removes a checkpoint. A link to it beside it, ``last.ckpt``, is first moved on to the newest one."""
@@ -111,8 +111,8 @@ class DurableCheckpointIO(CheckpointIO):
             return
         if self.newest is not None and self.newest != local and self.newest.exists():
             for link in _links_to(local):
-                durable.link(self.newest, link)
-        durable.remove(local)
+                checkpoint_file.link(self.newest, link)
+        checkpoint_file.remove(local)
 
     def teardown(self) -> None:
         """Ends what Lightning's own plugin has running."""
@@ -157,17 +157,17 @@ class _SealedSave:
         strategy = self._strategy
         path = Path(strategy.broadcast(filepath))
         metadata = _stamped(checkpoint, self.metadata, path)  # Before the strategy takes things out of it.
-        from_rank_zero(strategy, partial(durable.set_aside, path))
+        from_rank_zero(strategy, partial(checkpoint_file.set_aside, path))
         on_every_rank(strategy, partial(self._save, checkpoint, filepath, storage_options))
         from_rank_zero(strategy, partial(self._finish, path, metadata))
 
     def _finish(self, path: Path, metadata: dict[str, Any]) -> None:
         if path.is_dir():
-            durable.seal_directory(path, metadata, self.before_publish)
+            checkpoint_file.seal_directory(path, metadata, self.before_publish)
             if isinstance(io := self._strategy.checkpoint_io, DurableCheckpointIO):
                 io.newest = path.absolute()
                 io.keeps_all = False
-        durable.discard_aside(path)
+        checkpoint_file.discard_aside(path)
 
 
 def from_rank_zero(strategy: Any, action: Callable[[], T]) -> T:
@@ -219,9 +219,11 @@ def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
         if not is_there or os.path.abspath(filepath) == os.path.abspath(linkpath):
             return
         if asynchronous:  # then it is not written yet
-            _lightning.after_async_saves(trainer.strategy.checkpoint_io, partial(durable.link, filepath, linkpath))
+            _lightning.after_async_saves(
+                trainer.strategy.checkpoint_io, partial(checkpoint_file.link, filepath, linkpath)
+            )
         else:
-            durable.link(filepath, linkpath)
+            checkpoint_file.link(filepath, linkpath)
 
     from_rank_zero(trainer.strategy, link)
 

@@ -26,8 +26,8 @@ from typing import Any
 
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience._processes import describe_process, is_running, pid_namespace
-from lightning_resilience.detect import person
-from lightning_resilience.detect.progress import Progress, Section
+from lightning_resilience.detect.hangs import terminal_input
+from lightning_resilience.detect.hangs.progress import Progress, Section
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class Witness:
             self.close()
             raise
         _open.add(self)
-        person.watch()
+        terminal_input.watch()
         if is_workers:  # it stays to the end of the process, and what is left of the server then says so aloud
             atexit.register(self._end_server)
 
@@ -195,7 +195,7 @@ class Witness:
     def close(self) -> None:
         """The rank leaves the fit: nobody watches it from here on."""
         _open.discard(self)
-        person.leave()
+        terminal_input.leave()
         self.progress.close()
         faulthandler.unregister(STACKS_SIGNAL)
         _set_c_handler(EXIT_SIGNAL, _C_SIG_IGN)

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import around_closure, before_update
-from lightning_resilience.detect.numerics import (
+from lightning_resilience.detect.numerics.numerics import (
     ChangingBuffers,
     LateReads,
     SpikeReference,

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
-from lightning_resilience.detect.evidence import Frame, Thread
+from lightning_resilience.detect.hangs.evidence import Frame, Thread
 
 # `Stack` heads a dump of one thread only, which is all that a free-threaded interpreter can give. Python 3.14 names the
 # thread. Not anchored at its start: a dump that was torn off has no line end, and the next one follows it immediately.
@@ -23,7 +23,9 @@ _STANDARD = re.compile(r"^(?:.*/lib/python3\.[0-9]+t?/(?P<path>(?!site-packages/
 _FRAMEWORK = frozenset(
     {"torch", "torchdata", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_resilience"}
 )
-_STOPWATCH = "lightning_resilience/detect/waiting.py"  # around every wait of Python code: it says nothing itself
+_STOPWATCH = (
+    "lightning_resilience/detect/hangs/comm_wait.py"  # around every wait of Python code: it says nothing itself
+)
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience._files import make_directory, write_json
-from lightning_resilience.detect.progress import Section
+from lightning_resilience.detect.hangs.progress import Section
 
 SECTION_TIMEOUTS_VARIABLE = "LIGHTNING_RESILIENCE_SECTION_TIMEOUTS"
 """Environment variable in which ``lightning-resilience launch`` tells the workers the timeouts, see

@@ -12,8 +12,8 @@ from typing import Any
 
 from lightning_resilience.launch.budget import Event, Failure, faults_of, first_cause, recurrence
 from lightning_resilience.launch.chain import slices_of
-from lightning_resilience.ledger import read_ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 
 _COMMON = ("event", "time", "rank", "node", "step", "fit")
 _LAST_WORDS = ("fault", "interrupted", "halted", "straggler_stop", "killed")

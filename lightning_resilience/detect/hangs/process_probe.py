@@ -17,11 +17,11 @@ from typing import Any
 import psutil
 
 from lightning_resilience._processes import is_running
-from lightning_resilience.detect.evidence import ProcessEvidence, RankEvidence
-from lightning_resilience.detect.flight_recorder import merge
-from lightning_resilience.detect.progress import Stay
-from lightning_resilience.detect.stacks import parse_stacks
-from lightning_resilience.detect.witness import STACKS_SIGNAL
+from lightning_resilience.detect.hangs.evidence import ProcessEvidence, RankEvidence
+from lightning_resilience.detect.hangs.flight_recorder import merge
+from lightning_resilience.detect.hangs.progress import Stay
+from lightning_resilience.detect.hangs.rank_probe import STACKS_SIGNAL
+from lightning_resilience.detect.hangs.stacks import parse_stacks
 
 PYTHON = "dump_traceback"
 """What the worker server does with the help of the interpreter. A handler of our own would crash the process at its

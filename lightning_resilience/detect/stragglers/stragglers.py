@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_resilience.detect.own_time import COMPUTE, SECTIONS, Sample
-from lightning_resilience.detect.place import Place
-from lightning_resilience.detect.scores import lost, scores
+from lightning_resilience.detect.device_id import Place
+from lightning_resilience.detect.stragglers.scores import lost, scores
+from lightning_resilience.detect.stragglers.step_timer import COMPUTE, SECTIONS, Sample
 
 Kind = Literal["relative", "individual"]
 
@@ -157,7 +157,7 @@ class History:
     Attributes:
         device: On which.
         total: Of a whole step.
-        sections: Of :data:`~lightning_resilience.detect.own_time.SECTIONS`.
+        sections: Of :data:`~lightning_resilience.detect.stragglers.step_timer.SECTIONS`.
         kernels: By the numbers made of their names.
     """
 

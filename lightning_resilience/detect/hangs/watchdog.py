@@ -35,22 +35,22 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from lightning_resilience import output
 from lightning_resilience._files import publish, read_json, write_json
 from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE, describe_process, is_running, pid_namespace
-from lightning_resilience.detect.deaths import Death, Deathbed, MemoryShortage, is_ending, is_stopped
-from lightning_resilience.detect.evidence import RankEvidence
-from lightning_resilience.detect.examine import examine, usage, usage_of_all
-from lightning_resilience.detect.flight_recorder import shorten
-from lightning_resilience.detect.hangs import Verdict, diagnose
-from lightning_resilience.detect.progress import Stay, read_record
-from lightning_resilience.detect.witness import (
+from lightning_resilience.detect.hangs.deaths import Death, Deathbed, MemoryShortage, is_ending, is_stopped
+from lightning_resilience.detect.hangs.evidence import RankEvidence
+from lightning_resilience.detect.hangs.flight_recorder import shorten
+from lightning_resilience.detect.hangs.process_probe import examine, usage, usage_of_all
+from lightning_resilience.detect.hangs.progress import Stay, read_record
+from lightning_resilience.detect.hangs.rank_probe import (
     EXIT_HUNG,
     EXIT_SIGNAL,
     remove_abandoned,
 )
-from lightning_resilience.ledger import Ledger, node_name, read_ledger
-from lightning_resilience.run_directory import RunDirectory
+from lightning_resilience.detect.hangs.verdict import Verdict, diagnose
+from lightning_resilience.launch import output
+from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 
 T = TypeVar("T")
 
@@ -856,7 +856,7 @@ def start_soon(directory: Path, unless_within_s: float = 0.0) -> None:
 
 
 def _begin(directory: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "lightning_resilience.detect.watchdog", os.fspath(directory)]
+    command = [sys.executable, "-m", "lightning_resilience.detect.hangs.watchdog", os.fspath(directory)]
     environment = os.environ | {OUTLIVES_RANKS_VARIABLE: "1"}  # it may have the death of its ranks to explain still
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
 

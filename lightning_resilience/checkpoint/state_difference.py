@@ -1,8 +1,8 @@
 """State of many ranks that is mostly the same on all: what a rank gives the others is what differs from rank 0's.
 
 A rank that draws its random numbers as rank 0 does gives a few hundred bytes in place of the 37 kB that generators are.
-Works on the packed form (:mod:`.plain`), so nothing that is compared is a matter of how a pickle was made. Knows no
-collective.
+Works on the packed form (:mod:`.safe_serialization`), so nothing that is compared is a matter of how a pickle was made.
+Knows no collective.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_resilience.checkpoint.plain import unpack
+from lightning_resilience.checkpoint.safe_serialization import unpack
 
 Path: TypeAlias = "tuple[str, ...]"
 Pieces: TypeAlias = "dict[Path, bytes | torch.Tensor]"
@@ -31,7 +31,7 @@ def pieces(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Pieces:
     """Divides a state.
 
     Args:
-        skeleton: As :func:`.plain.pack` returns it.
+        skeleton: As :func:`.safe_serialization.pack` returns it.
         tensors: The same, in host memory. They are copied.
     """
     found: Pieces = dict(_divided(skeleton, (_STATE,)))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lightning_resilience.detect.waiting import Waiting
+from lightning_resilience.detect.hangs.comm_wait import Waiting
 
 SECTIONS = ("data loading", "compute", "callbacks")
 """``compute``: forward and backward pass and optimizer. ``callbacks``: whatever else happens between two batches."""

@@ -1,0 +1,1 @@
+"""For users of other tools; imported by nothing else here."""

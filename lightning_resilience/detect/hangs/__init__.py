@@ -1,0 +1,1 @@
+"""Which rank does not advance, and why."""

@@ -1,0 +1,1 @@
+"""Losses and gradients that are not finite, spikes, and replicas that differ."""

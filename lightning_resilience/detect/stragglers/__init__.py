@@ -1,0 +1,1 @@
+"""How long the own work of every rank takes, and who is slow."""
