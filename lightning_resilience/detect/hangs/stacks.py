@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from lightning_resilience.detect.hangs.evidence import Frame, Thread
 
@@ -26,7 +27,7 @@ _FRAMEWORK = frozenset(
 _STOPWATCH = (
     "lightning_resilience/detect/hangs/comm_wait.py"  # around every wait of Python code: it says nothing itself
 )
-_HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_HERE = str(Path(__file__).absolute().parents[3]) + os.sep
 
 
 def parse_stacks(text: str, main_ident: int) -> list[Thread]:
