@@ -16,7 +16,7 @@ import pytest
 from lightning_resilience import _files
 from lightning_resilience.detect.hangs.progress import Section
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts, calculate, load, save, selectable
-from tests.test_durable import killed_everywhere
+from tests.test_checkpoint_file import killed_everywhere
 
 LAYOUT = {"world_size": 8, "nodes": 2, "strategy": "DDPStrategy"}
 DEFAULTS = SectionTimeouts()

@@ -17,7 +17,7 @@ import torch
 
 from lightning_resilience.checkpoint.replication import Replicas, Transfer, cliques, fetch
 from tests.harness import CONTEXT
-from tests.replicas_worker import SIZES, WORLD_SIZE, run
+from tests.replication_worker import SIZES, WORLD_SIZE, run
 
 Job = Callable[..., list[Any]]
 
