@@ -1,0 +1,236 @@
+"""In which order things happen at a boundary, a save, a rollback, a failure and an end: written down, and held.
+
+What is looked at are the places where callbacks, saves and records meet, by name; how they get there is free to change.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_resilience import (
+    AutoResume,
+    FaultTolerance,
+    Interrupted,
+    LocalCheckpoint,
+    NaNGuard,
+    Preemption,
+    ReplicaCheck,
+    StragglerDetection,
+    _lightning,
+)
+from lightning_resilience.agreement import Agreement, Event
+from lightning_resilience.fit import session
+
+NAN = float("nan")
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
+
+# What the trace calls a place, and the function that is it.
+PLACES = {
+    "agreement.boundary": "Agreement.boundary",
+    "agreement.close": "Agreement.close",
+    "agreement.abort": "Agreement.abort",
+    "agreement.stop": "Agreement.stop",
+    "saver.save": "Saver.save",
+    "saver.close": "Saver.close",
+    "saver.waits": "Saver.waits",
+    "write file": "Saver._write_file",
+    "outcome": "FitSession.end",
+    "fault: started": "_Watching.start",
+    "fault: inject": "_Watching._strike",
+    "fault: saved": "_Watching._saved",
+    "fault: failure": "_Watching._note_failure",
+    "fault: policy": "_Watching._ask_policy",
+    "fault: leave": "_Watching._stop",
+    "local: started": "_Local.start",
+    "local: boundary": "_Local._at_boundary",
+    "local: save now": "_Local.save_now",
+    "local: end": "_Local._end",
+    "local: before rollback": "_Local._settle",
+    "local: after rollback": "_Local._go_on_from_here",
+    "local: leave": "_Local.leave",
+    "nan: started": "_Guarding.start",
+    "nan: after batch": "_Guarding._after_batch",
+    "nan: before end": "_Guarding._before_end",
+    "nan: after rollback": "_Guarding._gone_back",
+    "nan: saved": "_Guarding.finish",
+    "nan: check state": "_Guarding._check_state",
+    "nan: look back": "_Guarding._look_back",
+    "nan: roll back": "_Guarding._roll_back",
+    "nan: failure": "_Guarding._verdict",
+    "nan: leave": "_Guarding.leave",
+    "replicas: digest": "_Checking._digest",
+    "replicas: before end": "_Checking._before_end",
+    "replicas: after rollback": "_Checking._gone_back",
+    "stragglers: started": "_Measuring.start",
+    "stragglers: step": "_Measuring._begin_step",
+    "stragglers: boundary": "_Measuring._look_at_the_clock",
+    "stragglers: after rollback": "_Measuring._cool",
+    "stragglers: leave": "_Measuring.leave",
+    "resume: started": "_Saving.start",
+    "resume: boundary": "_Saving.at_boundary",
+    "resume: begin": "_Saving.begin",
+    "resume: retain": "_Saving.retain",
+    "selector: verdict": "Tiers.verdict",
+}
+NAMES = {qualified: name for name, qualified in PLACES.items()}
+
+
+class User(L.Callback):
+    """A callback of the user's, whose hooks are in the trace."""
+
+    def __init__(self, trace: list[str]) -> None:
+        self.trace = trace
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.trace.append("* on_train_start")
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.trace.append(f"* batch {batch_idx}")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.trace.append("* on_train_epoch_end")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.trace.append("* on_validation_end")
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.trace.append("* on_train_end")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.trace.append("* on_exception")
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.trace.append("* teardown")
+
+
+class Model(L.LightningModule):
+    def __init__(self, factor: Callable[[int], float]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.factor = factor
+        self.calls = 0
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(batch[0]).sum() * self.factor(self.calls)
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+@contextmanager
+def traced(trace: list[str]) -> Iterator[None]:
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        if event != "call" or "lightning_resilience" not in (code := frame.f_code).co_filename:
+            return
+        name = NAMES.get(code.co_qualname)
+        if name is not None:
+            trace.append(name)
+        elif code.co_qualname == "Ledger.record":
+            trace.append(f"record {recorded(frame)}")
+        elif code.co_qualname == "Progress.enter":
+            trace.append(f"enter {frame.f_locals['section']}")
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def recorded(frame: FrameType) -> str:
+    event = frame.f_locals["event"]
+    return event if isinstance(event, str) else event.name
+
+
+def run(tmp: Path, monkeypatch: pytest.MonkeyPatch, factor: Callable[[int], float] = lambda calls: 1.0) -> list[str]:
+    monkeypatch.setattr(session, "_fits_begun", {})
+    monkeypatch.setattr(
+        _lightning, "replicated_parameters", lambda trainer: list(trainer.lightning_module.parameters())
+    )
+    trace: list[str] = []
+    ours = [
+        FaultTolerance(exc_handling_policy=None, autoresume=True),
+        Preemption(),
+        LocalCheckpoint(tmp / "node", every_n_train_steps=2, async_save=False),
+        NaNGuard(max_consecutive=1),
+        ReplicaCheck(),
+        StragglerDetection(report_time_interval=1e6),
+        AutoResume(tmp / "run", every_n_train_steps=2, async_save=False, train_time_interval=None),
+    ]
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp, callbacks=[*ours, User(trace)], num_sanity_val_steps=0,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    data = DataLoader(TensorDataset(torch.ones(12, 2)), 2)
+    with traced(trace):
+        try:
+            trainer.fit(Model(factor), data, DataLoader(TensorDataset(torch.ones(2, 2)), 2))
+        except (Interrupted, RuntimeError, SystemExit) as error:
+            trace.append(f"! {type(error).__name__}")
+    return trace
+
+
+def test_order_of_a_healthy_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check("healthy", run(tmp_path, monkeypatch))
+
+
+def test_order_of_a_rollback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check("rollback", run(tmp_path, monkeypatch, lambda calls: NAN if calls == 4 else 1.0))
+
+
+def test_order_of_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(calls: int) -> float:
+        if calls == 4:
+            raise RuntimeError("on purpose")
+        return 1.0
+
+    check("failure", run(tmp_path, monkeypatch, fail))
+
+
+def test_order_of_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_known = threading.Event()
+    announce = Agreement._announce
+
+    def announced(self: Agreement, event: Event) -> None:
+        announce(self, event)
+        is_known.set()
+
+    monkeypatch.setattr(Agreement, "_announce", announced)
+
+    def stop(calls: int) -> float:
+        if calls == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert is_known.wait(30)
+        return 1.0
+
+    check("stop", run(tmp_path, monkeypatch, stop))
+
+
+def check(scenario: str, trace: list[str]) -> None:
+    """Compares with what is written down; ``WRITE_ORDER=1`` writes it down."""
+    path = Path(__file__).with_name("order") / f"{scenario}.txt"
+    if os.environ.get("WRITE_ORDER") == "1":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(trace) + "\n")
+    assert trace == path.read_text().splitlines()
