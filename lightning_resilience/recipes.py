@@ -113,25 +113,25 @@ _NOT_A_CALLBACK = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Callbacks that belong together, and what the launcher of the same run does. ``None``: without that callback.
+    """Callbacks that belong together, and the settings of the launcher of the same run.
 
     To change a field, take ``dataclasses.replace``::
 
         recipe = replace(recipes.nemo("runs/gpt"), nan_guard=NaNGuard(action="rollback"), straggler_detection=None)
 
     Attributes:
-        name: What it is called.
-        run_dir: The run directory on storage that all nodes share; ``None``: ``resilience`` in the Trainer's
-            ``default_root_dir``. A launcher's goes before it.
-        auto_resume: Saves and resumes the whole state. The others rely on it.
-        fault_tolerance: Finds hangs.
-        preemption: Stops in order on a signal.
-        local_checkpoint: Saves to the nodes themselves.
-        nan_guard: Keeps bad numbers out of the model.
-        replica_check: Finds ranks whose weights are no longer those of the others.
-        straggler_detection: Names slow ranks.
-        job: What the launcher does. A launcher knows it of the recipe that ``--recipe`` names; of one that was changed
-            in code it has to be told: ``job.options`` says how.
+        name: Name of the recipe.
+        run_dir: The run directory of all its callbacks, on storage that all nodes share; ``None``: ``resilience`` in
+            the Trainer's ``default_root_dir``. Under ``launch``, its ``--run-dir`` takes precedence.
+        auto_resume: Saves and resumes; required.
+        fault_tolerance: Finds hangs; ``None``: without.
+        preemption: Saves and stops on a signal; ``None``: without.
+        local_checkpoint: Saves to each node; ``None``: without.
+        nan_guard: Skips bad steps; ``None``: without.
+        replica_check: Finds ranks whose weights differ; ``None``: without.
+        straggler_detection: Names slow ranks; ``None``: without.
+        job: A :class:`Job`: restarts, retries, grace period and limits of the launcher. ``launch --recipe`` reads it;
+            for a recipe changed in code, pass ``job.options`` to ``launch``.
 
     Raises:
         ValueError: If the parts cannot work together.

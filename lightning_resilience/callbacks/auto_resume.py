@@ -43,17 +43,16 @@ class AutoResume(SessionCallback):
     is saved at the next boundary.
 
     Args:
-        run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
-            ``default_root_dir``. A launcher's goes before it.
-        every_n_train_steps: Also save whenever ``trainer.global_step`` is a multiple of this. Default: no.
-        train_time_interval: Also save when this much time has passed since the last save; a number is in seconds, and
-            YAML takes ``0:15:00``. Default: 15 minutes, as in NeMo's ``default_log`` recipe; ``None``: no.
-        keep: How many checkpoints to keep; at least 2, so that one is left when the newest turns out to be damaged.
-        async_save: Whether the state is written behind the training, from a copy that is made while the next batch is
-            computed. It is published only when it is complete on disk, and waited for at the end of the fit; the final
-            state and that of a preemption are written at once. Costs memory for one copy of the state, on rank 0 or,
-            of its shards, on every rank (``ModelParallelStrategy``). Where there is too little, and with strategies
-            that save in collectives of their own (``FSDPStrategy``, DeepSpeed), the training waits; it is said once.
+        run_dir: The run directory, on storage that all nodes share. Default: ``resilience`` in the Trainer's
+            ``default_root_dir``. Under ``launch``, its ``--run-dir`` takes precedence.
+        every_n_train_steps: Also save whenever ``trainer.global_step`` is a multiple of this.
+        train_time_interval: Also save when this much time has passed since the last save: a ``timedelta`` or seconds,
+            in YAML ``0:15:00``; ``None``: no such saves. Default: 15 minutes, as in NeMo's ``default_log`` recipe.
+        keep: Number of checkpoints to keep, at least 2: the newest may turn out to be damaged.
+        async_save: Write in the background, from a copy made while the next batch is computed. ``False``: the training
+            waits until the checkpoint is on disk. Needs memory for one copy of the state on rank 0, or of its shards on
+            every rank (``ModelParallelStrategy``); where there is too little, the training waits, and a log line says
+            so.
 
     Raises:
         ValueError: If an argument makes no sense.

@@ -78,28 +78,26 @@ class FaultTolerance(SessionCallback):
     with a limit that is a little later: they end what the watchdog could not.
 
     Args:
-        autoresume: Whether a restarted run goes on where it stood (NVRx's and NeMo's name). The file named in
-            ``FAULT_TOL_FINISHED_FLAG_FILE``, if any, is then made when the fit has finished, so that job scripts stop
-            requeuing it; and without ``AutoResume`` in the Trainer there is a warning.
-        calculate_timeouts: Whether the limits are calculated from the times that sections have really taken, as NVRx
-            does it (five times the longest, see :func:`~lightning_resilience.detect.hangs.timeouts.calculate`), kept in
-            ``ft_state.json`` and used by the next job of the same size. Only where a launcher starts ended workers
-            again: elsewhere a limit that turns out to be too short would cost the run.
-        simulated_fault_params: A fault on purpose, for drills: :class:`~lightning_resilience.faults.SimulatedFault`,
-            or a mapping; NVRx's spelling is understood.
-        exp_dir: Where ``ft_state.json`` is kept. Default: the run directory.
-        exc_handling_policy: Called with the exception that ends the fit on a rank; returns what shall happen to the
-            workload, as NVRx's ``WorkloadControlRequest`` or as ``"exclude_this_node"``, ``"shutdown_workload"`` or
-            ``None`` (go on as usual). Ranks that only lose a peer get an exception that says so.
-        section_timeouts: The limits in seconds: :class:`~lightning_resilience.detect.hangs.timeouts.SectionTimeouts`, a
-            mapping, or ``"setup:600,step:180,checkpointing:420,out_of_section:300"``. Default: the launcher's, else
-            those values, which are Megatron-Bridge's. That of ``start`` is the launcher's in any case.
-        engine: Who ends hung ranks besides this callback's watchdog: ``nvrx`` (NVRx's rank monitors; the ranks must
-            have been started by ``ft_launcher``), ``watchdog`` (nobody), ``auto`` (NVRx's where they are).
-        health_check_interval_steps: Every so many steps all ranks meet in a small collective with a deadline
+        autoresume: When the fit has finished, create the file named in ``FAULT_TOL_FINISHED_FLAG_FILE``, if any; warn
+            if the Trainer has no ``AutoResume`` (NVRx's and NeMo's name).
+        calculate_timeouts: Calculate the limits from measured section times, as NVRx does (see
+            :func:`~lightning_resilience.detect.hangs.timeouts.calculate`), and keep them in ``ft_state.json`` for the
+            next job of the same size. Only where a launcher restarts ended workers: elsewhere a limit that is too short
+            would cost the run.
+        simulated_fault_params: A fault to inject: a :class:`~lightning_resilience.faults.SimulatedFault`, a mapping, or
+            NVRx's ``SimulatedFaultParams``.
+        exp_dir: The folder of ``ft_state.json``. Default: the run directory.
+        exc_handling_policy: Called with the exception that ends the fit on a rank. Returns ``"exclude_this_node"``,
+            ``"shutdown_workload"``, NVRx's ``WorkloadControlRequest``, or ``None`` for the usual handling.
+        section_timeouts: The limits: a :class:`~lightning_resilience.detect.hangs.timeouts.SectionTimeouts`, a mapping,
+            or text such as ``"setup:600,step:180"`` in seconds. Default: the launcher's, else Megatron-Bridge's values.
+            The limit of ``start`` is always the launcher's.
+        engine: What ends hung ranks besides the watchdog: ``"nvrx"`` (NVRx's rank monitors; needs ``ft_launcher``),
+            ``"watchdog"`` (nothing else), ``"auto"`` (NVRx's monitors where they run).
+        health_check_interval_steps: Number of steps between two small collectives of all ranks, with a deadline
             (KempnerForge's ``nccl_health_check_interval``); 0: never.
-        run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
-            ``default_root_dir``. A launcher's goes before it.
+        run_dir: The run directory, on storage that all nodes share. Default: ``resilience`` in the Trainer's
+            ``default_root_dir``. Under ``launch``, its ``--run-dir`` takes precedence.
 
     Raises:
         ValueError: If an argument makes no sense.

@@ -68,24 +68,24 @@ class LocalCheckpoint(SessionCallback):
     removed.
 
     Args:
-        dir: Where to keep them: a folder on storage of the node; below it a folder for each node is made, as in NeMo
-            (``<dir>/local_ckpt-<user id>/<host>``). Default: that of ``launch --local-dir``, else node memory
-            (``/dev/shm``), which survives the processes but not the node.
+        dir: Folder on storage of the node, in which ``local_ckpt-<user id>/<host>`` is created. Default: that of
+            ``launch --local-dir``, else node memory (``/dev/shm``), which survives the processes but not the node.
         every_n_train_steps: Save whenever ``trainer.global_step`` is a multiple of this.
-        train_time_interval: Save when this much time has passed since the last save; a number is in seconds. Default,
-            if ``every_n_train_steps`` is not given either: chosen from what a save has cost so far and how often runs
-            of this size fail, so that the run advances most (arXiv 2410.18124).
-        keep: How many complete states are kept; at least 2, since the newest may turn out to be damaged. One more is
-            being written.
-        replication: Whether to keep copies on other nodes: ``"auto"`` if there are several nodes.
-        replication_factor: How many nodes have a rank's part, its own included. Default: 2, as in NVRx.
-        replication_jump: Distance of two ranks that keep copies of each other's parts. Default: ranks of a node.
-        probation_steps: A verdict that the training has gone wrong (of ``NaNGuard``, say) within as many optimizer
-            steps after a resume counts against the checkpoint that was loaded.
-        async_save: Whether a state is written behind the training. ``False``: the training waits until it is complete
-            on all nodes. ``"auto"``: as :class:`~lightning_resilience.AutoResume` of the same Trainer does it.
-        run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
-            ``default_root_dir``. A launcher's goes before it.
+        train_time_interval: Save when this much time has passed since the last save: a ``timedelta`` or seconds.
+            Default: chosen, unless ``every_n_train_steps`` is given, from the measured cost of a save and the rate of
+            failures (arXiv 2410.18124).
+        keep: Number of complete local checkpoints to keep, at least 2: the newest may turn out to be damaged. One more
+            is being written.
+        replication: Whether to keep copies on other nodes; ``"auto"``: if there are several nodes.
+        replication_factor: Number of nodes that hold a rank's files, its own included.
+        replication_jump: Distance in ranks between two ranks that hold copies of each other's files. Default: the
+            number of ranks of a node.
+        probation_steps: Number of optimizer steps after a resume within which a training that diverges (``NaNGuard``
+            finds it) counts against the checkpoint that was loaded.
+        async_save: Write in the background. ``False``: the training waits until the checkpoint is complete on all
+            nodes. ``"auto"``: as ``AutoResume`` of the same Trainer does.
+        run_dir: The run directory, on storage that all nodes share. Default: ``resilience`` in the Trainer's
+            ``default_root_dir``. Under ``launch``, its ``--run-dir`` takes precedence.
 
     Raises:
         ValueError: If an argument makes no sense, or the states will not fit where they are to be kept.

@@ -94,26 +94,24 @@ class NaNGuard(SessionCallback):
     every step. Which of these holds is said at the start.
 
     Args:
-        action: What follows a bad step. ``"skip"``: it is skipped; after ``max_consecutive`` in a row the run goes
-            back. ``"rollback"``: the run goes back at once. ``"stop"``: it is skipped, the state is saved and the run
-            ends. ``"warn"``: it is reported, and happens.
-        max_consecutive: How many steps in a row may be skipped (KempnerForge's name and default).
-        max_rollbacks: How many times the run may go back because of one trouble, restarts included; if the last one was
-            to a local checkpoint, as often to those of the run directory, if there is one. Then it ends, with the
-            reason, and is not tried again.
-        check_grads: Whether gradients are looked at. Losses always are.
-        spiky_loss_factor: A loss of this many times the reference is a spike, and a bad step too. Megatron uses 10.
-            Default: no limit.
-        spike_window: The reference is the mean of so many accepted losses before. Default: the largest of the first
-            100 losses, as in Megatron. Each rank has its own.
-        rerun: ``"validate_results"``: a batch whose step is bad is run again before anything follows, with the same
-            random numbers, and if that is bad too, after a restart on other devices, so that a fault of the hardware is
-            told from one of the data (Megatron's rerun machine). ``"report_determinism_stats"``: every batch is run
-            twice, and steps in which the results differ are counted. Both make the host wait in every step, and need
-            automatic optimization without accumulation.
-        max_reruns: How many restarts a batch is worth if there are no other devices.
-        run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
-            ``default_root_dir``. A launcher's goes before it.
+        action: What follows a bad step. ``"skip"``: the step is skipped; after ``max_consecutive`` in a row the run
+            rolls back. ``"rollback"``: the run rolls back at once. ``"stop"``: the step is skipped, the state is saved
+            and the run ends. ``"warn"``: the step is logged and happens.
+        max_consecutive: Number of steps in a row that may be skipped (KempnerForge's name and default).
+        max_rollbacks: Number of rollbacks for the same bad steps, restarts included; if the last one was to a local
+            checkpoint, as many to checkpoints of the run directory. Then the run ends and is not retried.
+        check_grads: Whether gradients are checked. Losses always are.
+        spiky_loss_factor: A loss of this many times the reference is a bad step too; Megatron uses 10. ``None``: no
+            limit.
+        spike_window: The reference is the mean of this many accepted losses of the rank. Default: the largest of the
+            first 100 losses, as in Megatron.
+        rerun: ``"validate_results"``: run a bad step again, with the same random numbers, and if it is bad again, after
+            a restart on other devices: this tells a hardware fault from bad data (Megatron's rerun machine).
+            ``"report_determinism_stats"``: run every batch twice and count steps with different results. Both make the
+            host wait in every step, and need automatic optimization without accumulation.
+        max_reruns: Number of restarts for the same batch where there are no other devices.
+        run_dir: The run directory, on storage that all nodes share. Default: ``resilience`` in the Trainer's
+            ``default_root_dir``. Under ``launch``, its ``--run-dir`` takes precedence.
 
     Raises:
         ValueError: If an argument makes no sense, or the optimizer or the strategy does not allow what is asked.

@@ -47,13 +47,13 @@ class Preemption(SessionCallback):
     the handler.
 
     Args:
-        signals: The signals that stop the run.
-        grace_period_s: Seconds from the signal to the end of the process. Default: 600, KempnerForge's shutdown
-            deadline; a launcher that knows a shorter one sets it. 0: no limit but a launcher's.
+        signals: The signals that stop the run: names, numbers or ``signal.Signals``. Default: SIGTERM.
+        grace_period_s: Time from the signal to the end of the process: a ``timedelta`` or seconds; 0: no limit. A
+            launcher that knows a shorter time sets it.
         enable_exit_handler_for_data_loader: Whether data-loader workers ignore the signals, so that a signal to the
             whole process group does not fail the step in progress (Megatron-Bridge's name).
-        run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
-            ``default_root_dir``. A launcher's goes before it.
+        run_dir: The run directory, on storage that all nodes share. Default: ``resilience`` in the Trainer's
+            ``default_root_dir``. Under ``launch``, its ``--run-dir`` takes precedence.
 
     Raises:
         ValueError: If an argument makes no sense.

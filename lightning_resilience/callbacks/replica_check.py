@@ -56,10 +56,10 @@ class ReplicaCheck(SessionCallback):
     replicas, and one rank has none: this is said at the start, and nothing is done.
 
     Args:
-        max_rollbacks: How many times the run may go back because of one trouble, restarts included. Then it fails, and
-            is restarted by its launcher, within its budget, without the node of the named rank where that can be.
-        run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
-            ``default_root_dir``. A launcher's goes before it.
+        max_rollbacks: Number of rollbacks for the same divergence, restarts included. Then the fit fails; a launcher
+            restarts it within its budget, if possible without the node of the named rank.
+        run_dir: The run directory, on storage that all nodes share. Default: ``resilience`` in the Trainer's
+            ``default_root_dir``. Under ``launch``, its ``--run-dir`` takes precedence.
 
     Raises:
         ValueError: If an argument makes no sense.

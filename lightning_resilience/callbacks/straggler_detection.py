@@ -88,25 +88,24 @@ class StragglerDetection(SessionCallback):
     loggers.
 
     Args:
-        report_time_interval: Seconds between two reports; more where 10 steps take longer. Names and defaults are those
-            of NVRx's callback and NeMo's recipe ``straggler_det_callback`` where not said otherwise.
-        calc_relative_gpu_perf: Whether ranks are compared with each other.
-        calc_individual_gpu_perf: Whether ranks are compared with what they were.
-        num_gpu_perf_scores_to_print: How many of the worst and the best scores are printed beside stragglers; 0: none.
+        report_time_interval: Time between two reports: a ``timedelta`` or seconds; longer where 10 steps take longer.
+        calc_relative_gpu_perf: Whether to compare ranks with each other.
+        calc_individual_gpu_perf: Whether to compare each rank with its own best.
+        num_gpu_perf_scores_to_print: Number of worst and of best scores to print beside stragglers; 0: none.
         gpu_relative_perf_threshold: A relative score below this makes a straggler.
         gpu_individual_perf_threshold: An individual score below this makes a straggler.
-        stop_if_detected: Whether the run saves and ends because of a straggler, once for every device, so that it can
-            be restarted elsewhere; not without :class:`~lightning_resilience.AutoResume`, nor where nothing starts it
-            again, nor if more than half of the ranks are slow. Megatron-Bridge's default is ``False``.
+        stop_if_detected: Save and end the run because of a straggler, once for each device, so that it can be restarted
+            elsewhere. Needs :class:`~lightning_resilience.AutoResume` and a launcher that restarts; not if more than
+            half of the ranks are slow. Megatron-Bridge's default is ``False``.
         enable_logging: Whether the Trainer's loggers get the scores.
-        profiling_interval: Every how many steps one is measured. Where steps are short, also of those only as many in a
-            row as a report needs: up to 256 times 32.
-        backend: ``"timer"``: the host's clock. ``"device_events"``: the device's. ``"cupti"``: beside those NVRx's
-            profiler of a CUDA device's kernels, in 32 steps and 2 % of the time at most; no other profiler works beside
-            it. ``"auto"``: events where the device has them, else the clock.
-        min_consecutive_reports: How many reports in a row must name a rank. NVRx has 1.
-        run_dir: The run directory on storage that all nodes share. Default: ``resilience`` in the Trainer's
-            ``default_root_dir``. A launcher's goes before it.
+        profiling_interval: Measure every so many steps. Of short steps only as many as a report needs are measured: up
+            to 256 bursts of 32.
+        backend: ``"timer"``: the host's clock. ``"device_events"``: events of the device. ``"cupti"``: events, and
+            NVRx's profiler of CUDA kernels, in 32 steps and 2 % of the time at most; excludes other profilers.
+            ``"auto"``: events where the device has them, else the clock.
+        min_consecutive_reports: Number of reports in a row that must name a rank; NVRx has 1.
+        run_dir: The run directory, on storage that all nodes share. Default: ``resilience`` in the Trainer's
+            ``default_root_dir``. Under ``launch``, its ``--run-dir`` takes precedence.
 
     Raises:
         ValueError: If an argument makes no sense, or the backend does not work here.
