@@ -23,6 +23,7 @@ from multiprocessing.sharedctypes import RawValue
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_resilience.launch.output import say
+from lightning_resilience.run.events import FaultInjected
 from lightning_resilience.run.ledger import Ledger, read_ledger
 
 if TYPE_CHECKING:
@@ -320,7 +321,7 @@ class FaultInjector:
             self._leave_out("the training data come from no torch DataLoader")
             return
         self._ledger.record(
-            "simulated_fault", fault=asdict(self._fault), fault_type=self.fault_type, step=self._step, pid=os.getpid()
+            FaultInjected(fault=asdict(self._fault), fault_type=self.fault_type, step=self._step, pid=os.getpid())
         )
         if not self._has_happened():
             self._leave_out(f"{self._ledger.path} does not take it, so it would happen again after every restart")

@@ -35,7 +35,7 @@ from lightning_resilience.checkpoint.save_coordinator import Rounds
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import Snapshot
 from lightning_resilience.fit import session
-from lightning_resilience.run.ledger import read_ledger
+from tests.ledgers import read_ledger
 from tests.program import Fsdp1OnCpu
 
 PATIENCE_S = 60.0

@@ -17,9 +17,9 @@ import torch
 from lightning_resilience import AutoResume, resolve_resume_path
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.safe_serialization import Entries, from_plain, to_plain
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import killed_and_resumed, make, undisturbed
 
 

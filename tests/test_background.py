@@ -19,9 +19,9 @@ from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves
 from lightning_resilience.checkpoint.capacity import Room
 from lightning_resilience.fit import saving
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory, StaleAttempt
 from tests.harness import run
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import killed_and_resumed, make, undisturbed
 
 CASES: dict[str, dict[str, Any]] = {

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume, LocalCheckpoint
 from lightning_resilience.checkpoint.snapshot import optimizer_tensors
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run, samples
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import make, undisturbed
 
 

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import make, undisturbed
 
 EXECUTED: list[Any] = []

@@ -21,9 +21,9 @@ from lightning_resilience.detect.hangs.deaths import Death, Deathbed, MemoryShor
 from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG
 from lightning_resilience.detect.hangs.watchdog import Watchdog
 from lightning_resilience.launch.report import interruptions
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, samples
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import undisturbed
 from tests.test_fault_tolerance import events, nothing_left, ours, watched
 from tests.test_launchers import finish, start, torchrun

@@ -17,9 +17,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_resilience import AutoResume
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, run, samples
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import make, undisturbed
 from tests.test_exact_resume_edges import VALIDATES, Killed, Script, averaged, pruned_at_validation
 

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from lightning_resilience.recipes import JOBS
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE
+from tests.ledgers import read_ledger
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "examples" / "README.md").read_text()

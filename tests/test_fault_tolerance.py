@@ -27,9 +27,9 @@ from lightning_resilience.callbacks import fault_tolerance
 from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG, own_directories
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, command, result, run, samples
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import make, undisturbed
 from tests.test_hangs import FOREVER, LIMITS, nothing_left, stacks_of, the_culprit, verdict_of, watchdogs_of
 from tests.test_launchers import finish, lightnings_own, start, torchrun

@@ -36,11 +36,11 @@ from lightning_resilience.detect.hangs import process_probe, rank_probe, watchdo
 from lightning_resilience.detect.hangs.progress import Progress, read_progress
 from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG, Witness, node_directory
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
-from lightning_resilience.run.ledger import Ledger, read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests import harness
 from tests import test_hangs_verdict as verdicts
 from tests.harness import run
+from tests.ledgers import Ledger, read_ledger
 from tests.test_fault_tolerance import STARTED_AGAIN, hangs, limits_at_end, runs, small_trainer, traced, watched
 from tests.test_hangs import FOREVER, nothing_left, the_culprit, verdict_of, watchdogs_of
 

@@ -24,8 +24,9 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_resilience.faults import FaultInjector, SimulatedException, SimulatedFault
-from lightning_resilience.run.ledger import Ledger, read_ledger
+from lightning_resilience.run.ledger import Ledger
 from tests.harness import CONTEXT
+from tests.ledgers import read_ledger
 
 AT = 5
 STEPS = 20

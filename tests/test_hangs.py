@@ -17,9 +17,9 @@ import pytest
 
 from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG
 from lightning_resilience.detect.hangs.verdict import Finding, Verdict
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, run, samples
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import make, undisturbed
 
 LIMITS = "setup:60,step:2.5,checkpointing:2.5,out_of_section:2.5"

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, samples
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import make, undisturbed
 
 OPTIONS: dict[str, Any] = {"data": "shuffle", "workers": 2, "validation": True, "save_every": 4, "step_s": 0.02}

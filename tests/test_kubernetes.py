@@ -29,10 +29,10 @@ from lightning_resilience.launch import job as launch_job
 from lightning_resilience.launch.cli import launch_settings
 from lightning_resilience.launch.job import LaunchSettings
 from lightning_resilience.recipes import JOBS, RECIPES
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from lightning_resilience.signals import EXIT_INTERRUPTED
 from tests.harness import PROGRAM, result, samples
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import make, undisturbed
 
 FOLDER = Path(__file__).parents[1] / "recipes" / "kubernetes"

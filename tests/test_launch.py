@@ -23,8 +23,8 @@ import psutil
 import pytest
 
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, end_processes, processes_of
-from lightning_resilience.run.ledger import Ledger, read_ledger
 from lightning_resilience.run.run_directory import Outcome, RunDirectory
+from tests.ledgers import Ledger, read_ledger
 
 PATIENCE_S = 60.0
 
@@ -78,10 +78,11 @@ class Launcher:
         self._launches: list[subprocess.Popen[str]] = []
 
     def script(self, text: str, name: str = "script.py") -> None:
-        prelude = """
+        prelude = f"""
             import os, signal, subprocess, sys, time
             from lightning_resilience import signals
-            from lightning_resilience.run.ledger import Ledger
+            sys.path.append({str(Path(__file__).parents[1])!r})
+            from tests.ledgers import Ledger
             from lightning_resilience.run.run_directory import Outcome, RunDirectory
             run_directory = RunDirectory(os.environ["LIGHTNING_RESILIENCE_RUN_DIR"])
             ledger = Ledger(run_directory.ledger)

@@ -22,8 +22,10 @@ from lightning_resilience.launch.report import Interruption, interruptions, repo
 from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.status import progress_line, status
 from lightning_resilience.launch.worker import first_fault
-from lightning_resilience.run.ledger import Ledger, read_ledger
 from lightning_resilience.run.run_directory import Outcome, RunDirectory
+from tests.ledgers import Ledger, read_ledger
+
+ROOT = Path(__file__).parents[1]
 
 
 def write_many(path: Path, rank: int, count: int) -> None:
@@ -80,14 +82,23 @@ def test_processes_that_write_at_once_do_not_mix_their_lines(tmp_path: Path) -> 
     assert steps == {rank: list(range(200)) for rank in range(4)}
 
 
+WRITES = """
+import itertools, sys
+sys.path.append({root!r})
+from tests.ledgers import Ledger
+ledger = Ledger({path!r})
+print(flush=True)
+for step in itertools.count():
+    ledger.record("saved", step=step)
+"""
+
+
 def test_a_killed_writer_costs_at_most_its_last_line(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     for _ in range(3):
         writer = subprocess.Popen(
-            [sys.executable, "-c", f"from lightning_resilience.run.ledger import Ledger\nl = Ledger({str(path)!r})\n"
-             "print(flush=True)\ni = 0\nwhile True: l.record('saved', step=i); i += 1"],
-            stdout=subprocess.PIPE,
-        )  # fmt: skip
+            [sys.executable, "-c", WRITES.format(root=str(ROOT), path=str(path))], stdout=subprocess.PIPE
+        )
         assert writer.stdout is not None
         writer.stdout.readline()
         while not path.exists() or not list(path.iterdir()):

@@ -21,7 +21,7 @@ import pytest
 
 from lightning_resilience.launch.budget import Budget, History, LiveHistory
 from lightning_resilience.run import ledger as module
-from lightning_resilience.run.ledger import Ledger, read_ledger
+from tests.ledgers import Ledger, read_ledger
 
 Break = Callable[[pytest.MonkeyPatch], None]
 

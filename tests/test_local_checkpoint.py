@@ -46,9 +46,9 @@ from lightning_resilience.checkpoint.snapshot import Snapshot, optimizer_tensors
 from lightning_resilience.fit import session
 from lightning_resilience.fit.checkpoint_selector import MAX_CONDEMNED, CondemnedCheckpoint
 from lightning_resilience.fit.session import session_of
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt
 from tests.harness import result, run, samples
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import make, undisturbed
 
 LOCAL = "local_checkpoint"

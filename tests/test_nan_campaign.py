@@ -27,9 +27,9 @@ from lightning_resilience.checkpoint import checkpoint_file, shard
 from lightning_resilience.checkpoint.node_store import PartWriter
 from lightning_resilience.checkpoint.safe_serialization import unpack
 from lightning_resilience.fit import session
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import CONTEXT, command, free_port, result, run, run_command, weights
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import make, undisturbed
 from tests.test_local_checkpoint import Waits, part_of, parts_in, reseal
 from tests.test_nan_guard import SPOILS, Spoil, same

@@ -30,9 +30,9 @@ from lightning_resilience.detect.numerics.numerics import SpikeReference
 from lightning_resilience.detect.numerics.rollback_history import Troubles
 from lightning_resilience.fit import session
 from lightning_resilience.launch.report import report
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run, weights
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import make, some
 
 BATCHES = 8

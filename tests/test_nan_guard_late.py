@@ -23,10 +23,10 @@ from lightning_resilience.detect.numerics import numerics
 from lightning_resilience.detect.numerics.numerics import ChangingBuffers
 from lightning_resilience.detect.numerics.step_guard import StepGuard
 from lightning_resilience.fit import session
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run
 from tests.late import Travelling
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import make
 from tests.test_nan_guard import (
     OPTIMIZERS,

@@ -25,8 +25,8 @@ from lightning_resilience import AutoResume, FaultTolerance, Preemption
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.cli import launch_settings
 from lightning_resilience.launch.job import LaunchSettings
-from lightning_resilience.run.ledger import read_ledger
 from tests import harness
+from tests.ledgers import read_ledger
 from tests.slurm.cluster import Cluster, wait_until
 from tests.slurm.conftest import cluster  # noqa: F401  (a fixture)
 from tests.slurm.jobs import Chain

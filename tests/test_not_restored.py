@@ -11,9 +11,9 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_resilience.checkpoint import dcp, resume
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run
+from tests.ledgers import read_ledger
 from tests.test_dcp import reseal
 from tests.test_exact_resume import make, undisturbed
 from tests.test_local_checkpoint import Run, ends_well, ledger

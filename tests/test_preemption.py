@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_resilience import Interrupted, Preemption, signals
 from lightning_resilience.checkpoint import resume
-from lightning_resilience.run.ledger import Ledger, read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, run, run_command, samples
+from tests.ledgers import Ledger, read_ledger
 from tests.program import DEFAULTS, Module, loader, make_trainer
 from tests.test_exact_resume import make, undisturbed
 

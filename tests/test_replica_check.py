@@ -18,9 +18,9 @@ from lightning_resilience.checkpoint.generations import places
 from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.detect.numerics.rollback_history import REFILL_STEPS, Rollbacks
 from lightning_resilience.recipes import RECIPE_VARIABLE
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run, samples
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import make
 from tests.test_local_checkpoint import Job, announced_right_before, are_of, bring_back  # noqa: F401
 

@@ -12,9 +12,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_resilience import NaNGuard
 from lightning_resilience.detect.numerics.reruns import Suspect, faulty, weigh
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run, weights
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import make, undisturbed
 
 BATCH, A, B = (1, 5), ("node-a (GPU 1)", "node-a (GPU 2)"), ("node-a (GPU 1)", "node-b (GPU 1)")

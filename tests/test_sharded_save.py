@@ -19,9 +19,9 @@ import torch.distributed.checkpoint as torch_dcp
 
 from lightning_resilience.checkpoint import checkpoint_file, resume, sharded_save
 from lightning_resilience.checkpoint.sharded_save import Outcome, Save, ShardedSaves
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory, StaleAttempt
 from tests.harness import Ranks, result, run, run_command, samples
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import killed_and_resumed, make, undisturbed
 
 OPTIONS: dict[str, Any] = {"sharded": True, "trainer": {"devices": 2}}

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_resilience import Interrupted, Preemption, signals
+from lightning_resilience.run.events import Event, SignalReceived
 from lightning_resilience.run.ledger import Ledger
 from tests.harness import run_command
 
@@ -270,10 +271,10 @@ def test_a_ledger_on_storage_that_does_not_answer_holds_no_signal_up(
 ) -> None:
     record, answers = Ledger.record, threading.Event()
 
-    def stuck(self: Ledger, event: str, **fields: Any) -> None:
-        if event == "signal":
+    def stuck(self: Ledger, event: Event) -> None:
+        if isinstance(event, SignalReceived):
             answers.wait(20)
-        record(self, event, **fields)
+        record(self, event)
 
     monkeypatch.setattr(Ledger, "record", stuck)
     module = Module()

@@ -30,11 +30,13 @@ from lightning_resilience.launch.report import interruptions
 from lightning_resilience.launch.slurm import get_slurm_info, lost_nodes, node_names, show_job, usable_nodes
 from lightning_resilience.launch.slurm_job import COMMENT_EVERY_S, Comment
 from lightning_resilience.launch.slurm_script import BatchScript, seconds_of
-from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
+from lightning_resilience.run.ledger import node_name
+from tests.ledgers import Ledger, read_ledger
 from tests.test_launch import Launcher, launcher
 
 __all__ = ["launcher"]  # a fixture
 
+ROOT = Path(__file__).parents[1]
 PATIENCE_S = 30.0
 
 
@@ -245,7 +247,8 @@ def test_launch_reads_its_rank_from_slurm(monkeypatch: pytest.MonkeyPatch) -> No
 
 SRUN = """#!{python}
 import json, os, sys, time
-from lightning_resilience.run.ledger import Ledger
+sys.path.append({root!r})
+from tests.ledgers import Ledger
 ledger = Ledger({ledger!r}, rank=None)
 json.dump(sys.argv[1:], open({folder!r} + "/srun", "w"))
 json.dump(dict(os.environ), open({folder!r} + "/environment", "w"))
@@ -300,7 +303,9 @@ class Batch:
         (folder / "bin").mkdir()
         for name, text in {"srun": SRUN, "scontrol": SCONTROL, "sinfo": SINFO}.items():
             program = folder / "bin" / name
-            program.write_text(text.format(python=sys.executable, folder=str(folder), ledger=str(self.ledger.path)))
+            program.write_text(
+                text.format(root=str(ROOT), python=sys.executable, folder=str(folder), ledger=str(self.ledger.path))
+            )
             program.chmod(0o755)
         (folder / "train.py").touch()
         self.job(JobState="RUNNING")
@@ -1176,7 +1181,7 @@ def test_a_run_that_goes_on_without_launcher(tmp_path: Path, end: dict[str, Any]
 
 
 def test_the_page_has_every_option_and_the_script_is_what_is_rendered() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "slurm.md").read_text()
+    page = (ROOT / "docs" / "slurm.md").read_text()
     actions = cli._parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
     own = set(actions["slurm"]._option_string_actions) - set(actions["launch"]._option_string_actions)
     rows = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `--"))

@@ -22,9 +22,9 @@ from lightning_resilience._files import Patience
 from lightning_resilience.checkpoint import checkpoint_file, resume, shard
 from lightning_resilience.fit import checkpoint_selector
 from lightning_resilience.fit.session import FitSession
-from lightning_resilience.run.ledger import Ledger, read_ledger
 from lightning_resilience.run.run_directory import FitDirectory, RunDirectory, StorageFails
 from tests.harness import Ranks, result, run
+from tests.ledgers import Ledger, read_ledger
 from tests.test_exact_resume import make, undisturbed
 
 EVERYWHERE = "/proc/self/cwd/run"

@@ -37,9 +37,9 @@ from lightning_resilience.detect.stragglers.step_timer import DeviceTime, HostTi
 from lightning_resilience.detect.stragglers.stragglers import Straggler
 from lightning_resilience.fit import session
 from lightning_resilience.launch.nodes import Board, Decision
-from lightning_resilience.run.ledger import Ledger, read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import CONTEXT, Ranks, free_port, result, run, samples
+from tests.ledgers import Ledger, read_ledger
 from tests.test_exact_resume import killed_and_resumed, make, some, undisturbed
 
 RANKS = 4

@@ -15,7 +15,7 @@ from lightning_resilience import AutoResume, LocalCheckpoint, checks, recipes, s
 from lightning_resilience.checkpoint.local import LocalSaves
 from lightning_resilience.fit import session
 from lightning_resilience.launch.cli import launch_settings
-from lightning_resilience.run.ledger import read_ledger
+from tests.ledgers import read_ledger
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

@@ -24,8 +24,8 @@ import pytest
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE
 from lightning_resilience.launch.output import KeptOutput
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, RunDirectory
+from tests.ledgers import read_ledger
 from tests.terminals import PATIENCE_S, Terminal, those_left, until
 from tests.test_launch import FAKE
 
@@ -106,7 +106,7 @@ def case(tmp_path: Path) -> Iterator[Case]:
 DRAWS = """
 import os, sys, time
 from lightning_resilience import signals
-from lightning_resilience.run.ledger import Ledger
+from tests.ledgers import Ledger
 from lightning_resilience.run.run_directory import RunDirectory
 ledger = Ledger(RunDirectory(os.environ["LIGHTNING_RESILIENCE_RUN_DIR"]).ledger)
 told = []
@@ -168,7 +168,7 @@ def test_a_launch_outlives_its_terminal(case: Case, how: str) -> None:
 
 WRITES = """
 import os, time
-from lightning_resilience.run.ledger import Ledger
+from tests.ledgers import Ledger
 from lightning_resilience.run.run_directory import RunDirectory
 ledger = Ledger(RunDirectory(os.environ["LIGHTNING_RESILIENCE_RUN_DIR"]).ledger)
 ledger.record("ready")

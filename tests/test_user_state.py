@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_resilience import AutoResume, LocalCheckpoint
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.fit import saving, session
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
+from tests.ledgers import read_ledger
 from tests.program import digest
 
 STEPS, FAILS_AT = 8, 5

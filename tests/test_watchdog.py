@@ -31,8 +31,8 @@ from lightning_resilience.detect.hangs.rank_probe import (
     remove_abandoned,
 )
 from lightning_resilience.launch.view import diagnoses, ranks_now
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
+from tests.ledgers import read_ledger
 
 _FORK = multiprocessing.get_context("fork")
 LIMIT_S = 2.0

@@ -36,6 +36,7 @@ from lightning_resilience.detect.hangs.rank_probe import (
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.faults import FaultInjector, SimulatedFault
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
+from lightning_resilience.run.events import Unhealthy, WorkloadRequest
 from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, is_started_again
 
@@ -452,7 +453,7 @@ class _Watching:
         if not failed:
             return
         reason = f"rank {session.rank} on {platform.node()} is not fit to train: {health.HealthReport(tuple(failed))}"
-        session.ledger.record("unhealthy", fit=session.index, reason=reason)
+        session.ledger.record(Unhealthy(fit=session.index, reason=reason))
         # Another node has no more space in shared storage; and one that is cold or busy is not sick.
         if any(check.answered and check.name != "free space" for check in failed):
             self._request(_nvrx.EXCLUDE_THIS_NODE, reason)
@@ -480,7 +481,7 @@ class _Watching:
         if action == "continue":
             return None
         session = self.session
-        session.ledger.record("workload_request", fit=session.index, action=action, reason=description)
+        session.ledger.record(WorkloadRequest(fit=session.index, action=action, reason=description))
         # launch reads it in the ledger; ft_launcher would close the rendezvous of all, or let this node join again.
         is_told = action == _nvrx.EXCLUDE_THIS_NODE and RUN_DIR_VARIABLE in os.environ
         if self._monitor is not None and not is_told:

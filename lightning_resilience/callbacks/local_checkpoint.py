@@ -33,6 +33,7 @@ from lightning_resilience.checkpoint.snapshot import ON_DEVICE_BYTES
 from lightning_resilience.detect.hangs.rank_probe import own_directories
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
 from lightning_resilience.launch.report import interruptions
+from lightning_resilience.run.events import Saved
 from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE
 
@@ -381,17 +382,18 @@ class _Local:
         assert self._saves is not None
         figures = self._saves.figures
         self.session.ledger.record(
-            "saved",
-            fit=self.session.index,
-            step=step,
-            reason=reason,
-            tier="local",
-            generation=generation,
-            count=self._unrecorded,
-            seconds=round(figures.save_s, 4),
-            stall_s=round(figures.stall_s, 6),
-            skipped=figures.skipped,
-            failed=figures.failed,
+            Saved(
+                fit=self.session.index,
+                step=step,
+                reason=reason,
+                tier="local",
+                generation=generation,
+                count=self._unrecorded,
+                seconds=round(figures.save_s, 4),
+                stall_s=round(figures.stall_s, 6),
+                skipped=figures.skipped,
+                failed=figures.failed,
+            )
         )
         self._record_at, self._unrecorded = time.monotonic() + _RECORD_EVERY_S, 0
 

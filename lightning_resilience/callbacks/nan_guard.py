@@ -21,6 +21,7 @@ from lightning_resilience.detect.numerics.rollback_history import Troubles, Wind
 from lightning_resilience.detect.numerics.step_guard import Reruns, StepGuard, Verdict, can_skip, on_host
 from lightning_resilience.fit import checkpoint_io
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
+from lightning_resilience.run.events import BadStep, RerunVerdict, Rollback
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -503,17 +504,17 @@ class _Guarding:
         if session.rank == 0 or verdict.is_here:
             log.warning("Rank %d: %s; the step after step %d %s.", session.rank, verdict.problem, window.step, action)
             session.ledger.record(
-                "bad_step",
-                fit=session.index,
-                step=window.step,
-                epoch=window.epoch,
-                batches=[window.begin, window.end],
-                rank=session.rank,
-                reason=verdict.problem,
-                skipped=prevented,
-                samples=self._samples.of(range(window.begin, window.end)),
-                loss=_written(verdict.loss),
-                grad_norm=_written(verdict.grad_norm),
+                BadStep(
+                    fit=session.index,
+                    step=window.step,
+                    epoch=window.epoch,
+                    batches=[window.begin, window.end],
+                    reason=verdict.problem,
+                    skipped=prevented,
+                    samples=self._samples.of(range(window.begin, window.end)),
+                    loss=_written(verdict.loss),
+                    grad_norm=_written(verdict.grad_norm),
+                )
             )
         self._report({} if verdict.grad_norm is None else {"nan_guard/grad_norm": verdict.grad_norm})
         if settings.rerun == "validate_results":
@@ -623,7 +624,7 @@ class _Guarding:
                 0 if is_suspect else sum(each.end - each.begin for each in windows),
             )
             session.ledger.record(
-                "rollback", fit=session.index, step=step, reason=reason, times=times, losses=[*map(_written, losses)]
+                Rollback(fit=session.index, step=step, reason=reason, times=times, losses=[*map(_written, losses)])
             )
 
         self._say = say
@@ -750,7 +751,7 @@ class _Guarding:
                 reason,
             )
             session.ledger.record(
-                "rerun", fit=session.index, step=window.step, verdict=verdict, reason=reason, devices=list(devices)
+                RerunVerdict(fit=session.index, step=window.step, verdict=verdict, reason=reason, devices=list(devices))
             )
 
     def _decide(self, event: Event, is_end: bool = False) -> None:

@@ -16,6 +16,7 @@ from lightning_resilience._arguments import checked, duration, shown
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
 from lightning_resilience.launch.output import guard_streams
+from lightning_resilience.run.events import FitInterrupted, SignalReceived
 from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import NOT_SHOWN, RUN_DIR_VARIABLE
 
@@ -192,7 +193,7 @@ def _to_signal(value: signal.Signals | int | str) -> signal.Signals:
 def _request(session: FitSession, signum: signal.Signals, requeue: bool) -> None:
     # First of all: the storage on which the ledger lies may not answer.
     session.agreement.request(_PREEMPT, {"signum": int(signum), "requeue": requeue}, Needs.CLEAN)
-    session.ledger.record("signal", fit=session.index, signum=int(signum))
+    session.ledger.record(SignalReceived(fit=session.index, signum=int(signum)))
 
 
 def _stop(session: FitSession, event: Event) -> None:
@@ -210,7 +211,7 @@ def _stop(session: FitSession, event: Event) -> None:
     reason = f"signal {event.payload['signum']} on rank {event.rank}"
     if trainer.is_global_zero:
         session.end("interrupted", reason)
-        session.ledger.record("interrupted", fit=session.index, step=step, reason=reason)
+        session.ledger.record(FitInterrupted(fit=session.index, step=step, reason=reason))
         log.info(
             "Stopped at step %d because of %s; %s. Run the same command again to go on.",
             step,
@@ -238,7 +239,7 @@ def _requeue() -> None:
 
 def _end_now(session: FitSession, reason: str) -> None:
     """The process is about to end without having been able to stop in order."""
-    session.ledger.record("interrupted", fit=session.index, reason=reason)
+    session.ledger.record(FitInterrupted(fit=session.index, reason=reason))
     session.end("interrupted", reason)
 
 

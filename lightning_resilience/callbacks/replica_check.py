@@ -17,6 +17,7 @@ from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.detect.numerics.rollback_history import Rollbacks
 from lightning_resilience.fit import checkpoint_io
 from lightning_resilience.fit.session import FitSession, SessionCallback
+from lightning_resilience.run.events import Rollback
 from lightning_resilience.run.ledger import node_name
 
 log = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ class _Checking:
                 divergence,
             )
             session.ledger.record(
-                "rollback", fit=session.index, step=divergence.step, reason=str(divergence), times=times
+                Rollback(fit=session.index, step=divergence.step, reason=str(divergence), times=times)
             )
             metrics = {"replica_check/rollbacks": float(times)}
             for logger in session.trainer.loggers:

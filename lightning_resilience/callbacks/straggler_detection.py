@@ -39,6 +39,7 @@ from lightning_resilience.detect.stragglers.stragglers import (
 )
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
 from lightning_resilience.launch.nodes import why_it_keeps
+from lightning_resilience.run.events import Stragglers, StragglerStop
 from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import is_started_again
 
@@ -352,12 +353,13 @@ class _Measuring:
         self._print(report, stragglers)
         if stragglers:
             session.ledger.record(
-                "stragglers",
-                fit=session.index,
-                step=report.step,
-                ranks=sorted({each.rank for each in stragglers})[:_MOST],
-                devices=_devices(stragglers)[:_MOST],
-                reason=_named(stragglers),
+                Stragglers(
+                    fit=session.index,
+                    step=report.step,
+                    ranks=sorted({each.rank for each in stragglers})[:_MOST],
+                    devices=_devices(stragglers)[:_MOST],
+                    reason=_named(stragglers),
+                )
             )
         if settings.enable_logging:
             self._log(report, stragglers)
@@ -473,12 +475,13 @@ class _Measuring:
         reason, ranks = str(event.payload["reason"]), event.payload["ranks"]
         if session.rank == 0:
             session.ledger.record(
-                "straggler_stop",
-                fit=session.index,
-                step=session.trainer.global_step,
-                ranks=ranks,
-                devices=event.payload["devices"],
-                reason=reason,
+                StragglerStop(
+                    fit=session.index,
+                    step=session.trainer.global_step,
+                    ranks=ranks,
+                    devices=event.payload["devices"],
+                    reason=reason,
+                )
             )
             log.error("Saved: %s. Started again, the run goes on from there.", path)
         session.gather(None)  # no rank leaves, and has the others killed, before that is written

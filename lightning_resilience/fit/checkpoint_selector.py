@@ -35,6 +35,15 @@ from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.safe_serialization import from_plain
 from lightning_resilience.fit.strategies import loads_state, name_of
 from lightning_resilience.launch.budget import first_cause
+from lightning_resilience.run.events import (
+    Finished,
+    Fresh,
+    MarkedBad,
+    NotRestored,
+    Quarantined,
+    RestoredInPlace,
+    Resumed,
+)
 from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import AnotherFit, StorageFails
 
@@ -99,7 +108,7 @@ class Tiers:
         self._left_lying: list[str] = []
         """Checkpoints that are passed over although they may be intact, the same on all ranks."""
         self._users_choice: str | None = None
-        self._event = "resumed"
+        self._event: type[Resumed] | type[RestoredInPlace] = Resumed
         self._unsaid: Callable[[], None] | None = None
 
     # -- choosing ------------------------------------------------------------------------------------------------------
@@ -139,7 +148,7 @@ class Tiers:
                 log.info("Nothing was saved yet in %s; this fit starts from the beginning.", session.fit.path)
             else:
                 log.info("Nothing to resume from in %s: a fresh start.", session.fit.path)
-            session.ledger.record("fresh", fit=session.index)
+            session.ledger.record(Fresh(fit=session.index))
         return None
 
     def newest(
@@ -159,7 +168,7 @@ class Tiers:
         """
         if self.local is None and not self.uses_global:
             return None
-        self._event = "went_back"  # in the same processes: no interruption
+        self._event = RestoredInPlace  # in the same processes: no interruption
         paths, generations = self._paths(), self._generations()
         choice = self._first_usable(
             [path for path in paths if resume.step_of(path) <= until],
@@ -355,13 +364,14 @@ class Tiers:
         self.loaded = _Loaded(generation.step, generation.name, None)
         if session.trainer.is_global_zero:
             session.ledger.record(
-                self._event,
-                fit=session.index,
-                step=generation.step,
-                path=name,
-                tier=tier,
-                generation=generation.name,
-                saved_at=saved_at,
+                self._event(
+                    fit=session.index,
+                    step=generation.step,
+                    path=name,
+                    tier=tier,
+                    generation=generation.name,
+                    saved_at=saved_at,
+                )
             )
             log.info("Resuming from step %d (local checkpoint %s).", generation.step, name)
         return Path(name), checkpoint
@@ -475,7 +485,7 @@ class Tiers:
 
     def _quarantine(self, path: Path, reason: str) -> None:
         log.warning("Checkpoint rejected: %s. The next best one is tried.", reason)
-        self._session.ledger.record("quarantined", fit=self._session.index, path=str(path), reason=reason)
+        self._session.ledger.record(Quarantined(fit=self._session.index, path=str(path), reason=reason))
         try:
             checkpoint_file.quarantine(path, self._session.fit.quarantine, reason)
         except OSError as failure:
@@ -485,9 +495,7 @@ class Tiers:
         assert self.local is not None
         for path, reason in self.local.bad:
             log.warning("Rank %d: local checkpoint rejected: %s.", self._session.rank, reason)
-            self._session.ledger.record(
-                "quarantined", fit=self._session.index, path=path, reason=reason, tier="local", rank=self._session.rank
-            )
+            self._session.ledger.record(Quarantined(fit=self._session.index, path=path, reason=reason, tier="local"))
         self.local.bad.clear()
 
     def _restored(self, path: Path, finished: bool) -> None:
@@ -496,7 +504,7 @@ class Tiers:
         if finished:
             session.final_path = path
             session.trainer.should_stop = True
-        if session.had_finished and self._event == "resumed":
+        if session.had_finished and self._event is Resumed:
             self._unsaid = functools.partial(self._say_restored, path, finished)
         else:
             self._say_restored(path, finished)
@@ -510,9 +518,9 @@ class Tiers:
     def _say_restored(self, path: Path, finished: bool) -> None:
         session, step = self._session, resume.step_of(path)
         if session.trainer.is_global_zero:
-            session.ledger.record(self._event, fit=session.index, step=step, path=str(path), tier="global")
+            session.ledger.record(self._event(fit=session.index, step=step, path=str(path), tier="global"))
             if finished:
-                session.ledger.record("finished", fit=session.index, step=step)
+                session.ledger.record(Finished(fit=session.index, step=step))
                 if not session.had_finished and self.ended is not None:
                     about = {**self.ended["limits"], ENDS_APART: self.ended[ENDS_APART]}
                     session.end("finished", self.ended["by"], about)
@@ -534,16 +542,17 @@ class Tiers:
             yield
         except BaseException as error:
             if self.loaded is not None and _says_something_about_the_state(error):
-                about = {"step": self.loaded.step, "path": str(self.loaded.path or "")}
                 reason = f"{type(error).__name__}: {error}"
                 self._session.ledger.record(
-                    "not_restored",
-                    fit=self._session.index,
-                    generation=self.loaded.generation,
-                    attempt=self._session.token,
-                    kind=type(error).__name__,
-                    reason=reason[:2000],
-                    **about,
+                    NotRestored(
+                        fit=self._session.index,
+                        generation=self.loaded.generation,
+                        attempt=self._session.token,
+                        kind=type(error).__name__,
+                        reason=reason[:2000],
+                        step=self.loaded.step,
+                        path=str(self.loaded.path or ""),
+                    )
                 )
             raise
 
@@ -634,7 +643,7 @@ class Tiers:
         of_local, _ = self._condemned()
         has_had_its_tries = of_local >= MAX_CONDEMNED and loaded.generation is not None and left
         self._write_fork(min(loaded.step, left[0]) if has_had_its_tries else loaded.step)
-        session.ledger.record("condemned", fit=session.index, step=loaded.step, path=str(loaded), reason=reason)
+        session.ledger.record(MarkedBad(fit=session.index, step=loaded.step, path=str(loaded), reason=reason))
         if loaded.path is not None:
             self._quarantine(loaded.path, f"{loaded.path} is condemned: {reason}")
 

@@ -41,6 +41,7 @@ from lightning_resilience.checkpoint.sharded_save import Draft, Outcome, Save, S
 from lightning_resilience.checkpoint.state_difference import Pieces, differing, digests, joined, pieces
 from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.fit import checkpoint_io
+from lightning_resilience.run.events import Saved, SaveFailed, SaveRefused
 from lightning_resilience.run.run_directory import StaleAttempt
 
 if TYPE_CHECKING:
@@ -353,7 +354,7 @@ class Saver:
         problems = [each for each in all_problems if each is not None]
         if problems and self._session.rank == 0:
             log.error("The state of step %d is not saved in %s: %s.", self._step, path, problems[0])
-            self._session.ledger.record("save_refused", fit=self._session.index, step=self._step, reason=problems[0])
+            self._session.ledger.record(SaveRefused(fit=self._session.index, step=self._step, reason=problems[0]))
         divergence = self.compare() if problems and not self._session.failing else None
         if divergence is not None and self._session.rank == 0:
             self._session.diverged(divergence)
@@ -539,18 +540,19 @@ class Saver:
                 reason,
                 self._session.fit.checkpoints,
             )
-        self._session.ledger.record("save_failed", fit=self._session.index, step=step, reason=reason)
+        self._session.ledger.record(SaveFailed(fit=self._session.index, step=step, reason=reason))
 
     def _report_saved(self, step: int, path: Path, reason: str, started: float, left_out: list[str]) -> None:
         self._read_back = False
         self._session.ledger.record(
-            "saved",
-            fit=self._session.index,
-            step=step,
-            path=str(path),
-            seconds=round(time.monotonic() - started, 4),
-            reason=reason,
-            tier="global",
+            Saved(
+                fit=self._session.index,
+                step=step,
+                path=str(path),
+                seconds=round(time.monotonic() - started, 4),
+                reason=reason,
+                tier="global",
+            )
         )
         now = time.monotonic()
         if reason not in _SAID_ELSEWHERE and now >= self._say_saved_at:

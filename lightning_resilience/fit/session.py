@@ -59,6 +59,7 @@ from lightning_resilience.fit.settings import (
 )
 from lightning_resilience.launch.job_info import log_job_info
 from lightning_resilience.launch.report import troubles
+from lightning_resilience.run.events import DivergenceFound, Fault, Finished, RunRefused
 from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.run.run_directory import (
     LAUNCHED,
@@ -398,12 +399,13 @@ class FitSession:
         """Writes down that ranks do not hold the same that should."""
         if self.rank == 0:
             self.ledger.record(
-                "divergence",
-                fit=self.index,
-                step=divergence.step,
-                ranks=list(divergence.suspects),
-                groups=[list(ranks) for ranks in divergence.groups],
-                reason=str(divergence),
+                DivergenceFound(
+                    fit=self.index,
+                    step=divergence.step,
+                    ranks=list(divergence.suspects),
+                    groups=[list(ranks) for ranks in divergence.groups],
+                    reason=str(divergence),
+                )
             )
 
     def advanced(self) -> None:
@@ -983,7 +985,7 @@ class FitSession:
             reason = _lightning.limit_reached(self.trainer) or _ASKED
             about = {ENDS_APART: apart, _END_IS_MISSING: is_missing and self.final_path is not None}
             self.end("finished", reason, {**_lightning.limits(self.trainer), **about})
-            self.ledger.record("finished", fit=self.index, step=step, **({"saved": False} if is_missing else {}))
+            self.ledger.record(Finished(fit=self.index, step=step, saved=False if is_missing else None))
             self._say_what_went_wrong()
         self._finished = True
 
@@ -1067,8 +1069,9 @@ class FitSession:
         kind = type(exception).__name__
         reason = f"{kind}: {exception}"
         # Where a launch decides it is one of the faults that it knows; else a run that is refused has not been touched.
-        event = "refused" if isinstance(exception, AnotherFit) and RUN_DIR_VARIABLE not in os.environ else "fault"
-        self.ledger.record(event, kind=kind, fit=self.index, step=self.trainer.global_step, reason=reason)
+        is_refused = isinstance(exception, AnotherFit) and RUN_DIR_VARIABLE not in os.environ
+        event = RunRefused if is_refused else Fault
+        self.ledger.record(event(kind=kind, fit=self.index, step=self.trainer.global_step, reason=reason))
         verdicts = [verdict for hook in self.at_failure if (verdict := hook(exception)) is not None]
         if isinstance(exception, AnotherFit):
             verdicts.append(str(exception))

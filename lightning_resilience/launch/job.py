@@ -54,6 +54,16 @@ from lightning_resilience.launch.worker import (
     first_fault,
 )
 from lightning_resilience.recipes import RECIPE_VARIABLE
+from lightning_resilience.run.events import (
+    GiveUp,
+    JobFailed,
+    JobStart,
+    LauncherKilled,
+    LaunchExit,
+    LaunchStart,
+    NodesExcluded,
+    RunRefused,
+)
 from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.run.run_directory import (
     LAUNCHED,
@@ -232,7 +242,7 @@ class Launch:
                     reaper.dismiss()
         except TakenOver as lost:
             # Not even an exit is recorded: what is in the ledger, and in the run directory, is the other's.
-            self._ledger.record("refused", reason=str(lost))
+            self._ledger.record(RunRefused(reason=str(lost)))
             say(f"Ended: {lost}; this launch has ended its workers (exit code 1)")
             return 1
         finally:
@@ -251,7 +261,7 @@ class Launch:
         while True:
             decision = self._decide()
             if decision.action == "give_up":
-                self._ledger.record("give_up", reason=decision.reason)
+                self._ledger.record(GiveUp(reason=decision.reason))
                 said = self._run_directory.outcome
                 details = (
                     {"exit_code": TRY_ELSEWHERE} if said and said.details.get("exit_code") == TRY_ELSEWHERE else {}
@@ -259,12 +269,13 @@ class Launch:
                 return self._end(Outcome("failed", self._with_last_fault(decision.reason), details=details))
             run_id = uuid.uuid4().hex[:12]
             self._ledger.record(
-                "job_start",
-                retry=decision.action == "retry",
-                job_attempt=decision.job_attempt,
-                run_id=run_id,
-                max_restarts=decision.max_restarts,
-                reason=decision.reason,
+                JobStart(
+                    retry=decision.action == "retry",
+                    job_attempt=decision.job_attempt,
+                    run_id=run_id,
+                    max_restarts=decision.max_restarts,
+                    reason=decision.reason,
+                )
             )
             if not any(event.get("run_id") == run_id for event in read_ledger(self._ledger.path)):
                 # Failures that are not recorded are not counted: the restarts would never end.
@@ -280,7 +291,7 @@ class Launch:
             outcome = self._verdict(exit_code, run_id)
             if outcome.status != "failed":
                 return self._end(outcome)
-            self._ledger.record("failure", run_id=run_id, exit_code=exit_code, reason=outcome.reason)
+            self._ledger.record(JobFailed(run_id=run_id, exit_code=exit_code, reason=outcome.reason))
             following = self._decide()
             if (reason := self._why_in_a_new_job(following, run_id)) is not None:
                 return self._end(Outcome("interrupted", f"{reason} ({outcome.reason})", details={"new_job": True}))
@@ -336,7 +347,7 @@ class Launch:
                 self._nnodes = f"{least}:{int(most) - 1}"
                 then = "the run goes on with fewer nodes"
             say(f"{node} is left out from here on, and {then}.")
-            self._ledger.record("left_out", excluded=[node], reason=then)
+            self._ledger.record(NodesExcluded(excluded=[node], reason=then))
 
     def _count_nodes(self, run_id: str) -> int:
         """On how many nodes the workers have started."""
@@ -407,20 +418,21 @@ class Launch:
         self._is_resumed = bool(events) and not (found or edited or self._finished())
         launches = [event["event"] for event in events if event["event"] in ("launch", "exit")]
         if launches[-1:] == ["launch"]:
-            self._ledger.record("launcher_killed")
+            self._ledger.record(LauncherKilled())
         slurm = get_slurm_info()
         self._ledger.record(
-            "launch",
-            launch_id=self.launch_id,
-            command=self.settings.command,
-            files=digests_of_files(self.settings.command),
-            changed=[*map(str, found), *edited] or None,
-            recipe=self.settings.recipe,
-            nnodes=self.settings.nnodes,
-            nproc_per_node=self.settings.nproc_per_node,
-            slurm_job_id=slurm.job_id if slurm else None,
-            slurm_restart_count=slurm.restart_count if slurm else None,
-            budget=asdict(self.settings.budget),
+            LaunchStart(
+                launch_id=self.launch_id,
+                command=self.settings.command,
+                files=digests_of_files(self.settings.command),
+                changed=[*map(str, found), *edited] or None,
+                recipe=self.settings.recipe,
+                nnodes=self.settings.nnodes,
+                nproc_per_node=self.settings.nproc_per_node,
+                slurm_job_id=slurm.job_id if slurm else None,
+                slurm_restart_count=slurm.restart_count if slurm else None,
+                budget=asdict(self.settings.budget),
+            )
         )
         step = highest_verified_step(events)
         safe = "no checkpoint yet" if step is None else f"step {step} is safe"
@@ -516,8 +528,10 @@ class Launch:
         exit_code = {"finished": 0, "interrupted": signals.EXIT_INTERRUPTED, "failed": 1, "halted": 1}[outcome.status]
         if outcome.status in ("halted", "failed") and outcome.details.get("exit_code") in _VERDICT_EXIT_CODES:
             exit_code = outcome.details["exit_code"]
-        new_job = {"new_job": True} if outcome.details.get("new_job") else {}
-        self._ledger.record("exit", status=outcome.status, exit_code=exit_code, reason=outcome.reason, **new_job)
+        new_job = True if outcome.details.get("new_job") else None
+        self._ledger.record(
+            LaunchExit(status=outcome.status, exit_code=exit_code, reason=outcome.reason, new_job=new_job)
+        )
         if not self.settings.is_single_node:
             self._board.finish(exit_code)
         is_safe = outcome.status == "failed" and highest_verified_step(read_ledger(self._ledger.path)) is not None
@@ -609,7 +623,7 @@ class Launch:
         return True
 
     def _refused(self, reason: str, then: str) -> Refused:
-        self._ledger.record("refused", reason=reason)
+        self._ledger.record(RunRefused(reason=reason))
         return Refused(f"{reason}; {then}")
 
     def _run_workers(self, plan: Decision, must_go: Callable[[str], bool]) -> int:

@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from lightning_resilience.launch.slurm import get_slurm_info
+from lightning_resilience.run.events import JobInfo
 from lightning_resilience.run.ledger import Ledger
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def log_job_info(ledger: Ledger | None = None) -> dict[str, Any]:
     info = job_info()
     log.info("Job: %s", ", ".join(f"{name}={value}" for name, value in info.items() if value is not None))
     if ledger is not None:
-        ledger.record("job_info", **info)
+        ledger.record(JobInfo(**info))
     return info
 
 

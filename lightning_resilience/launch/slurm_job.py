@@ -60,6 +60,7 @@ from lightning_resilience.launch.slurm import (
 )
 from lightning_resilience.launch.slurm_script import seconds_of
 from lightning_resilience.launch.status import compact, progress_line
+from lightning_resilience.run.events import AllocationEnd, AllocationStart, ExclusionFailed
 from lightning_resilience.run.ledger import Ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from lightning_resilience.signals import EXIT_INTERRUPTED
@@ -178,7 +179,7 @@ class BatchStep:
             return self._end(End("refused", "end", _EXIT_USAGE, reason))
         nodes = node_names(self.slurm.node_list or "")
         self._ledger.record(
-            "slice_start", slurm_job_id=self.slurm.job_id, restart_count=self.slurm.restart_count, node_list=nodes
+            AllocationStart(slurm_job_id=self.slurm.job_id, restart_count=self.slurm.restart_count, node_list=nodes)
         )
         if len(slices_of(self._events())) == len(before):
             # What is not recorded is not counted: there would be no end of it.
@@ -299,7 +300,7 @@ class BatchStep:
                 excluded = nodes_to_exclude(slices[-1], self._usable_nodes(excluded))
         if end.then == "end":
             return self._end(end)
-        self._ledger.record("slice_end", how=end.how, then="requeue", reason=end.reason, excluded=excluded)
+        self._ledger.record(AllocationEnd(how=end.how, then="requeue", reason=end.reason, excluded=list(excluded)))
         self._comment.show(f"{progress_line(self._events())}; {end.how}, requeued", now=True)
         return self._requeue(end, slices[-1].excluded, excluded)
 
@@ -313,7 +314,7 @@ class BatchStep:
         return len(set(usable) - (set(kept) - set(excluded)))
 
     def _end(self, end: End) -> int:
-        self._ledger.record("slice_end", how=end.how, then="end", exit_code=end.exit_code, reason=end.reason)
+        self._ledger.record(AllocationEnd(how=end.how, then="end", exit_code=end.exit_code, reason=end.reason))
         self._comment.show(f"{end.how}: {end.reason}" if end.exit_code else f"finished: {end.reason}", now=True)
         say(f"The job ends with {end.exit_code} ({end.how}): {end.reason}.")
         return end.exit_code
@@ -355,7 +356,7 @@ class BatchStep:
                 return
             time.sleep(0.2)
         say(f"Slurm does not exclude {', '.join(nodes)}: {asked.stderr.strip()}")
-        self._ledger.record("exclusion_failed", node_list=list(nodes), reason=asked.stderr.strip())
+        self._ledger.record(ExclusionFailed(node_list=list(nodes), reason=asked.stderr.strip()))
 
 
 def _nodes_in(job: dict[str, str], field: str) -> list[str] | None:

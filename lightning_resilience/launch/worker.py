@@ -35,6 +35,7 @@ from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.record import FIRST, newest
 from lightning_resilience.launch.script_errors import describe, show, why_not_again
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
+from lightning_resilience.run.events import Fault, ScriptOutcome, WorkersStart
 from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.run.run_directory import (
     RUN_DIR_VARIABLE,
@@ -190,11 +191,12 @@ def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:
     events = list(read_ledger(run_directory.ledger))
     info, step = job_info(), highest_verified_step(events)
     ledger.record(
-        "start",
-        attempt=run_directory.claim(),  # from here on no process of an earlier attempt can publish anything
-        job_attempt=int(os.environ.get(JOB_ATTEMPT_VARIABLE, "0")),
-        verified_step=step,
-        **info,
+        WorkersStart(
+            attempt=run_directory.claim(),  # from here on no process of an earlier attempt can publish anything
+            job_attempt=int(os.environ.get(JOB_ATTEMPT_VARIABLE, "0")),
+            verified_step=step,
+            **info,
+        )
     )
     # The elastic launcher has decided this, not the launch, which may end it here.
     if info["restart_count"] > 0 and why_not_again(events) is None:
@@ -239,16 +241,14 @@ def _record_end(
     if outcome.status == "failed":
         ledger.catch_up()  # what is known of this group by now comes before its fault
         restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        ledger.record(
-            "fault", **fault, reason=outcome.reason, elastic_run_id=elastic_run_id, restart_count=restart_count
-        )
+        ledger.record(Fault(**fault, reason=outcome.reason, elastic_run_id=elastic_run_id, restart_count=restart_count))
     if ledger.rank != 0 or not run_directory.is_owned_here():  # a late process of an older attempt has no say
         return
     details = {"command": command, "elastic_run_id": elastic_run_id}
     run_directory.outcome = replace(
         outcome, attempt=run_directory.attempt, time=time.time(), details=outcome.details | details
     )
-    ledger.record("outcome", status=outcome.status, reason=outcome.reason)
+    ledger.record(ScriptOutcome(status=outcome.status, reason=outcome.reason))
 
 
 def _why_in_vain(error: BaseException, run_dir: Path) -> str | None:

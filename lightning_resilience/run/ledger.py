@@ -33,6 +33,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from lightning_resilience.run.events import Event
+
 log = logging.getLogger(__name__)
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -70,15 +72,15 @@ class Ledger:
         self._ahead_s = 0.0  # of this host's clock
         self._reader = _Reader(self.path)
 
-    def record(self, event: str, **fields: Any) -> None:
-        """Appends one event.
+    def record(self, event: Event) -> None:
+        """Appends one event, with the time, this rank and this node.
 
         Args:
-            event: What happened, one word or two joined by an underscore: ``start``, ``resumed``, ``saved``...
-            **fields: What else is known, JSON-serialisable.
+            event: What happened; its fields must be JSON-serialisable.
         """
         now = time.time()
-        line = {"event": event, "time": now, "order": self._next(now), "rank": self.rank, "node": node_name(), **fields}
+        line = {"event": event.name, "time": now, "order": self._next(now), "rank": self.rank, "node": node_name()}
+        line |= event.fields()
         data = json.dumps(line, default=str).encode()
         try:
             self.path.mkdir(parents=True, exist_ok=True)

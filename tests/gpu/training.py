@@ -13,8 +13,8 @@ import lightning.pytorch as L
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
+from tests.ledgers import read_ledger
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, 1e-3),

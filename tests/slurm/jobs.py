@@ -11,8 +11,8 @@ from typing import Any
 
 from lightning_resilience.launch.chain import Slice, slices_of
 from lightning_resilience.launch.report import interruptions
-from lightning_resilience.run.ledger import read_ledger
 from tests import harness
+from tests.ledgers import read_ledger
 from tests.slurm.cluster import Cluster, wait_until
 
 COMMAND = [sys.executable, "-m", "lightning_resilience.launch.cli"]

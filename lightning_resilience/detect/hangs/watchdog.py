@@ -49,6 +49,7 @@ from lightning_resilience.detect.hangs.rank_probe import (
 )
 from lightning_resilience.detect.hangs.verdict import Verdict, diagnose
 from lightning_resilience.launch import output
+from lightning_resilience.run.events import Fault, Killed
 from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 
@@ -379,13 +380,15 @@ class Watchdog:
         self._speaker.say(f"{at}ank {rank.rank} ({about['node']}, pid {about['pid']}) {death}.")
         self._record(
             rank.rank,
-            kind="died",
-            step=stay.step if stay is not None else None,
-            reason=f"rank {rank.rank} {death}",
-            signal=death.signal,
-            exit_code=death.exit_code,
-            out_of_memory=death.out_of_memory,
-            section=stay.section if stay is not None else None,
+            Fault(
+                kind="died",
+                step=stay.step if stay is not None else None,
+                reason=f"rank {rank.rank} {death}",
+                signal=death.signal,
+                exit_code=death.exit_code,
+                out_of_memory=death.out_of_memory,
+                section=stay.section if stay is not None else None,
+            ),
         )
         cause = f"rank {rank.rank} of {about['node']}, which {death}"
         if about["nodes"] > 1:
@@ -397,10 +400,17 @@ class Watchdog:
         step = max((each.seen.step for each in self.ranks.values() if each.seen is not None), default=None)
         about = self._about
         pid, ledger = int(rank.about["pid"]), Ledger(RunDirectory(about["run_dir"]).ledger, rank.rank)
-        end = {name: about[name] for name in ("fit", "elastic_run_id", "restart_count")}
-        end |= {"step": step, "worker": pid, "signal": death.signal, "reason": f"rank {rank.rank} (pid {pid}) {death}"}
+        end = Killed(
+            fit=about["fit"],
+            elastic_run_id=about["elastic_run_id"],
+            restart_count=about["restart_count"],
+            step=step,
+            worker=pid,
+            signal=death.signal,
+            reason=f"rank {rank.rank} (pid {pid}) {death}",
+        )
         with suppress(OSError):
-            self._storage.call(lambda: ledger.record("killed", **end))
+            self._storage.call(lambda: ledger.record(end))
 
     def _handle_failure(self, rank: Rank) -> None:
         if rank.shortage.is_recent():  # a data-loader worker, say, whose end says nothing of the reason
@@ -682,24 +692,28 @@ class Watchdog:
         culprit = verdict.culprits[0] if verdict.culprits else None
         self._record(
             culprit.rank if culprit else None,
-            kind="hang",
-            step=culprit.step if culprit else None,
-            reason=verdict.line,
-            section=late.section,
-            limit=late.timeout,
-            busy=verdict.is_busy,
-            noticed=noticed,
-            diagnostics=None if folder is None else str(folder),
+            Fault(
+                kind="hang",
+                step=culprit.step if culprit else None,
+                reason=verdict.line,
+                section=late.section,
+                limit=late.timeout,
+                busy=verdict.is_busy,
+                noticed=noticed,
+                diagnostics=None if folder is None else str(folder),
+            ),
         )
         return judged
 
-    def _record(self, rank: int | None, **fault: Any) -> None:
+    def _record(self, rank: int | None, fault: Fault) -> None:
         """Writes a fault of a rank into the ledger."""
         about = self._about
         ledger = Ledger(RunDirectory(about["run_dir"]).ledger, rank)
-        fault |= {name: about[name] for name in ("fit", "elastic_run_id", "restart_count")}
+        fault = replace(
+            fault, fit=about["fit"], elastic_run_id=about["elastic_run_id"], restart_count=about["restart_count"]
+        )
         with suppress(OSError):
-            self._storage.call(lambda: ledger.record("fault", **fault))
+            self._storage.call(lambda: ledger.record(fault))
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,614 @@
+"""What can happen to a run: the schema of its ledger. No torch, no Lightning.
+
+Each class is one kind of event. Its fields have the same names on disk:
+``{"event": "saved", "time": ..., "rank": ..., "node": ..., "step": ...}``. A field without a default is always
+written, ``null`` where its value is unknown. A field with the default ``None`` is written only where it has a value.
+
+**Compatibility.** Any field may be ``None`` when read, since an older version may not have written it. Fields that this
+version does not know are in :attr:`Event.extra`. An event of an unknown kind, one in which a known field has a value of
+another type, and one of a later :data:`SCHEMA_VERSION` is read as :class:`Unknown`: kept, but not interpreted. New
+kinds and fields keep the version; another meaning of an existing field needs a new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
+
+SCHEMA_VERSION = 1
+"""Version of the schema. A line of a later one names it in its field ``schema``; a line without it is of the first."""
+
+LAST_TIME = datetime(9999, 1, 1).timestamp()
+"""Later times are not read."""
+
+EVENTS: dict[str, type[Event]] = {}
+"""The kinds of events by their names on disk."""
+
+SIGNED = "may be negative"
+
+Seconds = Annotated[float, "s"]
+Count = Annotated[int, "count"]
+Fit = Annotated[int, "number of the script's fit, from 0"]
+Step = Annotated[int, "`trainer.global_step`: optimizer steps"]
+Reason = Annotated[str, "why"]
+Tier = Annotated[str, "`global` (shared storage), `local` or `replica` (node memory)"]
+Generation = Annotated[str, "name of a local checkpoint"]
+CheckpointName = Annotated[str, "path of the checkpoint, or name of a local one"]
+Ranks = Annotated[list[int], "global ranks"]
+Devices = Annotated[list[str], "devices, with their nodes"]
+Nodes = Annotated[list[str], "names of nodes"]
+ExceptionName = Annotated[str, "class of the exception"]
+SignalNumber = Annotated[int, "number of the signal"]
+SignalName = Annotated[str, "`SIGKILL`, ..."]
+ElasticRunId = Annotated[str, "id of the rendezvous; a new one for each job"]
+RestartCount = Annotated[int, "restarts inside the job before this start of the workers"]
+JobAttempt = Annotated[int, "number of the job retry, from 0"]
+SlurmJobId = Annotated[str, "id of the Slurm job"]
+Requeues = Annotated[int, "how often Slurm had requeued the job"]
+Status = Annotated[str, "`finished`, `interrupted`, `failed` or `halted`"]
+ExitCode = Annotated[int, "exit code"]
+ProcessId = Annotated[int, "process id"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What all events have; the ledger fills it in.
+
+    Attributes:
+        time: When it was recorded, in seconds since the epoch, by the writer's clock.
+        rank: Global rank of the writer; ``None`` for a launcher.
+        node: Name of the writer's node.
+        extra: Fields that this version does not know.
+    """
+
+    time: float = 0.0
+    rank: int | None = None
+    node: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    kind_name: ClassVar[str] = ""
+
+    def __init_subclass__(cls, name: str = "") -> None:
+        cls.kind_name = name
+        if name:
+            EVENTS[name] = cls
+
+    @property
+    def name(self) -> str:
+        """Name of the kind of event, ``event`` on disk."""
+        return self.kind_name
+
+    def fields(self) -> dict[str, Any]:
+        """What this kind of event adds to the common fields, as it is written."""
+        found = {}
+        for each in own_fields(type(self)):
+            if (value := getattr(self, each.name)) is not None or is_required(each):
+                found[each.name] = value
+        return found | dict(self.extra)
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as it is on disk."""
+        return {"event": self.name, "time": self.time, "rank": self.rank, "node": self.node, **self.fields()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unknown(Event):
+    """An event that this version does not interpret; all that it has is in ``extra``."""
+
+    event: str
+
+    @property
+    def name(self) -> str:
+        """Name of the kind of event, ``event`` on disk."""
+        return self.event
+
+    def fields(self) -> dict[str, Any]:
+        """All but the common fields."""
+        return dict(self.extra)
+
+
+# -- the launcher ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchStart(Event, name="launch"):
+    """``lightning-resilience launch`` has begun."""
+
+    launch_id: Annotated[str, "id of the launch"] | None
+    command: Annotated[list[str], "the script with its arguments"] | None
+    files: Annotated[dict[str, str], "digests of the script and of the settings files among its arguments"] | None
+    changed: Annotated[list[str], "what differs from the last launch"] | None
+    recipe: Annotated[str, "name of the recipe"] | None
+    nnodes: Annotated[str, "nodes: a number or `MIN:MAX`"] | None
+    nproc_per_node: Annotated[str, "workers on each node: a number or `auto`"] | None
+    slurm_job_id: SlurmJobId | None
+    slurm_restart_count: Requeues | None
+    budget: Annotated[dict[str, Any], "limits of restarts and retries, as the options of `launch`"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherKilled(Event, name="launcher_killed"):
+    """The launch before this one has not recorded its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRefused(Event, name="refused"):
+    """A launch, or a fit without launcher, may not use the run directory."""
+
+    kind: ExceptionName | None = None
+    fit: Fit | None = None
+    step: Step | None = None
+    reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStart(Event, name="job_start"):
+    """The launch starts the elastic launcher on all nodes."""
+
+    retry: Annotated[bool, "whether it is a job retry"] | None
+    job_attempt: JobAttempt | None
+    run_id: ElasticRunId | None
+    max_restarts: Annotated[int, "restarts inside the job that the budget has left"] | None
+    reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFailed(Event, name="failure"):
+    """The job has failed: its elastic launcher has given the workers up."""
+
+    run_id: ElasticRunId | None
+    exit_code: Annotated[int, "exit code of the elastic launcher; negative: ended by that signal", SIGNED] | None
+    reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GiveUp(Event, name="give_up"):
+    """The budget is spent."""
+
+    reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesExcluded(Event, name="left_out"):
+    """Nodes are excluded from the next start of the workers."""
+
+    excluded: Nodes | None
+    reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchExit(Event, name="exit"):
+    """The launch has ended."""
+
+    status: Status | None
+    exit_code: ExitCode | None
+    reason: Reason | None
+    new_job: Annotated[bool, "whether the run is to be started again in a new job"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationStart(Event, name="slice_start"):
+    """A Slurm job has started, or was started again after a requeue."""
+
+    slurm_job_id: SlurmJobId | None
+    restart_count: Requeues | None
+    node_list: Nodes | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationEnd(Event, name="slice_end"):
+    """A Slurm job ends, or is requeued."""
+
+    how: Annotated[str, "how it has ended, in a few words"] | None
+    then: Annotated[str, "`requeue` or `end`"] | None
+    exit_code: ExitCode | None = None
+    reason: Reason | None
+    excluded: Annotated[list[str], "nodes that the requeued job must not get"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExclusionFailed(Event, name="exclusion_failed"):
+    """Slurm has not excluded the nodes that it was asked to exclude."""
+
+    node_list: Nodes | None
+    reason: Reason | None
+
+
+# -- the workers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job(Event):
+    host: Annotated[str, "name of the host"] | None
+    pid: ProcessId | None
+    world_size: Annotated[int, "ranks"] | None
+    local_world_size: Annotated[int, "ranks on this node"] | None
+    nodes: Annotated[int, "nodes"] | None
+    visible_devices: Annotated[str, "`CUDA_VISIBLE_DEVICES`"] | None
+    elastic_run_id: ElasticRunId | None
+    restart_count: RestartCount | None
+    slurm: Annotated[dict[str, Any], "the Slurm job, as `get_slurm_info` returns it"] | None
+    versions: Annotated[dict[str, str], "versions of Python and the packages"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobInfo(_Job, name="job_info"):
+    """``log_job_info`` was called."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersStart(_Job, name="start"):
+    """A group of workers has started; recorded by rank 0."""
+
+    attempt: Annotated[str, "token of the attempt that owns the run from here on"] | None
+    job_attempt: JobAttempt | None
+    verified_step: Annotated[int, "highest verified step at this start"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault(Event, name="fault"):
+    """A rank has failed, died or hung. A fit, the worker process and the watchdog may each record the same failure."""
+
+    kind: Annotated[str, "class of the exception, `hang` or `died`"] | None = None
+    place: Annotated[str, "the innermost line of the user's code: `train.py:80`"] | None = None
+    mistake: Annotated[str, "`code` or `file`: a mistake in the script, no failure of a machine"] | None = None
+    fit: Fit | None = None
+    step: Step | None = None
+    reason: Reason | None
+    elastic_run_id: ElasticRunId | None = None
+    restart_count: RestartCount | None = None
+    signal: SignalName | None = None
+    exit_code: Annotated[int, "exit code of the rank", SIGNED] | None = None
+    out_of_memory: Annotated[bool, "whether the kernel was out of memory"] | None = None
+    section: Annotated[str, "section of the training loop"] | None = None
+    limit: Annotated[float, "timeout of the section, s"] | None = None
+    busy: Annotated[bool, "whether the rank was computing"] | None = None
+    noticed: Annotated[float, "when the timeout was exceeded, seconds since the epoch"] | None = None
+    diagnostics: Annotated[str, "folder of the diagnosis"] | None = None
+
+    @property
+    def has_ended_workers(self) -> bool:
+        """Whether it was recorded where the process ended, and not by a fit, whose exception the script may catch."""
+        return self.restart_count is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Killed(Event, name="killed"):
+    """All workers were ended from outside; the watchdog records how far they were."""
+
+    fit: Fit | None
+    elastic_run_id: ElasticRunId | None
+    restart_count: RestartCount | None
+    step: Step | None
+    worker: ProcessId | None
+    signal: SignalName | None
+    reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptOutcome(Event, name="outcome"):
+    """The script has ended; recorded by rank 0."""
+
+    status: Status | None
+    reason: Reason | None
+
+
+# -- the fit -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fresh(Event, name="fresh"):
+    """A fit begins without a checkpoint."""
+
+    fit: Fit | None
+    step: Step | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Restored(Event):
+    fit: Fit | None
+    step: Step | None
+    path: CheckpointName | None
+    tier: Tier | None
+    generation: Generation | None = None
+    saved_at: Annotated[float, "when that state was saved, seconds since the epoch"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(_Restored, name="resumed"):
+    """A fit goes on from a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoredInPlace(_Restored, name="went_back"):
+    """A fit has rolled back to a checkpoint in the same processes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Event, name="saved"):
+    """A checkpoint is complete. Of local ones one is recorded each minute."""
+
+    fit: Fit | None
+    step: Step | None
+    path: CheckpointName | None = None
+    seconds: Annotated[float, "duration of the save, s"] | None
+    reason: Annotated[str, "what has asked for it"] | None
+    tier: Tier | None
+    generation: Generation | None = None
+    count: Annotated[int, "local saves since the last such event"] | None = None
+    stall_s: Annotated[float, "how long the training waited for the save, s"] | None = None
+    skipped: Annotated[int, "local saves skipped so far, since the one before was not over"] | None = None
+    failed: Annotated[int, "local saves failed so far"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFailed(Event, name="save_failed"):
+    """A checkpoint could not be written; the training goes on."""
+
+    fit: Fit | None
+    step: Step | None
+    reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveRefused(Event, name="save_refused"):
+    """The state did not pass the check before a save."""
+
+    fit: Fit | None
+    step: Step | None
+    reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quarantined(Event, name="quarantined"):
+    """A checkpoint did not verify and was set aside."""
+
+    fit: Fit | None
+    path: CheckpointName | None
+    reason: Reason | None
+    tier: Tier | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotRestored(Event, name="not_restored"):
+    """A verified checkpoint could not be restored on this rank."""
+
+    fit: Fit | None
+    generation: Generation | None
+    attempt: Annotated[str, "token of the attempt"] | None
+    kind: ExceptionName | None
+    reason: Reason | None
+    step: Step | None
+    path: CheckpointName | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkedBad(Event, name="condemned"):
+    """A checkpoint was marked bad: it verifies, but the training cannot go on from it."""
+
+    fit: Fit | None
+    step: Step | None
+    path: CheckpointName | None
+    reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished(Event, name="finished"):
+    """A fit has finished."""
+
+    fit: Fit | None
+    step: Step | None
+    saved: Annotated[bool, "`false`: the final state could not be saved"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignalReceived(Event, name="signal"):
+    """A rank was told to stop."""
+
+    fit: Fit | None
+    signum: SignalNumber | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitInterrupted(Event, name="interrupted"):
+    """A fit has stopped because of a signal."""
+
+    fit: Fit | None
+    step: Step | None = None
+    reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitHalted(Event, name="halted"):
+    """A fit has ended for good. Recorded by earlier versions only; now it is a fault, and the outcome says so."""
+
+    fit: Fit | None = None
+    step: Step | None = None
+    reason: Reason | None
+
+
+# -- detection ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadStep(Event, name="bad_step"):
+    """Loss or gradients were not finite, or a spike. Recorded by rank 0 and by the ranks that have found it."""
+
+    fit: Fit | None
+    step: Annotated[int, "`trainer.global_step` before the step"] | None
+    epoch: Annotated[int, "epoch, from 0"] | None
+    batches: Annotated[list[int], "first batch of the step and the one after its last, in the epoch"] | None
+    reason: Reason | None
+    skipped: Annotated[bool, "whether the optimizer step was skipped"] | None
+    samples: Annotated[list[int], "indices of the samples in the data set, where known"] | None
+    loss: Annotated[str, "loss; text, since JSON knows no NaN"] | None
+    grad_norm: Annotated[str, "norm of the gradients; text, since JSON knows no NaN"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback(Event, name="rollback"):
+    """A fit rolls back to the last good checkpoint, because of bad steps or diverged replicas."""
+
+    fit: Fit | None
+    step: Annotated[int, "step at which it was found"] | None
+    reason: Reason | None
+    times: Annotated[int, "rollbacks because of this so far"] | None
+    losses: Annotated[list[Any], "loss of each rank, as text"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerunVerdict(Event, name="rerun"):
+    """The verdict after a bad step was computed again."""
+
+    fit: Fit | None
+    step: Step | None
+    verdict: Annotated[str, "`transient fault`, `faulty device` or `correct result`"] | None
+    reason: Reason | None
+    devices: Devices | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceFound(Event, name="divergence"):
+    """Ranks hold different values where they should hold the same."""
+
+    fit: Fit | None
+    step: Step | None
+    ranks: Annotated[list[int], "ranks in the minority"] | None
+    groups: Annotated[list[Any], "ranks that hold the same, as lists"] | None
+    reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stragglers(Event, name="stragglers"):
+    """A report has found slow ranks."""
+
+    fit: Fit | None
+    step: Step | None
+    ranks: Ranks | None
+    devices: Devices | None
+    reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerStop(Event, name="straggler_stop"):
+    """The run was saved and stops because of slow ranks."""
+
+    fit: Fit | None
+    step: Step | None
+    ranks: Ranks | None
+    devices: Devices | None
+    reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unhealthy(Event, name="unhealthy"):
+    """A rank's node or device has failed its health check."""
+
+    fit: Fit | None
+    reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadRequest(Event, name="workload_request"):
+    """A rank asks the launcher to act."""
+
+    fit: Fit | None
+    action: Annotated[str, "`exclude_this_node`, `shutdown_workload`, ..."] | None
+    reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultInjected(Event, name="simulated_fault"):
+    """A fault was injected."""
+
+    fault: Annotated[dict[str, Any], "its settings"] | None
+    fault_type: Annotated[str, "kind of the fault"] | None
+    step: Step | None
+    pid: ProcessId | None
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def own_fields(kind: type[Event]) -> list[dataclasses.Field[Any]]:
+    """The fields that a kind of event adds to the common ones."""
+    return [each for each in dataclasses.fields(kind) if each.name not in _COMMON]
+
+
+def is_required(own: dataclasses.Field[Any]) -> bool:
+    """Whether a field is always written."""
+    return own.default is dataclasses.MISSING
+
+
+_COMMON = frozenset(each.name for each in dataclasses.fields(Event))
+_ON_DISK = frozenset(("event", "time", "rank", "node", "order"))
+_TYPES: dict[Any, frozenset[type]] = {float: frozenset((int, float)), types.NoneType: frozenset()}
+
+
+class _Rule(NamedTuple):
+    """What a field's value must be."""
+
+    types: frozenset[type] | None  # of the value; any, if none
+    items: frozenset[type] | None  # of those in a list
+    is_signed: bool
+
+    def allows(self, value: Any) -> bool:
+        if self.types is None or value is None:
+            return True
+        if type(value) not in self.types:
+            return False
+        if self.items is not None and not all(type(each) in self.items for each in value):
+            return False
+        return self.is_signed or not isinstance(value, (int, float)) or bool(value >= 0)
+
+
+@functools.cache
+def _rules(name: str) -> dict[str, _Rule]:
+    kind = EVENTS[name]
+    hints = get_type_hints(kind, include_extras=True)
+    return {each.name: _rule(hints[each.name]) for each in own_fields(kind)}
+
+
+def _rule(hint: Any) -> _Rule:
+    [hint] = [each for each in get_args(hint) if each is not types.NoneType]  # X | None
+    notes: list[Any] = []
+    if get_origin(hint) is Annotated:
+        hint, *notes = get_args(hint)
+    if hint is Any:
+        return _Rule(None, None, False)
+    kind, items = get_origin(hint) or hint, None
+    if kind is list and get_args(hint)[0] is not Any:
+        items = frozenset((get_args(hint)[0],))
+    return _Rule(_TYPES.get(kind, frozenset((kind,))), items, SIGNED in notes)
+
+
+def parse(line: Mapping[str, Any]) -> Event | None:
+    """The event that a line of a ledger holds; ``None`` if it holds none.
+
+    Args:
+        line: The parsed JSON.
+    """
+    name, time, rank, node = (line.get(key) for key in ("event", "time", "rank", "node"))
+    if not isinstance(name, str) or not is_time(time if time is not None else 0.0):
+        return None
+    if not (rank is None or (type(rank) is int and rank >= 0)) or not isinstance(node, str | None):
+        return None
+    common: dict[str, Any] = {"time": float(time or 0.0), "rank": rank, "node": node}
+    own = {key: value for key, value in line.items() if key not in _ON_DISK}
+    if name not in EVENTS or line.get("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
+        return Unknown(event=name, extra=own, **common)
+    rules = _rules(name)
+    if not all(rule.allows(own.get(key)) for key, rule in rules.items()):
+        return Unknown(event=name, extra=own, **common)
+    known = {key: own.pop(key, None) for key in rules}
+    return EVENTS[name](extra=own, **common, **known)
+
+
+def is_time(value: Any) -> bool:
+    """Whether it can be the time of an event, in seconds since the epoch."""
+    return type(value) in (int, float) and bool(0 <= value <= LAST_TIME)
