@@ -47,7 +47,7 @@ from lightning_resilience import _files
 from lightning_resilience.agreement import Needs
 from lightning_resilience.callbacks import fault_tolerance, nan_guard
 from lightning_resilience.checkpoint import checkpoint_file, resume
-from lightning_resilience.checkpoint.node_store import PartWriter
+from lightning_resilience.checkpoint.node_store import ShardWriter
 from lightning_resilience.detect import health
 from lightning_resilience.detect.device_id import Place
 from lightning_resilience.detect.hangs import progress, timeouts
@@ -773,14 +773,14 @@ def sabotage(config: dict[str, Any]) -> None:
     FileSystemWriter.write_data = bad_write_data
 
     if config["stuck_local_from"] is not None:
-        publish = PartWriter.publish
+        publish = ShardWriter.publish
 
-        def no_publish(self: PartWriter, step: int, *args: Any) -> Path:
+        def no_publish(self: ShardWriter, step: int, *args: Any) -> Path:
             if step >= config["stuck_local_from"]:
                 time.sleep(1000)
             return publish(self, step, *args)
 
-        PartWriter.publish = no_publish
+        ShardWriter.publish = no_publish
 
     if config["late"]:
         nan_guard._reads_cost_nothing = lambda device: False

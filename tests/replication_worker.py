@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_resilience.checkpoint import replication as module
-from lightning_resilience.checkpoint.replication import ReplicaError, Replicas, Transfer, cliques, fetch
+from lightning_resilience.checkpoint.generations import Transfer
+from lightning_resilience.checkpoint.replication import ReplicaError, Replicas, cliques, fetch
 from tests.agreement_worker import shared_store
 
 WORLD_SIZE = 4

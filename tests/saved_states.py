@@ -41,7 +41,12 @@ def state() -> dict[str, Any]:
         "containers": [(1, (2,)), {3}, frozenset({4}), deque([5], 2), Counter("aab"), defaultdict(list, {6: [7]})],
         "keys": {(1, 2): "tuple", 1.5: "float", None: "none", "__resilience_type__": "ours", np.int64(3): "numpy"},
         "ordered": OrderedDict([("b", 1), ("a", 2)]),
-        "numpy": [np.arange(6, dtype="<i2").reshape(2, 3), np.float32(0.1), np.datetime64("2024-02-29"), np.bool_(True)],
+        "numpy": [
+            np.arange(6, dtype="<i2").reshape(2, 3),
+            np.float32(0.1),
+            np.datetime64("2024-02-29"),
+            np.bool_(True),
+        ],
         "large": np.full(2100, 0.1),
         "torch": [torch.Size([1, 2]), torch.float16, torch.device("cpu")],
         "paths": [Path("a/b"), PurePosixPath("c"), PureWindowsPath("d\\e")],

@@ -27,11 +27,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import LocalCheckpoint
 from lightning_resilience.checkpoint import shard
-from lightning_resilience.checkpoint.generations import rank_part
+from lightning_resilience.checkpoint.generations import rank_shard
 from lightning_resilience.checkpoint.local import LocalSaves
-from lightning_resilience.checkpoint.node_store import PartWriter
+from lightning_resilience.checkpoint.node_store import ShardWriter
 from lightning_resilience.checkpoint.safe_serialization import pack, unpack
-from lightning_resilience.checkpoint.save_coordinator import Rounds
+from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import Snapshot
 from lightning_resilience.fit import session
@@ -77,13 +77,13 @@ class Witness:
         self.trainer: Any = None
         self._reached: weakref.WeakKeyDictionary[Snapshot, threading.Event] = weakref.WeakKeyDictionary()
         self._copies = 0
-        take, at_boundary, publish = LocalSaves.take, LocalSaves.at_boundary, PartWriter.publish
+        take, at_boundary, publish = LocalSaves.take, LocalSaves.at_boundary, ShardWriter.publish
         copy_tensors, fence = Snapshot.copy, Snapshot.fence
 
         def patched_take(saves: LocalSaves, planned: Any, step: int, state: Any, *rest: Any) -> Any:
-            skeleton, tensors, _ = pack(state)
+            structure, tensors, _ = pack(state)
             self.expected[step] = {
-                "skeleton": json.dumps(skeleton),
+                "structure": json.dumps(structure),
                 "tensors": [tensor.detach().clone() for tensor in tensors],
                 "live": copy.deepcopy(live(self.trainer)) if self.trainer.world_size == 1 else {},
             }
@@ -95,12 +95,12 @@ class Witness:
                 assert saves._changed.wait_for(lambda: not saves._busy, PATIENCE_S)
             return at_boundary(saves, *args)
 
-        def patched_publish(writer: PartWriter, step: int, *args: Any) -> Path:
+        def patched_publish(writer: ShardWriter, step: int, *args: Any) -> Path:
             path = publish(writer, step, *args)
             header, tensors = shard.load(path)
             parts = self.published.setdefault(step, {})
-            if path.stem == rank_part(self.trainer.global_rank):
-                parts.update(own=tensors, skeleton=header.skeleton["state"], places=header.skeleton["places"])
+            if path.stem == rank_shard(self.trainer.global_rank):
+                parts.update(own=tensors, structure=header.structure["state"], places=header.structure["places"])
             else:
                 parts["common"] = tensors
             return path
@@ -123,7 +123,7 @@ class Witness:
 
         patch.setattr(LocalSaves, "take", patched_take)
         patch.setattr(LocalSaves, "at_boundary", patched_at_boundary)
-        patch.setattr(PartWriter, "publish", patched_publish)
+        patch.setattr(ShardWriter, "publish", patched_publish)
         patch.setattr(Snapshot, "copy", patched_copy)
         patch.setattr(Snapshot, "fence", patched_fence)
 
@@ -136,8 +136,8 @@ class Witness:
         local_rank = self.trainer.local_rank
         for step, parts in self.published.items():
             expected = self.expected[step]
-            if json.dumps(parts["skeleton"]) != expected["skeleton"]:
-                found.append(f"skeleton of step {step}")
+            if json.dumps(parts["structure"]) != expected["structure"]:
+                found.append(f"structure of step {step}")
             tensors: list[Any] = [
                 parts["own"][position] if number < 0 else parts["common"][position] if number == local_rank else None
                 for number, position in parts["places"]
@@ -147,7 +147,7 @@ class Witness:
                 f"tensor {i} of step {step}" for i, (a, b) in enumerate(pairs) if a is not None and not same(a, b)
             ]
             if expected["live"]:
-                state = unpack(parts["skeleton"], tensors)
+                state = unpack(parts["structure"], tensors)
                 state["state_dict"] = state.get("current_model_state", state["state_dict"])
                 state["callbacks"] = {key: state["callbacks"][key] for key in expected["live"]["callbacks"]}
                 found += [
@@ -268,12 +268,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Module], Any, Any, dict[str, Any]
 
 def _miss_every_other_save() -> None:
     """As if this rank had heard of it too late."""
-    agree = Rounds.agree
+    agree = SaveCoordinator.agree
 
-    def patched_agree(rounds: Rounds, number: int, in_time: bool) -> Any:
+    def patched_agree(rounds: SaveCoordinator, number: int, in_time: bool) -> Any:
         return agree(rounds, number, in_time and number % 2 == 0)
 
-    Rounds.agree = patched_agree  # type: ignore[method-assign]
+    SaveCoordinator.agree = patched_agree  # type: ignore[method-assign]
 
 
 def train_and_resume(case: str, folder: Path) -> dict[str, Any]:

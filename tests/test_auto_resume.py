@@ -16,7 +16,7 @@ import torch
 
 from lightning_resilience import AutoResume, resolve_resume_path
 from lightning_resilience.checkpoint import checkpoint_file, resume
-from lightning_resilience.checkpoint.safe_serialization import Entries, from_plain, to_plain
+from lightning_resilience.checkpoint.safe_serialization import Entries, from_safe, to_safe
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run
 from tests.ledgers import read_ledger
@@ -218,10 +218,10 @@ def test_state_in_plain_types(tmp_path: Path) -> None:
         "when": datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.timezone.utc),
         "nested": [({"x": torch.ones(2)}, {1, 2}), None],
     }
-    plain, left_out = to_plain(state)
+    plain, left_out = to_safe(state)
     assert left_out == []
     torch.save(plain, tmp_path / "state")
-    loaded = from_plain(torch.load(tmp_path / "state", weights_only=True))
+    loaded = from_safe(torch.load(tmp_path / "state", weights_only=True))
     assert (loaded["array"] == state["array"]).all()
     assert loaded["array"].dtype == np.uint16
     assert type(loaded["number"]) is np.float32
@@ -229,6 +229,6 @@ def test_state_in_plain_types(tmp_path: Path) -> None:
         assert loaded[key] == state[key]
     assert torch.equal(loaded["nested"][0][0]["x"], torch.ones(2))
 
-    plain, left_out = to_plain({"callbacks": Entries({"Mine": {"encoder": object(), "half": 1}, "Other": {"kept": 1}})})
+    plain, left_out = to_safe({"callbacks": Entries({"Mine": {"encoder": object(), "half": 1}, "Other": {"kept": 1}})})
     assert plain == {"callbacks": {"Other": {"kept": 1}}}
     assert left_out == ["Mine.encoder (builtins.object)"]

@@ -15,9 +15,9 @@ from lightning_resilience import NaNGuard
 from lightning_resilience.agreement import Needs
 from lightning_resilience.callbacks.nan_guard import TrainingDiverged
 from lightning_resilience.checkpoint import checkpoint_file, resume
-from lightning_resilience.checkpoint.generations import Holding, counts, generations
+from lightning_resilience.checkpoint.generations import ShardInfo, counts, generations
 from lightning_resilience.fit import session
-from lightning_resilience.fit.checkpoint_selector import MAX_CONDEMNED, CondemnedCheckpoint
+from lightning_resilience.fit.checkpoint_selector import MAX_CONDEMNED, BadCheckpoint
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.test_local_checkpoint import Run, ends_well, ledger, parts_in, spoil, steps_in, watched
 
@@ -95,12 +95,12 @@ class Condemns(L.Callback):
         assert active is not None
         loaded = active.tiers.loaded
         if loaded is not None and loaded.step in self.steps and trainer.global_step == loaded.step + 2:
-            active.tiers.condemn("found late")
+            active.tiers.mark_bad("found late")
 
 
 def test_what_has_come_from_a_condemned_state_is_not_resumed_from(run: Run) -> None:
     run.die(run.local(), step=14)
-    with pytest.raises(CondemnedCheckpoint):
+    with pytest.raises(BadCheckpoint):
         run.fit(run.local(every_n_train_steps=1, keep=4), Condemns(run, (12,)))
     assert 13 in steps_in(run.folder)
     ends_well(run, run.local(), Condemns(run, (12,)))
@@ -120,7 +120,7 @@ def test_local_states_leave_the_global_one_a_try(run: Run) -> None:
     with_bad_local_ones(run)
     options = {"keep": MAX_CONDEMNED + 1}
     for _ in range(MAX_CONDEMNED):
-        with pytest.raises(CondemnedCheckpoint):
+        with pytest.raises(BadCheckpoint):
             run.fit(run.resume(), *watched(run, **options))
         assert run.outcome.status == "failed"
     ends_well(run, run.resume(), *watched(run, **options))
@@ -134,7 +134,7 @@ def test_a_bad_global_state_ends_the_run_when_none_is_left(run: Run) -> None:
         state["state_dict"]["layers.0.weight"][0] = float("nan")
         checkpoint_file.save(state, path, {"fit": 0})
     for number in range(MAX_CONDEMNED + 2):
-        with pytest.raises(CondemnedCheckpoint):
+        with pytest.raises(BadCheckpoint):
             run.fit(run.resume(), *watched(run, keep=MAX_CONDEMNED + 1))
         assert run.outcome.status == ("halted" if number == MAX_CONDEMNED + 1 else "failed")
     assert [tier for tier, _ in run.resumes] == ["local"] * 3 + ["global"] * 2
@@ -199,7 +199,7 @@ class World:
     def resume(self, node: str, before: tuple[int, ...]) -> None:
         """A new process on a node; the states of the others are not there."""
         holdings = [
-            Holding(node, len(state.way), name, "rank-00000", 1, 1, "whole", 0, course=state.course)
+            ShardInfo(node, len(state.way), name, "rank-00000", 1, 1, "whole", 0, course=state.course)
             for name, state in self.nodes[node].items()
         ]
         found = [

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_resilience.checkpoint import background, devices, snapshot
-from lightning_resilience.checkpoint.generations import Place
+from lightning_resilience.checkpoint.generations import RankLocation
 from lightning_resilience.checkpoint.interval import Schedule
 from lightning_resilience.checkpoint.local import LocalSaves
 from lightning_resilience.checkpoint.node_store import NodeStore
@@ -352,7 +352,7 @@ def test_memory_of_saves_is_registered_while_it_is_there(gpu: Any, patch: pytest
     patch.setattr(gpu, "cudart", lambda: runtime, raising=False)
     net, store = Net(), NodeStore(Path("/dev/shm") / f"test-{os.getpid()}")
     owner = {"run": "r", "fit": 0, "layout": {"kind": "whole", "commons": 0}}
-    place = Place(0, 1, 0, 1, "node")
+    place = RankLocation(0, 1, 0, 1, "node")
     saves = LocalSaves(store, [place], 0, owner, Schedule(1, lambda: 0.0), 2, device=torch.device("fakegpu:1"))
     saves.start(0)
     try:
@@ -362,7 +362,7 @@ def test_memory_of_saves_is_registered_while_it_is_there(gpu: Any, patch: pytest
             saves.take(planned, step, net.state(), [net.weight], [])
             saves.fence()
             assert saves.settle(30)
-            newest = max(store.held(), key=lambda held: held.step)
+            newest = max(store.shard_files(), key=lambda held: held.step)
             assert same(load(newest.path)[1], of_host(net.state().values()))
             with torch.no_grad():
                 net.weight.add_(1)
@@ -383,7 +383,7 @@ def test_a_save_behind_the_training_has_memory_registered_too(gpu: Any, patch: p
     net, saves, path = Net(), background.BackgroundSaves(), Path("saved").absolute()
     for _ in range(3):
         expected = {name: tensor.detach().cpu() for name, tensor in net.state().items()}
-        saves.take(net.state(), [net.weight], lambda copy: torch.save(unpack(copy.skeleton, copy.tensors), path))
+        saves.take(net.state(), [net.weight], lambda copy: torch.save(unpack(copy.structure, copy.tensors), path))
         assert saves.wait(30)
         saves.check()
         assert same(torch.load(path, weights_only=True), expected)

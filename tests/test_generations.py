@@ -10,37 +10,37 @@ import pytest
 
 from lightning_resilience.checkpoint.generations import (
     Generation,
-    Holding,
-    Place,
-    common_part,
+    RankLocation,
+    ShardInfo,
     generations,
-    journeys,
-    places,
-    rank_part,
+    plan_transfers,
+    rank_locations,
+    rank_shard,
+    replicated_shard,
 )
 from lightning_resilience.checkpoint.interval import Schedule
-from lightning_resilience.checkpoint.parts import share_out
+from lightning_resilience.checkpoint.rank_state import partition
 
 # Places
 
 
 def test_the_places_of_ranks_on_nodes_of_their_own() -> None:
-    assert places([("a", 0), ("a", 0), ("b", 1), ("b", 1)]) == [
-        Place(0, 4, 0, 2, "a"),
-        Place(1, 4, 1, 2, "a"),
-        Place(2, 4, 0, 2, "b"),
-        Place(3, 4, 1, 2, "b"),
+    assert rank_locations([("a", 0), ("a", 0), ("b", 1), ("b", 1)]) == [
+        RankLocation(0, 4, 0, 2, "a"),
+        RankLocation(1, 4, 1, 2, "a"),
+        RankLocation(2, 4, 0, 2, "b"),
+        RankLocation(3, 4, 1, 2, "b"),
     ]
 
 
 def test_several_nodes_on_a_host_have_names_of_their_own() -> None:
-    found = places([("a", 3), ("a", 3), ("b", 0), ("a", 7)])
+    found = rank_locations([("a", 3), ("a", 3), ("b", 0), ("a", 7)])
     assert [place.node for place in found] == ["a-0", "a-0", "b", "a-1"]
     assert [(place.local_rank, place.local_world_size) for place in found] == [(0, 2), (1, 2), (0, 1), (0, 1)]
 
 
 def test_ranks_need_not_be_in_the_order_of_nodes() -> None:
-    found = places([("b", 1), ("a", 0), ("b", 1), ("a", 0)])
+    found = rank_locations([("b", 1), ("a", 0), ("b", 1), ("a", 0)])
     assert [(place.rank, place.node, place.local_rank) for place in found] == [
         (0, "b", 0),
         (1, "a", 0),
@@ -53,7 +53,7 @@ def test_no_two_nodes_have_the_same_name_and_no_two_ranks_the_same_place() -> No
     chance = random.Random(0)
     for _ in range(200):
         nodes = [(chance.choice("ab"), chance.randrange(3)) for _ in range(chance.randrange(1, 9))]
-        found = places(nodes)
+        found = rank_locations(nodes)
         names = dict(zip(nodes, (place.node for place in found), strict=True))
         assert len(set(names.values())) == len(names)
         assert all(names[node] == place.node for node, place in zip(nodes, found, strict=True))
@@ -64,17 +64,17 @@ def test_no_two_nodes_have_the_same_name_and_no_two_ranks_the_same_place() -> No
 
 
 def test_the_names_of_parts() -> None:
-    assert rank_part(3) == "rank-00003"
-    assert common_part(0, 8) == "common-00-of-08"
+    assert rank_shard(3) == "rank-00003"
+    assert replicated_shard(0, 8) == "common-00-of-08"
 
 
 # Generations
 
 
-def whole(step: int, name: str, where: dict[str, list[str]], world_size: int = 4, commons: int = 2) -> list[Holding]:
+def whole(step: int, name: str, where: dict[str, list[str]], world_size: int = 4, commons: int = 2) -> list[ShardInfo]:
     """Holdings by node."""
     return [
-        Holding(node, step, name, part, len(part) + step, world_size, "whole", commons)
+        ShardInfo(node, step, name, part, len(part) + step, world_size, "whole", commons)
         for node, parts in where.items()
         for part in parts
     ]
@@ -82,7 +82,7 @@ def whole(step: int, name: str, where: dict[str, list[str]], world_size: int = 4
 
 COMMONS = ["common-00-of-02", "common-01-of-02"]
 TWO_NODES = {"a": ["rank-00000", "rank-00001", *COMMONS], "b": ["rank-00002", "rank-00003", *COMMONS]}
-FOUR_RANKS = places([("a", 0), ("a", 0), ("b", 1), ("b", 1)])
+FOUR_RANKS = rank_locations([("a", 0), ("a", 0), ("b", 1), ("b", 1)])
 
 
 def test_newest_first_with_what_they_lack() -> None:
@@ -139,22 +139,22 @@ def test_what_ranks_need() -> None:
 # Journeys
 
 
-def holdings_anywhere(chance: random.Random) -> tuple[list[Place], list[Holding]]:
+def holdings_anywhere(chance: random.Random) -> tuple[list[RankLocation], list[ShardInfo]]:
     """A job of any size, and its parts on any nodes, also some that it does not have."""
     nodes, ranks = chance.randrange(1, 5), chance.randrange(1, 4)
-    job = places([(f"n{node}", node) for node in range(nodes) for _ in range(ranks)])
+    job = rank_locations([(f"n{node}", node) for node in range(nodes) for _ in range(ranks)])
     commons = chance.choice([0, ranks, 3])
-    parts = [rank_part(rank) for rank in range(len(job))] + [common_part(i, commons) for i in range(commons)]
+    parts = [rank_shard(rank) for rank in range(len(job))] + [replicated_shard(i, commons) for i in range(commons)]
     names = [*{place.node for place in job}, "gone"]
     holdings = [
-        Holding(node, 7, "07", part, chance.randrange(1, 1000), len(job), "whole", commons)
+        ShardInfo(node, 7, "07", part, chance.randrange(1, 1000), len(job), "whole", commons)
         for part in parts
         for node in chance.sample(sorted(names), chance.randrange(0, len(names) + 1))
     ]
     return job, holdings
 
 
-def complete(chance: random.Random) -> Iterator[tuple[list[Place], list[Holding], Generation]]:
+def complete(chance: random.Random) -> Iterator[tuple[list[RankLocation], list[ShardInfo], Generation]]:
     while True:
         job, holdings = holdings_anywhere(chance)
         there = [each for each in holdings if each.node != "gone"]
@@ -169,7 +169,7 @@ def test_after_the_journeys_every_node_has_what_its_ranks_need() -> None:
     for _ in range(300):
         job, _, found = next(examples)
         node_of = {place.rank: place.node for place in job}
-        wanted = journeys(found, job)
+        wanted = plan_transfers(found, job)
         for each in wanted:
             assert node_of[each.source] in found.holders[each.part], "it is read where it is"
             assert node_of[each.destination] not in found.holders[each.part], "it goes where it is not"
@@ -190,22 +190,22 @@ def test_every_rank_plans_the_same_journeys() -> None:
     examples = complete(chance)
     for _ in range(100):
         job, holdings, found = next(examples)
-        wanted = journeys(found, job)
+        wanted = plan_transfers(found, job)
         chance.shuffle(holdings)
         (again,) = generations(holdings)
         assert again == found
-        assert journeys(again, job) == wanted
+        assert plan_transfers(again, job) == wanted
 
 
 def test_nothing_travels_where_everything_is_there() -> None:
     (found,) = generations(whole(10, "0a", TWO_NODES))
-    assert journeys(found, FOUR_RANKS) == []
+    assert plan_transfers(found, FOUR_RANKS) == []
 
 
 def test_a_lost_node_is_served_by_all_ranks_of_the_other() -> None:
-    replicas = {"b": [*(rank_part(rank) for rank in range(4)), *COMMONS]}
+    replicas = {"b": [*(rank_shard(rank) for rank in range(4)), *COMMONS]}
     (found,) = generations(whole(10, "0a", replicas))
-    wanted = journeys(found, FOUR_RANKS)
+    wanted = plan_transfers(found, FOUR_RANKS)
     assert {each.part for each in wanted} == {"rank-00000", "rank-00001", *COMMONS}
     assert {each.destination for each in wanted} == {0, 1}
     assert {each.source for each in wanted} == {2, 3}, "not by one rank alone"
@@ -213,8 +213,8 @@ def test_a_lost_node_is_served_by_all_ranks_of_the_other() -> None:
 
 def test_ranks_that_have_changed_their_nodes() -> None:
     (found,) = generations(whole(10, "0a", TWO_NODES))
-    swapped = places([("b", 0), ("b", 0), ("a", 1), ("a", 1)])
-    assert sorted((each.part, each.source, each.destination) for each in journeys(found, swapped)) == [
+    swapped = rank_locations([("b", 0), ("b", 0), ("a", 1), ("a", 1)])
+    assert sorted((each.part, each.source, each.destination) for each in plan_transfers(found, swapped)) == [
         ("rank-00000", 2, 0),
         ("rank-00001", 3, 1),
         ("rank-00002", 0, 2),
@@ -230,7 +230,7 @@ def test_everything_is_shared_out_once_and_evenly() -> None:
     for _ in range(200):
         sizes = [chance.choice([0, 4, chance.randrange(1000)]) for _ in range(chance.randrange(30))]
         count = chance.randrange(1, 9)
-        shares = share_out(sizes, count)
+        shares = partition(sizes, count)
         assert len(shares) == count
         assert sorted(index for share in shares for index in share) == list(range(len(sizes)))
         assert all(share == sorted(share) for share in shares)
@@ -239,9 +239,9 @@ def test_everything_is_shared_out_once_and_evenly() -> None:
 
 
 def test_equal_sizes_are_shared_out_alike_everywhere() -> None:
-    assert share_out([4, 4, 4, 4, 4], 2) == [[0, 2, 4], [1, 3]]
-    assert share_out([], 2) == [[], []]
-    assert share_out([1, 9, 1, 9], 1) == [[0, 1, 2, 3]]
+    assert partition([4, 4, 4, 4, 4], 2) == [[0, 2, 4], [1, 3]]
+    assert partition([], 2) == [[], []]
+    assert partition([1, 9, 1, 9], 1) == [[0, 1, 2, 3]]
 
 
 # When

@@ -17,7 +17,7 @@ from lightning_resilience.checkpoint.shard import Identity, arrange, seal, view
 from lightning_resilience.launch import cli
 
 
-def write(path, tensors=(), skeleton=None, **identity):
+def write(path, tensors=(), structure=None, **identity):
     identity = {"run": "5f3c", "fit": 0, "step": 12, "generation": "1a2b3c4d", "part": path.stem, "world_size": 4,
                 "layout": {"kind": "whole", "commons": 2}, **identity}  # fmt: skip
     specs, size = arrange(tensors)
@@ -26,7 +26,7 @@ def write(path, tensors=(), skeleton=None, **identity):
         if not tensor.is_meta:
             view(memory, spec).copy_(tensor)
     path.parent.mkdir(parents=True, exist_ok=True)
-    trailer = seal(memory, specs, Identity(**identity), skeleton, size)
+    trailer = seal(memory, specs, Identity(**identity), structure, size)
     path.write_bytes(memory.numpy().tobytes() + trailer)
     return path
 
@@ -42,10 +42,10 @@ COMMON = [0, 2]
 
 
 def write_generation(folder, ranks=(0, 1, 2, 3), commons=(0, 1), **identity):
-    skeleton, tensors, _ = pack(STATE)
+    structure, tensors, _ = pack(STATE)
     places = [[0, 0], [-1, 0], [1, 0]]
     for rank in ranks:
-        write(folder / f"rank-{rank:05d}.shard", [tensors[1]], {"state": skeleton, "places": places}, **identity)
+        write(folder / f"rank-{rank:05d}.shard", [tensors[1]], {"state": structure, "places": places}, **identity)
     for index in commons:
         write(folder / f"common-{index:02d}-of-02.shard", [tensors[COMMON[index]]], **identity)
     return folder
@@ -139,9 +139,9 @@ def test_a_damaged_shard(tmp_path, place):
 
 
 def test_a_skeleton_of_somebody_else_has_no_names(tmp_path):
-    for skeleton in (None, 7, [], {"state": 1}, {"state": {"__resilience_type__": "tensor"}, "places": [[-1, 0]]},
+    for structure in (None, 7, [], {"state": 1}, {"state": {"__resilience_type__": "tensor"}, "places": [[-1, 0]]},
                      {"state": [], "places": [[1]]}, {"state": [], "places": 3}):  # fmt: skip
-        text, good = inspect(write(tmp_path / "rank-00000.shard", [torch.ones(5)], skeleton))
+        text, good = inspect(write(tmp_path / "rank-00000.shard", [torch.ones(5)], structure))
         assert good
         assert columns(text, "0") == ["0", "float32", "5", "20", "bytes", "64"]
 
@@ -380,8 +380,8 @@ def test_what_a_file_says_is_no_command_for_the_terminal(tmp_path):
 def test_tensor_names_are_the_paths_of_what_is_left_out():
     twice = torch.ones(2)
     value = {"a": {"b": [torch.ones(1), {1: twice, (2, "x"): torch.ones(3)}]}, "t": (twice, {torch.ones(4)}), "n": 1}
-    skeleton, tensors, _ = pack(value)
-    names = tensor_names(skeleton)
+    structure, tensors, _ = pack(value)
+    names = tensor_names(structure)
     assert [names[index] for index in range(len(tensors))] == ["a.b[0]", "a.b[1].1", "a.b[1].(2, 'x')", "t[1][0]"]
     assert tensor_names(pack(twice)[0]) == {0: "value"}
     assert tensor_names(pack([twice])[0]) == {0: "[0]"}

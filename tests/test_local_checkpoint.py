@@ -36,15 +36,15 @@ from lightning_resilience.callbacks import local_checkpoint, preemption
 from lightning_resilience.checkpoint import capacity, checkpoint_file, resume, shard
 from lightning_resilience.checkpoint import local as local_saves
 from lightning_resilience.checkpoint import node_store as node_store
-from lightning_resilience.checkpoint.generations import Journey, Place, places
+from lightning_resilience.checkpoint.generations import RankLocation, Transfer, rank_locations
 from lightning_resilience.checkpoint.interval import Schedule
 from lightning_resilience.checkpoint.local import LocalSaves
-from lightning_resilience.checkpoint.node_store import NodeStore, PartWriter
+from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.recovery import LocalTier
-from lightning_resilience.checkpoint.save_coordinator import Rounds
-from lightning_resilience.checkpoint.snapshot import Snapshot, optimizer_tensors, patiently
+from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
+from lightning_resilience.checkpoint.snapshot import Snapshot, optimizer_tensors, wait_with_heartbeat
 from lightning_resilience.fit import session
-from lightning_resilience.fit.checkpoint_selector import MAX_CONDEMNED, CondemnedCheckpoint
+from lightning_resilience.fit.checkpoint_selector import MAX_CONDEMNED, BadCheckpoint
 from lightning_resilience.fit.session import session_of
 from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt
 from tests.harness import result, run, samples
@@ -92,7 +92,7 @@ def reseal(
     for spec, tensor in zip(specs, tensors, strict=True):
         shard.view(memory, spec).copy_(tensor)
     about = shard.Identity(**{**vars(header.identity), **identity})
-    trailer = shard.seal(memory, specs, about, header.skeleton, size)
+    trailer = shard.seal(memory, specs, about, header.structure, size)
     (to or path).write_bytes(memory.numpy().tobytes() + trailer)
 
 
@@ -994,7 +994,7 @@ class Watches(L.Callback):
         if not torch.isfinite(outputs["loss"]):
             found = session_of(trainer, self.local)
             assert found is not None
-            found.tiers.condemn("loss is not finite")
+            found.tiers.mark_bad("loss is not finite")
 
 
 def spoil(path: Path) -> None:
@@ -1014,9 +1014,9 @@ def test_what_is_condemned_is_never_chosen_again(memory: Run) -> None:
     newest = part_of(memory.folder, 12)
     name = newest.parent.name.split("-")[2]
     spoil(newest)
-    with pytest.raises(CondemnedCheckpoint, match="loss is not finite, 1 steps after resuming from the local check"):
+    with pytest.raises(BadCheckpoint, match="loss is not finite, 1 steps after resuming from the local check"):
         memory.fit(*watched(memory))
-    assert RunDirectory(memory.path).fit(0).condemned == {name: "loss is not finite"}
+    assert RunDirectory(memory.path).fit(0).bad_checkpoints == {name: "loss is not finite"}
     assert memory.outcome.status == "failed"
     ends_well(memory, *watched(memory))
     assert memory.resumes == [("local", 12), ("local", 9)]
@@ -1032,7 +1032,7 @@ def test_a_condemned_global_checkpoint(memory: Run) -> None:
             state = checkpoint_file.load(path)
             state["state_dict"]["layers.0.weight"][0] = float("nan")
             checkpoint_file.save(state, path, {"fit": 0})
-    with pytest.raises(CondemnedCheckpoint):
+    with pytest.raises(BadCheckpoint):
         memory.fit(memory.resume(6), *watched(memory))
     ends_well(memory, memory.resume(6), *watched(memory))
     assert memory.resumes == [("global", 12), ("global", 6)]
@@ -1043,7 +1043,7 @@ def test_when_all_are_condemned_the_run_is_halted(memory: Run) -> None:
     for path in parts_in(memory.folder):
         spoil(path)
     for number in range(MAX_CONDEMNED):
-        with pytest.raises(CondemnedCheckpoint):
+        with pytest.raises(BadCheckpoint):
             memory.fit(*watched(memory, keep=MAX_CONDEMNED + 1))
         assert memory.outcome.status == ("failed" if number < MAX_CONDEMNED - 1 else "halted")
     assert "3 checkpoints of this fit have been condemned" in memory.outcome.reason
@@ -1056,12 +1056,12 @@ def test_after_the_probation_it_is_not_the_checkpoints_fault(memory: Run) -> Non
             next(trainer.lightning_module.parameters()).fill_(float("nan"))
 
     memory.die(*watched(memory), step=14)
-    with pytest.raises(CondemnedCheckpoint, match="loss is not finite, at step 19"):
+    with pytest.raises(BadCheckpoint, match="loss is not finite, at step 19"):
         memory.fit(*watched(memory, probation_steps=5), at={18: go_wrong})
-    assert RunDirectory(memory.path).fit(0).condemned == {}
-    with pytest.raises(CondemnedCheckpoint, match="steps after resuming"):
+    assert RunDirectory(memory.path).fit(0).bad_checkpoints == {}
+    with pytest.raises(BadCheckpoint, match="steps after resuming"):
         memory.fit(*watched(memory, probation_steps=100), at={20: go_wrong})
-    assert len(RunDirectory(memory.path).fit(0).condemned) == 1
+    assert len(RunDirectory(memory.path).fit(0).bad_checkpoints) == 1
 
 
 # Whose states they are
@@ -1152,7 +1152,7 @@ def test_a_preemption_that_leaves_no_time(memory: Run, monkeypatch: pytest.Monke
 # Several ranks in one process, without a Trainer: what they save together and bring back together
 
 OWNER = {"run": "r" * 16, "fit": 0}
-TWO_BY_TWO = places([("a", 0), ("a", 0), ("b", 1), ("b", 1)])
+TWO_BY_TWO = rank_locations([("a", 0), ("a", 0), ("b", 1), ("b", 1)])
 
 
 class Model:
@@ -1193,7 +1193,13 @@ class Rank:
     """One rank that trains and saves."""
 
     def __init__(
-        self, place: Place, ranks: Sequence[Place], folder: Path, shared: TCPStore | None, every: int, keep: int
+        self,
+        place: RankLocation,
+        ranks: Sequence[RankLocation],
+        folder: Path,
+        shared: TCPStore | None,
+        every: int,
+        keep: int,
     ) -> None:
         self.model = Model(place.rank)
         self.store = NodeStore(folder / place.node)
@@ -1203,7 +1209,7 @@ class Rank:
         layout = {"kind": "whole", "commons": place.local_world_size if several else 0}
         rounds = None
         if shared is not None:
-            rounds = Rounds(PrefixStore("job", shared.clone()), len(ranks), PrefixStore("job", shared))
+            rounds = SaveCoordinator(PrefixStore("job", shared.clone()), len(ranks), PrefixStore("job", shared))
         self.commons = several
         self.saves = LocalSaves(
             self.store,
@@ -1239,7 +1245,7 @@ class Rank:
 class Job:
     """All ranks of a job, in this process."""
 
-    def __init__(self, folder: Path, ranks: Sequence[Place] = TWO_BY_TWO, every: int = 4, keep: int = 2) -> None:
+    def __init__(self, folder: Path, ranks: Sequence[RankLocation] = TWO_BY_TWO, every: int = 4, keep: int = 2) -> None:
         self.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if len(ranks) > 1 else None
         self.ranks = [Rank(place, ranks, folder, self.server, every, keep) for place in ranks]
 
@@ -1281,11 +1287,11 @@ def announced_right_before() -> Iterator[None]:
 class Together:
     """``all_gather_object`` for threads; and a network that brings parts, or loses them."""
 
-    def __init__(self, folder: Path, ranks: Sequence[Place], loses: Callable[[Journey], bool]) -> None:
+    def __init__(self, folder: Path, ranks: Sequence[RankLocation], loses: Callable[[Transfer], bool]) -> None:
         self.folder, self.places, self.loses = folder, ranks, loses
         self.barrier = threading.Barrier(len(ranks), timeout=30)
         self.values: list[Any] = [None] * len(ranks)
-        self.journeys: list[Journey] = []
+        self.transfers: list[Transfer] = []
         self.tiers: list[LocalTier] = []
 
     def gather(self, rank: int) -> Callable[[Any], list[Any]]:
@@ -1298,11 +1304,11 @@ class Together:
 
         return gather
 
-    def fetch(self, rank: int, store: NodeStore) -> Callable[..., dict[str, PartWriter]]:
-        def fetch(wanted: Sequence[Journey], path: Callable[[str], Path]) -> dict[str, PartWriter]:
+    def fetch(self, rank: int, store: NodeStore) -> Callable[..., dict[str, ShardWriter]]:
+        def fetch(wanted: Sequence[Transfer], path: Callable[[str], Path]) -> dict[str, ShardWriter]:
             writers = {}
             if rank == 0:
-                self.journeys += wanted
+                self.transfers += wanted
             for each in wanted:
                 source = self.places[each.source].node
                 content = self.folder / source / path(each.part).relative_to(store.directory)
@@ -1316,16 +1322,16 @@ class Together:
 
 def bring_back(
     folder: Path,
-    ranks: Sequence[Place] = TWO_BY_TWO,
+    ranks: Sequence[RankLocation] = TWO_BY_TWO,
     kind: str = "whole",
-    loses: Callable[[Journey], bool] = lambda _: False,
+    loses: Callable[[Transfer], bool] = lambda _: False,
     without: Sequence[str] = (),
 ) -> tuple[list[int], list[str], list[dict[str, Any]] | None, Together]:
     """Resumes all ranks as a session does; returns which steps were tried, what is not used, and their states."""
     together = Together(folder, ranks, loses)
     found: list[Any] = [None] * len(ranks)
 
-    def resume_one(place: Place) -> None:
+    def resume_one(place: RankLocation) -> None:
         store = NodeStore(folder / place.node)
         try:
             fetch = together.fetch(place.rank, store)
@@ -1409,7 +1415,7 @@ def at(folder: Path, node: str, step: int, part: str) -> Path:
 def test_four_ranks_on_two_nodes(two_nodes: Path) -> None:
     without_replicas(two_nodes)
     tried, reasons, states, together = bring_back(two_nodes)
-    assert (tried, reasons, together.journeys) == ([12], [], [])
+    assert (tried, reasons, together.transfers) == ([12], [], [])
     assert are_of(12, states)
 
 
@@ -1427,18 +1433,18 @@ def test_what_a_lost_node_had_comes_from_the_other(two_nodes: Path) -> None:
     assert tried == [12]
     assert are_of(12, states)
     parts = {"rank-00002", "rank-00003", "common-00-of-02", "common-01-of-02"}
-    assert {each.part for each in together.journeys} == parts
+    assert {each.part for each in together.transfers} == parts
     assert {path.stem for path in (two_nodes / "b").glob("step-*/*")} == parts, "what has been brought is kept"
     assert at(two_nodes, "b", 12, "rank-00003").read_bytes() == at(two_nodes, "a", 12, "rank-00003").read_bytes()
 
 
 def test_ranks_on_other_nodes_than_before(two_nodes: Path) -> None:
     without_replicas(two_nodes)
-    assert are_of(12, bring_back(two_nodes, places([("b", 0), ("b", 0), ("a", 1), ("a", 1)]))[2])
+    assert are_of(12, bring_back(two_nodes, rank_locations([("b", 0), ("b", 0), ("a", 1), ("a", 1)]))[2])
 
 
 def test_a_node_that_did_not_take_part(two_nodes: Path) -> None:
-    assert are_of(12, bring_back(two_nodes, places([("b", 0), ("b", 0), ("c", 1), ("c", 1)]))[2])
+    assert are_of(12, bring_back(two_nodes, rank_locations([("b", 0), ("b", 0), ("c", 1), ("c", 1)]))[2])
 
 
 LOSSES: dict[str, tuple[list[str], int, int]] = {
@@ -1486,9 +1492,9 @@ def test_copies_that_are_gone(two_nodes: Path, name: str) -> None:
 
 def test_a_part_that_does_not_arrive(two_nodes: Path) -> None:
     shutil.rmtree(two_nodes / "b")
-    lost: list[Journey] = []
+    lost: list[Transfer] = []
 
-    def loses(each: Journey) -> bool:
+    def loses(each: Transfer) -> bool:
         if each.part == "rank-00002" and not lost:
             lost.append(each)
             return True
@@ -1507,7 +1513,7 @@ def test_no_room_for_what_has_been_brought(two_nodes: Path, monkeypatch: pytest.
     def full(*_: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(PartWriter, "publish", full)
+    monkeypatch.setattr(ShardWriter, "publish", full)
     tried, _, states, _ = bring_back(two_nodes)
     assert (tried, states) == ([12, 8], None)
 
@@ -1518,9 +1524,9 @@ def test_everything_is_gone(two_nodes: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [TWO_BY_TWO[:2], [*TWO_BY_TWO, *TWO_BY_TWO]], ids=["two", "eight"])
-def test_another_number_of_ranks(two_nodes: Path, ranks: list[Place]) -> None:
+def test_another_number_of_ranks(two_nodes: Path, ranks: list[RankLocation]) -> None:
     hosts = [("abcd"[index // 2], index // 2) for index in range(len(ranks))]
-    tried, reasons, states, _ = bring_back(two_nodes, places(hosts))
+    tried, reasons, states, _ = bring_back(two_nodes, rank_locations(hosts))
     assert (tried, states) == ([], None)
     assert reasons == [f"that of step {step} was saved by 4 ranks; this fit has {len(ranks)}" for step in (12, 8)]
 
@@ -1549,7 +1555,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def published(job: Job) -> list[list[int]]:
-    return [sorted({held.step for held in rank.store.held()}) for rank in job.ranks]
+    return [sorted({held.step for held in rank.store.shard_files()}) for rank in job.ranks]
 
 
 def test_what_one_rank_cannot_write_none_keeps(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1764,7 +1770,7 @@ def test_at_the_start_what_cannot_be_resumed_from_goes(tmp_path: Path) -> None:
     job.stop()
     part = at(tmp_path, "b", 12, "rank-00002")
     part.unlink()
-    again = Job(tmp_path, places([("a", 0), ("b", 1)]))
+    again = Job(tmp_path, rank_locations([("a", 0), ("b", 1)]))
     assert published(again) == [[]] * 2, "what four ranks have saved two cannot use"
     again.stop()
 
@@ -1821,7 +1827,7 @@ def exit_code(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-ALONE = places([("a", 0)])
+ALONE = rank_locations([("a", 0)])
 
 
 def life(folder: Path, kill_at: int, done: Path) -> None:
@@ -1880,7 +1886,7 @@ def test_killed_at_really_every_point_of_a_save(node_memory: Path, monkeypatch: 
     assert killed_everywhere(node_memory, stride=1) > 60
 
 
-PAIR = places([("a", 0), ("a", 0)])
+PAIR = rank_locations([("a", 0), ("a", 0)])
 
 
 def life_of_two(folder: Path, rank: int, port: int, kill_at: int) -> None:
@@ -1955,7 +1961,7 @@ class Slow(threading.Event):
 @pytest.mark.parametrize(("looks", "come"), [(0, True), (3, True), (10**9, False)])
 def test_a_wait_that_ends_by_itself_says_that_it_is_no_hang(looks: int, come: bool) -> None:
     said: list[int] = []
-    assert patiently(Slow(looks).wait, 0.05, lambda: said.append(1)) == come
+    assert wait_with_heartbeat(Slow(looks).wait, 0.05, lambda: said.append(1)) == come
     assert len(said) == looks if come else len(said) > 0
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_resilience import AutoResume, LocalCheckpoint, NaNGuard, TrainingDiverged
 from lightning_resilience.callbacks import nan_guard
 from lightning_resilience.checkpoint import checkpoint_file, shard
-from lightning_resilience.checkpoint.node_store import PartWriter
+from lightning_resilience.checkpoint.node_store import ShardWriter
 from lightning_resilience.checkpoint.safe_serialization import unpack
 from lightning_resilience.fit import session
 from lightning_resilience.run.run_directory import RunDirectory
@@ -156,8 +156,8 @@ class Files:
     def look_at_part(self, path: Path) -> None:
         """Looks at a part of a local checkpoint that has just been published."""
         header, tensors = shard.load(path)  # of the only rank, which has all there is
-        places = [position for _, position in header.skeleton["places"]]
-        self._judge(path, _tensors(unpack(header.skeleton["state"], [tensors[position] for position in places])))
+        places = [position for _, position in header.structure["places"]]
+        self._judge(path, _tensors(unpack(header.structure["state"], [tensors[position] for position in places])))
         self.local_steps.append(header.identity.step)
 
     def _judge(self, path: Path, tensors: list[torch.Tensor]) -> None:
@@ -266,14 +266,14 @@ def overrides(trainer: L.Trainer) -> list[str]:
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
     found = Files(tmp_path)
-    publish = PartWriter.publish
+    publish = ShardWriter.publish
 
-    def published(self: PartWriter, *args: Any) -> Path:
+    def published(self: ShardWriter, *args: Any) -> Path:
         path = publish(self, *args)
         found.look_at_part(path)
         return path
 
-    monkeypatch.setattr(PartWriter, "publish", published)
+    monkeypatch.setattr(ShardWriter, "publish", published)
     monkeypatch.setattr(session, "_fits_begun", {})
     return found
 

@@ -29,7 +29,7 @@ import xxhash
 
 from lightning_resilience.checkpoint import node_store as module
 from lightning_resilience.checkpoint.capacity import in_node_memory
-from lightning_resilience.checkpoint.node_store import NodeStore, PartWriter
+from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 
 PAGE = mmap.PAGESIZE
 SHM = Path("/dev/shm")
@@ -86,7 +86,7 @@ def check(path: Path) -> None:
         raise ValueError("it is not whole")
 
 
-def fill(writer: PartWriter, data: bytes) -> None:
+def fill(writer: ShardWriter, data: bytes) -> None:
     if data:
         writer.memory[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
@@ -141,7 +141,7 @@ def test_where_temporary_files_are(tmp_path: Path) -> None:
     for step in range(4):
         assert is_whole(save(store, step))
         store.retire({generation(step), generation(step - 1)}, lambda part: True)
-    assert [h.step for h in store.held()] == [3, 2]
+    assert [h.step for h in store.shard_files()] == [3, 2]
     store.close()
     assert len(list((tmp_path / "fit-000").iterdir())) == 2
 
@@ -162,7 +162,7 @@ def test_every_size(place: Path, reserved: int) -> None:
 
 def test_what_is_held(place: Path) -> None:
     store = NodeStore(place)
-    assert store.held() == []
+    assert store.shard_files() == []
     for step, part in [(5, "rank-00000"), (10**12, "rank-00001"), (7, "common-00-of-02"), (7, "rank-00000")]:
         save(store, step, part)
     store.reserve("rank-00003", 100)
@@ -175,7 +175,7 @@ def test_what_is_held(place: Path) -> None:
     (folder / "rank-00009.shard").symlink_to("rank-00000.shard")
     os.mkfifo(folder / "rank-00008.shard")
     (place / "step-000000000008-00000008").symlink_to(folder)
-    held = store.held()
+    held = store.shard_files()
     assert [(h.step, h.part) for h in held] == [
         (10**12, "rank-00001"),
         (7, "common-00-of-02"),
@@ -194,7 +194,7 @@ def test_a_part_from_another_node(place: Path) -> None:
         store.receive(4, generation(4), "rank-00007", torch.zeros((2, 2), dtype=torch.uint8))
     assert path.exists()
     store.receive(3, generation(3), "rank-00007", data)  # Once more: the same.
-    assert [h.path for h in store.held()] == [path]
+    assert [h.path for h in store.shard_files()] == [path]
 
 
 @pytest.mark.parametrize("part", ["", "../x", "a/b", ".x", "a.b", "x" * 101, "ä"])
@@ -228,7 +228,7 @@ def test_wrong_use_leaves_nothing(place: Path) -> None:
         store.reserve("rank-00000", 10)
     writer.publish(2, generation(2), 5, b"")
     writer.abandon()
-    assert [h.step for h in store.held()] == [2, 1]
+    assert [h.step for h in store.shard_files()] == [2, 1]
     assert hidden(place) == set()
 
 
@@ -256,7 +256,7 @@ def test_a_finished_fit_leaves_nothing(place: Path) -> None:
     assert not place.exists()
     other.clear()
     other.close()
-    assert other.held() == []
+    assert other.shard_files() == []
 
 
 # What a save costs
@@ -276,8 +276,8 @@ def test_a_save_takes_no_new_memory(memory: Path, monkeypatch: pytest.MonkeyPatc
         path = writer.publish(step, generation(step), len(data), trailer_of(data))
         blocks.add(path.stat().st_blocks)
         store.retire({generation(step - old) for old in range(keep)}, lambda part: True)
-        assert [h.step for h in store.held()] == [step, step - 1][: step + 1]
-        assert all(is_whole(h.path) for h in store.held())
+        assert [h.step for h in store.shard_files()] == [step, step - 1][: step + 1]
+        assert all(is_whole(h.path) for h in store.shard_files())
 
     for step in range(keep + 1):
         one(step)
@@ -359,7 +359,7 @@ def test_sizes_that_change(place: Path) -> None:
         store.retire({generation(step)}, lambda part: True)
         assert path.read_bytes() == content(step, nbytes) + trailer_of(content(step, nbytes))
         assert path.stat().st_blocks * 512 <= nbytes + 32 + 2 * PAGE
-        assert [h.step for h in store.held()] == [step]
+        assert [h.step for h in store.shard_files()] == [step]
 
 
 def maps_of(folder: Path) -> list[str]:
@@ -424,7 +424,7 @@ def test_parts_that_nobody_writes_any_more_give_their_memory_back(memory: Path) 
     store = NodeStore(memory)
     save(store, 2, "rank-00000")
     store.retire({generation(2)}, lambda part: True)
-    assert [h.step for h in store.held()] == [2]
+    assert [h.step for h in store.shard_files()] == [2]
     assert {name.split(".")[1] for name in hidden(memory)} == {"spare-rank-00000"}
 
 
@@ -434,14 +434,14 @@ def test_only_own_parts_are_retired(place: Path) -> None:
         for part in ("rank-00000", "rank-00001"):
             save(store, step, part)
     store.retire({generation(3)}, lambda part: part == "rank-00001")
-    assert [(h.step, h.part) for h in store.held()] == [
+    assert [(h.step, h.part) for h in store.shard_files()] == [
         (3, "rank-00000"),
         (3, "rank-00001"),
         (2, "rank-00000"),
         (1, "rank-00000"),
     ]
     store.retire((), lambda part: True)
-    assert store.held() == []
+    assert store.shard_files() == []
     assert not list(place.glob("step-*"))
     assert len(hidden(place)) == (2 if store.in_memory else 0)  # One for each name, no matter how many were retired.
 
@@ -467,7 +467,7 @@ def test_retiring_just_before_a_file_is_made(memory: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "open", opened)
     assert is_whole(save(store, 2))
-    assert [h.step for h in store.held()] == [2]
+    assert [h.step for h in store.shard_files()] == [2]
 
 
 def test_of_two_files_the_one_that_is_mapped_is_used_again(memory: Path) -> None:
@@ -502,7 +502,7 @@ def test_a_file_that_is_exchanged_while_it_is_written(memory: Path) -> None:
     with pytest.raises(OSError, match="exchanged") as raised:
         writer.publish(2, generation(2), 10, b"")
     assert raised.value.errno == errno.ESTALE
-    assert [h.step for h in store.held()] == [1]
+    assert [h.step for h in store.shard_files()] == [1]
     assert hidden(memory) == set()
 
 
@@ -536,7 +536,7 @@ def test_two_processes_retire_the_same(place: Path) -> None:
                 os._exit(1)
         children.append(pid)
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0, 0]
-    assert [h.step for h in store.held()] == [39]
+    assert [h.step for h in store.shard_files()] == [39]
     assert hidden(place) == set()
 
 
@@ -568,7 +568,7 @@ def test_many_ranks_at_once(place: Path) -> None:
         children.append(pid)
     store = NodeStore(place)
     while children:
-        for held in store.held():
+        for held in store.shard_files():
             try:
                 whole, vanished = is_whole(held.path), False
             except FileNotFoundError:
@@ -582,7 +582,7 @@ def test_many_ranks_at_once(place: Path) -> None:
             if done:
                 assert status == 0
                 children.remove(pid)
-    assert [(h.step, h.part) for h in store.held()] == [
+    assert [(h.step, h.part) for h in store.shard_files()] == [
         (step, f"rank-{number:05d}") for step in (steps - 1, steps - 2) for number in range(3)
     ]
     assert hidden(place) == set()
@@ -694,7 +694,7 @@ def test_killed_at_every_point(place: Path) -> None:
 
         code = in_child(run)
         # Whatever is published is whole, and one generation of each part that has ever been is there.
-        held = living.held()
+        held = living.shard_files()
         assert all(is_whole(h.path) for h in held)
         assert any(h.part == "rank-00000" for h in held)
         # Of the dead everything goes; what lives stays and goes on.
@@ -707,7 +707,7 @@ def test_killed_at_every_point(place: Path) -> None:
         assert left - quarantined == expected
         assert not list(place.glob("quarantine/.*"))
         assert all(list(folder.iterdir()) for folder in place.glob("step-*"))
-        assert after.held() == held
+        assert after.shard_files() == held
         assert other.publish(9, generation(9), 50, b"").read_bytes() == b"\1" * 50
         assert is_whole(save(after, 10))
         living.close()
@@ -745,15 +745,15 @@ def test_an_error_at_every_point(place: Path, code: int, lasting: bool) -> None:
             error = error_of(save, store, 3, "rank-00000", data)
         if error is None:
             assert points.left > 0, f"nobody has noticed: {points.passed[at - 1]}"
-            assert [h.step for h in store.held()] == [3, 2]
+            assert [h.step for h in store.shard_files()] == [3, 2]
             break
         assert error.errno == code, points.passed[at - 1]
         assert os.strerror(code) in str(error)
         assert "untouched" in str(error)
         failures.add(points.passed[at - 1])
         renamed = lasting and "after rename" in points.passed[:at]
-        assert [h.step for h in store.held()] == [3, 2][not renamed :], points.passed
-        assert all(is_whole(h.path) for h in store.held())
+        assert [h.step for h in store.shard_files()] == [3, 2][not renamed :], points.passed
+        assert all(is_whole(h.path) for h in store.shard_files())
         if not lasting:
             assert hidden(place) == set(), points.passed
             assert len(list(place.glob("step-*"))) == 1
@@ -774,7 +774,7 @@ def test_a_stopped_publication_leaves_nothing(place: Path, where: str, error: Ba
     store = NodeStore(place, **{where: stop})
     with pytest.raises(type(error)):
         save(store, 2)
-    assert [h.step for h in store.held()] == [1]
+    assert [h.step for h in store.shard_files()] == [1]
     assert hidden(place) == set()
     assert len(list(place.glob("step-*"))) == 1
 
@@ -881,7 +881,7 @@ def test_a_full_tmpfs(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(OSError, match=r"cannot publish.*No space left"):
             writer.publish(2, generation(2), 4 << 20, b"x" * (2 << 20))
         assert free(base) == room
-        assert [h.step for h in store.held()] == [1]
+        assert [h.step for h in store.shard_files()] == [1]
         assert is_whole(old)
         # A spare that would have to grow by too much.
         save(store, 2, data=content(2, 3 << 20))
@@ -923,7 +923,7 @@ def test_no_memory(place: Path) -> None:
         assert is_whole(save(store, 2))
 
     assert in_child(limited) == 0
-    assert [h.step for h in store.held()] == [2, 1]
+    assert [h.step for h in store.shard_files()] == [2, 1]
 
 
 def test_whatever_torch_is_set_to(place: Path) -> None:
@@ -946,7 +946,7 @@ def test_memory_is_free_when_the_store_is_closed() -> None:
         for step in range(4):
             save(store, step, data=content(step, 1 << 20))
             store.retire({generation(step)}, lambda part: True)
-        path = store.held()[0].path
+        path = store.shard_files()[0].path
         other = NodeStore(base / "fit-000")
         used = room - free(base)
         os.unlink(path)  # By another process; here it is mapped still.
@@ -986,13 +986,13 @@ def test_the_folder_is_removed_while_in_use(place: Path) -> None:
     save(store, 1)
     writer = store.reserve("rank-00000", 10)
     shutil.rmtree(place)
-    assert store.held() == []
+    assert store.shard_files() == []
     writer.memory.fill_(1)
     with pytest.raises(FileNotFoundError, match="cannot publish"):
         writer.publish(2, generation(2), 10, b"")
     assert is_whole(save(store, 3))
     store.retire({generation(3)}, lambda part: True)
-    assert [h.step for h in store.held()] == [3]
+    assert [h.step for h in store.shard_files()] == [3]
     NodeStore(place)
     assert is_whole(save(store, 4))
     store.close()
@@ -1111,7 +1111,7 @@ def test_leftovers(place: Path) -> None:
         if "rank-00002" in p or p in {"notes.txt", ".spare-x", ".writer-x", ".spare-rank-00007.0123abcd.bak"}
     }
     assert [p.name for p in place.glob("step-*")] == ["step-000000000002-00000002"]
-    assert is_whole(store.held()[0].path)
+    assert is_whole(store.shard_files()[0].path)
     writer.memory.fill_(3)
     assert writer.publish(3, generation(3), 10, b"").read_bytes() == b"\3" * 10
 
@@ -1160,7 +1160,7 @@ def test_what_lives_is_left_alone_even_if_stopped(place: Path) -> None:
     os.kill(pid, signal.SIGCONT)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     store = NodeStore(place)
-    assert [h.path.read_bytes() for h in store.held()] == [b"\5" * 100]
+    assert [h.path.read_bytes() for h in store.shard_files()] == [b"\5" * 100]
     assert hidden(place) == set()
 
 
@@ -1265,7 +1265,7 @@ def test_quarantine(place: Path) -> None:
     assert sorted(r.read_text().splitlines()[1] for r in reasons) == ["reason 0", "reason 1", "reason 2"]
     whole = [p for p in folder.iterdir() if p not in reasons]
     assert sorted(p.read_bytes()[:4] for p in whole) == [content(1)[:4], content(2)[:4]]
-    assert [h.step for h in store.held()] == [3]
+    assert [h.step for h in store.shard_files()] == [3]
     store.quarantine(paths[0], "again")
     store.quarantine(place / "step-000000000077-00000077" / "rank-00000.shard", "never was")
     assert len(list(folder.iterdir())) == 5

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from lightning_resilience._files import Patience
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.dcp import REST, nothing_unpickled
-from lightning_resilience.checkpoint.generations import places
+from lightning_resilience.checkpoint.generations import rank_locations
 from lightning_resilience.checkpoint.inspection import inspect
 from lightning_resilience.checkpoint.node_store import NodeStore
 from lightning_resilience.checkpoint.recovery import LocalTier
-from lightning_resilience.checkpoint.safe_serialization import from_plain
+from lightning_resilience.checkpoint.safe_serialization import from_safe
 from tests.saved_states import rank_state, sharded_state, state
 
 
@@ -45,7 +45,9 @@ def differences(found: Any, expected: Any, where: str = "") -> list[str]:
         if list(found) != list(expected):
             return [f"{where}: {list(found)}, not {list(expected)}"]
         inside = [each for key in expected for each in differences(found[key], expected[key], f"{where}.{key}")]
-        return inside + differences(getattr(found, "__dict__", 0), getattr(expected, "__dict__", 0), f"{where}.__dict__")
+        return inside + differences(
+            getattr(found, "__dict__", 0), getattr(expected, "__dict__", 0), f"{where}.__dict__"
+        )
     if isinstance(expected, (list, tuple)) and len(found) == len(expected):
         pairs = zip(found, expected, strict=True)
         return [each for index, pair in enumerate(pairs) for each in differences(*pair, f"{where}[{index}]")]
@@ -62,7 +64,7 @@ def test_the_comparison_finds_a_bit() -> None:
 def test_file(saved: Path) -> None:
     path = saved / resume.checkpoint_name(12)
     stamp = resume.verify(path, {"fit": 0, "step": 12})
-    loaded = from_plain(checkpoint_file.load(path, verified=stamp.file))
+    loaded = from_safe(checkpoint_file.load(path, verified=stamp.file))
     assert not differences(loaded, state())
     assert loaded["state_dict"]["tied"].data_ptr() == loaded["state_dict"]["weight"].data_ptr()
 
@@ -77,16 +79,16 @@ def test_sharded_directory(saved: Path) -> None:
     loaded["state_dict"] = {name: loaded["state_dict"][name] for name in expected}
     assert not differences(loaded["optimizer_0"], sharded_state()["optimizer_0"])
     assert not differences(loaded["state_dict"], expected)
-    rest = from_plain(torch.load(path / REST, weights_only=True))
+    rest = from_safe(torch.load(path / REST, weights_only=True))
     assert not differences(rest, {name: each for name, each in state().items() if name != "state_dict"})
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_shards_of_a_node(saved: Path, rank: int) -> None:
     text, good = inspect(saved / "local")
-    assert good and "Complete" not in text, text
+    assert good, text
     store = NodeStore(saved / "local")
-    where = places([("node", 0)] * 2)
+    where = rank_locations([("node", 0)] * 2)
     scans: list[Any] = []
 
     def gather(value: Any) -> list[Any]:  # the other rank of the node says what this one says, or has scanned nothing

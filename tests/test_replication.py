@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_resilience.checkpoint.replication import Replicas, Transfer, cliques, fetch
+from lightning_resilience.checkpoint.generations import Transfer
+from lightning_resilience.checkpoint.replication import Replicas, cliques, fetch
 from tests.harness import CONTEXT
 from tests.replication_worker import SIZES, WORLD_SIZE, run
 

@@ -21,9 +21,9 @@ from lightning_resilience.checkpoint.safe_serialization import (
     MISSING,
     Entries,
     content,
-    from_plain,
+    from_safe,
     pack,
-    plain,
+    safe_form,
     unpack,
 )
 
@@ -32,28 +32,28 @@ TAG = "__resilience_type__"
 
 def through_json(value):
     """(what comes back, what was left out), the way a shard keeps it: strict JSON, tensors beside it."""
-    skeleton, tensors, left_out = pack(value)
-    return unpack(json.loads(json.dumps(skeleton, allow_nan=False)), tensors), left_out
+    structure, tensors, left_out = pack(value)
+    return unpack(json.loads(json.dumps(structure, allow_nan=False)), tensors), left_out
 
 
 def through_file(value, folder):
     """The same through a file of the run directory, as a save behind the training writes it and a resume loads it."""
-    skeleton, tensors, left_out = pack(value)
-    checkpoint_file.save(plain(skeleton, tensors), folder / "file", read_back=True)
-    return from_plain(checkpoint_file.load(folder / "file")), left_out
+    structure, tensors, left_out = pack(value)
+    checkpoint_file.save(safe_form(structure, tensors), folder / "file", read_back=True)
+    return from_safe(checkpoint_file.load(folder / "file")), left_out
 
 
 def through_shard(value):
     """The same through a part of a local checkpoint."""
-    skeleton, tensors, left_out = pack(value)
+    structure, tensors, left_out = pack(value)
     specs, size = shard.arrange(tensors)
     memory = torch.zeros(size, dtype=torch.uint8)
     for tensor, spec in zip(tensors, specs, strict=True):
         shard.view(memory, spec).copy_(tensor)
     about = shard.Identity("run", 0, 0, "generation", "part", 1, {})
-    trailer = shard.seal(memory, specs, about, skeleton, size)
+    trailer = shard.seal(memory, specs, about, structure, size)
     header, loaded = shard.load_bytes(torch.cat([memory, torch.frombuffer(bytearray(trailer), dtype=torch.uint8)]))
-    return unpack(header.skeleton, loaded), left_out
+    return unpack(header.structure, loaded), left_out
 
 
 def same(a, b):
@@ -191,10 +191,10 @@ def test_arrays_of_any_size(count, dtype):
     fixed = array.copy()
     fixed.flags.writeable = False
     value = [array, array[:, ::3], array.T, array.reshape(-1)[::-2], fixed, array]
-    skeleton, tensors, _ = pack(value)
+    structure, tensors, _ = pack(value)
     assert len(tensors) == (5 if count == 100_000 else 0)  # `array` once
     assert fixed.ctypes.data not in {tensor.data_ptr() for tensor in tensors}, "it must not be written to"
-    back = unpack(json.loads(json.dumps(skeleton)), tensors)
+    back = unpack(json.loads(json.dumps(structure)), tensors)
     assert same(value, back)
     back[0][:] = 0
     assert not same(back[0], array), "the array that came back is another one, in memory of its own"
@@ -202,9 +202,9 @@ def test_arrays_of_any_size(count, dtype):
 
 def test_a_large_array_is_not_copied_nor_text():
     array = np.zeros(1 << 20)
-    skeleton, tensors, _ = pack({"a": array})
+    structure, tensors, _ = pack({"a": array})
     assert tensors[0].data_ptr() == array.ctypes.data
-    assert len(json.dumps(skeleton)) < 1000
+    assert len(json.dumps(structure)) < 1000
 
 
 # Tensors
@@ -212,8 +212,8 @@ def test_a_large_array_is_not_copied_nor_text():
 
 def test_tensors_are_taken_as_they_are_and_named_in_order():
     a, b, c = torch.ones(2), torch.nn.Parameter(torch.zeros(3)), torch.nn.Buffer(torch.ones(1))
-    skeleton, tensors, left_out = pack({"x": a, "y": [b, (c,)]})
-    assert skeleton["x"] == {TAG: "tensor", "index": 0}
+    structure, tensors, left_out = pack({"x": a, "y": [b, (c,)]})
+    assert structure["x"] == {TAG: "tensor", "index": 0}
     assert [t.data_ptr() for t in tensors] == [a.data_ptr(), b.data_ptr(), c.data_ptr()]
     assert not any(t.requires_grad for t in tensors)
     assert left_out == []
@@ -222,9 +222,9 @@ def test_tensors_are_taken_as_they_are_and_named_in_order():
 def test_tied_tensors_stay_tied():
     weight = torch.nn.Parameter(torch.ones(4, 4))
     value = {"a": weight, "b": weight, "c": weight.detach(), "d": weight.data, "e": weight.view(4, 4)}
-    skeleton, tensors, _ = pack(value)
+    structure, tensors, _ = pack(value)
     assert len(tensors) == 1
-    back = unpack(skeleton, [torch.ones(4, 4)])
+    back = unpack(structure, [torch.ones(4, 4)])
     assert len({tensor.data_ptr() for tensor in back.values()}) == 1
 
 
@@ -271,9 +271,9 @@ def test_tensors_of_torch_are_listed_for_others_to_judge(tmp_path):
     sparse = torch.eye(3).to_sparse()
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     value = [sparse, nested, sparse, torch.eye(3).to_sparse_csr()]
-    skeleton, tensors, left_out = pack(value)
+    structure, tensors, left_out = pack(value)
     assert len(tensors) == 3
-    assert skeleton[0] == skeleton[2]
+    assert structure[0] == structure[2]
     assert left_out == []
     back, _ = through_file(value, tmp_path)
     assert torch.equal(back[0].to_dense(), torch.eye(3))
@@ -415,7 +415,7 @@ def test_what_is_too_deep_for_json_is_left_out(tmp_path):
 
 
 def test_the_plain_form_of_earlier_versions_is_read():
-    """As ``to_plain`` of version 0.1 wrote it: its dicts had any keys, and no type of theirs but what torch knows."""
+    """As ``to_safe`` of version 0.1 wrote it: its dicts had any keys, and no type of theirs but what torch knows."""
     older = {
         "array": {TAG: "ndarray", "dtype": "<i8", "shape": [1, 2], "data": b"\1\0\0\0\0\0\0\0\2\0\0\0\0\0\0\0"},
         "scalar": {TAG: "scalar", "dtype": "<f4", "data": b"\0\0\0?"},
@@ -427,7 +427,7 @@ def test_the_plain_form_of_earlier_versions_is_read():
         "torch": [torch.Size([2]), torch.float16, torch.ones(2)],
     }
     assert same(
-        from_plain(older),
+        from_safe(older),
         {
             "array": np.array([[1, 2]]),
             "scalar": np.float32(0.5),
@@ -443,8 +443,8 @@ def test_the_plain_form_of_earlier_versions_is_read():
 
 @pytest.mark.parametrize("value", [{TAG: "no such type"}, {TAG: "path"}, [({TAG: "dict", "items": 3},)]])
 def test_what_is_no_plain_form_is_a_value_error(value):
-    with pytest.raises(ValueError, match="skeleton"):
-        from_plain(value)
+    with pytest.raises(ValueError, match="structure"):
+        from_safe(value)
 
 
 # Nothing is shared
@@ -453,8 +453,8 @@ def test_what_is_no_plain_form_is_a_value_error(value):
 def test_the_skeleton_shares_nothing_that_may_change():
     inner = {"l": [1, 2, 3], "d": {"x": [1.5]}, "a": np.arange(5), "o": OrderedDict(a=[1]), "s": {1}, "e": []}
     state = {"inner": inner, "ints": list(range(700))}
-    skeleton, tensors, _ = pack(state)
-    before = json.dumps(skeleton)
+    structure, tensors, _ = pack(state)
+    before = json.dumps(structure)
     inner["l"].append(4)
     inner["d"]["x"][0] = 2.5
     inner["a"][:] = 9
@@ -463,7 +463,7 @@ def test_the_skeleton_shares_nothing_that_may_change():
     inner["e"].append(1)
     state["ints"][0] = -1
     inner["new"] = 1
-    assert json.dumps(skeleton) == before
+    assert json.dumps(structure) == before
     assert tensors == []
 
 
@@ -493,8 +493,8 @@ def test_the_collector_stays_as_it_was(enabled):
 
 
 def test_unpacking_twice_gives_two_values():
-    skeleton, tensors, _ = pack({"l": [1], "d": {"a": 1}})
-    first, second = unpack(skeleton, tensors), unpack(skeleton, tensors)
+    structure, tensors, _ = pack({"l": [1], "d": {"a": 1}})
+    first, second = unpack(structure, tensors), unpack(structure, tensors)
     first["l"].append(2)
     first["d"]["b"] = 2
     assert second == {"l": [1], "d": {"a": 1}}
@@ -552,11 +552,11 @@ def test_what_is_said_to_be_saved_loads_equal_and_all_else_is_named(tmp_path):
     assert 50 < lost < 400, "some of it is left out"
 
 
-# Malformed skeletons
+# Malformed structures
 
 
 @pytest.mark.parametrize(
-    "skeleton",
+    "structure",
     [
         {TAG: "tensor"},
         {TAG: "tensor", "index": 2},
@@ -596,14 +596,14 @@ def test_what_is_said_to_be_saved_loads_equal_and_all_else_is_named(tmp_path):
     ],
     ids=json.dumps,
 )
-def test_a_malformed_skeleton_is_a_value_error(skeleton):
+def test_a_malformed_skeleton_is_a_value_error(structure):
     with pytest.raises(ValueError):
-        unpack(skeleton, [torch.ones(1), torch.ones(2)])
+        unpack(structure, [torch.ones(1), torch.ones(2)])
 
 
 def test_a_bottomless_skeleton_is_a_value_error():
-    skeleton = []
+    structure = []
     for _ in range(100_000):
-        skeleton = [skeleton]
+        structure = [structure]
     with pytest.raises(ValueError):
-        unpack(skeleton, [])
+        unpack(structure, [])

@@ -37,7 +37,7 @@ IDENTITY = Identity(
 )
 
 
-def make(tensors, identity=IDENTITY, skeleton=None):
+def make(tensors, identity=IDENTITY, structure=None):
     """The bytes of a shard, made the way a save does it."""
     specs, size = arrange(tensors)
     memory = torch.full((size + 100,), 0xAB, dtype=torch.uint8)  # as in recycled memory
@@ -45,7 +45,7 @@ def make(tensors, identity=IDENTITY, skeleton=None):
         if not tensor.is_meta:
             with torch.no_grad():
                 view(memory, spec).copy_(tensor)
-    trailer = seal(memory, specs, identity, skeleton, size)
+    trailer = seal(memory, specs, identity, structure, size)
     return memory[:size].numpy().tobytes() + trailer
 
 
@@ -164,14 +164,14 @@ def test_tensors_without_content_come_back_without(path):
 
 
 def test_a_shard_may_have_no_tensors(path):
-    path.write_bytes(make([], skeleton={"a": [1, None, "ü"]}))
+    path.write_bytes(make([], structure={"a": [1, None, "ü"]}))
     header, tensors = load(path)
-    assert (header.skeleton, tensors, header.tensors) == ({"a": [1, None, "ü"]}, [], ())
+    assert (header.structure, tensors, header.tensors) == ({"a": [1, None, "ü"]}, [], ())
     assert verify(path) == header
 
 
 def test_what_a_shard_says_about_itself(path):
-    data = make([torch.ones(3), torch.zeros(2, 2, dtype=torch.int8)], skeleton=[1])
+    data = make([torch.ones(3), torch.zeros(2, 2, dtype=torch.int8)], structure=[1])
     path.write_bytes(data)
     header = read_identity(path)
     assert header == verify(path) == load(path)[0] == load_bytes(in_memory(data))[0]
@@ -206,16 +206,16 @@ def training_state(seed):
 
 def test_a_training_state_survives(path):
     state = training_state(3)
-    skeleton, tensors, left_out = pack(state)
-    path.write_bytes(make(tensors, skeleton=skeleton))
+    structure, tensors, left_out = pack(state)
+    path.write_bytes(make(tensors, structure=structure))
     header, loaded = load(path)
-    back = unpack(header.skeleton, loaded)
+    back = unpack(header.structure, loaded)
     assert left_out == []
     assert back["state_dict"]["1.weight"] is back["state_dict"]["2.weight"]
     assert back["random"]["python"] == state["random"]["python"]
     assert list(back["state_dict"]) == list(state["state_dict"])
     again, tensors_again, _ = pack(back)
-    assert again == skeleton
+    assert again == structure
     assert all(map(torch.equal, tensors, tensors_again))
     model = torch.nn.Linear(6, 9)
     model.load_state_dict({"weight": back["state_dict"]["0.weight"], "bias": back["state_dict"]["0.bias"]})
@@ -299,10 +299,10 @@ def test_sealing_something_else_is_refused(memory, size, match):
         seal(memory, specs, IDENTITY, None, size)
 
 
-@pytest.mark.parametrize("skeleton", [{"a": torch.ones(1)}, float("nan"), {(1, 2): 3}])
-def test_a_skeleton_that_json_cannot_hold_is_refused(skeleton):
+@pytest.mark.parametrize("structure", [{"a": torch.ones(1)}, float("nan"), {(1, 2): 3}])
+def test_a_structure_that_json_cannot_hold_is_refused(structure):
     with pytest.raises((TypeError, ValueError)):
-        make([torch.ones(1)], skeleton=skeleton)
+        make([torch.ones(1)], structure=structure)
 
 
 # Loading
@@ -324,7 +324,7 @@ def test_what_is_loaded_has_memory_of_its_own(path, monkeypatch):
 
 
 def test_bytes_from_elsewhere_are_not_copied():
-    data = make([torch.ones(5), torch.ones(5, dtype=torch.float64)], skeleton=1)
+    data = make([torch.ones(5), torch.ones(5, dtype=torch.float64)], structure=1)
     memory = in_memory(data)
     header, tensors = load_bytes(memory)
     assert [tensor.data_ptr() - memory.data_ptr() for tensor in tensors] == [spec.offset for spec in header.tensors]
@@ -584,8 +584,8 @@ def shards():
     """Real ones, small: a rank's part, the same of the next step, a common part, one without tensors."""
     made = []
     for step in (12, 13):
-        skeleton, tensors, _ = pack(training_state(step))
-        made.append(make(tensors, Identity(**{**vars(IDENTITY), "step": step}), {"state": skeleton}))
+        structure, tensors, _ = pack(training_state(step))
+        made.append(make(tensors, Identity(**{**vars(IDENTITY), "step": step}), {"state": structure}))
     twins = [torch.full((5, 3), float(i)) for i in range(3)] + [torch.ones(40), torch.ones(40).half(), torch.empty(0)]
     made.append(make(twins, Identity(**{**vars(IDENTITY), "part": "common-00-of-02"})))
     made.append(make([], Identity(**{**vars(IDENTITY), "part": "rank-00004"}), {"state": 1}))
@@ -737,7 +737,7 @@ def test_the_campaign_depends_on_the_digest_of_the_header(path, monkeypatch):
 
 
 def test_every_single_byte_is_covered(path):
-    data = make([torch.ones(9), torch.arange(3)], skeleton={"a": 1})
+    data = make([torch.ones(9), torch.arange(3)], structure={"a": 1})
     header = struct.unpack_from("<Q", data, len(data) - 40)[0]
     for position in range(len(data)):
         damaged = bytearray(data)
@@ -753,7 +753,7 @@ def test_every_single_byte_is_covered(path):
 
 
 def test_every_truncation_is_noticed(path):
-    data = make([torch.ones(9), torch.arange(3)], skeleton={"a": 1})
+    data = make([torch.ones(9), torch.arange(3)], structure={"a": 1})
     for length in range(len(data)):
         with pytest.raises(CorruptShard):
             load_bytes(in_memory(data[:length]) if length else torch.empty(0, dtype=torch.uint8))
@@ -795,7 +795,7 @@ def test_the_format_is_the_documented_one(path):
     path.write_bytes(written_by_hand([(ROW, DATA), (["int16", [2], [1], 128, 4, "cpu"], b"\1\0\2\0")], ABOUT))
     header, tensors = load(path)
     assert [tensor.tolist() for tensor in tensors] == [[1, 2, 3], [1, 2]]
-    assert (header.identity, header.skeleton, header.torch_version) == (IDENTITY, {"a": 1}, "2.8.0")
+    assert (header.identity, header.structure, header.torch_version) == (IDENTITY, {"a": 1}, "2.8.0")
 
 
 def test_a_reader_written_from_the_description_reads_our_files(path):
@@ -806,7 +806,7 @@ def test_a_reader_written_from_the_description_reads_our_files(path):
     names = {}
     exec(compile(code, str(page), "exec"), names)
     tensors = [torch.arange(6.0).view(2, 3).t(), torch.tensor([True, False]), torch.empty(0), torch.ones(3).bfloat16()]
-    path.write_bytes(make(tensors, skeleton=[1, 2]))
+    path.write_bytes(make(tensors, structure=[1, 2]))
     header, loaded = names["read_shard"](path)
     assert (header["identity"], header["skeleton"]) == (vars(IDENTITY), [1, 2])
     assert all(map(torch.equal, loaded, tensors))

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_resilience import LocalCheckpoint
 from lightning_resilience.checkpoint import shard, sharded
 from lightning_resilience.checkpoint.node_store import NodeStore
-from lightning_resilience.checkpoint.parts import RankState
+from lightning_resilience.checkpoint.rank_state import RankState
 from lightning_resilience.checkpoint.safe_serialization import pack, unpack
 from lightning_resilience.checkpoint.snapshot import Fence, Snapshots, optimizer_tensors
 from lightning_resilience.fit import session
@@ -897,9 +897,9 @@ def test_a_write_to_a_dtensor_is_noticed(write: Callable[[Any], None], mesh: Any
 
 
 def _through_json(state: Any) -> Any:
-    skeleton, tensors, left_out = pack(state)
+    structure, tensors, left_out = pack(state)
     assert not left_out
-    return unpack(json.loads(json.dumps(skeleton)), [tensor.clone() for tensor in tensors])
+    return unpack(json.loads(json.dumps(structure)), [tensor.clone() for tensor in tensors])
 
 
 class Sharded(torch.optim.Optimizer):

@@ -18,9 +18,9 @@ from lightning_resilience.checkpoint.state_difference import Pieces, differing, 
 
 
 def of(state: Any) -> Pieces:
-    skeleton, tensors, left_out = pack(state)
+    structure, tensors, left_out = pack(state)
     assert not left_out
-    return pieces(skeleton, tensors)
+    return pieces(structure, tensors)
 
 
 def given(state: Any, first: Any) -> tuple[Pieces, Any]:
@@ -31,9 +31,9 @@ def given(state: Any, first: Any) -> tuple[Pieces, Any]:
 
 def exactly(value: Any) -> str:
     """All of a state, in a form that tells 1 from True, 0.0 from -0.0 and one tensor from two."""
-    skeleton, tensors, _ = pack(value)
+    structure, tensors, _ = pack(value)
     contents = [(str(each.dtype), list(each.shape), pickle.dumps(each.to_dense().tolist())) for each in tensors]
-    return json.dumps(skeleton) + repr(contents) + repr(type(value))
+    return json.dumps(structure) + repr(contents) + repr(type(value))
 
 
 def generators(seed: int) -> dict[str, Any]:

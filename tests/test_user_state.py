@@ -274,12 +274,12 @@ def test_the_first_save_of_a_fit_counts_when_it_was_read_back(
     tmp_path: Path, tier: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever the codec should have let through: better no checkpoint, said, than one that no start can load."""
-    for name in ("plain", "to_plain"):
+    for name in ("safe_form", "to_safe"):
         codec = getattr(saving, name)
 
         def careless(*args: Any, codec: Any = codec, name: str = name) -> Any:
             made = codec(*args)
-            (made if name == "plain" else made[0])["careless"] = Encoder("nobody")
+            (made if name == "safe_form" else made[0])["careless"] = Encoder("nobody")
             return made
 
         monkeypatch.setattr(saving, name, careless)
@@ -328,7 +328,7 @@ def test_what_shards_cannot_keep_is_named() -> None:
         "epoch": 1,
     }
     shards, unkept = saving._sharded_entries(checkpoint, "state_dict")
-    made, left_out = saving.to_plain(shards)
+    made, left_out = saving.to_safe(shards)
     assert checkpoint == {"epoch": 1}
     assert unkept == ["state_dict.a._extra_state (in shards)", "optimizer_0.param_groups[0].of (in shards)"]
     assert [name.partition(" (")[0] for name in left_out] == ["optimizer_0.param_groups[0].encode"]

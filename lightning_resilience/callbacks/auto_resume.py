@@ -157,7 +157,7 @@ class _Saving:
                 self.save("every_n_train_steps")
 
     def save_for(self, event: Event) -> None:
-        if self.session.saver.is_held:
+        if self.session.saver.saves_paused:
             self._held = str(event.payload["reason"])
         else:
             self.save(str(event.payload["reason"]))

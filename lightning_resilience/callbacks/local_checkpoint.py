@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,15 +20,15 @@ from lightning_resilience._arguments import checked, duration
 from lightning_resilience.callbacks.auto_resume import AutoResume
 from lightning_resilience.checkpoint import capacity, shard
 from lightning_resilience.checkpoint.devices import accelerator
-from lightning_resilience.checkpoint.generations import Journey, common_part, places, rank_part
+from lightning_resilience.checkpoint.generations import Transfer, rank_locations, rank_shard, replicated_shard
 from lightning_resilience.checkpoint.interval import Schedule, mean_time_to_failure_s, optimal_interval_s
 from lightning_resilience.checkpoint.local import Figures, LocalSaves
-from lightning_resilience.checkpoint.node_store import NodeStore, PartWriter
-from lightning_resilience.checkpoint.parts import divergence_of
+from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
+from lightning_resilience.checkpoint.rank_state import divergence_of
 from lightning_resilience.checkpoint.recovery import LocalTier
-from lightning_resilience.checkpoint.replication import ReplicaError, Replicas, Transfer, cliques, fetch
+from lightning_resilience.checkpoint.replication import ReplicaError, Replicas, cliques, fetch
 from lightning_resilience.checkpoint.safe_serialization import Entries
-from lightning_resilience.checkpoint.save_coordinator import Rounds, new_generation
+from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator, new_generation
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import ON_DEVICE_BYTES
 from lightning_resilience.detect.hangs.rank_probe import own_directories
@@ -188,17 +189,17 @@ class _Local:
         self.settings = settings
         self.session = session
         trainer = session.trainer
-        self.places = places(session.gather((os.uname().nodename, trainer.node_rank)))
-        self.place = self.places[session.rank]
+        self.locations = rank_locations(session.gather((os.uname().nodename, trainer.node_rank)))
+        self.location = self.locations[session.rank]
         problem = None
         try:
             self.store = NodeStore(
-                _directory(settings.dir, self.place.node, session.run_id, session.index),
+                _directory(settings.dir, self.location.node, session.run_id, session.index),
                 before_publish=session.check_owner,
                 verify=self._verify,
             )
         except OSError as error:
-            problem = f"{self.place.node} cannot keep local checkpoints ({error}); set dir= or --local-dir"
+            problem = f"{self.location.node} cannot keep local checkpoints ({error}); set dir= or --local-dir"
         if problems := [each for each in session.gather(problem) if each is not None]:
             if problem is None:
                 self.store.close()
@@ -209,7 +210,7 @@ class _Local:
         session.tiers.probation_steps = settings.probation_steps
         session.tiers.local = LocalTier(
             self.store,
-            self.places,
+            self.locations,
             session.rank,
             self.owner,
             _kind(trainer),
@@ -219,7 +220,9 @@ class _Local:
         )
         self._common: list[torch.nn.Parameter] = []
         self._expected: dict[str, int] = {}
-        self._kept_here: set[int] = {place.rank for place in self.places if place.node == self.place.node}
+        self._kept_here: set[int] = {
+            location.rank for location in self.locations if location.node == self.location.node
+        }
         self._replicas: Replicas | None = None
         self._saves: LocalSaves | None = None
         self._device: torch.device | None = None
@@ -235,11 +238,11 @@ class _Local:
         else:
             shard.verify(path)
 
-    def _fetch(self, wanted: Sequence[Journey], path: Callable[[str], Path]) -> dict[str, PartWriter]:
+    def _fetch(self, wanted: Sequence[Transfer], path: Callable[[str], Path]) -> dict[str, ShardWriter]:
         """Has parts travel between ranks; returns those that have arrived here, to be verified and published."""
         self._fetches += 1
-        writers: dict[str, PartWriter] = {}
-        transfers = [Transfer(each.source, each.destination, each.part, each.size, path(each.part)) for each in wanted]
+        writers: dict[str, ShardWriter] = {}
+        transfers = [replace(each, path=path(each.part)) for each in wanted]
 
         def reserve(transfer: Transfer) -> torch.Tensor:
             writer = writers[transfer.part] = self.store.reserve(transfer.part, transfer.size)
@@ -250,7 +253,9 @@ class _Local:
         try:
             arrived = fetch(self.session.rank, transfers, reserve, prefix, _EXCHANGE_TIMEOUT)
         except ReplicaError as error:
-            log.warning("Rank %d cannot have parts of local checkpoints from other nodes: %s.", self.place.rank, error)
+            log.warning(
+                "Rank %d cannot have parts of local checkpoints from other nodes: %s.", self.location.rank, error
+            )
         here = {transfer.part for transfer, content in arrived.items() if content is not None}
         for part in writers.keys() - here:
             writers.pop(part).abandon()
@@ -280,7 +285,7 @@ class _Local:
         self._replicas = self._make_replicas()
         self._saves = LocalSaves(
             self.store,
-            self.places,
+            self.locations,
             session.rank,
             self._identity(),
             Schedule(self.settings.every_n_train_steps, self._interval_s),
@@ -315,7 +320,7 @@ class _Local:
 
     def _settle(self) -> None:
         if self._saves is not None and not self._saves.settle(_SETTLE_S):
-            log.warning("Rank %d: a local save in progress is stuck; what it may publish is older.", self.place.rank)
+            log.warning("Rank %d: a local save in progress is stuck; what it may publish is older.", self.location.rank)
 
     def _go_on_from_here(self) -> None:
         if self._saves is not None:
@@ -325,7 +330,7 @@ class _Local:
 
     def _identity(self) -> dict[str, Any]:
         """Fields that all parts have that are saved from now on."""
-        commons = self.place.local_world_size if self._common else 0
+        commons = self.location.local_world_size if self._common else 0
         layout = {"kind": _kind(self.session.trainer), "commons": commons, "course": self.session.tiers.course}
         return {**self.owner, "layout": layout}
 
@@ -440,14 +445,14 @@ class _Local:
             # Most keep two numbers for each parameter (Adam's moments), from the first step on.
             mine += 2 * sum(local(each).nbytes for each in trainer.lightning_module.parameters() if each.requires_grad)
         sizes = self.session.gather(mine)
-        here = [place.rank for place in self.places if place.node == self.place.node]
-        part = rank_part(self.session.rank)
+        here = [location.rank for location in self.locations if location.node == self.location.node]
+        part = rank_shard(self.session.rank)
         self._expected = {part: mine}
         if self._common:
-            count = self.place.local_world_size
-            self._expected = {common_part(self.place.local_rank, count): mine // count}
+            count = self.location.local_world_size
+            self._expected = {replicated_shard(self.location.local_rank, count): mine // count}
         problem = None
-        if self.place.local_rank == 0:
+        if self.location.local_rank == 0:
             try:
                 capacity.check(
                     self.store.directory,
@@ -456,9 +461,9 @@ class _Local:
                     0 if self._common or not self._replicates() else self.settings.replication_factor - 1,
                 )
             except ValueError as error:
-                problem = f"{self.place.node}: {error}{self._what_others_hold()}"
+                problem = f"{self.location.node}: {error}{self._what_others_hold()}"
             except OSError as error:
-                problem = f"{self.place.node}: {self.store.directory} cannot be looked at ({error})"
+                problem = f"{self.location.node}: {self.store.directory} cannot be looked at ({error})"
         return next((each for each in self.session.gather(problem) if each is not None), None)
 
     def _what_others_hold(self) -> str:
@@ -470,7 +475,7 @@ class _Local:
         return f"; other runs hold {capacity.format_bytes(nbytes)} in {here.parent}" if nbytes else ""
 
     def _nodes(self) -> int:
-        return len({place.node for place in self.places})
+        return len({location.node for location in self.locations})
 
     def _replicates(self) -> bool:
         return self.settings.replication is not False and self._nodes() > 1
@@ -478,9 +483,9 @@ class _Local:
     def _make_replicas(self) -> Replicas | None:
         if not self._replicates():
             return None
-        jump = self.settings.replication_jump or self.place.local_world_size
+        jump = self.settings.replication_jump or self.location.local_world_size
         try:
-            groups = cliques(len(self.places), jump, self.settings.replication_factor)
+            groups = cliques(len(self.locations), jump, self.settings.replication_factor)
         except ValueError as error:
             if self.settings.replication is True:
                 raise
@@ -523,7 +528,7 @@ class _Local:
             # Nobody needs it any more when the final state is safe.
             self._stop(_SETTLE_S if self.session.final_path is None else _LAST_WORDS_S)
             if saves.trouble is not None:
-                log.error("Rank %d: the last local checkpoint was not saved (%r).", self.place.rank, saves.trouble)
+                log.error("Rank %d: the last local checkpoint was not saved (%r).", self.location.rank, saves.trouble)
 
     def _stop(self, timeout_s: float) -> None:
         if self._saves is not None:
@@ -536,7 +541,7 @@ class _Local:
         if session.final_path is None:
             return
         session.trainer.strategy.barrier("resilience local checkpoints")  # nobody writes any more
-        if self.place.local_rank == 0:
+        if self.location.local_rank == 0:
             self.store.clear()
             for folder in (self.store.directory.parent, self.store.directory.parent.parent):
                 with contextlib.suppress(OSError):  # of other fits, or other runs
@@ -578,8 +583,8 @@ def _kind(trainer: Trainer) -> str:
     return f"sharded by {type(strategy).__name__}" + (f" ({how})" if how else "") + over
 
 
-def _rounds(prefix: str, world_size: int) -> Rounds:
+def _rounds(prefix: str, world_size: int) -> SaveCoordinator:
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     shared: Any = _get_default_store()
-    return Rounds(PrefixStore(prefix, shared.clone()), world_size, PrefixStore(prefix, shared))
+    return SaveCoordinator(PrefixStore(prefix, shared.clone()), world_size, PrefixStore(prefix, shared))

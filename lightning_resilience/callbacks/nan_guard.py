@@ -550,7 +550,7 @@ class _Guarding:
             self._hold(bool(event.payload["hold"]))
 
     def _hold(self, hold: bool) -> None:
-        self.session.saver.is_held = hold
+        self.session.saver.saves_paused = hold
 
     def _report(self, more: Mapping[str, float] | None = None) -> None:
         trainer = self.session.trainer
@@ -610,7 +610,7 @@ class _Guarding:
                 self._end(f"{why}; the run has gone back {settings.max_rollbacks} times because of it")
             times = 1
         self._read()
-        if is_suspect and (too_many := session.tiers.condemn_together(why, windows[0].step)) is not None:
+        if is_suspect and (too_many := session.tiers.mark_bad_together(why, windows[0].step)) is not None:
             self._end(too_many)
         only_global = self._from_rank_0(lambda: self._troubles.of_global)
         session.go_back(windows[0].step, lambda: self._stay(f"{why}; {_NOWHERE}"), only_global)
@@ -775,7 +775,7 @@ class _Guarding:
             raise elsewhere
         if decision == "older":
             loaded = session.tiers.loaded
-            if loaded is None or session.tiers.condemn_together(why, loaded.step) is not None:
+            if loaded is None or session.tiers.mark_bad_together(why, loaded.step) is not None:
                 self._end(f"{why}, and there are no others", 17)
             if is_end:
                 self._end(f"{why}; started again, the run goes on from an older checkpoint", 17, is_final=False)

@@ -22,15 +22,15 @@ _REGISTERED_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Copy:
-    """A state as it was at a boundary, taken apart by ``plain.pack``.
+    """A state as it was at a boundary, taken apart by ``safe_serialization.pack``.
 
     Args:
-        skeleton: The state without its tensors.
+        structure: The state without its tensors.
         tensors: Copies of those.
         left_out: What of the state could not be kept.
     """
 
-    skeleton: Any
+    structure: Any
     tensors: list[torch.Tensor]
     left_out: list[str]
 
@@ -39,7 +39,7 @@ class BackgroundSaves:
     """Takes snapshots of a state and hands the copies to whoever writes them, in another thread.
 
     Args:
-        waiting: Called now and then while the training waits for a copy; see :func:`~.snapshot.patiently`.
+        waiting: Called now and then while the training waits for a copy; see :func:`~.snapshot.wait_with_heartbeat`.
     """
 
     def __init__(self, waiting: Callable[[], None] = lambda: None) -> None:
@@ -66,7 +66,7 @@ class BackgroundSaves:
         """Begins a save; only when not :attr:`busy`.
 
         Args:
-            state: What to save, as ``plain.pack`` takes it.
+            state: What to save, as ``safe_serialization.pack`` takes it.
             stable: Tensors that do not change before an optimizer's step.
             write: Called in the other thread with the copy. What it raises is raised by :meth:`check`.
             missed: Called in its place if there is no copy, with what was raised; ``None`` if the snapshot was no good.
@@ -92,7 +92,7 @@ class BackgroundSaves:
                 self.spoilt = True
                 missed(None)
             else:
-                write(Copy(snapshot.skeleton, copies, snapshot.left_out))
+                write(Copy(snapshot.structure, copies, snapshot.left_out))
         except BaseException as error:
             log.debug("A checkpoint could not be written in the background", exc_info=True)
             self._trouble = error

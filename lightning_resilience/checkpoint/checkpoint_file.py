@@ -61,11 +61,11 @@ __all__ = [
     "hash_file",
     "link",
     "load",
-    "load_plain",
     "publish_directory",
     "quarantine",
     "read_stamp",
     "remove",
+    "safe_load",
     "save",
     "seal_directory",
     "set_aside",
@@ -205,12 +205,12 @@ def save(
 def _read_back(file: IO[bytes]) -> None:
     file.seek(0)
     try:
-        load_plain(file, "meta")
+        safe_load(file, "meta")
     except UnsafeContent:
         raise
     except Exception:  # there are kinds of tensors that the meta device does not know
         file.seek(0)
-        load_plain(file)
+        safe_load(file)
 
 
 # Files: reading
@@ -375,7 +375,7 @@ def load(
         file.seek(0)
         if weights_only:
             try:
-                return load_plain(file, map_location)
+                return safe_load(file, map_location)
             except UnsafeContent as error:
                 raise _corrupt(path, f"it is refused: {error}") from None
             except (OSError, MemoryError):
@@ -396,7 +396,7 @@ class UnsafeContent(ValueError):
     """A file holds something else than what belongs there; nothing of it was executed."""
 
 
-def load_plain(file: IO[bytes], map_location: Any = "cpu") -> Any:
+def safe_load(file: IO[bytes], map_location: Any = "cpu") -> Any:
     """What ``torch.save`` has written, if it is of types that a safe load reads.
 
     Raises:

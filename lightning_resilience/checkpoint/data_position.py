@@ -30,7 +30,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_resilience.checkpoint.safe_serialization import from_plain
+from lightning_resilience.checkpoint.safe_serialization import from_safe
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def set_random_state(state: RandomState, device: torch.device, generators: Itera
     """Restores what :func:`get_random_state` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    np.random.set_state(from_plain(state["numpy"]))  # earlier versions have saved it as such
+    np.random.set_state(from_safe(state["numpy"]))  # earlier versions have saved it as such
     torch.set_rng_state(state["torch"])
     for generator, generator_state in zip(generators, state["generators"], strict=False):
         generator.set_state(generator_state)

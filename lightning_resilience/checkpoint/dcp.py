@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint, UnsafeContent, load_plain
+from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint, UnsafeContent, safe_load
 
 METADATA = ".metadata"
 """The file in which DCP describes a directory."""
@@ -246,7 +246,7 @@ def check(directory: Path, mine: Callable[[str], bool]) -> None:
         name = REST
         if (directory / REST).is_file():
             with open(directory / REST, "rb") as file:
-                load_plain(file)
+                safe_load(file)
         sizes: dict[str, int] = {}  # of the files, less what has been read of them
         for index, stored in described.storage_data.items():
             name = stored.relative_path
@@ -263,7 +263,7 @@ def check(directory: Path, mine: Callable[[str], bool]) -> None:
                 raise UnsafeContent("it is shorter than what is said to lie in it")
             with open(directory / name, "rb") as file:
                 file.seek(stored.offset)
-                load_plain(io.BytesIO(file.read(stored.length)))
+                safe_load(io.BytesIO(file.read(stored.length)))
     except OSError as error:
         raise CorruptCheckpoint(f"checkpoint {directory} cannot be used: {name} cannot be read ({error})") from error
     except Exception as error:  # a pickle that is refused, or nothing that torch.load knows
@@ -291,7 +291,7 @@ def nothing_unpickled() -> Iterator[None]:
     def load(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
         # Written anew: torch's own reading of it finds what the safe one has made, however the two may differ.
         safe = io.BytesIO()
-        torch.save(load_plain(value), safe)
+        torch.save(safe_load(value), safe)
         safe.seek(0)
         plain_load(self, read_item, safe)
 

@@ -1,19 +1,20 @@
 """Which local generations can be resumed from, and what has to travel between nodes for it: pure functions.
 
-A generation is the state of all ranks at one boundary, in parts (see ``parts.py``). A rank needs its own part and,
+A generation is the state of all ranks at one boundary, in parts (see ``rank_state.py``). A rank needs its own part and,
 where ranks have the same state, the common parts of any node. A part may lie on the rank's node, on another one that
 keeps a replica of it, or on a node that did not take part in the save.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """Where a rank is among the others.
 
     Args:
@@ -31,8 +32,8 @@ class Place:
     node: str
 
 
-def places(nodes: Sequence[tuple[str, int]]) -> list[Place]:
-    """The place of every rank.
+def rank_locations(nodes: Sequence[tuple[str, int]]) -> list[RankLocation]:
+    """The location of every rank.
 
     Args:
         nodes: For each rank its host and the number of its node. Several nodes of a host get names of their own.
@@ -44,17 +45,17 @@ def places(nodes: Sequence[tuple[str, int]]) -> list[Place]:
     sizes, seen = Counter(nodes), Counter[tuple[str, int]]()
     for rank, (host, number) in enumerate(nodes):
         name = host if len(numbers[host]) == 1 else f"{host}-{numbers[host].index(number)}"
-        found.append(Place(rank, len(nodes), seen[host, number], sizes[host, number], name))
+        found.append(RankLocation(rank, len(nodes), seen[host, number], sizes[host, number], name))
         seen[host, number] += 1
     return found
 
 
-def rank_part(rank: int) -> str:
+def rank_shard(rank: int) -> str:
     """The name of the part that holds what only this rank has."""
     return f"rank-{rank:05d}"
 
 
-def common_part(index: int, count: int) -> str:
+def replicated_shard(index: int, count: int) -> str:
     """The name of one of the ``count`` parts into which a node splits what all its ranks have."""
     return f"common-{index:02d}-of-{count:02d}"
 
@@ -74,7 +75,7 @@ def counts(forks: Sequence[int], course: int, step: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Holding:
+class ShardInfo:
     """A part that a node has.
 
     Args:
@@ -133,7 +134,7 @@ class Generation:
 
     def needed_by(self, rank: int) -> list[str]:
         """The parts that ``rank`` needs, its own first."""
-        return [rank_part(rank), *(common_part(index, self.commons) for index in range(self.commons))]
+        return [rank_shard(rank), *(replicated_shard(index, self.commons) for index in range(self.commons))]
 
     @property
     def lacking(self) -> list[str]:
@@ -147,7 +148,7 @@ class Generation:
             self.holders[part].remove(node)
 
 
-def generations(holdings: Iterable[Holding], without: Collection[str] = ()) -> list[Generation]:
+def generations(holdings: Iterable[ShardInfo], without: Collection[str] = ()) -> list[Generation]:
     """What there is, newest first.
 
     Args:
@@ -176,41 +177,48 @@ def generations(holdings: Iterable[Holding], without: Collection[str] = ()) -> l
 
 
 @dataclass(frozen=True)
-class Journey:
-    """A part that has to travel to a node that lacks it.
+class Transfer:
+    """A shard file that is to be brought from one rank to another.
 
     Args:
-        part: The part's name.
-        source: The rank that reads it.
-        destination: The rank that receives it and writes it on its node.
-        size: Bytes.
+        source: The rank that reads the file.
+        destination: The rank that receives it and writes it on its node; another one.
+        part: The shard's name.
+        size: Bytes of the file.
+        path: The file; only the source needs to know.
     """
 
-    part: str
     source: int
     destination: int
+    part: str
     size: int
+    path: str | os.PathLike[str] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.part} from rank {self.source} to rank {self.destination}"
 
 
-def journeys(generation: Generation, ranks: Sequence[Place]) -> list[Journey]:
+def plan_transfers(generation: Generation, ranks: Sequence[RankLocation]) -> list[Transfer]:
     """What has to travel so that every node has what its ranks need; the same list on every rank.
 
     Only for a generation that lacks nothing. A node that has the part sends it, a rank of it that has not sent much.
     """
-    on_node: dict[str, list[Place]] = {}
-    for place in ranks:
-        on_node.setdefault(place.node, []).append(place)
+    on_node: dict[str, list[RankLocation]] = {}
+    for location in ranks:
+        on_node.setdefault(location.node, []).append(location)
     sent: dict[int, int] = dict.fromkeys(range(len(ranks)), 0)
     found = []
     for node, here in on_node.items():
-        needed = {part: place.rank for place in here for part in [rank_part(place.rank)]}
+        needed = {part: location.rank for location in here for part in [rank_shard(location.rank)]}
         for index in range(generation.commons):
-            needed[common_part(index, generation.commons)] = here[index % len(here)].rank
+            needed[replicated_shard(index, generation.commons)] = here[index % len(here)].rank
         for part, destination in needed.items():
             holders = [holder for holder in generation.holders[part] if holder in on_node]
             if node in holders:
                 continue
-            source = min((place.rank for holder in holders for place in on_node[holder]), key=lambda r: (sent[r], r))
+            source = min(
+                (location.rank for holder in holders for location in on_node[holder]), key=lambda r: (sent[r], r)
+            )
             sent[source] += generation.sizes[part]
-            found.append(Journey(part, source, destination, generation.sizes[part]))
+            found.append(Transfer(source, destination, part, generation.sizes[part]))
     return found

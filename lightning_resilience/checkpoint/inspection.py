@@ -160,12 +160,12 @@ def _names(path: Path, header: shard.Header) -> dict[int, str]:
     """What the tensors of a shard are in the checkpoint. Only a rank's own part says so, for common ones too."""
     common = _COMMON.fullmatch(header.identity.part)
     number = int(common[1]) if common else -1
-    documents = [header.skeleton]
+    documents = [header.structure]
     if common:
         documents = []
         for other in sorted(path.parent.glob(f"rank-*{_SUFFIX}"))[:1]:
             try:
-                documents.append(shard.read_identity(other, {"generation": header.identity.generation}).skeleton)
+                documents.append(shard.read_identity(other, {"generation": header.identity.generation}).structure)
             except (shard.CorruptShard, OSError):
                 pass
     names: dict[int, str] = {}

@@ -1,9 +1,9 @@
 """Saves to node-local storage behind the training: which boundary, and the thread that does the work. No Trainer.
 
-All ranks of a job save together, in rounds (``rounds.py``). A single process needs no rounds and saves when it is due.
+All ranks of a job save together, in rounds (``save_coordinator.py``). A single process saves when it is due.
 
 **The thread** of each rank waits for the next round (a blocking call, no polling), has the state of its boundary
-published on this node (``parts.py``), exchanges replicas, and settles the round.
+published on this node (``rank_state.py``), exchanges replicas, and settles the round.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 
 from lightning_resilience.checkpoint.capacity import format_bytes
 from lightning_resilience.checkpoint.devices import Standstill
-from lightning_resilience.checkpoint.generations import Place, common_part, rank_part
+from lightning_resilience.checkpoint.generations import RankLocation, rank_shard, replicated_shard
 from lightning_resilience.checkpoint.interval import Schedule
-from lightning_resilience.checkpoint.node_store import NodeStore, PartWriter
-from lightning_resilience.checkpoint.parts import Check, Part, RankState, divergence_of
+from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
+from lightning_resilience.checkpoint.rank_state import Check, Part, RankState, divergence_of
 from lightning_resilience.checkpoint.replication import ReplicaError, Replicas
 from lightning_resilience.checkpoint.safe_serialization import tensor_names
-from lightning_resilience.checkpoint.save_coordinator import Round, Rounds, new_generation
-from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots, patiently
+from lightning_resilience.checkpoint.save_coordinator import PlannedSave, SaveCoordinator, new_generation
+from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots, wait_with_heartbeat
 from lightning_resilience.detect.numerics.divergence import Divergence
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class LocalSaves:
 
     Args:
         store: Where the parts of this node are kept.
-        places: Where all ranks are.
+        locations: Where all ranks are.
         rank: This one.
         identity: Fields that all parts of this fit have: run, fit, layout.
         schedule: When to save; rank 0's decides.
@@ -92,7 +92,7 @@ class LocalSaves:
             first save should not wait for it.
         kept_here: The ranks whose own parts this node keeps; default: those on it.
         check: Looks at every state before it is published; see :meth:`.RankState.publish`.
-        waiting: Called now and then while the training thread waits; see :func:`~.snapshot.patiently`.
+        waiting: Called now and then while the training thread waits; see :func:`~.snapshot.wait_with_heartbeat`.
         device: The accelerator that the state is copied from; ``None`` for the host.
         diverged: Told, on rank 0 and from the thread, of ranks that should have saved the same state, and have not.
     """
@@ -100,12 +100,12 @@ class LocalSaves:
     def __init__(
         self,
         store: NodeStore,
-        places: Sequence[Place],
+        locations: Sequence[RankLocation],
         rank: int,
         identity: dict[str, Any],
         schedule: Schedule,
         keep: int,
-        rounds: Rounds | None = None,
+        rounds: SaveCoordinator | None = None,
         replicas: Replicas | None = None,
         complete: Sequence[str] = (),
         published: Callable[[int, str], None] = lambda step, generation: None,
@@ -119,10 +119,10 @@ class LocalSaves:
     ) -> None:
         self.figures = Figures()
         self._store = store
-        self._place = places[rank]
-        count = self._place.local_world_size
-        kept_here = kept_here or [place.rank for place in places if place.node == self._place.node]
-        self._kept_here = {rank_part(each) for each in kept_here} | {common_part(i, count) for i in range(count)}
+        self._location = locations[rank]
+        count = self._location.local_world_size
+        kept_here = kept_here or [location.rank for location in locations if location.node == self._location.node]
+        self._kept_here = {rank_shard(each) for each in kept_here} | {replicated_shard(i, count) for i in range(count)}
         self._identity = identity
         self._schedule = schedule
         self._keep = keep
@@ -141,7 +141,7 @@ class LocalSaves:
         self._fence: Fence | None = None
         self._changed = threading.Condition()
         self._stopping = False
-        self._planned: Round | None = None
+        self._planned: PlannedSave | None = None
         self._taken: RankState | None = None
         self._agreed: bool | None = None
         self._missed = False
@@ -182,7 +182,7 @@ class LocalSaves:
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Waits in the training thread, which holds the lock."""
-        return patiently(lambda seconds: self._changed.wait_for(condition, seconds), timeout_s, self._waiting)
+        return wait_with_heartbeat(lambda seconds: self._changed.wait_for(condition, seconds), timeout_s, self._waiting)
 
     def go_on_from(self, step: int, complete: Sequence[str], identity: dict[str, Any]) -> None:
         """The training has gone back to an older state.
@@ -202,7 +202,7 @@ class LocalSaves:
         self._snapshots.look_at_all()
         self._schedule.begin()
 
-    def at_boundary(self, step: int, clean: bool) -> Round | None:
+    def at_boundary(self, step: int, clean: bool) -> PlannedSave | None:
         """Called at every boundary; returns the round for which the state has to be handed over to :meth:`take` now."""
         if self.trouble is not None:
             raise self.trouble
@@ -215,9 +215,9 @@ class LocalSaves:
                 self._skipped_at = step
                 return None
             self._at_boundary = self._stand_still()
-            return Round(0, step, new_generation())
+            return PlannedSave(0, step, new_generation())
         with self._changed:
-            if self._place.rank == 0 and step != self._passed:
+            if self._location.rank == 0 and step != self._passed:
                 self._measure_steps(step)
             self._passed = step
             if self._refused:
@@ -248,7 +248,7 @@ class LocalSaves:
 
     def take(
         self,
-        planned: Round,
+        planned: PlannedSave,
         step: int,
         state: Any,
         stable: Sequence[torch.Tensor],
@@ -268,7 +268,7 @@ class LocalSaves:
         """
         assert self._fence is not None
         snapshot = self._snapshots.take(state, stable)
-        taken = RankState(snapshot, step, planned.generation, self._place, common, self._identity)
+        taken = RankState(snapshot, step, planned.generation, self._location, common, self._identity)
         if (n := self._schedule.every_n_train_steps) is not None and self._rounds is not None:
             self.figures.skipped += max(0, (step - self._last) // n - 1)
         self._schedule.begin()
@@ -283,14 +283,14 @@ class LocalSaves:
 
     def _report_through_host(self, snapshot: Snapshot) -> None:
         nbytes = sum(snapshot.through_host.values())
-        if nbytes > 2 * self._through_host and self._place.rank == 0:
+        if nbytes > 2 * self._through_host and self._location.rank == 0:
             self._through_host = nbytes
             largest = max(snapshot.through_host, key=snapshot.through_host.__getitem__)
             log.warning(
                 "Local checkpoints: %s of the state (the largest: %s) may change before the optimizer's step, and are "
                 "too much to be copied on %s: they go to the host, and the device waits for it.",
                 format_bytes(nbytes),
-                tensor_names(snapshot.skeleton).get(largest, "a tensor"),
+                tensor_names(snapshot.structure).get(largest, "a tensor"),
                 self._device,
             )
 
@@ -334,7 +334,7 @@ class LocalSaves:
         snapshot = self._snapshots.take(state, stable)
         snapshot.release()  # nothing changes meanwhile: this is the training thread
         snapshot.fence()
-        taken = RankState(snapshot, step, generation, self._place, common, self._identity)
+        taken = RankState(snapshot, step, generation, self._location, common, self._identity)
         published: list[str] = []
 
         def save() -> None:
@@ -346,7 +346,7 @@ class LocalSaves:
 
         thread = threading.Thread(target=save, name="local-checkpoint-now", daemon=True)
         thread.start()
-        patiently(lambda s: _has_ended(thread, s), max(0.0, deadline - time.monotonic()), self._waiting)
+        wait_with_heartbeat(lambda s: _has_ended(thread, s), max(0.0, deadline - time.monotonic()), self._waiting)
         return published[0] if published else None
 
     def fence(self) -> None:
@@ -367,8 +367,10 @@ class LocalSaves:
         if self._fence is not None:
             self._fence.remove()
         started = self._thread.ident is not None
-        if started and not patiently(lambda seconds: _has_ended(self._thread, seconds), timeout_s, self._waiting):
-            log.warning("Rank %d: the local save in progress is stuck and is left behind.", self._place.rank)
+        if started and not wait_with_heartbeat(
+            lambda seconds: _has_ended(self._thread, seconds), timeout_s, self._waiting
+        ):
+            log.warning("Rank %d: the local save in progress is stuck and is left behind.", self._location.rank)
 
     # -- the other thread ----------------------------------------------------------------------------------------------
 
@@ -402,15 +404,15 @@ class LocalSaves:
                 self._busy = self._writing = False
                 self._changed.notify_all()
 
-    def _plan(self, rounds: Rounds, number: int) -> Round | None:
+    def _plan(self, rounds: SaveCoordinator, number: int) -> PlannedSave | None:
         """Has the next round announced, or hears of it; ``None`` if it is too early."""
-        if self._place.rank == 0:
+        if self._location.rank == 0:
             if not rounds.all_are_ready(number - 1):
                 return None
             with self._changed:
                 # Somebody is ahead while this rank is slow: the same step again would be too late again.
                 self._changed.wait_for(lambda: not self._refused or self._stopping, _LOOK_AGAIN_S)
-                lead_s = _LEAD_S + _LEAD_PER_RANK_S * self._place.world_size
+                lead_s = _LEAD_S + _LEAD_PER_RANK_S * self._location.world_size
                 if self._steps_seen < _STEPS_MEASURED:
                     step = None
                 else:
@@ -420,7 +422,7 @@ class LocalSaves:
                     if not self._stopping:  # else nobody would wake this thread any more
                         self._changed.wait(self._schedule.seconds_left())
                     return None
-            rounds.announce(Round(number, step, new_generation()))
+            rounds.announce(PlannedSave(number, step, new_generation()))
         if (planned := rounds.hear(number)) is None:
             return None
         with self._changed:
@@ -433,7 +435,7 @@ class LocalSaves:
             self._agreed = bool(agreed)
             if not agreed:
                 self._planned, self._missed = None, False
-                self._refused = self._place.rank == 0
+                self._refused = self._location.rank == 0
             self._changed.notify_all()
         return planned
 
@@ -442,7 +444,7 @@ class LocalSaves:
             self._changed.wait_for(lambda: self._taken is not None or self._missed or self._stopping)
             return self._taken
 
-    def _round(self, taken: RankState | None, planned: Round | None) -> None:
+    def _round(self, taken: RankState | None, planned: PlannedSave | None) -> None:
         """One save of this rank, with all that follows it.
 
         Args:
@@ -481,10 +483,10 @@ class LocalSaves:
             self._taken, self._busy = None, False
             self._changed.notify_all()
 
-    def _compare(self, rounds: Rounds, number: int, step: int, taken: RankState | None, alike: str) -> None:
+    def _compare(self, rounds: SaveCoordinator, number: int, step: int, taken: RankState | None, alike: str) -> None:
         """Looks whether a generation is not complete because ranks hold different states; rank 0 says so."""
         written = taken.written() if taken is not None else []
-        if (found := rounds.compare(number, self._place.rank, alike, written)) is None:
+        if (found := rounds.compare(number, self._location.rank, alike, written)) is None:
             return
         alikes, learned = found
         if taken is not None:
@@ -496,11 +498,11 @@ class LocalSaves:
         """Exchanges this rank's own part with its partners on other nodes."""
         if self._replicas is None or self._replicas.broken:
             return
-        own = next((part for part in parts if part.name == rank_part(self._place.rank)), None)
-        writers: dict[int, PartWriter] = {}
+        own = next((part for part in parts if part.name == rank_shard(self._location.rank)), None)
+        writers: dict[int, ShardWriter] = {}
 
         def reserve(partner: int, nbytes: int) -> torch.Tensor:
-            writers[partner] = self._store.reserve(rank_part(partner), nbytes)
+            writers[partner] = self._store.reserve(rank_shard(partner), nbytes)
             return writers[partner].memory
 
         part, trailer = (None, b"") if own is None else (own.memory[: own.size], own.trailer)
@@ -511,7 +513,7 @@ class LocalSaves:
             if not self._stopping:
                 log.error(
                     "Rank %d: copies of the local checkpoint of step %d on other nodes are not complete: %s.%s",
-                    self._place.rank,
+                    self._location.rank,
                     step,
                     error,
                     " There will be no more until the next start." if self._replicas.broken else "",
@@ -523,7 +525,9 @@ class LocalSaves:
             try:
                 writer.publish(step, generation, received[partner].numel(), b"")
             except (OSError, ValueError) as error:
-                log.error("Rank %d: a copy of rank %d's part could not be kept: %s", self._place.rank, partner, error)
+                log.error(
+                    "Rank %d: a copy of rank %d's part could not be kept: %s", self._location.rank, partner, error
+                )
 
     def _save(self, taken: RankState) -> list[Part]:
         """Publishes this rank's parts and returns them; none if the snapshot was no good."""
@@ -541,16 +545,16 @@ class LocalSaves:
                 self._store.reserve(part, nbytes, self._device).abandon()
 
     def _retire(self) -> None:
-        place = self._place
+        location = self._location
         del self._complete[self._keep :]
-        mine = {rank_part(place.rank), common_part(place.local_rank, place.local_world_size)}
+        mine = {rank_shard(location.rank), replicated_shard(location.local_rank, location.local_world_size)}
         if self._replicas is not None:
-            mine.update(rank_part(partner) for partner in self._replicas.partners)
+            mine.update(rank_shard(partner) for partner in self._replicas.partners)
 
         def is_mine(part: str) -> bool:
             # What nobody here writes any more (of a fit with other ranks, or when this was another node of it) is the
             # first rank's to remove.
-            return part in mine or (place.local_rank == 0 and part not in self._kept_here)
+            return part in mine or (location.local_rank == 0 and part not in self._kept_here)
 
         try:
             self._check_owner()
@@ -568,7 +572,7 @@ class LocalSaves:
             log.error(
                 "Rank %d: the local checkpoint of step %d could not be saved (%s). Training goes on; the newest local "
                 "checkpoint is an older one.",
-                self._place.rank,
+                self._location.rank,
                 step,
                 error,
             )

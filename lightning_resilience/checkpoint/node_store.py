@@ -63,7 +63,7 @@ _WRITTEN_AT_ONCE = 64 << 20
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardFile:
     """A published part.
 
     Args:
@@ -109,7 +109,7 @@ class NodeStore:
         self._before_publish = before_publish
         self._verify = verify
         self._lock = threading.RLock()
-        self._writers: dict[str, PartWriter] = {}
+        self._writers: dict[str, ShardWriter] = {}
         self._written: set[str] = set()  # names of parts that this process has reserved
         self._mapped: dict[Path, MappedFile] = {}  # own files by where they are now; in node memory
         self._buffers: dict[str, MappedFile] = {}  # by part; on a disk
@@ -124,7 +124,7 @@ class NodeStore:
 
     # Writing
 
-    def reserve(self, part: str, nbytes: int, device: torch.device | None = None) -> PartWriter:
+    def reserve(self, part: str, nbytes: int, device: torch.device | None = None) -> ShardWriter:
         """Memory for one part of the next generation.
 
         Args:
@@ -148,7 +148,7 @@ class NodeStore:
             if not self._claim.holds():  # Somebody has cleaned up node memory, for one the session manager of the node.
                 self._claim.release()
                 self._open()
-            writer = self._writers[part] = PartWriter(self, part, self._claim.spare(part))
+            writer = self._writers[part] = ShardWriter(self, part, self._claim.spare(part))
             self._written.add(part)
         try:
             with torch.inference_mode(False):  # What is made in it, as in a validation, cannot be written to later.
@@ -170,7 +170,7 @@ class NodeStore:
         """Publishes a whole part that came from another node and has been verified by the caller.
 
         Args:
-            step: As in :meth:`PartWriter.publish`, like the generation.
+            step: As in :meth:`ShardWriter.publish`, like the generation.
             generation: Its id.
             part: As in :meth:`reserve`.
             data: Its bytes: uint8, one dimension.
@@ -210,7 +210,7 @@ class NodeStore:
             buffer = self._buffers[part] = MappedFile.unnamed(max(nbytes, 1))
         return buffer
 
-    def _publish(self, writer: PartWriter, step: int, generation: str, data_size: int, trailer: bytes) -> Path:
+    def _publish(self, writer: ShardWriter, step: int, generation: str, data_size: int, trailer: bytes) -> Path:
         if step < 0 or _GENERATION.fullmatch(generation) is None:
             self._discard(writer)
             raise ValueError(f"there can be no generation with step {step} and id {generation!r}")
@@ -254,7 +254,7 @@ class NodeStore:
         self._forget(writer)
         return target
 
-    def _finish_in_memory(self, writer: PartWriter, data_size: int, trailer: bytes) -> None:
+    def _finish_in_memory(self, writer: ShardWriter, data_size: int, trailer: bytes) -> None:
         fd = os.open(writer.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             mapped = self._mapped.get(writer.path)
@@ -265,14 +265,14 @@ class NodeStore:
         finally:
             os.close(fd)
 
-    def _discard(self, writer: PartWriter) -> None:
+    def _discard(self, writer: ShardWriter) -> None:
         with contextlib.suppress(OSError):  # On storage that has just become read-only; the first error counts.
             writer.path.unlink(missing_ok=True)
         with self._lock:
             self._mapped.pop(writer.path, None)
         self._forget(writer)
 
-    def _forget(self, writer: PartWriter) -> None:
+    def _forget(self, writer: ShardWriter) -> None:
         writer.memory = _nothing()
         with self._lock:
             if self._writers.get(writer.part) is writer:
@@ -284,7 +284,7 @@ class NodeStore:
         """Where a published part is, if it is here."""
         return self.directory / f"step-{step:012d}-{generation}" / f"{part}{_SUFFIX}"
 
-    def held(self) -> list[Held]:
+    def shard_files(self) -> list[ShardFile]:
         """Every part that is published in this folder, by whichever rank: the newest step first.
 
         Whether it is intact, and whose, its content says.
@@ -298,7 +298,7 @@ class NodeStore:
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        found.append(Held(step, generation, part, Path(entry.path), status.st_size))
+                        found.append(ShardFile(step, generation, part, Path(entry.path), status.st_size))
         return sorted(found, key=lambda held: (-held.step, held.generation, held.part))
 
     def _generations(self) -> Iterator[tuple[Path, int, str]]:
@@ -322,7 +322,7 @@ class NodeStore:
         with self._lock:
             if self._claim is None:
                 raise RuntimeError(f"the store of {self.directory} is closed")
-            for held in self.held():
+            for held in self.shard_files():
                 if held.generation not in keep and mine(held.part):
                     with contextlib.suppress(FileNotFoundError):
                         self._retire(held, self._claim.spare(held.part))
@@ -333,7 +333,7 @@ class NodeStore:
                 with contextlib.suppress(OSError):  # parts of other ranks are in it, or it is gone
                     folder.rmdir()
 
-    def _retire(self, held: Held, spare: Path) -> None:
+    def _retire(self, held: ShardFile, spare: Path) -> None:
         mapped = self._mapped.pop(held.path, None)
         # Never over a file that a writer has open: publishing would give the old content the new name. Nor where no
         # next one will come, as for the parts of ranks that there are no more.
@@ -352,7 +352,7 @@ class NodeStore:
         already, nothing is done.
 
         Args:
-            path: See :attr:`Held.path`.
+            path: See :attr:`ShardFile.path`.
             reason: What is wrong with it.
 
         Raises:
@@ -397,7 +397,7 @@ class NodeStore:
             claim.release()
 
 
-class PartWriter:
+class ShardWriter:
     """One part that is being written; from :meth:`NodeStore.reserve`.
 
     Attributes:

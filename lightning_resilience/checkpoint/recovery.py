@@ -19,15 +19,15 @@ from lightning_resilience._files import Patience
 from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.generations import (
     Generation,
-    Holding,
-    Journey,
-    Place,
+    RankLocation,
+    ShardInfo,
+    Transfer,
     counts,
     generations,
-    journeys,
-    rank_part,
+    plan_transfers,
+    rank_shard,
 )
-from lightning_resilience.checkpoint.node_store import NodeStore, PartWriter
+from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.safe_serialization import unpack
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ T = TypeVar("T")
 Gather = Callable[[Any], list[Any]]
 """Gives every rank what each rank has given: ``all_gather_object``."""
 
-Fetch = Callable[[Sequence[Journey], Callable[[str], Path]], dict[str, PartWriter]]
+Fetch = Callable[[Sequence[Transfer], Callable[[str], Path]], dict[str, ShardWriter]]
 """Has parts travel between ranks, given the path of each on a node that has it. Returns those that have arrived here,
 in memory in which they can be published."""
 
@@ -56,7 +56,7 @@ class LocalTier:
 
     Args:
         store: This node's.
-        places: Where all ranks are.
+        locations: Where all ranks are.
         rank: This one.
         owner: Fields of the identity that all parts of this fit have: run and fit.
         kind: How the ranks share their state out.
@@ -68,7 +68,7 @@ class LocalTier:
     def __init__(
         self,
         store: NodeStore,
-        places: Sequence[Place],
+        locations: Sequence[RankLocation],
         rank: int,
         owner: dict[str, Any],
         kind: str,
@@ -77,8 +77,8 @@ class LocalTier:
         patience: Callable[[], Patience] = Patience,
     ) -> None:
         self.store = store
-        self.places = places
-        self.place = places[rank]
+        self.locations = locations
+        self.location = locations[rank]
         self.owner = owner
         self.kind = kind
         self._gather = gather
@@ -102,7 +102,7 @@ class LocalTier:
         self.unreadable = [each for _, unreadable in scans for each in unreadable]
         found = generations([each for holdings, _ in scans for each in holdings], without)
         usable, reasons = [], []
-        world_size = len(self.places)
+        world_size = len(self.locations)
         for each in found:
             if each.world_size != world_size:
                 reasons.append(
@@ -121,17 +121,17 @@ class LocalTier:
                 usable.append(each)
         return usable, reasons
 
-    def _scan(self) -> tuple[list[Holding], list[str]]:
+    def _scan(self) -> tuple[list[ShardInfo], list[str]]:
         """What this node has, and what of it cannot be read; its first rank looks."""
-        holdings: list[Holding] = []
-        if self.place.local_rank != 0:
+        holdings: list[ShardInfo] = []
+        if self.location.local_rank != 0:
             return holdings, []
         unreadable: list[str] = []
         try:
-            held_here = self._patiently(self.store.held)
+            held_here = self._patiently(self.store.shard_files)
         except OSError as error:
             log.warning("%s cannot be read (%s); nothing in it is used.", self.store.directory, error)
-            return holdings, [f"{self.store.directory} on {self.place.node}: {error}"]
+            return holdings, [f"{self.store.directory} on {self.location.node}: {error}"]
         for held in held_here:
             expected = {**self.owner, "step": held.step, "generation": held.generation, "part": held.part}
             try:
@@ -141,7 +141,7 @@ class LocalTier:
                 continue
             except OSError as error:
                 log.warning("%s cannot be read (%s); it is not used.", held.path, error)
-                unreadable.append(f"{held.path} on {self.place.node}: {error}")
+                unreadable.append(f"{held.path} on {self.location.node}: {error}")
                 continue
             found = header.identity
             kind, commons, alike = (found.layout.get(key) for key in ("kind", "commons", "alike"))
@@ -155,8 +155,8 @@ class LocalTier:
                 and course >= 0
             ):
                 holdings.append(
-                    Holding(
-                        self.place.node,
+                    ShardInfo(
+                        self.location.node,
                         found.step,
                         found.generation,
                         found.part,
@@ -171,7 +171,7 @@ class LocalTier:
         return holdings, unreadable
 
     def _patiently(self, read: Callable[[], T]) -> T:
-        return self._patience()(read, f"Rank {self.place.rank} on {self.place.node}")
+        return self._patience()(read, f"Rank {self.location.rank} on {self.location.node}")
 
     def load(self, generation: Generation) -> dict[str, Any] | None:
         """This rank's checkpoint, once every rank has verified its own; ``None`` if a rank could not.
@@ -198,21 +198,21 @@ class LocalTier:
         return lost
 
     def _unreadable(self, node: str, part: str, what: str, why: object) -> _Lost:
-        log.warning("Rank %d: %s is not used: %s.", self.place.rank, what, why)
-        return _Lost(node, part, f"{what} on {self.place.node}: {why}")
+        log.warning("Rank %d: %s is not used: %s.", self.location.rank, what, why)
+        return _Lost(node, part, f"{what} on {self.location.node}: {why}")
 
     def _bring(self, generation: Generation) -> list[_Lost]:
         """Has brought to each node what it lacks; returns what could not be had, or is bad, anywhere."""
-        wanted = journeys(generation, self.places)
+        wanted = plan_transfers(generation, self.locations)
         if not wanted:
             return []
         self.travelled = True
-        me, mine = self.place.rank, list[_Lost]()
+        me, mine = self.location.rank, list[_Lost]()
         arrived = self._fetch(wanted, lambda part: self._path(generation, part))
         for each in wanted:
             if each.destination != me:
                 continue
-            source = self.places[each.source].node
+            source = self.locations[each.source].node
             what = f"{each.part} of step {generation.step} from {source}"
             if (writer := arrived.get(each.part)) is None:
                 mine.append(self._unreadable(source, each.part, what, "it could not be had"))
@@ -233,32 +233,32 @@ class LocalTier:
         lost = self._all(mine)
         if not lost:
             for each in wanted:
-                generation.holders[each.part].append(self.places[each.destination].node)
+                generation.holders[each.part].append(self.locations[each.destination].node)
         return lost
 
     def _read(self, generation: Generation) -> tuple[dict[str, Any] | None, list[_Lost]]:
         """Verifies and reads the parts that this rank needs, from its own node."""
         contents: list[list[torch.Tensor]] = []
         document: Any = None
-        for part in generation.needed_by(self.place.rank):
+        for part in generation.needed_by(self.location.rank):
             path = self._path(generation, part)
             try:
                 header, tensors = self._patiently(partial(shard.load, path, self._expected(generation, part)))
             except shard.CorruptShard as error:
                 self._quarantine(path, error)
-                return None, [_Lost(self.place.node, part)]
+                return None, [_Lost(self.location.node, part)]
             except OSError as error:
-                return None, [self._unreadable(self.place.node, part, str(path), error)]
-            if part == rank_part(self.place.rank):
-                document = header.skeleton
+                return None, [self._unreadable(self.location.node, part, str(path), error)]
+            if part == rank_shard(self.location.rank):
+                document = header.structure
             contents.append(tensors)
         try:
             tensors = [contents[part + 1][position] for part, position in document["places"]]
             return unpack(document["state"], tensors), []
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            path = self._path(generation, rank_part(self.place.rank))
+            path = self._path(generation, rank_shard(self.location.rank))
             self._quarantine(path, shard.CorruptShard(f"shard {path} does not fit its generation ({error})"))
-            return None, [_Lost(self.place.node, rank_part(self.place.rank))]
+            return None, [_Lost(self.location.node, rank_shard(self.location.rank))]
 
     def _expected(self, generation: Generation, part: str) -> dict[str, Any]:
         return {
@@ -272,7 +272,7 @@ class LocalTier:
     def saved_at(self, generation: Generation) -> float | None:
         """When this rank's part was written here, in seconds since the epoch; ``None``: it is not here."""
         try:
-            return self._path(generation, rank_part(self.place.rank)).stat().st_mtime
+            return self._path(generation, rank_shard(self.location.rank)).stat().st_mtime
         except OSError:
             return None
 
@@ -286,10 +286,10 @@ class LocalTier:
 
     def discard(self, names: Collection[str], reason: str) -> None:
         """Puts everything that this node has of some generations into quarantine."""
-        if self.place.local_rank != 0:
+        if self.location.local_rank != 0:
             return
         with suppress(OSError):  # what cannot be read is left where it is
-            for held in self.store.held():
+            for held in self.store.shard_files():
                 if held.generation in names:
                     with suppress(OSError):
                         self.store.quarantine(held.path, reason)

@@ -37,10 +37,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 import xxhash
 
+from lightning_resilience.checkpoint.generations import Transfer
+
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["ReplicaError", "Replicas", "Transfer", "cliques", "fetch"]
+__all__ = ["ReplicaError", "Replicas", "cliques", "fetch"]
 
 log = logging.getLogger(__name__)
 
@@ -475,28 +477,6 @@ def _move(channel: _Channel, outgoing: list[torch.Tensor], incoming: list[torch.
 
 
 # At a resume
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A part that is to be brought from one rank to another.
-
-    Args:
-        source: The rank that reads the file.
-        destination: The rank that gets it; another one.
-        part: Its name.
-        size: Bytes of the file.
-        path: The file; only the source needs to know.
-    """
-
-    source: int
-    destination: int
-    part: str
-    size: int
-    path: str | os.PathLike[str] | None = None
-
-    def __str__(self) -> str:
-        return f"{self.part} from rank {self.source} to rank {self.destination}"
 
 
 def fetch(

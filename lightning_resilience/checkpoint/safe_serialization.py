@@ -3,8 +3,8 @@
 Whatever users put into their state beside tensors (NumPy arrays and numbers, paths, times, ...) is written in a tagged
 form and rebuilt on load. Anything else can only be pickled: the value that holds it is left out as a whole, by name.
 
-There are two forms of the same. The *skeleton* is a document for JSON beside a list of tensors: what the shards of
-local checkpoints hold. The *plain* form is the same in types that ``torch.load(weights_only=True)`` knows, tensors
+There are two forms of the same. The *structure* is a document for JSON beside a list of tensors: what the shards of
+local checkpoints hold. The *safe form* is the same in types that ``torch.load(weights_only=True)`` knows, tensors
 included: what the files in the run directory hold. Both are made by :func:`pack`, which alone decides what is kept.
 """
 
@@ -60,7 +60,7 @@ MISSING = _Missing()
 """In its place within a value comes the list of the paths of what is left out of that: its keys and indices, lists."""
 
 
-# Into the skeleton
+# Into the structure
 
 
 def pack(value: Any) -> tuple[Any, list[torch.Tensor], list[str]]:
@@ -72,7 +72,7 @@ def pack(value: Any) -> tuple[Any, list[torch.Tensor], list[str]]:
         value: Nested dicts, lists, tuples and sets of anything, kept or left out as a whole but for :class:`Entries`.
 
     Returns:
-        * The skeleton: serialisable by ``json``, and sharing nothing that may change with ``value``. Each tensor in it
+        * The structure: serialisable by ``json``, and sharing nothing that may change with ``value``. Each tensor in it
           is replaced by ``{"__resilience_type__": "tensor", "index": i}``. ``None`` if all is left out.
         * The tensors. Those of the same memory, shape, strides and type are in it once, so that what is tied stays
           tied. Large NumPy arrays are among them, as bytes; they are not copied either, and change with the array.
@@ -84,13 +84,13 @@ def pack(value: Any) -> tuple[Any, list[torch.Tensor], list[str]]:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        skeleton = packing.pack(value, None)
+        structure = packing.pack(value, None)
     finally:
         if collecting:
             gc.enable()
-    if skeleton is _LEFT_OUT:
+    if structure is _LEFT_OUT:
         return None, [], packing.left_out
-    return skeleton, packing.tensors, packing.left_out
+    return structure, packing.tensors, packing.left_out
 
 
 class _Packing:
@@ -394,22 +394,22 @@ _FACTORIES: dict[str, Callable[[], Any] | None] = {
 _FACTORY_NAMES: dict[Any, str] = {factory: name for name, factory in _FACTORIES.items()}
 
 
-# Out of the skeleton
+# Out of the structure
 
 
-def unpack(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def unpack(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Puts together what :func:`pack` has separated.
 
     Args:
-        skeleton: As returned by :func:`pack`, or read back from JSON.
+        structure: As returned by :func:`pack`, or read back from JSON.
         tensors: As returned by :func:`pack`, or what was saved of them, in the same order. They become part of the
             value, not copies of them.
 
     Raises:
-        ValueError: If the skeleton is none, or does not belong to these tensors.
+        ValueError: If the structure is none, or does not belong to these tensors.
     """
     try:
-        return _unpack(skeleton, tensors)
+        return _unpack(structure, tensors)
     except (
         KeyError,
         TypeError,
@@ -418,11 +418,11 @@ def unpack(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
         OverflowError,
         RuntimeError,
     ) as error:  # RecursionError, too
-        raise ValueError(f"the skeleton is malformed ({type(error).__name__}: {error})") from error
+        raise ValueError(f"the structure is malformed ({type(error).__name__}: {error})") from error
 
 
-def from_plain(value: Any) -> Any:
-    """Rebuilds what :func:`to_plain` rewrote, also an earlier version of it.
+def from_safe(value: Any) -> Any:
+    """Rebuilds what :func:`to_safe` rewrote, also an earlier version of it.
 
     Raises:
         ValueError: If it is nothing of the kind.
@@ -435,7 +435,7 @@ def _unpack(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if kind is list:
         return [_unpack(item, tensors) for item in value]
     if kind is not dict:
-        return _unpack_plain(value, tensors) if kind in _PLAIN_CONTAINERS else value
+        return _unpack_container(value, tensors) if kind in _SAFE_CONTAINERS else value
     if _TAG not in value:
         return {_unpack(key, tensors): _unpack(item, tensors) for key, item in value.items()}
     tag = value[_TAG]
@@ -458,12 +458,12 @@ def _unpack(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if tag == "path":
         return _PATHS[value.get("pure")](_unpack(value["data"], tensors))
     if tag not in _UNPACKED:
-        raise ValueError(f"the skeleton has a value of the unknown type {tag!r}")
+        raise ValueError(f"the structure has a value of the unknown type {tag!r}")
     return _UNPACKED[tag](value)
 
 
-def _unpack_plain(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Containers that only the plain form has as such."""
+def _unpack_container(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Containers that only the safe form has as such."""
     if not isinstance(value, dict):
         return type(value)(_unpack(item, tensors) for item in value)
     made = type(value)({_unpack(key, tensors): _unpack(item, tensors) for key, item in value.items()})
@@ -474,7 +474,7 @@ def _unpack_plain(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
 def _tensor_of(value: dict[str, Any], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     index = value["index"]
     if type(index) is not int or not 0 <= index < len(tensors):
-        raise ValueError(f"the skeleton names tensor {index!r} of {len(tensors)}")
+        raise ValueError(f"the structure names tensor {index!r} of {len(tensors)}")
     return tensors[index].detach().requires_grad_() if value.get("requires_grad") else tensors[index]
 
 
@@ -491,7 +491,7 @@ def _made_dict(value: dict[str, Any], items: Iterable[tuple[Any, Any]], attribut
 def _made_array(content: Any, dtype: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
     kind = np.dtype(dtype)
     if kind.kind not in _ARRAY_KINDS:
-        raise ValueError(f"there are no arrays of {kind} in a skeleton")
+        raise ValueError(f"there are no arrays of {kind} in a structure")
     if kind.itemsize == 0:
         return np.zeros(shape, kind)
     array: np.ndarray[Any, Any] = np.frombuffer(content, dtype=kind).reshape(shape).copy()
@@ -513,7 +513,7 @@ def _unpack_complex(real: str, imaginary: str) -> complex:
     return complex(float.fromhex(real), float.fromhex(imaginary))
 
 
-_PLAIN_CONTAINERS = (tuple, set, OrderedDict, Counter)
+_SAFE_CONTAINERS = (tuple, set, OrderedDict, Counter)
 _DICTS: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
     "OrderedDict": OrderedDict,
@@ -543,12 +543,12 @@ _UNPACKED: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-# The plain form
+# The safe form
 
 _KNOWN_TO_TORCH = ("int", "float", "str", "bytes", "bytearray", "complex", "size", "dtype", "device", "parameter")
 
 
-def to_plain(value: Any) -> tuple[Any, list[str]]:
+def to_safe(value: Any) -> tuple[Any, list[str]]:
     """Rewrites ``value`` for a safe load.
 
     Args:
@@ -557,48 +557,48 @@ def to_plain(value: Any) -> tuple[Any, list[str]]:
     Returns:
         The rewritten value, and what had to be left out, as :func:`pack` says it.
     """
-    skeleton, tensors, left_out = pack(value)
-    return plain(skeleton, tensors), left_out
+    structure, tensors, left_out = pack(value)
+    return safe_form(structure, tensors), left_out
 
 
-def plain(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def safe_form(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """What :func:`pack` has separated, put together as far as a safe load of torch knows its types.
 
     Args:
-        skeleton: As returned by :func:`pack`.
+        structure: As returned by :func:`pack`.
         tensors: As for :func:`unpack`.
     """
-    kind = type(skeleton)
+    kind = type(structure)
     if kind is list:
-        return [plain(item, tensors) for item in skeleton]
+        return [safe_form(item, tensors) for item in structure]
     if kind is not dict:
-        return skeleton
-    tag = skeleton.get(_TAG)
+        return structure
+    tag = structure.get(_TAG)
     if tag is None:
-        return {key: plain(item, tensors) for key, item in skeleton.items()}
+        return {key: safe_form(item, tensors) for key, item in structure.items()}
     if tag == "tensor":
-        tensor = _tensor_of(skeleton, tensors)
+        tensor = _tensor_of(structure, tensors)
         # Attributes would be pickled with it; other classes have theirs there.
         return tensor.detach() if type(tensor) is torch.Tensor and tensor.__dict__ else tensor
-    if tag in _KNOWN_TO_TORCH and not _is_odd(skeleton):
-        return _unpack(skeleton, tensors)
+    if tag in _KNOWN_TO_TORCH and not _is_odd(structure):
+        return _unpack(structure, tensors)
     if tag in _DICTS:
-        pairs = [[plain(key, tensors), plain(item, tensors)] for key, item in skeleton["items"]]
-        attributes = plain(skeleton.get("attributes", {}), tensors)
+        pairs = [[safe_form(key, tensors), safe_form(item, tensors)] for key, item in structure["items"]]
+        attributes = safe_form(structure.get("attributes", {}), tensors)
         if tag != "defaultdict" and all(_is_known_key(key) for key, _ in pairs):
-            return _made_dict(skeleton, ((key, item) for key, item in pairs), attributes)
-        return {**skeleton, "items": pairs, "attributes": attributes}
+            return _made_dict(structure, ((key, item) for key, item in pairs), attributes)
+        return {**structure, "items": pairs, "attributes": attributes}
     if tag in ("tuple", "set"):
-        items = [plain(item, tensors) for item in skeleton["items"]]
+        items = [safe_form(item, tensors) for item in structure["items"]]
         if tag == "tuple" or all(map(_is_known_key, items)):
             return _SEQUENCES[tag](items)
         return {_TAG: tag, "items": items}
-    return {key: plain(item, tensors) for key, item in skeleton.items()}
+    return {key: safe_form(item, tensors) for key, item in structure.items()}
 
 
 def is_rewritten(value: Any) -> bool:
     """Whether something in ``value`` is not what torch reads as such: what it has become is to be rebuilt."""
-    queue = [to_plain(value)[0]]
+    queue = [to_safe(value)[0]]
     while queue:
         each = queue.pop()
         if isinstance(each, dict):
@@ -616,7 +616,7 @@ def _is_odd(value: dict[str, Any]) -> bool:
 
 
 def _is_known_key(key: Any) -> bool:
-    """Whether what :func:`plain` has made of a key, or of an item of a set, can be one: it has become no dict."""
+    """Whether what :func:`safe_form` has made of a key, or of an item of a set, can be one: it has become no dict."""
     if type(key) is tuple:
         return all(map(_is_known_key, key))
     return type(key) is not dict and not (type(key) is str and key == _TAG)
@@ -655,20 +655,20 @@ def device_of(value: Any) -> torch.device | None:
     return next((found for item in items if (found := device_of(item)) is not None), None)
 
 
-def tensor_names(skeleton: Any) -> dict[int, str]:
+def tensor_names(structure: Any) -> dict[int, str]:
     """Where in the value each tensor is, such as ``state_dict.weight``: the first place, if there are several.
 
     Args:
-        skeleton: As for :func:`unpack`.
+        structure: As for :func:`unpack`.
 
     Raises:
-        ValueError: If the skeleton is none.
+        ValueError: If the structure is none.
     """
     names: dict[int, str] = {}
     try:
-        _name_tensors(skeleton, "", names)
+        _name_tensors(structure, "", names)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"the skeleton is malformed ({type(error).__name__}: {error})") from error
+        raise ValueError(f"the structure is malformed ({type(error).__name__}: {error})") from error
     return names
 
 

@@ -30,7 +30,7 @@ _OVER = "over"
 
 
 @dataclass(frozen=True)
-class Round:
+class PlannedSave:
     """A save of all ranks.
 
     Args:
@@ -49,7 +49,7 @@ def new_generation() -> str:
     return uuid.uuid4().hex[:8]
 
 
-class Rounds:
+class SaveCoordinator:
     """The messages of the rounds, over the store that the ranks share.
 
     Args:
@@ -68,7 +68,7 @@ class Rounds:
         self.over = False
         """Whether there will be no more rounds: a rank has left."""
 
-    def announce(self, planned: Round) -> None:
+    def announce(self, planned: PlannedSave) -> None:
         """Rank 0: tells everybody."""
         # Every rank has heard how the round before the last ended, or the last could not have been settled.
         published = f"published{self._alike.pop(planned.number - 2, '')}"
@@ -94,10 +94,10 @@ class Rounds:
         """Rank 0: waits until every rank has done with a round; returns whether there can be another."""
         return self._get(f"round/{number}/ready") is not None
 
-    def hear(self, number: int) -> Round | None:
+    def hear(self, number: int) -> PlannedSave | None:
         """The announcement of a round, as soon as it is there, or ``None`` if there will be no more."""
         heard = self._get(f"round/{number}")
-        return None if heard is None else Round(number, *json.loads(heard))
+        return None if heard is None else PlannedSave(number, *json.loads(heard))
 
     def agree(self, number: int, in_time: bool) -> bool | None:
         """Says whether this rank has heard of a round in time.

@@ -132,7 +132,7 @@ class Header:
     Args:
         identity: Whose state it is.
         tensors: What tensors it has, in the order of their places.
-        skeleton: What was given to :func:`seal` as such.
+        structure: What was given to :func:`seal` as such.
         torch_version: Of the process that wrote it.
         created: When it was sealed, ISO 8601, UTC.
         digest: Of the whole shard, as 32 hexadecimal digits: shards with the same are the same.
@@ -142,7 +142,7 @@ class Header:
 
     identity: Identity
     tensors: tuple[TensorSpec, ...]
-    skeleton: Any
+    structure: Any
     torch_version: str
     created: str
     digest: str
@@ -231,7 +231,9 @@ def _view(memory: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:
     return memory[offset : offset + spec.nbytes].view(dtype).as_strided(spec.shape, spec.stride)
 
 
-def seal(memory: torch.Tensor, specs: Sequence[TensorSpec], identity: Identity, skeleton: Any, data_size: int) -> bytes:
+def seal(
+    memory: torch.Tensor, specs: Sequence[TensorSpec], identity: Identity, structure: Any, data_size: int
+) -> bytes:
     """Completes a shard whose tensors have been copied to their places. ``memory[:data_size]`` + this is the file.
 
     Writes the preamble and the padding between tensors into ``memory`` and hashes it, without a copy of it.
@@ -240,7 +242,7 @@ def seal(memory: torch.Tensor, specs: Sequence[TensorSpec], identity: Identity, 
         memory: Bytes (uint8), one dimension, on the host, at least ``data_size``.
         specs: As returned by :func:`arrange`.
         identity: Whose state it is.
-        skeleton: Anything that JSON can hold, see :func:`~.safe_serialization.pack`.
+        structure: Anything that JSON can hold, see :func:`~.safe_serialization.pack`.
         data_size: As returned by :func:`arrange`.
 
     Returns:
@@ -266,7 +268,7 @@ def seal(memory: torch.Tensor, specs: Sequence[TensorSpec], identity: Identity, 
         "torch": str(torch.__version__),
         "created": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "byteorder": sys.byteorder,
-        "skeleton": skeleton,
+        "skeleton": structure,
         "tensors": [],
     }
     text = json.dumps(document, allow_nan=False, separators=(",", ":")).removesuffix("]}")

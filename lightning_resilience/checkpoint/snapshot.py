@@ -45,7 +45,7 @@ LONGEST_WAIT_S = 60.0
 """How long the training waits for a snapshot to be copied."""
 
 
-def patiently(wait: Callable[[float], bool], timeout_s: float, waiting: Callable[[], None]) -> bool:
+def wait_with_heartbeat(wait: Callable[[float], bool], timeout_s: float, waiting: Callable[[], None]) -> bool:
     """Waits for as long as that, in pieces: a wait that ends by itself must not be taken for a hang.
 
     Args:
@@ -75,7 +75,7 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
-        self._restless: set[tuple[Any, ...]] = set()
+        self._volatile: set[tuple[Any, ...]] = set()
         self._written: set[tuple[Any, ...]] = set()
         self._hidden_writes = False
         self._look_at_all = 0.0  # not before this time
@@ -87,7 +87,7 @@ class Snapshots:
             state: Nested containers of tensors and plain values, as :func:`~.safe_serialization.pack` takes them.
             stable: The tensors that do not change before the fence.
         """
-        skeleton, tensors, left_out = pack(state)
+        structure, tensors, left_out = pack(state)
         watched: dict[int, list[tuple[torch.Tensor, int]]] = {}  # by address: several tensors may share one
         known: dict[int, int] = {}  # addresses by the id of what is in ``watched``: to ask for one takes a microsecond
         parameters = set()
@@ -127,11 +127,11 @@ class Snapshots:
         watched = {place: watched[place] for place in places}
         look = self._look(late)
         return Snapshot(
-            self, skeleton, sources, addresses, watched, left_out, look, copier.devices, copier.through_host
+            self, structure, sources, addresses, watched, left_out, look, copier.devices, copier.through_host
         )
 
     def _is_volatile(self, index: int, tensor: torch.Tensor) -> bool:
-        if self._restless and _kind(index, tensor) in self._restless:
+        if self._volatile and _kind(index, tensor) in self._volatile:
             return True
         if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():  # torch counts nothing, or shows no bits
             return True
@@ -157,7 +157,7 @@ class Snapshots:
             hidden: Whether torch has not counted it.
         """
         kinds = {_kind(index, tensor) for index, tensor in changed.items()}
-        self._restless |= kinds
+        self._volatile |= kinds
         self._hidden_writes |= hidden
         if not hidden:
             self._written |= kinds
@@ -332,7 +332,7 @@ class Snapshot:
     The training thread calls :meth:`fence`; another thread calls :meth:`copy` and then :meth:`is_good`.
 
     Attributes:
-        skeleton: The state without its tensors (see :func:`~.safe_serialization.pack`).
+        structure: The state without its tensors (see :func:`~.safe_serialization.pack`).
         tensors: What was or will be copied. To be read by :meth:`copy` only, but for their shapes and types.
         addresses: Where the training keeps them; see :func:`address`.
         left_out: Names of what could not be taken.
@@ -343,7 +343,7 @@ class Snapshot:
     def __init__(
         self,
         snapshots: Snapshots,
-        skeleton: Any,
+        structure: Any,
         tensors: list[torch.Tensor],
         addresses: list[int],
         watched: Mapping[int, list[tuple[torch.Tensor, int]]],
@@ -352,7 +352,7 @@ class Snapshot:
         on: Iterable[torch.device],
         through_host: Mapping[int, int],
     ) -> None:
-        self.skeleton = skeleton
+        self.structure = structure
         self.tensors = tensors
         self.addresses = addresses
         self.left_out = left_out
@@ -444,14 +444,14 @@ class Snapshot:
         Costs nothing when called again.
 
         Args:
-            waiting: Called now and then meanwhile; see :func:`patiently`.
+            waiting: Called now and then meanwhile; see :func:`wait_with_heartbeat`.
         """
         if self._fenced.is_set():
             return
         in_time = True
         if not self._copied.is_set():
             at_fence = devices.Standstill(self._before)
-            in_time = patiently(self._copied.wait, LONGEST_WAIT_S, waiting)
+            in_time = wait_with_heartbeat(self._copied.wait, LONGEST_WAIT_S, waiting)
             at_fence.over()
             self._at_fence = at_fence
         if not in_time:  # storage that does not answer must not stop the training: what is copied from here on is bad
@@ -544,7 +544,7 @@ class Fence:
     which may change something too.
 
     Args:
-        waiting: Called now and then while the training waits; see :func:`patiently`.
+        waiting: Called now and then while the training waits; see :func:`wait_with_heartbeat`.
     """
 
     def __init__(self, waiting: Callable[[], None] = lambda: None) -> None:

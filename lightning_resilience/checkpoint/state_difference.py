@@ -27,14 +27,14 @@ _LONG = 1 << 20  # bytes: what is not compressed, as it would take longer than t
 _KEYS, _VALUE, _TENSOR, _COMPRESSED = b"k", b"v", b"t", b"z"
 
 
-def pieces(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Pieces:
+def pieces(structure: Any, tensors: Sequence[torch.Tensor]) -> Pieces:
     """Divides a state.
 
     Args:
-        skeleton: As :func:`.safe_serialization.pack` returns it.
+        structure: As :func:`.safe_serialization.pack` returns it.
         tensors: The same, in host memory. They are copied.
     """
-    found: Pieces = dict(_divided(skeleton, (_STATE,)))
+    found: Pieces = dict(_divided(structure, (_STATE,)))
     found[(_TENSORS,)] = _VALUE + str(len(tensors)).encode()
     found.update({(_TENSORS, str(index)): _of_tensor(tensor) for index, tensor in enumerate(tensors)})
     return found
@@ -63,16 +63,16 @@ def differing(mine: Pieces, first: Mapping[Path, bytes]) -> Pieces:
 def joined(first: Pieces, different: Pieces) -> Any:
     """The state that differs from another one by some pieces. What it shares with that are the same tensors."""
 
-    def skeleton(path: Path) -> Any:
+    def structure(path: Path) -> Any:
         content = _plain(different.get(path, first.get(path)))
         value = json.loads(content[1:])
         if content[:1] == _VALUE:
             return value
-        return {key: skeleton((*path, key)) for key in value}
+        return {key: structure((*path, key)) for key in value}
 
     count = json.loads(_plain(different.get((_TENSORS,), first.get((_TENSORS,))))[1:])
     paths = [(_TENSORS, str(index)) for index in range(count)]
-    return unpack(skeleton((_STATE,)), [_tensor(different, first, path) for path in paths])
+    return unpack(structure((_STATE,)), [_tensor(different, first, path) for path in paths])
 
 
 def _divided(value: Any, path: Path) -> Iterator[tuple[Path, bytes]]:

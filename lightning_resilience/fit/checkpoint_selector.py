@@ -8,7 +8,7 @@
 
 A generation of the local tier comes before a global checkpoint of the same step; where a part of it is missing or bad,
 its replica is taken. All ranks decide together. What fails its verification goes into quarantine, with the reason; what
-was condemned in its probation (:meth:`Tiers.condemn`) is never chosen again, nor is what belongs to a course that the
+was condemned in its probation (:meth:`Tiers.mark_bad`) is never chosen again, nor is what belongs to a course that the
 training has left. Storage that does not answer says nothing about what lies on it: it is waited for, then the start
 fails, and nothing is moved.
 """
@@ -32,7 +32,7 @@ from lightning_resilience._files import clean_temporaries
 from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
 from lightning_resilience.checkpoint.generations import Generation, counts
 from lightning_resilience.checkpoint.recovery import LocalTier
-from lightning_resilience.checkpoint.safe_serialization import from_plain
+from lightning_resilience.checkpoint.safe_serialization import from_safe
 from lightning_resilience.fit.strategies import loads_state, name_of
 from lightning_resilience.launch.budget import first_cause
 from lightning_resilience.run.events import (
@@ -68,7 +68,7 @@ MAX_RESTORES = 2
 """How many attempts in a row may fail to restore one checkpoint; then it is condemned, though it verifies."""
 
 
-class CondemnedCheckpoint(RuntimeError):
+class BadCheckpoint(RuntimeError):
     """The checkpoint that a fit has resumed from has turned out to be bad; the next start takes the one before it."""
 
 
@@ -136,7 +136,7 @@ class Tiers:
         if zero:
             with contextlib.suppress(OSError):  # they harm nobody
                 clean_temporaries(session.fit.checkpoints)
-        if own and session.from_rank_0(self._condemn_what_is_not_restored):
+        if own and session.from_rank_0(self._mark_bad_what_is_not_restored):
             paths, generations = self._paths(), self._generations()
         finished = session.finished_before()
         if (choice := self._first_usable(paths, generations, finished)) is not None:
@@ -300,7 +300,7 @@ class Tiers:
         """The local generations that can be used."""
         session = self._session
         # As rank 0 reads it: on shared storage others may still see what was there before.
-        condemned, self.forks = session.from_rank_0(lambda: (session.fit.condemned, session.fit.forks))
+        condemned, self.forks = session.from_rank_0(lambda: (session.fit.bad_checkpoints, session.fit.forks))
         session.metadata["course"] = self.course
         if self.local is None:
             return []
@@ -556,11 +556,11 @@ class Tiers:
                 )
             raise
 
-    def _condemn_what_is_not_restored(self) -> bool:
+    def _mark_bad_what_is_not_restored(self) -> bool:
         """Condemns what the last attempts could not restore; returns whether there was any. Called on rank 0.
 
         Raises:
-            CondemnedCheckpoint: If too many were condemned.
+            BadCheckpoint: If too many were condemned.
         """
         session = self._session
         failed = _not_restored(read_ledger(session.run.ledger), session.index)
@@ -573,9 +573,9 @@ class Tiers:
         self.forks = session.fit.forks
         reason = f"{MAX_RESTORES} attempts could not restore it ({failed['reason']})"
         log.warning("%s is set aside, and the next best one is tried: %s.", loaded, reason)
-        self._condemn(loaded, reason)
+        self._mark_bad(loaded, reason)
         if (too_many := self._too_many(reason)) is not None:
-            raise CondemnedCheckpoint(too_many)
+            raise BadCheckpoint(too_many)
         return True
 
     # -- probation -----------------------------------------------------------------------------------------------------
@@ -589,7 +589,7 @@ class Tiers:
         """Whether what has gone wrong after ``step`` may be the fault of the checkpoint that was loaded."""
         return self.loaded is not None and step - self.loaded.step <= self.probation_steps
 
-    def condemn(self, reason: str) -> None:
+    def mark_bad(self, reason: str) -> None:
         """Condemns the checkpoint that this fit has resumed from: it is never chosen again, by no attempt.
 
         Called by a rank that has found, within :attr:`probation_steps`, that the training cannot go on from there: a
@@ -600,18 +600,18 @@ class Tiers:
             reason: What was found, for a person.
 
         Raises:
-            CondemnedCheckpoint: Always; also if there is nothing to condemn.
+            BadCheckpoint: Always; also if there is nothing to mark.
         """
         session, loaded = self._session, self.loaded
         if loaded is None or not self.on_probation:
-            raise CondemnedCheckpoint(f"{reason}, at step {session.trainer.global_step}")
-        self._condemn(loaded, reason)
-        raise CondemnedCheckpoint(
+            raise BadCheckpoint(f"{reason}, at step {session.trainer.global_step}")
+        self._mark_bad(loaded, reason)
+        raise BadCheckpoint(
             f"{reason}, {session.trainer.global_step - loaded.step} steps after resuming from {loaded}, which is "
             "condemned and will not be used again"
         )
 
-    def condemn_together(self, reason: str, step: int) -> str | None:
+    def mark_bad_together(self, reason: str, step: int) -> str | None:
         """Condemns what the fit has resumed from if that is on probation; called on all ranks, which go back then.
 
         Args:
@@ -625,22 +625,22 @@ class Tiers:
         if loaded is None or not self.is_suspect(step):
             return None
 
-        def condemn() -> str | None:
+        def mark_bad() -> str | None:
             log.warning("%s is condemned, and will not be used again: %s.", loaded, reason)
-            self._condemn(loaded, reason)
+            self._mark_bad(loaded, reason)
             return self._too_many(reason)
 
-        return self._session.from_rank_0(condemn)
+        return self._session.from_rank_0(mark_bad)
 
-    def _condemn(self, loaded: _Loaded, reason: str) -> None:
+    def _mark_bad(self, loaded: _Loaded, reason: str) -> None:
         session = self._session
         session.check_owner()
         name = loaded.generation or f"{loaded.path} ({session.token[:8]})"
-        session.fit.condemn(name, reason)
+        session.fit.mark_bad(name, reason)
         # What was saved since then has come from it. When the local tier has had its tries, nothing newer than the
         # newest global checkpoint counts.
         left = self._global_ones_left()
-        of_local, _ = self._condemned()
+        of_local, _ = self._count_bad()
         has_had_its_tries = of_local >= MAX_CONDEMNED and loaded.generation is not None and left
         self._write_fork(min(loaded.step, left[0]) if has_had_its_tries else loaded.step)
         session.ledger.record(MarkedBad(fit=session.index, step=loaded.step, path=str(loaded), reason=reason))
@@ -649,7 +649,7 @@ class Tiers:
 
     def verdict(self, exception: BaseException) -> str | None:
         """Whether the run ends by this exception: the reason, once too many checkpoints have been condemned."""
-        if not isinstance(exception, CondemnedCheckpoint):
+        if not isinstance(exception, BadCheckpoint):
             return None
         try:
             return self._too_many(str(exception))
@@ -658,7 +658,7 @@ class Tiers:
             return None
 
     def _too_many(self, last: str) -> str | None:
-        of_local, of_global = self._condemned()
+        of_local, of_global = self._count_bad()
         if of_global < MAX_CONDEMNED and (of_local + of_global < MAX_CONDEMNED or self._global_ones_left()):
             return None
         return (
@@ -667,9 +667,9 @@ class Tiers:
             f"in {self._session.fit.quarantine} and in the quarantine of the nodes"
         )
 
-    def _condemned(self) -> tuple[int, int]:
+    def _count_bad(self) -> tuple[int, int]:
         """How many of the local tier and of the global one; the former have no path."""
-        names = self._session.fit.condemned
+        names = self._session.fit.bad_checkpoints
         of_global = sum(os.sep in name for name in names)
         return len(names) - of_global, of_global
 
@@ -747,7 +747,7 @@ def _load(path: Path, is_directory: bool, verified: tuple[int, ...] = ()) -> tup
         return None, None
     path.stat()  # rank 0 has read it: what is missing here is not seen here
     try:
-        loaded = from_plain(checkpoint_file.load(path, verified=verified))
+        loaded = from_safe(checkpoint_file.load(path, verified=verified))
         if type(loaded) is not dict or "loops" not in loaded:
             raise ValueError("it does not hold the state of a fit")
         return loaded, None

@@ -31,9 +31,9 @@ from lightning_resilience.checkpoint.safe_serialization import (
     is_known_to_torch,
     is_rewritten,
     pack,
-    plain,
+    safe_form,
     to_host,
-    to_plain,
+    to_safe,
     unpack,
 )
 from lightning_resilience.checkpoint.sharded import local
@@ -92,7 +92,7 @@ class Saver:
     Attributes:
         at_saved: Called on all ranks after they have saved together, and when training has ended, with whether it has.
         check_state: Given names and tensors of a state that is to be saved; raises ``ValueError`` if it must not be.
-        is_held: Whether nothing is saved, the same on all ranks: the last steps were bad, and what was good is kept.
+        saves_paused: Whether nothing is saved, the same on all ranks: the last steps were bad.
         digest: Says in short what this rank holds of what all ranks have alike. A checkpoint, of which rank 0 writes
             that alone, is saved only if they do.
         look_back: Says whether the last steps of this rank were bad, and waits for what is not known of them yet.
@@ -106,7 +106,7 @@ class Saver:
         self.at_saved: list[Callable[[bool], None]] = []
         self.check_state: Callable[[Iterable[tuple[str, torch.Tensor]]], None] | None = None
         self.digest: Callable[[], str] = lambda: ""
-        self.is_held = False
+        self.saves_paused = False
         self.look_back: Callable[[], bool] | None = None
         self.is_dumping = False
         self.writes_behind = False
@@ -212,12 +212,12 @@ class Saver:
         elif self._session.rank == 0:
             whole = state.checkpoint.of
             apart = {name: whole[name] for name in ("state_dict", "optimizer_states") if gathers}
-            skeleton, gathered, missing = pack(Entries(apart))
+            structure, gathered, missing = pack(Entries(apart))
             gathered = _lightning.nobody_elses(self._session.trainer, gathered)
 
             def write(copied: Copy) -> None:
                 def content() -> Any:
-                    return {**plain(copied.skeleton, copied.tensors), **plain(skeleton, gathered)}
+                    return {**safe_form(copied.structure, copied.tensors), **safe_form(structure, gathered)}
 
                 report(self._write_file(content, path, step), [*copied.left_out, *missing])
 
@@ -243,8 +243,8 @@ class Saver:
 
         def write(copied: Copy) -> None:
             try:
-                part = unpack(copied.skeleton["part"], copied.tensors)
-                rest = plain(copied.skeleton["rest"], copied.tensors)
+                part = unpack(copied.structure["part"], copied.tensors)
+                rest = safe_form(copied.structure["rest"], copied.tensors)
             except Exception as error:
                 miss(error)
             else:
@@ -328,7 +328,7 @@ class Saver:
     def waits(self) -> bool:
         """Whether a save that is due has to wait, because the last steps of any rank were bad. A collective.
 
-        The verdict about a step may still be on its way when ``is_held`` is looked at, and a save that comes before it
+        The verdict about a step may still be on its way when ``saves_paused`` is read, and a save that comes before it
         removes an older state, soon the last one from before the first of those steps.
         """
         return self.look_back is not None and any(self._session.gather(self.look_back()))
@@ -412,13 +412,13 @@ class Saver:
         left_out: list[str] = []
         try:
             # What others are given, and what is written, is what can be kept.
-            skeleton, tensors, left_out = pack(_own_entries(to_host(session.own_state(final))))
-            mine = pieces(skeleton, tensors)
+            structure, tensors, left_out = pack(_own_entries(to_host(session.own_state(final))))
+            mine = pieces(structure, tensors)
             dump = _lightning.dump_checkpoint if self._shards is None else _lightning.dump_sharded_checkpoint
             checkpoint = self._checkpoint_with(dump, {}, final)
             if self._shards is not None and under is not None:
                 sharded, unkept = _sharded_entries(checkpoint, under)
-                shards, missing = to_plain(sharded)
+                shards, missing = to_safe(sharded)
                 left_out += [*unkept, *missing]
                 draft = self._shards.draft(shards)
             entries = _entries(checkpoint)
@@ -485,7 +485,7 @@ class Saver:
         left_out: list[str] = []
 
         def checkpoint() -> dict[str, Any]:
-            rewritten, missing = to_plain(state.checkpoint)
+            rewritten, missing = to_safe(state.checkpoint)
             left_out.extend(missing)
             return cast(dict[str, Any], rewritten)
 
@@ -578,8 +578,8 @@ class Saver:
             checkpoint = self._checkpoint_with(_lightning.dump_own_checkpoint, {}, final=True)
             for name in _lightning.clocks(session.trainer):
                 checkpoint.get("callbacks", {}).pop(name, None)
-            skeleton, tensors, _ = pack([_entries(checkpoint), _own_entries(session.own_state(True))])
-            return f"{digest_of(tensors)} {hashlib.sha256(json.dumps(skeleton).encode()).hexdigest()}"
+            structure, tensors, _ = pack([_entries(checkpoint), _own_entries(session.own_state(True))])
+            return f"{digest_of(tensors)} {hashlib.sha256(json.dumps(structure).encode()).hexdigest()}"
         except Exception:  # of a hook of the user's: a save says so, and does not end the training
             log.debug("The state could not be collected", exc_info=True)
             return uuid.uuid4().hex  # like no other
@@ -588,7 +588,7 @@ class Saver:
         """This rank's state at this boundary, for its own eyes only: no collective, and nothing is copied.
 
         Returns:
-            A checkpoint, as ``plain.pack`` takes it, whose tensors and arrays are the live ones.
+            A checkpoint, as ``safe_serialization.pack`` takes it, whose tensors and arrays are the live ones.
         """
         own = {"mine": _own_entries(self._session.own_state(False))}
         return _entries(self._checkpoint_with(_lightning.dump_own_checkpoint, own, final=False))

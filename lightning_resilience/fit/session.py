@@ -38,7 +38,7 @@ from lightning_resilience.checkpoint.reduction_order import (
     rebuilds_buckets,
     replay_gradient_arrival,
 )
-from lightning_resilience.checkpoint.safe_serialization import device_of, from_plain
+from lightning_resilience.checkpoint.safe_serialization import device_of, from_safe
 from lightning_resilience.detect.hangs import rank_probe
 from lightning_resilience.detect.hangs.progress import Progress, Section
 from lightning_resilience.detect.numerics.divergence import Divergence
@@ -436,12 +436,12 @@ class FitSession:
         self._is_its_own = choice is not None
         if choice is not None and checkpoint is None:
             with dcp.nothing_unpickled():
-                checkpoint = from_plain(_lightning.load_own_whole_checkpoint(self.trainer, str(path)))
+                checkpoint = from_safe(_lightning.load_own_whole_checkpoint(self.trainer, str(path)))
         elif checkpoint is None:
 
             def load() -> dict[str, Any]:
                 found = _lightning.load_checkpoint(self.trainer, None if path is None else str(path), weights_only)
-                return cast("dict[str, Any]", from_plain(found)) if STATE_KEY in found else found
+                return cast("dict[str, Any]", from_safe(found)) if STATE_KEY in found else found
 
             checkpoint = checkpoint_io.on_every_rank(self.trainer.strategy, load)
         if STATE_KEY in checkpoint:
@@ -1176,7 +1176,7 @@ class FitSession:
         for hook in self.after_batch:
             hook(clean)
         for hook in self.at_boundary:
-            hook(clean and not self.saver.is_held)
+            hook(clean and not self.saver.saves_paused)
         if self._fetches_ahead:
             self._before_fetch = self.get_random_state()
         if self.is_dropped():

@@ -158,7 +158,7 @@ class FitDirectory:
         self._fingerprint = path / "fingerprint.json"
         self._settings = path / "settings.json"
         self._failed_start = path / "failed_start.json"
-        self._condemned = path / "condemned.json"
+        self._bad_file = path / "condemned.json"
         self._courses = path / "courses.json"
         self._outputs = path / "outputs.json"
 
@@ -229,18 +229,18 @@ class FitDirectory:
         write_json(self._outputs, outputs)
 
     @property
-    def condemned(self) -> dict[str, str]:
+    def bad_checkpoints(self) -> dict[str, str]:
         """The checkpoints that have turned out to be bad after they were loaded: their names, and why.
 
         Raises:
             OSError: If they cannot be read.
         """
-        content = load_json(self._condemned) or {}
+        content = load_json(self._bad_file) or {}
         return {name: str(reason) for name, reason in content.items()}
 
-    def condemn(self, name: str, reason: str) -> None:
+    def mark_bad(self, name: str, reason: str) -> None:
         """Adds a checkpoint to :attr:`condemned`."""
-        write_json(self._condemned, {**self.condemned, f"{name}": reason})
+        write_json(self._bad_file, {**self.bad_checkpoints, f"{name}": reason})
 
     @property
     def forks(self) -> list[int]:

@@ -11,8 +11,8 @@ import torch
 import xxhash
 
 from lightning_resilience.checkpoint import shard
-from lightning_resilience.checkpoint.generations import Place, common_part, rank_part
-from lightning_resilience.checkpoint.node_store import NodeStore, PartWriter
+from lightning_resilience.checkpoint.generations import RankLocation, rank_shard, replicated_shard
+from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.safe_serialization import tensor_names
 from lightning_resilience.checkpoint.snapshot import Snapshot, address
 from lightning_resilience.detect.numerics.divergence import Divergence
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 Check = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 
 
-def share_out(sizes: Sequence[int], count: int) -> list[list[int]]:
+def partition(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Shares out items among ``count`` takers, about the same sum of sizes each; the same on every rank."""
     shares: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
@@ -53,7 +53,7 @@ class RankState:
         snapshot: The state.
         step: ``trainer.global_step``.
         generation: The name of what all ranks save at this boundary.
-        place: Where the rank is.
+        location: Where the rank is.
         common: The tensors that all ranks of its node have alike; each of these ranks keeps a share of them.
         identity: Fields that all parts of this fit have: run, fit, layout. They say of which course it is, and that is
             the one on which it was taken, whenever it is published.
@@ -64,14 +64,14 @@ class RankState:
         snapshot: Snapshot,
         step: int,
         generation: str,
-        place: Place,
+        location: RankLocation,
         common: Sequence[torch.Tensor],
         identity: Mapping[str, Any],
     ) -> None:
         self.snapshot = snapshot
         self.step = step
         self.generation = generation
-        self._place = place
+        self._location = location
         self._identity = identity
         numbers: dict[int, int] = {}
         for number, tensor in enumerate(common):
@@ -107,13 +107,15 @@ class RankState:
 
     def parts(self) -> dict[str, list[int]]:
         """The parts that this rank writes, and the tensors that go into each."""
-        place, common = self._place, set(self._common)
-        parts = {rank_part(place.rank): [i for i in range(len(self.snapshot.tensors)) if i not in common]}
+        location, common = self._location, set(self._common)
+        parts = {rank_shard(location.rank): [i for i in range(len(self.snapshot.tensors)) if i not in common]}
         if common:
-            parts[common_part(place.local_rank, place.local_world_size)] = self._shares()[place.local_rank]
+            parts[replicated_shard(location.local_rank, location.local_world_size)] = self._shares()[
+                location.local_rank
+            ]
         return parts
 
-    def places(self) -> list[list[int]]:
+    def tensor_positions(self) -> list[list[int]]:
         """For every tensor: -1 and its number in the rank's own part, or the number of a common part and that in it."""
         places = [[-1, -1] for _ in self.snapshot.tensors]
         for number, share in enumerate(self._shares()):
@@ -128,7 +130,7 @@ class RankState:
 
     def _shares(self) -> list[list[int]]:
         sizes = [self.snapshot.tensors[i].nbytes for i in self._common]
-        return [[self._common[k] for k in share] for share in share_out(sizes, self._place.local_world_size)]
+        return [[self._common[k] for k in share] for share in partition(sizes, self._location.local_world_size)]
 
     def _reserve(self, store: NodeStore) -> list[Part]:
         reserved: list[Part] = []
@@ -150,7 +152,7 @@ class RankState:
                 try:
                     shard.arrange([tensors[index]])
                 except TypeError as error:
-                    name = tensor_names(self.snapshot.skeleton).get(index, "a tensor")
+                    name = tensor_names(self.snapshot.structure).get(index, "a tensor")
                     raise TypeError(f"{name} cannot be kept: {error}") from None
             raise
 
@@ -169,7 +171,7 @@ class RankState:
             TypeError: If a tensor cannot be kept.
             Exception: Whatever ``check`` raises.
         """
-        snapshot, place = self.snapshot, self._place
+        snapshot, location = self.snapshot, self._location
         parts: list[Part] = []
         try:
             parts = self._reserve(store)
@@ -183,19 +185,19 @@ class RankState:
             snapshot.release()
             self._alike = self._describe()
             if check is not None:
-                names = tensor_names(snapshot.skeleton)
+                names = tensor_names(snapshot.structure)
                 check((names.get(index, ""), copy) for index, copy in copies)
             layout = {**self._identity["layout"], "alike": self._alike}
             for part in parts:
-                own = part.name == rank_part(place.rank)
+                own = part.name == rank_shard(location.rank)
                 about = shard.Identity(
                     **{**self._identity, "layout": layout},
                     step=self.step,
                     generation=self.generation,
                     part=part.name,
-                    world_size=place.world_size,
+                    world_size=location.world_size,
                 )
-                content = {"state": snapshot.skeleton, "places": self.places()} if own else None
+                content = {"state": snapshot.structure, "places": self.tensor_positions()} if own else None
                 part.trailer = shard.seal(part.memory, part.specs, about, content, part.size)
             if snapshot.is_good():
                 for part in parts:
@@ -228,7 +230,7 @@ class Part:
     indices: list[int]
     specs: list[shard.TensorSpec]
     size: int
-    writer: PartWriter
+    writer: ShardWriter
     trailer: bytes = b""
 
     def __post_init__(self) -> None:
