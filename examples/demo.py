@@ -21,9 +21,10 @@ from typing import Any
 
 import psutil
 
+from lightning_resilience._formatting import table
 from lightning_resilience.detect.hangs.rank_probe import own_directories
 from lightning_resilience.detect.hangs.verdict import Verdict
-from lightning_resilience.launch.report import interruptions, table
+from lightning_resilience.launch.report import interruptions
 from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 

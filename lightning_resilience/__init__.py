@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_resilience.checkpoint.resume import resolve_resume_path
     from lightning_resilience.fit.session import report_progress
     from lightning_resilience.launch.job_info import log_job_info
-    from lightning_resilience.launch.slurm import get_slurm_info
+    from lightning_resilience.launch.schedulers.slurm import get_slurm_info
     from lightning_resilience.signals import Interrupted
 
 __version__ = "0.1.0.dev0"
@@ -42,7 +42,7 @@ _WHERE = {
     "ReplicasDiverged": "callbacks.replica_check",
     "StragglerDetection": "callbacks",
     "TrainingDiverged": "callbacks.nan_guard",
-    "get_slurm_info": "launch.slurm",
+    "get_slurm_info": "launch.schedulers.slurm",
     "log_job_info": "launch.job_info",
     "report_progress": "fit.session",
     "resolve_resume_path": "checkpoint.resume",

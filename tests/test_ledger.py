@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from lightning_resilience.launch.allocations import allocations_of
 from lightning_resilience.launch.budget import Budget
-from lightning_resilience.launch.chain import slices_of
 from lightning_resilience.launch.cli import main
 from lightning_resilience.launch.job_info import log_job_info
 from lightning_resilience.launch.report import Interruption, interruptions, report, troubles
-from lightning_resilience.launch.slurm import get_slurm_info
+from lightning_resilience.launch.schedulers.slurm import get_slurm_info
 from lightning_resilience.launch.status import progress_line, status
 from lightning_resilience.launch.worker import first_fault
 from lightning_resilience.run.run_directory import Outcome, RunDirectory
@@ -154,17 +154,14 @@ def test_a_requeued_array_job() -> None:
     assert info is not None
     assert (info.job_id, info.job_name, info.node_list, info.num_nodes) == ("17", "train", "n[1-4]", 4)
     assert (info.ntasks_per_node, info.node_rank, info.partition) == (1, 3, "gpu")
-    assert (info.restart_count, info.is_requeued, info.array_job_id, info.array_task_id) == (2, True, "15", 0)
+    assert (info.restart_count, info.array_job_id, info.array_task_id) == (2, "15", 0)
 
 
 def test_the_first_start_of_a_job_on_an_older_slurm() -> None:
     info = get_slurm_info({"SLURM_JOBID": " 17\n", "SLURM_NODELIST": "n1", "SLURM_NNODES": "1"})
     assert info is not None
     assert (info.job_id, info.node_list, info.num_nodes) == ("17", "n1", 1)
-    assert (info.restart_count, info.is_requeued) == (0, False)
-    again = get_slurm_info({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "1"})
-    assert again is not None
-    assert again.is_requeued
+    assert info.restart_count == 0
 
 
 def test_the_tasks_of_a_step_go_before_those_of_the_job() -> None:
@@ -468,7 +465,7 @@ def test_no_odd_line_keeps_a_reader_from_the_others(tmp_path: Path) -> None:
             events = list(read_ledger(tmp_path / "ledger"))
             assert len(events) >= len(story) - 1
             Budget().decide(events, time.time())
-            slices_of(events)
+            allocations_of(events)
             first_fault(events, "a", 0)
             reports.add(report(tmp_path))
             assert status(tmp_path)

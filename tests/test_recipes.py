@@ -33,6 +33,7 @@ from lightning_resilience.faults import SimulatedFault
 from lightning_resilience.fit import session
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.cli import _batch_script, _parse, launch_settings
+from lightning_resilience.launch.schedulers.slurm import Slurm
 from lightning_resilience.recipes import JOBS, RECIPE_VARIABLE, RECIPES, Job
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, RunDirectory
 from tests.harness import result, run, samples
@@ -320,7 +321,7 @@ def test_the_batch_script_of_a_recipe_is_what_the_command_prints(
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     given = ["--nodes=2", "--gpus-per-node=8", "--time=4:00:00", "--run-dir=/shared/runs/gpt", "--python=python"]
-    script = _batch_script(_parse(["slurm", f"--recipe={name}", *given, "train.py"])).render()
+    script = _batch_script(_parse(["slurm", f"--recipe={name}", *given, "train.py"]), Slurm())[1]
     script = script.replace(f"--chdir={tmp_path}", "--chdir=/shared/code/gpt")
     script = script.replace(f"lightning-resilience {__version__}", "`lightning-resilience slurm`")
     assert (FILES / "slurm" / f"{name}.sbatch").read_text() == script
@@ -336,7 +337,7 @@ def test_a_job_gives_no_more_grace_than_its_recipe(
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     given = ["slurm", f"--recipe={recipe}", f"--preempt-time={lead}", "--run-dir=run", "train.py"]
-    assert f" --grace-period={grace} " in _batch_script(_parse(given)).render()
+    assert f" --grace-period={grace} " in _batch_script(_parse(given), Slurm())[1]
 
 
 # -- two callbacks for one thing ---------------------------------------------------------------------------------------

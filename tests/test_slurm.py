@@ -1,4 +1,4 @@
-"""The batch script, what its one command decides, and the table of slices: without Slurm.
+"""The batch script, what its one command decides, and the table of allocations: without Slurm.
 
 ``tests/slurm`` runs the same on a real one. Here ``srun`` and ``scontrol`` are small programs: every decision is taken
 by the module that ships, in a process of its own.
@@ -22,14 +22,21 @@ from typing import Any
 
 import pytest
 
+from lightning_resilience._formatting import duration
 from lightning_resilience._processes import describe_process
-from lightning_resilience.launch import cli, slurm_job, status
-from lightning_resilience.launch.chain import Slice, current_chain, nodes_to_exclude, slices_of, why_it_must_end
+from lightning_resilience.launch import batch_job, cli, status
+from lightning_resilience.launch.allocations import (
+    Allocation,
+    allocations_of,
+    current_job_chain,
+    nodes_to_exclude,
+    why_it_must_end,
+)
+from lightning_resilience.launch.batch_job import COMMENT_EVERY_S, BatchJob, Comment, End
 from lightning_resilience.launch.job import Launch, LaunchSettings
 from lightning_resilience.launch.report import interruptions
-from lightning_resilience.launch.slurm import get_slurm_info, lost_nodes, node_names, show_job, usable_nodes
-from lightning_resilience.launch.slurm_job import COMMENT_EVERY_S, Comment
-from lightning_resilience.launch.slurm_script import BatchScript, seconds_of
+from lightning_resilience.launch.schedulers import slurm
+from lightning_resilience.launch.schedulers.slurm import BatchScript, Slurm, seconds_of
 from lightning_resilience.run.ledger import node_name
 from tests.ledgers import Ledger, read_ledger
 from tests.test_launch import Launcher, launcher
@@ -90,7 +97,7 @@ def test_whatever_is_put_into_the_script_comes_out_of_the_shell_again(tmp_path: 
     )
     done = subprocess.run(["bash", "-c", script.render()], capture_output=True, text=True, timeout=30, check=True)
     said = done.stdout.split("\0")[:-1]
-    assert said[:2] == ["-m", "lightning_resilience.launch.slurm_job"]
+    assert said[:2] == ["-m", "lightning_resilience.launch.batch_job"]
     assert said[2] == f"--run-dir={folder / 'run'}"
     assert said[said.index("--") + 2 :] == arguments
     assert f"--output={folder}/run/slurm/%j.out" in sbatch_options(script.render())
@@ -338,7 +345,7 @@ class Batch:
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         return subprocess.Popen(
             [
-                *(sys.executable, "-m", "lightning_resilience.launch.slurm_job", f"--run-dir={self.run_dir}"),
+                *(sys.executable, "-m", "lightning_resilience.launch.batch_job", f"--run-dir={self.run_dir}"),
                 *(options or []),
                 *("--", *launch),
             ],
@@ -394,9 +401,8 @@ def test_the_steps_get_the_same_command_line_on_all_nodes(batch: Batch) -> None:
 
 
 def test_a_single_node_meets_nobody() -> None:
-    slurm = get_slurm_info({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1"})
-    assert slurm is not None
-    words = slurm_job.BatchStep(slurm, Path("run"), ["train.py"], 100, 60.0).command()
+    scheduler = Slurm({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1"})
+    words = BatchJob(scheduler, Path("run"), ["train.py"], 100, 60.0).launch_command()
     assert words[words.index("launch") :] == ["launch", "--nnodes=1", "--retries-in-new-job", "train.py"]
 
 
@@ -406,7 +412,7 @@ def test_squeue_shows_how_far_the_run_is(batch: Batch) -> None:
         assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
-    assert any("slice 1" in comment for comment in batch.comments()[:-1])
+    assert any("allocation 1" in comment for comment in batch.comments()[:-1])
 
 
 @pytest.mark.parametrize(
@@ -433,7 +439,7 @@ def test_what_follows_is_decided_by_what_launch_has_recorded(
     returned, said = batch.run(*events, exit_code=srun)
     assert returned == code, said
     assert bool(batch.asked("requeue")) is requeued
-    assert slices_of(read_ledger(batch.ledger.path))[-1].how == how
+    assert allocations_of(read_ledger(batch.ledger.path))[-1].how == how
     if not requeued and code:
         assert batch.comments()[-1].startswith(how)
 
@@ -445,11 +451,11 @@ def test_a_command_line_that_launch_refuses_starts_nothing(batch: Batch, launch:
     assert "error: " in said
     assert not (batch.folder / "srun").exists()
     assert not batch.asked("requeue")
-    assert slices_of(read_ledger(batch.ledger.path))[-1:] == []
+    assert allocations_of(read_ledger(batch.ledger.path))[-1:] == []
     assert batch.comments()[-1].startswith("refused: ")
 
 
-def test_an_earlier_slices_end_is_not_taken_for_this_ones(batch: Batch) -> None:
+def test_an_earlier_allocations_end_is_not_taken_for_this_ones(batch: Batch) -> None:
     batch.ledger.record(**exits(1))
     assert batch.run(exit_code=137)[0] == 75
     assert batch.asked("requeue")
@@ -477,7 +483,7 @@ def test_a_cancelled_job_is_not_requeued(batch: Batch, says: dict[str, str]) -> 
     batch.job(**says)
     assert batch.run(exits(75), exit_code=75)[0] == 75
     assert not batch.asked("requeue")
-    assert slices_of(read_ledger(batch.ledger.path))[-1].how == "cancelled"
+    assert allocations_of(read_ledger(batch.ledger.path))[-1].how == "cancelled"
     assert batch.run(exits(0))[0] == 0  # unless it has finished all the same
 
 
@@ -503,7 +509,7 @@ def test_it_says_who_has_stopped_the_run(batch: Batch, says: dict[str, str], how
     batch.job(**{"JobState": "RUNNING", **says})
     batch.run(exits(75), exit_code=75)
     assert batch.asked("requeue")
-    assert slices_of(read_ledger(batch.ledger.path))[-1].how == how
+    assert allocations_of(read_ledger(batch.ledger.path))[-1].how == how
 
 
 def test_it_says_how_near_the_time_limit_was_or_which_node_is_lost(batch: Batch) -> None:
@@ -513,7 +519,7 @@ def test_it_says_how_near_the_time_limit_was_or_which_node_is_lost(batch: Batch)
         ends = datetime.fromtimestamp(time.time() + ends_in).isoformat(timespec="seconds")
         batch.job(JobState="RUNNING", EndTime=ends, lost=lost)
         batch.run(SAVED, exits(75), exit_code=75, options=["--lead=60"])
-        hows.append(slices_of(read_ledger(batch.ledger.path))[-1].how)
+        hows.append(allocations_of(read_ledger(batch.ledger.path))[-1].how)
     assert hows == ["time limit", "told to stop", "n3 lost"]
 
 
@@ -530,7 +536,7 @@ def test_a_job_that_slurm_has_requeued_is_not_requeued_again(batch: Batch) -> No
     finally:
         process.kill()
     assert not batch.asked("requeue")
-    assert slices_of(read_ledger(batch.ledger.path))[-1].how == "requeued by Slurm"
+    assert allocations_of(read_ledger(batch.ledger.path))[-1].how == "requeued by Slurm"
 
 
 def test_a_sigterm_before_the_requeue_is_not_taken_for_that_which_takes_the_job_back(batch: Batch) -> None:
@@ -577,7 +583,7 @@ def test_a_job_is_requeued_so_often_and_not_more(batch: Batch) -> None:
         assert batch.asked("requeue")
     code, said = batch.run({**SAVED, "step": 9}, exits(75), exit_code=75, restarts=3, options=["--max-requeues=3"])
     assert code == 1
-    assert slices_of(read_ledger(batch.ledger.path))[-1].how == "told to stop"  # the last one that is allowed has run
+    assert allocations_of(read_ledger(batch.ledger.path))[-1].how == "told to stop"  # the last that is allowed has run
     assert not batch.asked("requeue")
     assert "--max-requeues=3" in said
     assert "--max-requeues=3" in batch.comments()[-1]
@@ -590,7 +596,7 @@ def test_a_job_that_slurm_requeues_itself_is_not_started_too_often(batch: Batch)
     code, said = batch.run(exits(0), restarts=10)
     assert code == 1
     assert not (batch.folder / "srun").exists()
-    assert "10 slices in a row" in said
+    assert "10 allocations in a row" in said
     assert batch.run(exits(0))[0] == 0  # whoever submits it again has decided to
 
 
@@ -608,7 +614,7 @@ def test_what_an_earlier_job_has_failed_to_do_is_not_held_against_this_one(batch
     assert code == 0, said
 
 
-def test_ten_slices_without_a_new_step_are_the_end(batch: Batch) -> None:
+def test_ten_allocations_without_a_new_step_are_the_end(batch: Batch) -> None:
     batch.run(SAVED, exits(75), exit_code=75)
     for _ in range(9):
         batch.ledger.record("slice_start", slurm_job_id="17", restart_count=1, node_list=["n1"])
@@ -616,10 +622,10 @@ def test_ten_slices_without_a_new_step_are_the_end(batch: Batch) -> None:
         batch.ledger.record("slice_end", how="preempted", then="requeue")
     code, said = batch.run(exits(75), exit_code=75, restarts=9)
     assert code == 1
-    assert "10 slices in a row" in said
+    assert "10 allocations in a row" in said
 
 
-def test_ten_slices_with_progress_are_not(batch: Batch) -> None:
+def test_ten_allocations_with_progress_are_not(batch: Batch) -> None:
     for step in range(12):
         batch.ledger.record("slice_start", slurm_job_id="17", restart_count=step, node_list=["n1"])
         batch.ledger.record("saved", fit=0, step=step)
@@ -645,7 +651,7 @@ def test_a_ledger_that_cannot_be_used(batch: Batch, restarts: int, code: int, re
     assert not (batch.folder / "srun").exists()
 
 
-def test_what_another_node_has_recorded_in_an_earlier_slice_may_turn_up_in_this_one(batch: Batch) -> None:
+def test_what_another_node_has_recorded_in_an_earlier_allocation_may_turn_up_in_this_one(batch: Batch) -> None:
     """Over a network file system. It says nothing about how this one has ended."""
     batch.ledger.record("slice_start", slurm_job_id="17", restart_count=0, node_list=["n1"])
     batch.ledger.record("launch")
@@ -705,11 +711,11 @@ def test_a_node_that_is_to_blame_is_excluded_beside_the_users_own(batch: Batch) 
     assert not any(event["event"] == "exclusion_failed" for event in read_ledger(batch.ledger.path))
     requeued = [line[0] for line in map(json.loads, (batch.folder / "scontrol").read_text().splitlines())]
     assert requeued.index("requeue") < len(requeued) - 1  # only a pending job's list can be changed
-    assert slices_of(read_ledger(batch.ledger.path))[-1].excluded == ["n3"]
+    assert allocations_of(read_ledger(batch.ledger.path))[-1].excluded == ["n3"]
     batch.ledger.record("slice_start", slurm_job_id="17", restart_count=2, node_list=["n1"])
-    assert slices_of(read_ledger(batch.ledger.path))[-1].excluded == ["n3"]
+    assert allocations_of(read_ledger(batch.ledger.path))[-1].excluded == ["n3"]
     batch.ledger.record("slice_start", slurm_job_id="18", restart_count=0, node_list=["n1"])
-    assert slices_of(read_ledger(batch.ledger.path))[-1].excluded == []  # Slurm knows nothing of it there
+    assert allocations_of(read_ledger(batch.ledger.path))[-1].excluded == []  # Slurm knows nothing of it there
 
 
 def test_a_job_that_is_cancelled_while_its_requeue_is_refused_is_not_asked_for_again(
@@ -717,31 +723,27 @@ def test_a_job_that_is_cancelled_while_its_requeue_is_refused_is_not_asked_for_a
 ) -> None:
     states = [{"JobState": "RUNNING", "Restarts": "0"}] * 2 + [{"JobState": "CANCELLED by 0", "Restarts": "0"}]
     asked: list[str] = []
-    monkeypatch.setattr(slurm_job, "show_job", lambda job_id: states.pop(0) if len(states) > 1 else states[0])
-    monkeypatch.setattr(slurm_job, "_ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(slurm, "show_job", lambda job_id: states.pop(0) if len(states) > 1 else states[0])
+    monkeypatch.setattr(batch_job, "REQUEUE_EVERY_S", 0.01)
 
     def refuse(*command: str) -> subprocess.CompletedProcess[str]:
         asked.append(command[1])
         return subprocess.CompletedProcess(command, 1, "", "busy")
 
-    monkeypatch.setattr(slurm_job, "run_slurm", refuse)
-    slurm = get_slurm_info({"SLURM_JOB_ID": "17"})
-    assert slurm is not None
-    step = slurm_job.BatchStep(slurm, batch.run_dir, [], 100, 60.0)
-    assert step._requeue(slurm_job.End("preempted", "requeue", 1, "told to"), [], []) == 75
+    monkeypatch.setattr(slurm, "run_slurm", refuse)
+    step = BatchJob(Slurm({"SLURM_JOB_ID": "17"}), batch.run_dir, [], 100, 60.0)
+    assert step._requeue(End("preempted", "requeue", 1, "told to"), [], []) == 75
     assert asked.count("requeue") == 1
-    assert slices_of(read_ledger(batch.ledger.path)) == []
+    assert allocations_of(read_ledger(batch.ledger.path)) == []
 
 
 def test_a_job_that_cannot_be_requeued_says_what_to_do(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{batch.folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(slurm_job, "_ASK_FOR_S", 0.0)
+    monkeypatch.setattr(batch_job, "REQUEUE_WITHIN_S", 0.0)
     refuses = '#!/bin/sh\ntest "$1" = requeue && echo "Access denied" >&2\nexit 1\n'
     (batch.folder / "bin" / "scontrol").write_text(refuses)
-    slurm = get_slurm_info({"SLURM_JOB_ID": "17"})
-    assert slurm is not None
-    step = slurm_job.BatchStep(slurm, batch.run_dir, [], 100, 60.0)
-    assert step._requeue(slurm_job.End("preempted", "requeue", 1, "told to"), [], []) == 75
+    step = BatchJob(Slurm({"SLURM_JOB_ID": "17"}), batch.run_dir, [], 100, 60.0)
+    assert step._requeue(End("preempted", "requeue", 1, "told to"), [], []) == 75
     [end] = read_ledger(batch.ledger.path)
     assert end["then"] == "end"
     assert end["reason"] == "the job could not be requeued (Access denied); submit it again, and it goes on"
@@ -750,9 +752,7 @@ def test_a_job_that_cannot_be_requeued_says_what_to_do(batch: Batch, monkeypatch
 def test_an_exclusion_that_slurm_refuses_is_recorded(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{batch.folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
     (batch.folder / "bin" / "scontrol").write_text("#!/bin/sh\necho no >&2\nexit 1\n")
-    slurm = get_slurm_info({"SLURM_JOB_ID": "17"})
-    assert slurm is not None
-    slurm_job.BatchStep(slurm, batch.run_dir, [], 100, 60.0)._exclude(["n3"])
+    BatchJob(Slurm({"SLURM_JOB_ID": "17"}), batch.run_dir, [], 100, 60.0)._exclude(["n3"])
     [event] = read_ledger(batch.ledger.path)
     assert (event["event"], event["node_list"], event["reason"]) == ("exclusion_failed", ["n3"], "no")
 
@@ -766,7 +766,7 @@ def test_a_node_that_the_user_excludes_is_none_to_fall_back_on(batch: Batch, own
     assert batch.run(suspect("n3"), exits(75, new_job=True), exit_code=75)[0] == 75
     updates = [line[2] for line in batch.asked("update") if line[2].startswith("ExcNodeList")]
     assert updates[-1:] == (["ExcNodeList=n3"] if own else [])
-    assert slices_of(read_ledger(batch.ledger.path))[-1].excluded == (["n3"] if own else [])
+    assert allocations_of(read_ledger(batch.ledger.path))[-1].excluded == (["n3"] if own else [])
 
 
 @pytest.mark.parametrize("field", ["ReqNodeList", "Features"])
@@ -780,8 +780,8 @@ def test_no_node_is_excluded_from_a_job_that_asks_for_certain_ones(batch: Batch,
 # What the ledger says
 
 
-def slice_on(nodes: list[str], suspects: list[str], excluded: list[str] | None = None) -> Slice:
-    return Slice(0.0, nodes=nodes, suspects=suspects, excluded=excluded or [])
+def allocation_on(nodes: list[str], suspects: list[str], excluded: list[str] | None = None) -> Allocation:
+    return Allocation(0.0, nodes=nodes, suspects=suspects, excluded=excluded or [])
 
 
 EIGHT = [f"n{number}" for number in range(8)]
@@ -790,23 +790,23 @@ EIGHT = [f"n{number}" for number in range(8)]
 @pytest.mark.parametrize(
     ("last", "usable", "excluded"),
     [
-        (slice_on(["n1", "n2"], ["n2"]), 3, ["n2"]),
-        (slice_on(["n1", "n2"], ["n2"]), 2, []),  # there would never be two nodes again
-        (slice_on(["n1", "n2"], ["n2"]), None, []),
-        (slice_on(["n1"], ["n1"]), 9, []),
-        (slice_on(["n1", "n2"], ["n9"]), 9, []),
-        (slice_on(["n1", "n2"], ["n2"], ["n3"]), 9, ["n2"]),  # a quarter, and one at least
-        (slice_on(EIGHT, ["n2"], ["n9"]), 99, ["n9", "n2"]),
-        (slice_on(EIGHT, ["n2", "n3", "n4"]), 99, ["n3", "n4"]),
-        (slice_on(EIGHT, [], ["n9"]), 99, ["n9"]),
+        (allocation_on(["n1", "n2"], ["n2"]), 3, ["n2"]),
+        (allocation_on(["n1", "n2"], ["n2"]), 2, []),  # there would never be two nodes again
+        (allocation_on(["n1", "n2"], ["n2"]), None, []),
+        (allocation_on(["n1"], ["n1"]), 9, []),
+        (allocation_on(["n1", "n2"], ["n9"]), 9, []),
+        (allocation_on(["n1", "n2"], ["n2"], ["n3"]), 9, ["n2"]),  # a quarter, and one at least
+        (allocation_on(EIGHT, ["n2"], ["n9"]), 99, ["n9", "n2"]),
+        (allocation_on(EIGHT, ["n2", "n3", "n4"]), 99, ["n3", "n4"]),
+        (allocation_on(EIGHT, [], ["n9"]), 99, ["n9"]),
     ],
 )
-def test_nodes_are_excluded_within_bounds(last: Slice, usable: int | None, excluded: list[str]) -> None:
+def test_nodes_are_excluded_within_bounds(last: Allocation, usable: int | None, excluded: list[str]) -> None:
     assert nodes_to_exclude(last, usable) == excluded
 
 
-def told(*events: dict[str, Any]) -> list[Slice]:
-    return slices_of([{"time": float(time), **event} for time, event in enumerate(events)])
+def told(*events: dict[str, Any]) -> list[Allocation]:
+    return allocations_of([{"time": float(time), **event} for time, event in enumerate(events)])
 
 
 BEGINS = {"event": "slice_start", "slurm_job_id": "17", "restart_count": 0, "node_list": ["n1", "n2"]}
@@ -819,7 +819,7 @@ def test_what_is_safe_is_the_highest_step_of_the_last_fit() -> None:
     assert found.step_after == 5
 
 
-def test_a_launch_in_a_job_that_runs_something_else_is_a_slice_of_its_own() -> None:
+def test_a_launch_in_a_job_that_runs_something_else_is_a_allocation_of_its_own() -> None:
     launch = {"event": "launch", "slurm_job_id": "17", "slurm_restart_count": 0}
     assert len(told(launch, launch)) == 2  # by hand, in a job for the shell
     assert len(told(BEGINS, launch)) == 1
@@ -849,22 +849,22 @@ def test_the_node_that_is_asked_to_leave_again_comes_last_and_once() -> None:
     assert told(BEGINS, suspect("n1"), suspect("n2"), suspect("n1"), other)[0].suspects == ["n2", "n1"]
 
 
-def test_idle_slices_count_in_a_row_only() -> None:
-    idle, advanced = [Slice(0.0)] * 9, Slice(0.0, advanced=True)
+def test_idle_allocations_count_in_a_row_only() -> None:
+    idle, advanced = [Allocation(0.0)] * 9, Allocation(0.0, advanced=True)
     assert why_it_must_end([*idle, advanced, *idle], 0, 100) is None
-    assert why_it_must_end([advanced, *idle, Slice(0.0)], 0, 100) is not None
+    assert why_it_must_end([advanced, *idle, Allocation(0.0)], 0, 100) is not None
 
 
-def test_a_chain_begins_where_the_run_had_ended() -> None:
-    slices = [Slice(0.0, then=then) for then in ("requeue", "end", "requeue", None, "end")]
-    assert len(current_chain(slices)) == 3
-    assert current_chain([]) == []
+def test_a_job_chain_begins_where_the_run_had_ended() -> None:
+    allocations = [Allocation(0.0, then=then) for then in ("requeue", "end", "requeue", None, "end")]
+    assert len(current_job_chain(allocations)) == 3
+    assert current_job_chain([]) == []
 
 
-def test_what_other_jobs_and_people_have_made_is_no_part_of_a_chain(batch: Batch) -> None:
-    slices = [Slice(0.0, job_id=job_id) for job_id in (None, None, "16", "17", "17")]
-    assert current_chain(slices) == slices[3:]
-    assert current_chain(slices[:2]) == slices[:2]
+def test_what_other_jobs_and_people_have_made_is_no_part_of_a_job_chain(batch: Batch) -> None:
+    allocations = [Allocation(0.0, job_id=job_id) for job_id in (None, None, "16", "17", "17")]
+    assert current_job_chain(allocations) == allocations[3:]
+    assert current_job_chain(allocations[:2]) == allocations[:2]
     batch.job(JobState="NODE_FAIL")
     for number in range(12):  # by hand, or jobs that have never said how they end
         batch.ledger.record("slice_start", slurm_job_id=str(number), restart_count=0, node_list=["n1"])
@@ -910,7 +910,7 @@ def test_two_jobs_in_one_run_directory_are_one_too_many(batch: Batch, state: str
     assert code == 1
     assert "job 16 is at work in" in said
     assert "job 16 is at work in" in batch.comments()[-1]
-    assert len(slices_of(read_ledger(batch.ledger.path))) == 1
+    assert len(allocations_of(read_ledger(batch.ledger.path))) == 1
     batch.ledger.record("slice_end", how="preempted", then="requeue", reason="told to")
     assert batch.run(exits(0))[0] == 0
 
@@ -924,24 +924,29 @@ def test_a_command_of_slurms_that_fails_or_is_missing_says_nothing(
         for name in ("scontrol", "sinfo") if exit_code is not None else ():
             (tmp_path / name).write_text(f'#!/bin/sh\necho " EndTime=$SLURM_TIME_FORMAT"\nexit {exit_code}\n')
             (tmp_path / name).chmod(0o755)
-        said = (show_job("17"), node_names("n[1-2]"), lost_nodes("n[1-2]"), usable_nodes("gpu"))
+        said = (
+            slurm.show_job("17"),
+            slurm.node_names("n[1-2]"),
+            slurm.lost_nodes("n[1-2]"),
+            slurm.usable_nodes("gpu"),
+        )
         if exit_code != 0:
             assert said == ({}, [], [], None)
     assert said[0] == {"EndTime": "standard"}  # as it can be read
 
 
 def test_requeues_that_left_no_line_count() -> None:
-    assert why_it_must_end([Slice(0.0, advanced=True)], 100, 100) is not None
-    assert why_it_must_end([Slice(0.0, advanced=True)], 99, 100) is None
-    assert why_it_must_end([Slice(0.0, advanced=True)], 0, 1) is None  # one requeue is allowed
+    assert why_it_must_end([Allocation(0.0, advanced=True)], 100, 100) is not None
+    assert why_it_must_end([Allocation(0.0, advanced=True)], 99, 100) is None
+    assert why_it_must_end([Allocation(0.0, advanced=True)], 0, 1) is None  # one requeue is allowed
 
 
 def test_a_comment_is_set_when_it_is_new_and_not_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     clock = [1000.0]
-    monkeypatch.setattr("lightning_resilience.launch.slurm_job.run_slurm", lambda *words: shown.append(words[-1]))
-    monkeypatch.setattr("lightning_resilience.launch.slurm_job.time.monotonic", lambda: clock[0])
-    comment = Comment("17")
+    monkeypatch.setattr(slurm, "run_slurm", lambda *words: shown.append(words[-1]))
+    monkeypatch.setattr("lightning_resilience.launch.batch_job.time.monotonic", lambda: clock[0])
+    comment = Comment(Slurm({"SLURM_JOB_ID": "17"}))
     for text in ("a", "a", "b"):
         comment.show(text)
     assert shown == ["Comment=a"]
@@ -958,8 +963,8 @@ def test_slurms_name_of_a_node_goes_before_its_own(monkeypatch: pytest.MonkeyPat
     assert node_name() == "gpu-17"
 
 
-def test_the_table_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status.shutil, "which", lambda name: None)
+def test_the_table_of_allocations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
     ledger = Ledger(tmp_path / "ledger", rank=None)
     budget = {"in_job_restarts": 3, "job_retries": 2, "max_failures_per_day": 50}
     nodes = ["n1", "n2"]
@@ -983,12 +988,12 @@ def test_the_table_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [row[1] for row in rows] == ["17", "17.1", "17.2"]
     assert shown.splitlines()[3].endswith("failed  requeued without n2")
     assert "- -> 120" in shown.splitlines()[3]
-    assert shown.splitlines()[4].endswith("killed  requeued by Slurm")
+    assert shown.splitlines()[4].endswith("killed  requeued by scheduler")
     assert "step 120" in shown
     assert "2 of 3 restarts and 2 of 2 job retries left" in shown
     assert "Excluded  n2" in shown
     assert max(map(len, shown.splitlines())) <= 120
-    assert status.progress_line(list(read_ledger(ledger.path))) == "step 120 safe, restart 1 of 3, slice 3"
+    assert status.progress_line(list(read_ledger(ledger.path))) == "step 120 safe, restart 1 of 3, allocation 3"
 
 
 def test_the_table_of_a_run_without_slurm(tmp_path: Path) -> None:
@@ -1025,7 +1030,7 @@ def test_the_state_of_a_job_is_what_slurm_says_as_long_as_it_knows_it(
         ("", "requeued 0.0 s ago"),
     ):
         Path("squeue").write_text(said)
-        monkeypatch.setattr(status.time, "time", lambda: slices_of(read_ledger(ledger.path))[-1].last_seen)
+        monkeypatch.setattr(status.time, "time", lambda: allocations_of(read_ledger(ledger.path))[-1].last_seen)
         lines = status.status(tmp_path).splitlines()
         assert f"Now       {shown}" in lines
     assert "n1..n4 (4)" in lines[3]
@@ -1084,14 +1089,14 @@ def test_what_is_left_is_counted_by_the_last_launch(tmp_path: Path) -> None:
     for _ in range(3):
         ledger.record("failure")
     assert "0 of 1 restarts and 2 of 3 job retries left" in status.status(tmp_path)
-    assert "restart 3 of 1, retry 1 of 3, slice 2" in status.progress_line(list(read_ledger(ledger.path)))
+    assert "restart 3 of 1, retry 1 of 3, allocation 2" in status.progress_line(list(read_ledger(ledger.path)))
 
 
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(59.94, "59.9 s"), (60.0, "1 min 00 s"), (3599.0, "59 min 59 s"), (3600.0, "1 h 00 min")]
 )
 def test_durations_are_for_a_person(seconds: float, shown: str) -> None:
-    assert status.duration(seconds) == shown
+    assert duration(seconds) == shown
 
 
 # Retries as new jobs
@@ -1161,7 +1166,7 @@ def test_the_table_of_a_run_without_launcher(tmp_path: Path) -> None:
     assert rows[2] == ""
     assert "Budget    none" in "\n".join(rows)
     ledger.record("launch", slurm_job_id=None)
-    assert len(slices_of(read_ledger(ledger.path))) == 3
+    assert len(allocations_of(read_ledger(ledger.path))) == 3
     assert "3 of 3 restarts" in status.status(tmp_path)
 
 
@@ -1173,7 +1178,7 @@ def test_a_run_that_goes_on_without_launcher(tmp_path: Path, end: dict[str, Any]
     ledger.record("resumed", fit=0, step=0)
     ledger.record(**end)
     ledger.record("resumed", fit=0, step=5)
-    assert [each.job_id for each in slices_of(read_ledger(ledger.path))] == ["17", None]
+    assert [each.job_id for each in allocations_of(read_ledger(ledger.path))] == ["17", None]
     assert "ended: " not in status.status(tmp_path)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -16,6 +15,7 @@ from lightning_resilience._arguments import checked, duration, shown
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
 from lightning_resilience.launch.output import guard_streams
+from lightning_resilience.launch.schedulers import current_scheduler
 from lightning_resilience.run.events import FitInterrupted, SignalReceived
 from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import NOT_SHOWN, RUN_DIR_VARIABLE
@@ -224,17 +224,12 @@ def _stop(session: FitSession, event: Event) -> None:
 
 
 def _requeue() -> None:
-    array_job, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    job = f"{array_job}_{task}" if array_job else os.environ.get("SLURM_JOB_ID", "")
-    try:
-        result = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=False)
-        message = None if result.returncode == 0 else result.stderr.strip()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        message = str(error)
-    if message is None:
-        log.info("Slurm job %s is requeued.", job)
+    scheduler = current_scheduler()
+    job = f"{scheduler.title} job {scheduler.job_id}"
+    if (refusal := scheduler.requeue()) is None:
+        log.info("%s is requeued.", job)
     else:
-        log.error("Slurm job %s could not be requeued (%s). Submit it again: it resumes.", job, message)
+        log.error("%s could not be requeued (%s). Submit it again: it resumes.", job, refusal)
 
 
 def _end_now(session: FitSession, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What is in local checkpoints, for a person: of a shard, a generation or a node. Every byte is verified."""
+"""``lightning-resilience inspect``: describes and verifies a shard, a generation or the local checkpoints of a node."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lightning_resilience._formatting import table
 from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.capacity import format_bytes
 from lightning_resilience.checkpoint.safe_serialization import tensor_names
-from lightning_resilience.launch.report import table
 
 _LARGEST = 20  # tensors of a shard that are listed
 _MOST_PARTS = 100  # of a generation that are listed

@@ -52,8 +52,7 @@ except ImportError as error:
 
 from lightning_resilience import AutoResume, FaultTolerance, Preemption
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
-from lightning_resilience.launch.slurm_job import PORTS
-from lightning_resilience.launch.slurm_script import AFTER_GRACE_S, SHORTEST_GRACE_S
+from lightning_resilience.launch.schedulers.base import AFTER_GRACE_S, PORTS, SHORTEST_GRACE_S
 from lightning_resilience.recipes import JOBS
 from lightning_resilience.signals import GRACE_PERIOD_VARIABLE
 

@@ -59,6 +59,7 @@ from lightning_resilience.fit.settings import (
 )
 from lightning_resilience.launch.job_info import log_job_info
 from lightning_resilience.launch.report import troubles
+from lightning_resilience.launch.schedulers import current_scheduler
 from lightning_resilience.run.events import DivergenceFound, Fault, Finished, RunRefused
 from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.run.run_directory import (
@@ -1569,8 +1570,8 @@ def _obstacle(trainer: Trainer) -> str | None:
 
 def _is_started_by_itself() -> bool:
     """Whether a launcher or a scheduler has started this again, and no person who may want something else."""
-    counts = ("TORCHELASTIC_RESTART_COUNT", "LIGHTNING_RESILIENCE_JOB_ATTEMPT", "SLURM_RESTART_COUNT")
-    return any(os.environ.get(name, "0") not in ("", "0") for name in counts)
+    counts = ("TORCHELASTIC_RESTART_COUNT", "LIGHTNING_RESILIENCE_JOB_ATTEMPT")
+    return current_scheduler().restart_count > 0 or any(os.environ.get(name, "0") not in ("", "0") for name in counts)
 
 
 def _settings_of_optimizers(trainer: Trainer) -> Settings:

@@ -12,19 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_resilience import __version__
+from lightning_resilience._files import make_directory
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.launch import naming
 from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, other_command
 from lightning_resilience.launch.lookup import why_not_found
 from lightning_resilience.launch.output import introduce, say
 from lightning_resilience.launch.report import report
-from lightning_resilience.launch.slurm import get_slurm_info
-from lightning_resilience.launch.slurm_script import AFTER_GRACE_S, PREEMPT_TIME_S, BatchScript
+from lightning_resilience.launch.schedulers import KINDS, current_scheduler
+from lightning_resilience.launch.schedulers.base import AFTER_GRACE_S, PREEMPT_TIME_S, Scheduler
 from lightning_resilience.launch.status import overview, runs_in, status
 from lightning_resilience.launch.view import diagnoses, ranks_now, watch
 from lightning_resilience.recipes import JOBS
 from lightning_resilience.run.ledger import is_ledger, node_name
 from lightning_resilience.run.run_directory import RunDirectory
+
+_SCHEDULERS: dict[str, Scheduler] = {kind.name: kind() for kind in KINDS}
 
 _EXIT_CODES = """exit codes of launch:
   0   the run has finished
@@ -62,8 +65,8 @@ def _run(options: argparse.Namespace) -> None:
         text, good = inspect(options.path)
         print(text)
         sys.exit(0 if good else 1)
-    if options.action == "slurm":
-        _slurm(options)
+    if (scheduler := _SCHEDULERS.get(options.action)) is not None:
+        _batch(options, scheduler)
         return
     if options.action != "launch":
         if options.action == "status" and len(among := runs_in(Path(options.run_dir))):
@@ -100,7 +103,7 @@ def _why_no_run(path: Path) -> str | None:
     """What is wrong with what was given for a run directory, if anything."""
     if not path.is_dir():
         return f"{path} is not a directory; a run directory was expected"
-    if _is_run(path) or any((path / made).exists() for made in ("launches", "slurm")):
+    if _is_run(path) or any((path / made).exists() for made in ("launches", *_SCHEDULERS)):
         return None  # a job may be waiting for its first launch
     runs = [str(run) for pattern in ("*", "*/*") for run in path.glob(pattern) if _is_run(run)]
     those = f"; these are: {', '.join(sorted(runs)[:5])}" if runs else ""
@@ -129,7 +132,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         name = unknown[0].partition("=")[0]
         known = difflib.get_close_matches(name, _options_of(options.parser), n=1)
         options.parser.error(f"there is no option {name}" + (f"; did you mean {known[0]}?" if known else ""))
-    if options.action in ("launch", "slurm"):
+    if options.action == "launch" or options.action in _SCHEDULERS:
         # One argument for both, or argparse would take the first "--" of the script's for its own.
         script, *options.args = options.command[1:] if options.command[0] == "--" else options.command
         options.script = script
@@ -147,10 +150,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     nemo = JOBS["nemo"]
-    names = "{launch,slurm,status,report,diagnose,watch,inspect}"
+    names = f"{{{','.join(['launch', *_SCHEDULERS, 'status', 'report', 'diagnose', 'watch', 'inspect'])}}}"
     actions = parser.add_subparsers(dest="action", required=True, metavar=names)
 
-    launch = argparse.ArgumentParser(add_help=False)  # what launch and slurm have in common
+    launch = argparse.ArgumentParser(add_help=False)  # what launch and the batch scripts have in common
     launch.add_argument(
         "--recipe",
         type=_recipe,
@@ -244,8 +247,9 @@ def _parser() -> argparse.ArgumentParser:
     here.add_argument(
         "--node-rank",
         type=_node_rank,
-        metavar="R|slurm",
-        help="number of this node; 0 decides for all; slurm: as Slurm counts the nodes of this step",
+        metavar="|".join(["R", *_SCHEDULERS]),
+        help="number of this node; 0 decides for all; "
+        + "; ".join(f"{name}: as {each.title} counts the nodes of this step" for name, each in _SCHEDULERS.items()),
     )
     here.add_argument(
         "--spare", action="store_true", help="this node only waits, to take the place of one that is left out"
@@ -259,41 +263,18 @@ def _parser() -> argparse.ArgumentParser:
         help="end with 75 where the job is to be retried or a node is to be avoided, and not begin again here",
     )
 
-    slurm = actions.add_parser(
-        "slurm",
-        usage="lightning-resilience slurm [OPTION ...] SCRIPT [ARGUMENT ...]",
-        parents=[launch],
-        help="make the batch script that runs a script under Slurm until it has finished",
-        description="Prints a batch script for sbatch, or submits it. The job launches the training script on every "
-        "node, and is requeued until it has finished or keeps failing.",
-    )
-    slurm.add_argument("--nodes", type=_at_least_one, default=1, metavar="N", help="nodes (default: %(default)s)")
-    slurm.add_argument("--gpus-per-node", type=_at_least_one, metavar="N", help="GPUs of each, one worker for each GPU")
-    slurm.add_argument("--time", metavar="LIMIT", help="time limit of one job, as sbatch's (default: the partition's)")
-    slurm.add_argument("--partition", metavar="NAME", help="as sbatch's")
-    slurm.add_argument("--account", metavar="NAME", help="as sbatch's")
-    slurm.add_argument("--job-name", metavar="NAME", help="as sbatch's (default: the name of RUN_DIR or the script)")
-    slurm.add_argument(
-        "--sbatch", action="append", default=[], metavar="OPTION", help="another of sbatch's: --sbatch=--qos=high"
-    )
-    slurm.add_argument(
-        "--env-setup", action="append", default=[], metavar="LINE", help="a line of the batch script before the start"
-    )
-    slurm.add_argument(
-        "--python", default=sys.executable, metavar="PATH", help="interpreter on the nodes (default: this one)"
-    )
-    slurm.add_argument(
-        "--preempt-time",
-        type=_at_least_one,
-        default=PREEMPT_TIME_S,
-        metavar="SECONDS",
-        help="how long before the time limit the workers are told to save, at least (default: %(default)s)",
-    )
-    slurm.add_argument(
-        "--max-requeues", type=_count, default=100, metavar="N", help="of the job, in all (default: %(default)s)"
-    )
-    slurm.add_argument("--submit", action="store_true", help="submit the script and not print it")
-    slurm.set_defaults(launch_actions=[each for each in launch._actions if each.option_strings])
+    for name, scheduler in _SCHEDULERS.items():
+        batch = actions.add_parser(
+            name,
+            usage=f"lightning-resilience {name} [OPTION ...] SCRIPT [ARGUMENT ...]",
+            parents=[launch],
+            help=f"make the batch script that runs a script under {scheduler.title} until it has finished",
+            description="Prints a batch script, or submits it. The job launches the training script on every node, and "
+            "is requeued until it has finished or keeps failing.",
+        )
+        _add_batch_arguments(batch)
+        scheduler.add_arguments(batch)
+        batch.set_defaults(launch_actions=[each for each in launch._actions if each.option_strings])
 
     looked = actions.add_parser(
         "status",
@@ -340,6 +321,30 @@ def _parser() -> argparse.ArgumentParser:
     for action in actions.choices.values():
         action.set_defaults(parser=action)
     return parser
+
+
+def _add_batch_arguments(batch: argparse.ArgumentParser) -> None:
+    """Adds the options that the subcommands of all schedulers have."""
+    batch.add_argument("--nodes", type=_at_least_one, default=1, metavar="N", help="nodes (default: %(default)s)")
+    batch.add_argument("--gpus-per-node", type=_at_least_one, metavar="N", help="GPUs of each, one worker for each GPU")
+    batch.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of RUN_DIR or the script)")
+    batch.add_argument(
+        "--env-setup", action="append", default=[], metavar="LINE", help="a line of the batch script before the start"
+    )
+    batch.add_argument(
+        "--python", default=sys.executable, metavar="PATH", help="interpreter on the nodes (default: this one)"
+    )
+    batch.add_argument(
+        "--preempt-time",
+        type=_at_least_one,
+        default=PREEMPT_TIME_S,
+        metavar="SECONDS",
+        help="how long before the time limit the workers are told to save, at least (default: %(default)s)",
+    )
+    batch.add_argument(
+        "--max-requeues", type=_count, default=100, metavar="N", help="of the job, in all (default: %(default)s)"
+    )
+    batch.add_argument("--submit", action="store_true", help="submit the script and not print it")
 
 
 def _settings(options: argparse.Namespace) -> LaunchSettings:
@@ -410,23 +415,22 @@ def _begin_afresh(options: argparse.Namespace) -> Path:
     return path
 
 
-def _slurm(options: argparse.Namespace) -> None:
+def _batch(options: argparse.Namespace, scheduler: Scheduler) -> None:
     """Prints the batch script, or submits it."""
-    script = _batch_script(options)
-    try:
-        if not options.submit:
-            script.make_output_directory()
-            print(script.render(), end="")
-            return
-        job_id = script.submit()
-    except OSError as error:
-        say(f"Refused: {error}.")
-        sys.exit(1)
+    run_dir, script = _batch_script(options, scheduler)
+    path = run_dir / scheduler.name / "job.sbatch"
+    make_directory(path.parent)  # Slurm does not, and a job without the folder of its output fails without a word
+    if not options.submit:
+        print(script, end="")
+        return
+    path.write_text(script)
+    job_id = scheduler.submit(path)
     print(job_id)
-    say(f"Job {job_id} is submitted. lightning-resilience status {script.run_dir} shows how it goes.")
+    say(f"Submitted job {job_id}. lightning-resilience status {run_dir} shows its state.")
 
 
-def _batch_script(options: argparse.Namespace) -> BatchScript:
+def _batch_script(options: argparse.Namespace, scheduler: Scheduler) -> tuple[Path, str]:
+    """The run directory, and the text of the batch script."""
     parser: argparse.ArgumentParser = options.parser
     if options.nproc_per_node == "auto" and options.gpus_per_node is not None:
         options.nproc_per_node = str(options.gpus_per_node)
@@ -435,38 +439,25 @@ def _batch_script(options: argparse.Namespace) -> BatchScript:
         raise Refused("; ".join(other))  # launch would not: the batch script names the run directory
     grace_period_s = options.grace_period
     if grace_period_s is None and settings.grace_period_s < options.preempt_time - AFTER_GRACE_S:
-        grace_period_s = settings.grace_period_s  # the recipe's, which is shorter than what Slurm leaves
+        grace_period_s = settings.grace_period_s  # the recipe's, which is shorter than what the scheduler leaves
+    launch = [*_forwarded(options), *settings.command]
+    job_name = options.job_name or (
+        naming.script_name(settings.command) if settings.is_default_run_dir else settings.run_dir.name
+    )
+
+    def render(run_dir: Path) -> tuple[Path, str]:
+        return run_dir, scheduler.batch_script(options, launch, run_dir, job_name, grace_period_s)
+
     try:
-        script = BatchScript(
-            launch=[*_forwarded(options), *settings.command],
-            run_dir=settings.run_dir,
-            directory=Path.cwd(),
-            nodes=options.nodes,
-            job_name=options.job_name
-            or (naming.script_name(settings.command) if settings.is_default_run_dir else settings.run_dir.name),
-            time=options.time,
-            gpus_per_node=options.gpus_per_node,
-            partition=options.partition,
-            account=options.account,
-            sbatch=options.sbatch,
-            env_setup=options.env_setup,
-            preempt_time_s=options.preempt_time,
-            grace_period_s=grace_period_s,
-            max_requeues=options.max_requeues,
-            python=options.python,
-        )
+        script = render(settings.run_dir)
     except ValueError as error:
         parser.error(str(error))
-    return replace(script, run_dir=_begin_afresh(options)) if options.fresh else script
+    return render(_begin_afresh(options)) if options.fresh else script
 
 
 _ONE_NODE = {"nnodes": "1", "node_rank": None, "spare": False, "rdzv_endpoint": None, "retries_in_new_job": False}
-_NOT_FORWARDED = (
-    "run_dir",
-    "grace_period",
-    "module",
-    "fresh",
-)  # the batch script has its own say, or the command holds it
+# The batch script or the command holds these.
+_NOT_FORWARDED = ("run_dir", "grace_period", "module", "fresh")
 
 
 def _forwarded(options: argparse.Namespace) -> list[str]:
@@ -493,12 +484,14 @@ def _at_least_one(text: str) -> int:
 
 
 def _node_rank(text: str) -> int:
-    if text != "slurm":
+    if text not in _SCHEDULERS:
         return _count(text)
-    slurm = get_slurm_info()
-    if slurm is None or slurm.node_rank is None:
-        raise argparse.ArgumentTypeError("Slurm has not numbered this process's node; start it with srun")
-    return slurm.node_rank
+    rank = current_scheduler().node_rank
+    if rank is None:
+        raise argparse.ArgumentTypeError(
+            f"{_SCHEDULERS[text].title} has not numbered this process's node; start it as a step of the job"
+        )
+    return rank
 
 
 def _count_or_auto(text: str) -> str:

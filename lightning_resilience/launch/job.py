@@ -44,8 +44,8 @@ from lightning_resilience.launch.output import Relay, say
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
 from lightning_resilience.launch.record import InUse, LaunchRecord, Spares, TakenOver, records
 from lightning_resilience.launch.report import troubles
+from lightning_resilience.launch.schedulers import current_scheduler
 from lightning_resilience.launch.script_errors import why_not_again
-from lightning_resilience.launch.slurm import get_slurm_info
 from lightning_resilience.launch.temporary import launch_folder
 from lightning_resilience.launch.worker import (
     FIRST_LAUNCH_VARIABLE,
@@ -419,7 +419,7 @@ class Launch:
         launches = [event["event"] for event in events if event["event"] in ("launch", "exit")]
         if launches[-1:] == ["launch"]:
             self._ledger.record(LauncherKilled())
-        slurm = get_slurm_info()
+        scheduler = current_scheduler()
         self._ledger.record(
             LaunchStart(
                 launch_id=self.launch_id,
@@ -429,8 +429,8 @@ class Launch:
                 recipe=self.settings.recipe,
                 nnodes=self.settings.nnodes,
                 nproc_per_node=self.settings.nproc_per_node,
-                slurm_job_id=slurm.job_id if slurm else None,
-                slurm_restart_count=slurm.restart_count if slurm else None,
+                slurm_job_id=scheduler.job_id,
+                slurm_restart_count=scheduler.restart_count if scheduler.job_id is not None else None,
                 budget=asdict(self.settings.budget),
             )
         )

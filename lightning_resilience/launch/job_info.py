@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
-from lightning_resilience.launch.slurm import get_slurm_info
+from lightning_resilience.launch.schedulers import current_scheduler
 from lightning_resilience.run.events import JobInfo
 from lightning_resilience.run.ledger import Ledger
 
@@ -21,7 +20,6 @@ _PACKAGES = ("lightning-resilience", "torch", "lightning", "pytorch-lightning", 
 def job_info() -> dict[str, Any]:
     """Host, world, scheduler and versions, without importing any of the packages."""
     environment = os.environ.get
-    slurm = get_slurm_info()
     return {
         "host": platform.node(),
         "pid": os.getpid(),
@@ -31,7 +29,7 @@ def job_info() -> dict[str, Any]:
         "visible_devices": environment("CUDA_VISIBLE_DEVICES"),
         "elastic_run_id": environment("TORCHELASTIC_RUN_ID"),
         "restart_count": _int(environment("TORCHELASTIC_RESTART_COUNT")) or 0,
-        "slurm": asdict(slurm) if slurm else None,
+        "slurm": current_scheduler().job_info(),  # the name in the ledger under any scheduler
         "versions": {"python": platform.python_version()} | _versions(),
     }
 

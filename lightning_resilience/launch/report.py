@@ -1,4 +1,4 @@
-"""What happened to a run, for a person: its timeline, and what each interruption cost. Reads nothing but the ledger."""
+"""``lightning-resilience report``: the timeline of a run and the cost of its interruptions, from the ledger alone."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
+from lightning_resilience._formatting import or_dash, shortened, table, timestamp
+from lightning_resilience.launch.allocations import allocations_of
 from lightning_resilience.launch.budget import Event, Failure, faults_of, first_cause, recurrence
-from lightning_resilience.launch.chain import slices_of
 from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 
@@ -166,7 +166,7 @@ def report(run_dir: str | os.PathLike[str]) -> str:
         f"Interruptions: {counts}. Steps lost: {at_least}{sum(steps)}. Seconds lost: {sum(seconds):.1f} of {total:.1f}."
     )
     outcome = run_directory.outcome
-    last = slices_of(events)[-1:]
+    last = allocations_of(events)[-1:]
     if outcome is None and last and not last[0].launched and last[0].exit is not None and run_directory.fits:
         outcome = run_directory.fits[-1].outcome  # without our launcher only the fits have one
     lines.append(f"Outcome: {outcome.status} ({outcome.reason})" if outcome else "Outcome: none; running, or killed.")
@@ -219,49 +219,27 @@ def _timeline_row(event: Event) -> list[str]:
     rank, step, fit = event.get("rank"), event.get("step"), event.get("fit")
     details = {name: value for name, value in event.items() if name not in (*_COMMON, *_TOO_LONG) and value is not None}
     return [
-        _clock(event["time"]),
+        timestamp(event["time"]),
         event["event"],
         "launcher" if rank is None else f"rank {rank}",
         str(event.get("node", "")),
         "" if step is None else (str(step) if fit is None else f"{fit}: {step}"),
-        _short(" ".join(f"{name}={value}" for name, value in details.items()), 100),
+        shortened(" ".join(f"{name}={value}" for name, value in details.items()), 100),
     ]
 
 
 def _interruption_row(each: Interruption) -> list[str]:
     at_least = "" if each.is_reached_known else ">="
     numbers = [each.saved_step, each.reached_step, each.resumed_step, each.steps_lost]
-    saved, reached, resumed, lost = ("-" if number is None else str(number) for number in numbers)
+    saved, reached, resumed, lost = map(or_dash, numbers)
     seconds = "-" if each.seconds_lost is None else f"{each.seconds_lost:.1f}"
     return [
-        _clock(each.time),
+        timestamp(each.time),
         each.kind,
         saved,
         reached if each.reached_step is None else at_least + reached,
         resumed,
         lost if each.steps_lost is None else at_least + lost,
         seconds,
-        _short(each.reason, 80),
+        shortened(each.reason, 80),
     ]
-
-
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """The lines of a table with its columns aligned.
-
-    Args:
-        head: The names of the columns.
-        rows: The cells, as many in every row.
-    """
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
-    ]
-
-
-def _short(text: str, limit: int) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def _clock(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

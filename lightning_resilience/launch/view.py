@@ -1,4 +1,4 @@
-"""What is known about hangs, for a person: the diagnoses of a run, and its ranks as they are now."""
+"""``lightning-resilience diagnose`` and ``watch``: the hangs of a run, and its ranks as they are now."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from lightning_resilience._files import read_json
+from lightning_resilience._formatting import table, timestamp
 from lightning_resilience._processes import is_running
 from lightning_resilience.detect.hangs.evidence import RankEvidence
 from lightning_resilience.detect.hangs.process_probe import PYTHON, ask
@@ -18,7 +18,6 @@ from lightning_resilience.detect.hangs.progress import read_progress
 from lightning_resilience.detect.hangs.rank_probe import own_directories
 from lightning_resilience.detect.hangs.verdict import Finding, Verdict
 from lightning_resilience.detect.hangs.watchdog import read_evidence
-from lightning_resilience.launch.report import table
 from lightning_resilience.run.run_directory import RunDirectory
 
 _MAX_ROWS = 40
@@ -123,7 +122,7 @@ def ranks_now(run_dir: str | os.PathLike[str]) -> str:
                 "yes" if python else "no",
             ]
         )
-    clock = datetime.now().strftime("%H:%M:%S")
+    clock = timestamp(time.time())[11:]
     if not rows:
         return f"{clock}  No rank of {run_dir} is in a fit on this node, or none is watched (FaultTolerance)."
     head = ["rank", "node", "pid", "section", "step", "since progress", "limit", "answers", "runs Python"]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lightning_resilience.launch.chain import Slice, slices_of
+from lightning_resilience.launch.allocations import Allocation, allocations_of
 from lightning_resilience.launch.report import interruptions
 from tests import harness
 from tests.ledgers import read_ledger
@@ -70,8 +70,8 @@ class Chain:
     def events(self, *names: str) -> list[dict[str, Any]]:
         return [each for each in read_ledger(self.run_dir / "ledger") if not names or each["event"] in names]
 
-    def slices(self) -> list[Slice]:
-        return slices_of(self.events())
+    def allocations(self) -> list[Allocation]:
+        return allocations_of(self.events())
 
     def wait_for(self, event: str, count: int = 1, within_s: float = 120.0, **fields: Any) -> None:
         wait_until(

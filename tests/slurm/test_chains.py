@@ -20,7 +20,7 @@ SLOW = {"step_s": 0.2}  # so that there is time to do something to it
 
 
 def ends(chain: Chain) -> list[str | None]:
-    return [each.how for each in chain.slices()]
+    return [each.how for each in chain.allocations()]
 
 
 def retries(chain: Chain) -> list[bool]:
@@ -91,7 +91,7 @@ def test_a_run_that_keeps_failing_is_retried_in_new_jobs_and_given_up_as_failed(
 def test_a_lost_node_costs_what_was_done_since_the_last_save(chain: Chain, number: int) -> None:
     job_id = chain.submit(**SLOW)
     chain.wait_for("saved", step=10)
-    lost = chain.slices()[0].nodes[number]
+    lost = chain.allocations()[0].nodes[number]
     chain.cluster.lose_node(lost)
     try:
         wait_until(lambda: chain.cluster.job(job_id)["Restarts"] == "1", chain.output)
@@ -102,7 +102,7 @@ def test_a_lost_node_costs_what_was_done_since_the_last_save(chain: Chain, numbe
     chain.check_weights()
     assert ends(chain) == [f"{lost} lost" if number else None, "finished"]
     assert retries(chain) == [False, False]
-    assert lost not in chain.slices()[-1].nodes
+    assert lost not in chain.allocations()[-1].nodes
     chain.note(f"node {number} is lost (SlurmdTimeout 10 s)")
 
 
@@ -116,9 +116,9 @@ def test_a_slow_node_is_not_given_to_the_run_again(chain: Chain) -> None:
     )
     job = chain.wait_for_end(job_id, "COMPLETED")
     chain.check_weights()
-    assert chain.slices()[0].nodes == ["n1", "n2"]
-    assert chain.slices()[0].excluded == ["n2"]
-    assert chain.slices()[-1].nodes == ["n1", "n3"]
+    assert chain.allocations()[0].nodes == ["n1", "n2"]
+    assert chain.allocations()[0].excluded == ["n2"]
+    assert chain.allocations()[-1].nodes == ["n1", "n3"]
     assert job["ExcNodeList"] == "n2"
     assert retries(chain) == [False, False]
     assert "without n2" in chain.status()
@@ -135,7 +135,7 @@ def test_the_example(chain: Chain) -> None:
     chain.wait_for_end(chain.jobs[0], "COMPLETED")
     assert status == "lightning-resilience status runs/slurm"
     assert ends(chain) == ["finished"]
-    assert "slice  job  nodes" in chain.status()
+    assert "allocation  job  nodes" in chain.status()
 
 
 def test_a_job_that_a_person_cancels_saves_and_stays_cancelled(chain: Chain) -> None:
@@ -157,7 +157,7 @@ def test_a_job_that_a_person_cancels_saves_and_stays_cancelled(chain: Chain) -> 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
-def test_the_time_limit_cuts_a_run_into_slices(chain: Chain) -> None:
+def test_the_time_limit_cuts_a_run_into_allocations(chain: Chain) -> None:
     job_id = chain.submit("--time=2", "--preempt-time=40", step_s=3.0)
     chain.wait_for_end(job_id, "COMPLETED", within_s=500.0)
     chain.check_weights()
@@ -183,12 +183,12 @@ def test_ten_preemptions_spend_no_retry(chain: Chain) -> None:
     assert retries(chain) == [False] * 11
 
 
-def wait_for_progress(chain: Chain, slices: int) -> None:
-    """Until the workers of the slice that comes after so many have made a step."""
+def wait_for_progress(chain: Chain, allocations: int) -> None:
+    """Until the workers of the allocation that comes after so many have made a step."""
 
     def has_begun() -> bool:
         events = chain.events("slice_start", "resumed", "fresh")
-        return len([each for each in events if each["event"] != "slice_start"]) > slices
+        return len([each for each in events if each["event"] != "slice_start"]) > allocations
 
     wait_until(has_begun, chain.output)
     time.sleep(0.5)

@@ -1,7 +1,8 @@
-"""The slices of a run: what it has made of each job that it was given, computed from the ledger alone.
+"""The allocations of a run, computed from the ledger alone.
 
-A *slice* is one start of a Slurm job, or one call of ``launch`` outside of Slurm. The *chain* is what the last job has
-made since it was submitted, or since the run last ended for good.
+An *allocation* is one start of a scheduler's job, or one call of ``launch`` without a scheduler. A *job chain* is the
+allocations of one job since it was submitted, or since the run last ended for good. In the ledger an allocation is a
+``slice``, and the job's id is ``slurm_job_id`` under any scheduler.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from typing import Any, Literal
 
 from lightning_resilience.launch.budget import Event, verified_step
 
-SLICES_WITHOUT_PROGRESS = 10
-"""After so many slices in a row in which no new step was verified, a chain ends: something takes every job away before
-the run can save, and does so for ever."""
+ALLOCATIONS_WITHOUT_PROGRESS = 10
+"""After so many allocations in a row without a new verified step a job chain ends: something takes every job away
+before the run can save, and does so for ever."""
 
 Then = Literal["requeue", "end"]
-"""What follows a slice."""
+"""What follows an allocation."""
 
 
 @dataclass
-class Slice:
-    """One slice.
+class Allocation:
+    """One allocation.
 
     Attributes:
         began: Seconds since the epoch.
-        job_id: Slurm's id of the job; ``None`` outside of Slurm.
-        restart_count: How often Slurm had requeued it.
+        job_id: The scheduler's id of the job; ``None`` without a scheduler.
+        restart_count: How often it had been requeued.
         nodes: The names of its nodes, as far as they are known.
         step_before: Up to which step of its fit nothing could be lost when it began; ``None``: no checkpoint yet.
         step_after: The same now, or when the next one began.
@@ -66,34 +67,34 @@ class Slice:
         return self.launched or self.job_id is not None
 
 
-def slices_of(events: Iterable[Event]) -> list[Slice]:
-    """The slices that a ledger tells of.
+def allocations_of(events: Iterable[Event]) -> list[Allocation]:
+    """Folds a ledger into allocations.
 
     Args:
         events: The run's ledger, oldest first.
     """
-    slices: list[Slice] = []
+    allocations: list[Allocation] = []
     highest: dict[int, int] = {}
     begun: set[Any] = set()  # the fits of a run without launcher; no process begins the same one twice
     safe: int | None = None
     for event in events:
         time = event["time"]
-        current = slices[-1] if slices else None
+        current = allocations[-1] if allocations else None
         match event["event"]:
             case "slice_start":
                 job_id, nodes = str(event.get("slurm_job_id")), list(event.get("node_list") or [])
                 excluded = list(current.excluded) if current is not None and current.job_id == job_id else []
-                current = Slice(time, job_id, event.get("restart_count"), nodes, safe, safe, excluded=excluded)
-                slices.append(current)
+                current = Allocation(time, job_id, event.get("restart_count"), nodes, safe, safe, excluded=excluded)
+                allocations.append(current)
             case "launch":
                 if current is None or current.job_id is None or current.launched or current.ended is not None:
-                    current = Slice(time, event.get("slurm_job_id"), event.get("slurm_restart_count"))
+                    current = Allocation(time, event.get("slurm_job_id"), event.get("slurm_restart_count"))
                     current.step_before = current.step_after = safe
-                    slices.append(current)
+                    allocations.append(current)
                 current.launched = True
             case "fresh" | "resumed" if current is None or _has_ended(current, event.get("fit") in begun):
-                current = Slice(time, step_before=safe, step_after=safe)  # of a run that was started without launcher
-                slices.append(current)
+                current = Allocation(time, step_before=safe, step_after=safe)  # of a run without launcher
+                allocations.append(current)
                 begun = set()
         if current is None:
             continue
@@ -124,57 +125,57 @@ def slices_of(events: Iterable[Event]) -> list[Slice]:
                 current.ended, current.how = time, str(event.get("how"))
                 current.then = "requeue" if event.get("then") == "requeue" else "end"
                 current.excluded = list(event.get("excluded") or [])
-    return slices
+    return allocations
 
 
-def _has_ended(slice_: Slice, is_fit_begun: bool) -> bool:
-    """Whether a slice was over when a fit began, which thus is of a run that was started without launcher."""
-    if slice_.launched:
-        return slice_.ended is not None or slice_.exit is not None
-    return slice_.ended is not None or is_fit_begun
+def _has_ended(allocation: Allocation, is_fit_begun: bool) -> bool:
+    """Whether an allocation was over when a fit began, which thus is of a run that was started without launcher."""
+    if allocation.launched:
+        return allocation.ended is not None or allocation.exit is not None
+    return allocation.ended is not None or is_fit_begun
 
 
-def current_chain(slices: Sequence[Slice]) -> list[Slice]:
+def current_job_chain(allocations: Sequence[Allocation]) -> list[Allocation]:
     """Those that belong together with the last one."""
-    if not slices:
+    if not allocations:
         return []
     # A job that a person has submitted, or a launch by hand, has a count of its own.
-    job_id = slices[-1].job_id
-    apart = (index + 1 for index, each in enumerate(slices[:-1]) if each.then == "end" or each.job_id != job_id)
+    job_id = allocations[-1].job_id
+    apart = (index + 1 for index, each in enumerate(allocations[:-1]) if each.then == "end" or each.job_id != job_id)
     begin = max(apart, default=0)
-    return list(slices[begin:])
+    return list(allocations[begin:])
 
 
-def why_it_must_end(chain: Sequence[Slice], restart_count: int, max_requeues: int) -> str | None:
-    """Why there must be no further slice, if so.
+def why_it_must_end(job_chain: Sequence[Allocation], restart_count: int, max_requeues: int) -> str | None:
+    """Why there must be no further allocation, if so.
 
     Args:
-        chain: The slices so far, all of which have ended.
-        restart_count: How often Slurm says that the job has been requeued: a job that does not come far enough to write
-            a line counts, too.
+        job_chain: Its allocations so far, all of which have ended.
+        restart_count: How often the scheduler says that the job has been requeued: a job that does not come far enough
+            to write a line counts, too.
         max_requeues: How often it may be.
     """
-    requeued = max(restart_count, len(chain) - 1)
+    requeued = max(restart_count, len(job_chain) - 1)
     if requeued >= max_requeues:
         return f"the job has been requeued {requeued} times, and --max-requeues={max_requeues}"
     idle = 0
-    for each in reversed(chain):
+    for each in reversed(job_chain):
         if each.advanced:
             break
         idle += 1
-    if idle >= SLICES_WITHOUT_PROGRESS:
-        return f"no new step has become safe in {idle} slices in a row"
+    if idle >= ALLOCATIONS_WITHOUT_PROGRESS:
+        return f"no new step has become safe in {idle} allocations in a row"
     return None
 
 
-def nodes_to_exclude(last: Slice, usable_nodes: int | None) -> list[str]:
+def nodes_to_exclude(last: Allocation, usable_nodes: int | None) -> list[str]:
     """The nodes that the job must not get again.
 
     Never more than a quarter of the nodes of the job, but one at least; the oldest come back first. A single node is
     never excluded: with nothing to compare it to, nobody knows whether it is to blame.
 
     Args:
-        last: The slice that has just ended.
+        last: The allocation that has just ended.
         usable_nodes: How many nodes the job could be given at all; ``None`` if unknown, then nothing is added.
     """
     count = len(last.nodes)

@@ -1,0 +1,69 @@
+"""Tables, durations and times as the command line shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table with its columns aligned.
+
+    Args:
+        head: The names of the columns.
+        rows: The cells, as many in every row.
+    """
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+    ]
+
+
+def duration(seconds: float) -> str:
+    """A duration: ``8.3 s``, ``12 min 05 s``, ``3 h 20 min``.
+
+    Args:
+        seconds: How long.
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def timestamp(seconds: float) -> str:
+    """A time of this machine's zone: ``2026-01-31 13:05:59``.
+
+    Args:
+        seconds: Since the epoch.
+    """
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def shortened(text: str, length: int) -> str:
+    """A text in one line of limited length.
+
+    Args:
+        text: With any white space.
+        length: Characters, the three dots at the end included.
+    """
+    text = " ".join(text.split())
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def or_dash(value: object) -> str:
+    """The cell of a table: ``-`` for ``None``.
+
+    Args:
+        value: What is shown.
+    """
+    return "-" if value is None else str(value)
+
+
+def node_range(nodes: Sequence[str]) -> str:
+    """The names of nodes, or the first and the last of more than three.
+
+    Args:
+        nodes: In the order of the scheduler.
+    """
+    return ",".join(nodes) if len(nodes) <= 3 else f"{nodes[0]}..{nodes[-1]} ({len(nodes)})"

@@ -1,0 +1,387 @@
+"""What the batch script of a scheduler runs: one allocation of a run, and the decision what follows it.
+
+It starts one ``launch`` on every node and waits for them. When they have ended it ends the job, or requeues it, by what
+the first of them has recorded in the ledger. An exit code alone would not do: that of the whole step is the highest of
+all nodes, and a launch that was killed leaves one too.
+
+=========================================  =============================================================
+``launch`` ended with                      then
+=========================================  =============================================================
+0: finished                                the job ends with 0
+75: interrupted, or to be retried as a     the job is requeued
+new job
+1, 16, 17: failed for good                 the job ends with that, and is not requeued
+nothing, because it was killed             the job is requeued
+=========================================  =============================================================
+
+A job that has ended before it was requeued counts as completed, and never comes back; so this process waits until the
+scheduler ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from lightning_resilience._formatting import node_range
+from lightning_resilience.launch.allocations import (
+    Allocation,
+    Then,
+    allocations_of,
+    current_job_chain,
+    nodes_to_exclude,
+    why_it_must_end,
+)
+from lightning_resilience.launch.budget import Event
+from lightning_resilience.launch.cli import launch_settings
+from lightning_resilience.launch.output import introduce, say
+from lightning_resilience.launch.schedulers import current_scheduler
+from lightning_resilience.launch.schedulers.base import (
+    PORTS,
+    PREEMPT_TIME_S,
+    REQUEUE_EVERY_S,
+    REQUEUE_WITHIN_S,
+    JobStatus,
+    Scheduler,
+)
+from lightning_resilience.launch.status import progress_line
+from lightning_resilience.run.events import AllocationEnd, AllocationStart, ExclusionFailed
+from lightning_resilience.run.ledger import Ledger, node_name
+from lightning_resilience.run.run_directory import RunDirectory
+from lightning_resilience.signals import EXIT_INTERRUPTED
+
+COMMENT_EVERY_S = 30.0
+"""Seconds between two comments: the scheduler's controller serves all users."""
+
+_POLL_S = 1.0
+_EXCLUDE_TRIES = 10
+_COMMENT_LENGTH = 400
+_LIMIT_IS_NEAR_S = 90.0  # schedulers check time limits only now and then: Slurm warns up to 60 s too early
+_EXIT_USAGE = 2  # argparse's
+
+
+@dataclass(frozen=True)
+class End:
+    """How an allocation has ended, and what follows.
+
+    Args:
+        how: In a few words, for a table.
+        then: What follows.
+        exit_code: That of the job, if it ends.
+        reason: The same in a sentence.
+    """
+
+    how: str
+    then: Then
+    exit_code: int
+    reason: str
+
+
+class Comment:
+    """The comment that the scheduler shows beside the job. Nothing depends on whether it can be set.
+
+    Args:
+        scheduler: That of the job.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._shown = ""
+        self._due = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough time has passed since the last one."""
+        return time.monotonic() >= self._due
+
+    def show(self, text: str, now: bool = False) -> None:
+        """Sets the comment, if it has changed and is due.
+
+        Args:
+            text: The new one.
+            now: Set it even if it is not due.
+        """
+        text = " ".join(text.split())[:_COMMENT_LENGTH]
+        if not (self.is_due or now):
+            return
+        self._due = time.monotonic() + COMMENT_EVERY_S
+        if text == self._shown:
+            return
+        self._shown = text
+        self._scheduler.show_comment(text)
+
+
+class BatchJob:
+    """One allocation.
+
+    Args:
+        scheduler: The scheduler in whose job this process runs.
+        run_dir: The run directory.
+        arguments: Those of ``launch``, without what only the job knows: nodes and where they meet.
+        max_requeues: How often the job may be requeued.
+        lead_s: Seconds from the scheduler's SIGTERM to the time limit, at least.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, run_dir: Path, arguments: Sequence[str], max_requeues: int, lead_s: float
+    ) -> None:
+        self.scheduler = scheduler
+        self.arguments = list(arguments)
+        self.max_requeues = max_requeues
+        self.lead_s = lead_s
+        self._ledger = Ledger(RunDirectory(run_dir).ledger, rank=None)
+        self._comment = Comment(scheduler)
+        self._terms = 0
+        self._has_run = False
+
+    def run(self) -> int:
+        """Runs to the end and returns the exit code of the job, unless the scheduler ends this process before."""
+        # These are for the steps. Handlers, because what is ignored would be ignored by the steps too.
+        signal.signal(signal.SIGTERM, self._on_term)
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(signum, lambda signum, frame: None)
+        try:
+            return self._run()
+        except OSError as error:
+            return self._without_ledger(f"this allocation cannot go on: {error}")
+
+    def _run(self) -> int:
+        before = allocations_of(self._events())
+        if (other := self._other_job(before)) is not None:
+            refusal = f"job {other} is at work in {self._ledger.path.parent}; cancel one of the two"
+            say(f"Refused: {refusal}.")  # not recorded: the allocation in the ledger is the other job's
+            self._comment.show(refusal, now=True)
+            return 1
+        if reason := self._why_not(before):
+            return self._end(End("not started", "end", 1, reason))
+        try:
+            launch_settings(self.arguments)
+        except SystemExit:
+            reason = "launch has refused its command line; see the output above"
+            return self._end(End("refused", "end", _EXIT_USAGE, reason))
+        nodes = self.scheduler.node_names()
+        start = AllocationStart(
+            slurm_job_id=self.scheduler.job_id, restart_count=self.scheduler.restart_count, node_list=nodes
+        )
+        self._ledger.record(start)
+        if len(allocations_of(self._events())) == len(before):
+            # What is not recorded is not counted, and the job would be requeued for ever.
+            return self._without_ledger(f"{self._ledger.path} cannot be written")
+        on_every_node, environment = self.scheduler.run_on_every_node()
+        command = [*on_every_node, *self.launch_command()]
+        say(f"Allocation {len(before) + 1} on {', '.join(nodes) or 'unknown nodes'}.")
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+        self._has_run = True
+        while (exit_code := process.poll()) is None:
+            self._show_progress()
+            time.sleep(_POLL_S)
+        status = self.scheduler.status()
+        # Not by their number: what another node has recorded before may have turned up meanwhile.
+        events = self._events()
+        begun = [index for index, event in enumerate(events) if event["event"] == "slice_start"]
+        end = self._how_it_ended(exit_code, events[begun[-1] :] if begun else [], status)
+        if end.then == "requeue" and status.is_cancelled:
+            end = End("cancelled", "end", EXIT_INTERRUPTED, "the job was cancelled")
+        return self._follow(end)
+
+    def launch_command(self) -> list[str]:
+        """The command that is to run on every node."""
+        nodes = self.scheduler.num_nodes
+        command = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", f"--nnodes={nodes}"]
+        if nodes > 1:
+            command += [f"--node-rank={self.scheduler.name}", f"--rdzv-endpoint={_this_node()}:{_free_port()}"]
+        return [*command, "--retries-in-new-job", *self.arguments]
+
+    def _on_term(self, signum: int, frame: FrameType | None) -> None:
+        self._terms += 1
+
+    def _events(self) -> list[Event]:
+        return self._ledger.events()
+
+    def _other_job(self, before: Sequence[Allocation]) -> str | None:
+        """Another job that works in this run directory now."""
+        last = before[-1].job_id if before and before[-1].ended is None else None
+        if last is None or last == self.scheduler.job_id:
+            return None
+        return last if self.scheduler.is_at_work(last) else None
+
+    def _why_not(self, before: Sequence[Allocation]) -> str | None:
+        """Why this allocation must not begin: a job that the scheduler itself has requeued was not asked at its end."""
+        job_chain = current_job_chain(before)
+        if not job_chain or job_chain[-1].then == "end" or job_chain[-1].job_id != self.scheduler.job_id:
+            return None
+        return why_it_must_end(job_chain, 0, self.max_requeues)
+
+    def _without_ledger(self, reason: str) -> int:
+        """Ends the job before anything has run: a mistake. Later a node has lost the storage, another may have it."""
+        restarts = self.scheduler.restart_count
+        if (self._has_run or restarts > 0) and restarts < self.max_requeues:
+            return self._requeue(End("storage lost", "requeue", 1, reason), [], [])
+        say(f"The job ends with 1: {reason}.")
+        self._comment.show(reason, now=True)
+        return 1
+
+    def _show_progress(self) -> None:
+        if self._comment.is_due:
+            with suppress(Exception):  # a comment is not worth the run
+                self._comment.show(progress_line(self._events()))
+
+    def _how_it_ended(self, exit_code: int, events: Sequence[Event], status: JobStatus) -> End:
+        """How this allocation has ended: by its events; where they are silent, by exit code and status."""
+        exits = [event for event in events if event["event"] == "exit"]
+        if not exits:
+            if refusals := [event for event in events if event["event"] == "refused"]:
+                return End("refused", "end", 1, str(refusals[-1].get("reason")))
+            reason = f"the launch was lost, and has recorded nothing (its step ended with {exit_code})"
+            return End("launch lost", "requeue", 1, reason)
+        reason, recorded = str(exits[-1].get("reason")), exits[-1].get("exit_code")
+        if not isinstance(recorded, int):
+            recorded = 1
+        if recorded == 0:
+            return End("finished", "end", 0, reason)
+        if recorded != EXIT_INTERRUPTED:
+            return End(f"failed, exit code {recorded}", "end", recorded, reason)
+        if exits[-1].get("new_job"):
+            return End("failed", "requeue", 1, reason)
+        return End(self._why_stopped(status), "requeue", 1, reason)
+
+    def _why_stopped(self, status: JobStatus) -> str:
+        if lost := self.scheduler.lost_nodes():
+            return f"{node_range(lost)} lost"
+        if status.is_requeued:
+            return f"requeued by {self.scheduler.title}"
+        if status.is_preempted:
+            return "preempted"
+        is_near = status.ends_at is not None and time.time() > status.ends_at - self.lead_s - _LIMIT_IS_NEAR_S
+        return "time limit" if is_near else "told to stop"
+
+    def _follow(self, end: End) -> int:
+        """Does what follows, and returns the exit code of the job, unless the scheduler ends this process before."""
+        allocations = allocations_of(self._events())
+        if not allocations:
+            raise OSError(f"{self._ledger.path} has lost what was in it")
+        last = allocations[-1]
+        excluded = last.excluded
+        if end.then == "requeue":
+            job_chain = current_job_chain(allocations)
+            stop = why_it_must_end(job_chain, self.scheduler.restart_count, self.max_requeues)
+            if stop is not None:
+                end = End(end.how, "end", 1, f"{stop}; the last one: {end.reason}")
+            elif last.suspects:
+                excluded = nodes_to_exclude(last, self._count_usable_nodes(excluded))
+        if end.then == "end":
+            return self._end(end)
+        self._ledger.record(AllocationEnd(how=end.how, then="requeue", reason=end.reason, excluded=list(excluded)))
+        self._comment.show(f"{progress_line(self._events())}; {end.how}, requeued", now=True)
+        return self._requeue(end, last.excluded, excluded)
+
+    def _count_usable_nodes(self, excluded: Sequence[str]) -> int | None:
+        """How many nodes the job could be given, without those that its user excludes; ``None``: that is unknown."""
+        listed, usable = self.scheduler.excluded_nodes(), self.scheduler.usable_nodes()
+        if usable is None or listed is None:
+            return None
+        return len(set(usable) - (set(listed) - set(excluded)))
+
+    def _end(self, end: End) -> int:
+        self._ledger.record(AllocationEnd(how=end.how, then="end", exit_code=end.exit_code, reason=end.reason))
+        self._comment.show(f"{end.how}: {end.reason}" if end.exit_code else f"finished: {end.reason}", now=True)
+        say(f"The job ends with {end.exit_code} ({end.how}): {end.reason}.")
+        return end.exit_code
+
+    def _requeue(self, end: End, before: Sequence[str], excluded: Sequence[str]) -> int:
+        """Requeues the job, which has excluded the nodes ``before`` so far, beside those that its user excludes."""
+        is_new = list(excluded) != list(before)
+        without = f", without {', '.join(excluded)}" if is_new else ""
+        say(f"Requeuing the job{without} ({end.how}): {end.reason}.")
+        deadline = time.monotonic() + REQUEUE_WITHIN_S
+        listed = self.scheduler.excluded_nodes()
+        while not (status := self.scheduler.status()).is_requeued:
+            if status.is_cancelled:
+                return self._end(End("cancelled", "end", EXIT_INTERRUPTED, "the job was cancelled"))
+            self._terms = 0
+            if (refusal := self.scheduler.requeue()) is None:
+                break
+            if time.monotonic() > deadline:
+                reason = f"the job could not be requeued ({refusal}); submit it again, and it goes on"
+                return self._end(End(end.how, "end", EXIT_INTERRUPTED, reason))
+            # The SIGTERM that takes the job back may have ended the scheduler's command, too.
+            self._wait_for_term(min(deadline, time.monotonic() + REQUEUE_EVERY_S))
+        if is_new and listed is not None:  # else its user's own would be forgotten
+            self._exclude([*(node for node in listed if node not in before), *excluded])
+        self._wait_for_term(deadline)  # the scheduler's, which has taken the job back
+        return EXIT_INTERRUPTED
+
+    def _wait_for_term(self, deadline: float) -> None:
+        while not self._terms and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def _exclude(self, nodes: Sequence[str]) -> None:
+        """Sets which nodes the job must not get, which is pending by now."""
+        refusal = None
+        for _ in range(_EXCLUDE_TRIES):  # the SIGTERM that takes the job back may end the scheduler's command, too
+            if (refusal := self.scheduler.exclude(nodes)) is None:
+                return
+            time.sleep(0.2)
+        say(f"{self.scheduler.title} does not exclude {', '.join(nodes)}: {refusal}")
+        self._ledger.record(ExclusionFailed(node_list=list(nodes), reason=refusal))
+
+
+def _this_node() -> str:
+    """A name by which the other nodes find this one, on which the batch script runs: the first."""
+    try:
+        socket.getaddrinfo(node_name(), None)
+    except OSError:
+        return platform.node()
+    return node_name()
+
+
+def _free_port() -> int:
+    """A port that nothing on this node listens on now."""
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"no free port among {PORTS.start} to {PORTS.stop - 1} on {platform.node()}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The program of the batch script.
+
+    Args:
+        arguments: The command line; default: this process's.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_resilience.launch.batch_job",
+        description="Runs one allocation of a run in a batch job. lightning-resilience slurm makes the script for it.",
+    )
+    parser.add_argument("--run-dir", type=Path, required=True, help="as launch's")
+    parser.add_argument("--max-requeues", type=int, default=100, help="how often the job may be requeued")
+    parser.add_argument(
+        "--lead", type=float, default=float(PREEMPT_TIME_S), help="seconds from SIGTERM to the time limit, at least"
+    )
+    parser.add_argument("launch", nargs=argparse.REMAINDER, metavar="-- ...", help="the arguments of launch")
+    options = parser.parse_args(arguments)
+    scheduler = current_scheduler()
+    if scheduler.job_id is None:
+        parser.error("this is no batch job; submit the script that lightning-resilience slurm makes with sbatch")
+    launch = options.launch[1:] if options.launch[:1] == ["--"] else options.launch
+    job = BatchJob(
+        scheduler, options.run_dir, [f"--run-dir={options.run_dir}", *launch], options.max_requeues, options.lead
+    )
+    introduce(scheduler.name)
+    sys.exit(job.run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,513 @@
+"""All that the launcher knows about Slurm: the facts of a job, the commands, and the batch script.
+
+Slurm keeps id, options and priority of a requeued job. It changes the list of excluded nodes of a pending job only. A
+job is pending as soon as Slurm has agreed to requeue it, and its processes live for some time after that.
+
+Imports nothing but the standard library.
+"""
+# ruff: noqa: D102  (what a scheduler is asked is documented in base.py)
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lightning_resilience import __version__
+from lightning_resilience.launch.schedulers.base import (
+    AFTER_GRACE_S,
+    PREEMPT_TIME_S,
+    SHORTEST_GRACE_S,
+    JobStatus,
+    Scheduler,
+)
+
+_COMMAND_TIMEOUT_S = 60.0
+_SUBMIT_TIMEOUT_S = 120.0
+_SIGNAL_EARLY_S = 60  # Slurm checks time limits only now and then, and sends the signal up to so much too early
+_OPTION_NAME = re.compile(r"--(?P<long>[A-Za-z-]+)|-(?P<short>[A-Za-z])")
+_OWN_OPTIONS = (
+    *("nodes", "N", "ntasks", "n", "ntasks-per-node", "signal", "requeue", "no-requeue", "open-mode", "output", "o"),
+    *("chdir", "D", "array", "a", "wrap", "time", "t"),
+)
+
+
+@dataclass(frozen=True)
+class SlurmInfo:
+    """The Slurm job of this process; what Slurm did not say, or said in a way that can't be read, is ``None``.
+
+    Args:
+        job_id: The job's id; a requeued job keeps it.
+        job_name: The job's name.
+        node_list: The nodes in Slurm's own notation, such as ``node[01-04]``.
+        num_nodes: How many nodes.
+        ntasks_per_node: Tasks on this node.
+        node_rank: Which of the nodes this is.
+        restart_count: How often the job has been requeued.
+        partition: Its partition.
+        array_job_id: The id of the job array it belongs to.
+        array_task_id: Its index in that array.
+    """
+
+    job_id: str
+    job_name: str | None
+    node_list: str | None
+    num_nodes: int | None
+    ntasks_per_node: int | None
+    node_rank: int | None
+    restart_count: int
+    partition: str | None
+    array_job_id: str | None
+    array_task_id: int | None
+
+
+def get_slurm_info(environment: Mapping[str, str] | None = None) -> SlurmInfo | None:
+    """Reads the ``SLURM_*`` variables.
+
+    Args:
+        environment: Where to read; default: this process's environment.
+
+    Returns:
+        The job's facts, or ``None`` outside a Slurm job.
+    """
+    variables = os.environ if environment is None else environment
+
+    def text(*names: str) -> str | None:
+        return next((value for name in names if (value := variables.get(f"SLURM_{name}", "").strip())), None)
+
+    def number(*names: str) -> int | None:
+        return next((int(value) for name in names if (value := text(name)) and re.fullmatch(r"[0-9]+", value)), None)
+
+    job_id = text("JOB_ID", "JOBID")
+    if job_id is None:
+        return None
+    node_rank = number("NODEID")
+    return SlurmInfo(
+        job_id=job_id,
+        job_name=text("JOB_NAME"),
+        node_list=text("JOB_NODELIST", "NODELIST"),
+        num_nodes=number("JOB_NUM_NODES", "NNODES"),
+        ntasks_per_node=_on_node(text("NTASKS_PER_NODE", "STEP_TASKS_PER_NODE", "TASKS_PER_NODE"), node_rank or 0),
+        node_rank=node_rank,
+        restart_count=number("RESTART_COUNT") or 0,
+        partition=text("JOB_PARTITION"),
+        array_job_id=text("ARRAY_JOB_ID"),
+        array_task_id=number("ARRAY_TASK_ID"),
+    )
+
+
+def _on_node(counts: str | None, node_rank: int) -> int | None:
+    """What ``counts`` says about one node. Slurm writes ``2(x3),1`` for 2, 2, 2 and 1."""
+    first = 0
+    for part in (counts or "").split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip())
+        if match is None:
+            return None
+        first += int(match[2] or 1)
+        if node_rank < first:
+            return int(match[1])
+    return None
+
+
+def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
+    """Runs one of Slurm's commands, and never waits for longer than a minute.
+
+    Args:
+        command: Its name and arguments.
+
+    Returns:
+        How it ended. One that is missing or does not answer counts as failed, with the reason as its error output.
+    """
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_TIMEOUT_S,
+            check=False,
+            env=os.environ | {"SLURM_TIME_FORMAT": "standard"},  # which a user may have set to another
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+def show_job(job_id: str) -> dict[str, str]:
+    """What ``scontrol show job`` says about a job; empty if it says nothing.
+
+    Args:
+        job_id: Its id.
+    """
+    shown = run_slurm("scontrol", "--oneliner", "show", "job", job_id)
+    return dict(re.findall(r"(?:^|\s)([A-Za-z]+)=(\S*)", shown.stdout)) if shown.returncode == 0 else {}
+
+
+def node_names(node_list: str) -> list[str]:
+    """The names of nodes in Slurm's own notation, in its order.
+
+    Args:
+        node_list: Such as ``node[01-04]``.
+    """
+    shown = run_slurm("scontrol", "show", "hostnames", node_list)
+    return shown.stdout.split() if shown.returncode == 0 else []
+
+
+def lost_nodes(node_list: str) -> list[str]:
+    """Which of these nodes Slurm has lost.
+
+    Args:
+        node_list: In Slurm's own notation.
+    """
+    shown = run_slurm("sinfo", "--noheader", "--Node", f"--nodes={node_list}", "--states=down,fail", "--format=%N")
+    return sorted(set(shown.stdout.split())) if shown.returncode == 0 else []
+
+
+def usable_nodes(partition: str) -> list[str] | None:
+    """The nodes of a partition that can be given to a job, now or once they are free; ``None`` if that is unknown.
+
+    Args:
+        partition: Its name.
+    """
+    states = "idle,alloc,mix,comp"
+    shown = run_slurm("sinfo", "--noheader", "--Node", f"--partition={partition}", f"--states={states}", "--format=%N")
+    return sorted(set(shown.stdout.split())) if shown.returncode == 0 else None
+
+
+class Slurm(Scheduler):
+    """Slurm, asked by its commands.
+
+    Args:
+        environment: Where the job's variables are read; default: this process's environment.
+    """
+
+    name = "slurm"
+    title = "Slurm"
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self.info = get_slurm_info(environment)
+        if self.info is not None:
+            self.job_id = self.info.job_id
+            self.restart_count = self.info.restart_count
+            self.num_nodes = self.info.num_nodes or 1
+            self.node_rank = self.info.node_rank
+
+    def job_info(self) -> dict[str, Any] | None:
+        return asdict(self.info) if self.info else None
+
+    def node_names(self) -> list[str]:
+        return node_names(self._node_list)
+
+    def run_on_every_node(self) -> tuple[list[str], dict[str, str]]:
+        # No node is ended because another one has: the launches tell each other. Each may use all cores of the job.
+        command = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL", "--label", "--cpu-bind=none"]
+        command += [f"--nodes={self.num_nodes}", f"--ntasks={self.num_nodes}", "--ntasks-per-node=1"]
+        cores = os.environ.get("SLURM_CPUS_PER_TASK")  # since Slurm 22.05 srun does not read this variable any more
+        return command, os.environ | ({"SRUN_CPUS_PER_TASK": cores} if cores else {})
+
+    def status(self) -> JobStatus:
+        job = self._show_job()
+        restarts = job.get("Restarts", "")
+        is_requeued = restarts.isdecimal() and int(restarts) > self.restart_count
+        is_preempted = _time_of(job.get("PreemptTime")) is not None
+        # While its processes are still there, Slurm says of every job that it ends only that it is completing.
+        if job.get("JobState") != "COMPLETING" or is_requeued or is_preempted:
+            is_cancelled = job.get("JobState", "").startswith("CANCELLED")
+        else:
+            is_cancelled = not _has_reached_its_limit(job)
+        return JobStatus(is_cancelled, is_requeued, is_preempted, _time_of(job.get("EndTime")))
+
+    def lost_nodes(self) -> list[str]:
+        return lost_nodes(self._node_list)
+
+    def usable_nodes(self) -> list[str] | None:
+        job = self._show_job()
+        if any(job.get(field, "(null)") != "(null)" for field in ("ReqNodeList", "Features")):
+            return None
+        return usable_nodes((self.info.partition if self.info else None) or "")
+
+    def excluded_nodes(self) -> list[str] | None:
+        listed = self._show_job().get("ExcNodeList")
+        if listed == "(null)":
+            return []
+        return (node_names(listed) or None) if listed else None
+
+    def exclude(self, nodes: Sequence[str]) -> str | None:
+        return _refusal(run_slurm("scontrol", "update", f"JobId={self.job_id}", f"ExcNodeList={','.join(nodes)}"))
+
+    def requeue(self) -> str | None:
+        job = str(self.job_id)
+        if self.info is not None and self.info.array_job_id is not None:
+            job = f"{self.info.array_job_id}_{self.info.array_task_id}"
+        return _refusal(run_slurm("scontrol", "requeue", job))
+
+    def show_comment(self, text: str) -> None:
+        run_slurm("scontrol", "update", f"JobId={self.job_id}", f"Comment={text}")
+
+    def is_at_work(self, job_id: str) -> bool:
+        return show_job(job_id).get("JobState") in ("RUNNING", "COMPLETING", "SUSPENDED")
+
+    def queue_state(self, job_id: str) -> str | None:
+        if shutil.which("squeue") is None:
+            return None
+        shown = run_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%T|%r|%N|%k")
+        if shown.returncode != 0 or "|" not in shown.stdout:
+            return None
+        state, reason, nodes, comment = shown.stdout.splitlines()[0].split("|", 3)
+        where = f" on {nodes}" if nodes else f" ({reason})"
+        said = f": {comment}" if comment not in ("", "(null)") else ""
+        return f"job {job_id} is {state}{where}{said}"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--time", metavar="LIMIT", help="time limit of one job, as sbatch's (default: the partition's)"
+        )
+        parser.add_argument("--partition", metavar="NAME", help="as sbatch's")
+        parser.add_argument("--account", metavar="NAME", help="as sbatch's")
+        parser.add_argument(
+            "--sbatch", action="append", default=[], metavar="OPTION", help="another of sbatch's: --sbatch=--qos=high"
+        )
+
+    def batch_script(
+        self,
+        options: argparse.Namespace,
+        launch: Sequence[str],
+        run_dir: Path,
+        job_name: str,
+        grace_period_s: float | None,
+    ) -> str:
+        script = BatchScript(
+            launch=launch,
+            run_dir=run_dir,
+            directory=Path.cwd(),
+            nodes=options.nodes,
+            job_name=job_name,
+            time=options.time,
+            gpus_per_node=options.gpus_per_node,
+            partition=options.partition,
+            account=options.account,
+            sbatch=options.sbatch,
+            env_setup=options.env_setup,
+            preempt_time_s=options.preempt_time,
+            grace_period_s=grace_period_s,
+            max_requeues=options.max_requeues,
+            python=options.python,
+        )
+        return script.render()
+
+    def submit(self, script: Path) -> str:
+        try:
+            done = subprocess.run(
+                ["sbatch", "--parsable", str(script)],
+                capture_output=True,
+                text=True,
+                timeout=_SUBMIT_TIMEOUT_S,
+                check=False,
+            )
+        except FileNotFoundError:
+            raise OSError("there is no sbatch here; submit the script on a node of the cluster") from None
+        except subprocess.TimeoutExpired:
+            raise OSError("sbatch has not answered within 2 minutes; squeue says whether it got the job") from None
+        if done.returncode != 0:
+            raise OSError(f"sbatch has refused {script}: {done.stderr.strip()}")
+        return done.stdout.strip().partition(";")[0]
+
+    @property
+    def _node_list(self) -> str:
+        return (self.info.node_list if self.info else None) or ""
+
+    def _show_job(self) -> dict[str, str]:
+        return show_job(str(self.job_id))
+
+
+def _refusal(asked: subprocess.CompletedProcess[str]) -> str | None:
+    return None if asked.returncode == 0 else asked.stderr.strip()
+
+
+def _has_reached_its_limit(job: dict[str, str]) -> bool:
+    began, ended = _time_of(job.get("StartTime")), _time_of(job.get("EndTime"))
+    try:
+        limit = seconds_of(job.get("TimeLimit", ""))
+    except ValueError:
+        return False
+    return began is not None and ended is not None and limit is not None and ended - began >= limit
+
+
+def _time_of(text: str | None) -> float | None:
+    """A time as scontrol writes it, in seconds since the epoch; ``None`` for Unknown, None and the like."""
+    try:
+        return datetime.fromisoformat(text or "").timestamp()
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class BatchScript:
+    """What the command line of ``slurm`` says.
+
+    Args:
+        launch: The arguments of ``launch``, without ``--run-dir``, nodes and the grace period.
+        run_dir: The run directory.
+        directory: Where the job runs.
+        nodes: How many nodes.
+        job_name: The job's name.
+        time: The time limit in Slurm's notation; ``None``: that of the partition.
+        gpus_per_node: GPUs of each node; ``None``: none are asked for.
+        partition: The partition; ``None``: Slurm's default.
+        account: The account; ``None``: the user's default.
+        sbatch: Further options of sbatch, each ``--name=value``.
+        env_setup: Lines for the shell before anything is started.
+        preempt_time_s: How long before the time limit SIGTERM is sent, at least.
+        grace_period_s: How long the workers have to save after it; ``None``: 10 s less than that.
+        max_requeues: How often the job may be requeued.
+        python: The interpreter on the nodes.
+
+    Raises:
+        ValueError: If these cannot work together, with the reason.
+    """
+
+    launch: Sequence[str]
+    run_dir: Path
+    directory: Path
+    nodes: int = 1
+    job_name: str = "lightning-resilience"
+    time: str | None = None
+    gpus_per_node: int | None = None
+    partition: str | None = None
+    account: str | None = None
+    sbatch: Sequence[str] = ()
+    env_setup: Sequence[str] = ()
+    preempt_time_s: int = PREEMPT_TIME_S
+    grace_period_s: float | None = None
+    max_requeues: int = 100
+    python: str = field(default_factory=lambda: sys.executable)
+
+    def __post_init__(self) -> None:
+        least = SHORTEST_GRACE_S + AFTER_GRACE_S
+        if not least <= self.preempt_time_s <= 65535:
+            raise ValueError(
+                f"--preempt-time {self.preempt_time_s}: it must be {least} to 65535 s, since the workers have "
+                f"{AFTER_GRACE_S} s less than that to save"
+            )
+        if self.grace_s > self.preempt_time_s - AFTER_GRACE_S:
+            raise ValueError(
+                f"--grace-period {self.grace_s:g} does not fit: the time limit may come {self.preempt_time_s} s after "
+                f"SIGTERM, and ending takes {AFTER_GRACE_S} s; use --preempt-time "
+                f"{self.grace_s + AFTER_GRACE_S:.0f}, or a shorter grace period"
+            )
+        limit = None if self.time is None else seconds_of(self.time)
+        if limit is not None and limit <= self.preempt_time_s + _SIGNAL_EARLY_S:
+            raise ValueError(
+                f"--time {self.time} is {limit} s, and SIGTERM may come {self.preempt_time_s + _SIGNAL_EARLY_S} s "
+                "before its end: there would be no time to train; use a longer --time, or a shorter --preempt-time"
+            )
+        for option in self.sbatch:
+            name = _OPTION_NAME.match(option)
+            if name is None:
+                raise ValueError(f"--sbatch {option!r} is no option: give it as --sbatch=--name=value")
+            given = name["long"] or name["short"]
+            if given in _OWN_OPTIONS or (
+                len(given) > 1 and any(own.startswith(given) for own in _OWN_OPTIONS)
+            ):  # sbatch takes both
+                raise ValueError(
+                    f"--sbatch={option}: {name[0]} is given by this command itself, or it would not work with it"
+                )
+        texts = (self.job_name, str(self.run_dir), str(self.directory), self.account, self.partition, *self.sbatch)
+        for text in filter(None, texts):
+            if "\n" in text or '"' in text or "\\" in text:
+                raise ValueError(
+                    f"{text!r} holds a quote, a backslash or a line break, which #SBATCH lines cannot hold"
+                )
+
+    @property
+    def grace_s(self) -> float:
+        """How long the workers have to save after SIGTERM."""
+        return self.preempt_time_s - AFTER_GRACE_S if self.grace_period_s is None else self.grace_period_s
+
+    def render(self) -> str:
+        """The text of the script."""
+        lines = [
+            "#!/bin/bash",
+            f"# Made by lightning-resilience {__version__}. For sbatch. Submitted again, it goes on with the run.",
+            *(f"#SBATCH {option}" for option in self._options()),
+            "",
+        ]
+        if self.env_setup:
+            lines += [*self.env_setup, ""]
+        lines += [
+            "# Starts `lightning-resilience launch` on every node. When that has ended, it ends or requeues this job.",
+            "# exec: SIGTERM must reach this program, which waits until all have saved, and no shell, which would end.",
+        ]
+        begin = [shlex.quote(self.python), "-m", "lightning_resilience.launch.batch_job"]
+        own = [f"--run-dir={self.run_dir}", f"--max-requeues={self.max_requeues}", f"--lead={self.preempt_time_s}"]
+        rest = ["--", f"--grace-period={self.grace_s:g}", *self.launch]
+        command = [" ".join(["exec", *begin]), shlex.join(own), shlex.join(rest)]
+        return "\n".join([*lines, " \\\n    ".join(command), ""])
+
+    def _options(self) -> list[str]:
+        values = {
+            "job-name": self.job_name,
+            "nodes": self.nodes,
+            "ntasks-per-node": 1,
+            "gpus-per-node": self.gpus_per_node,
+            "time": self.time,
+            "partition": self.partition,
+            "account": self.account,
+        }
+        # Without "B:" the signal goes to the processes of the steps, as that of a preemption does.
+        late = {
+            "signal": f"TERM@{self.preempt_time_s}",
+            "open-mode": "append",
+            "chdir": str(self.directory),
+            "output": f"{str(self.run_dir).replace('%', '%%')}/slurm/%j.out",
+        }
+        given = [_option(name, value) for name, value in values.items() if value is not None]
+        return [
+            *given,
+            "--requeue",
+            *(_option(name, value) for name, value in late.items()),
+            *map(_quoted, self.sbatch),
+        ]
+
+
+def _quoted(option: str) -> str:
+    """An option as the user has written it, its value in quotes if it needs them."""
+    name, equals, value = option.partition("=")
+    return _option(name.removeprefix("--"), value) if equals and name.startswith("--") else option
+
+
+def _option(name: str, value: object) -> str:
+    text = str(value)
+    return f"--{name}={text}" if re.fullmatch(r"[\w@%+=:,./-]+", text) else f'--{name}="{text}"'
+
+
+def seconds_of(time: str) -> int | None:
+    """A time limit in Slurm's notation, in seconds; ``None``: no limit.
+
+    Args:
+        time: ``minutes``, ``minutes:seconds``, ``hours:minutes:seconds``, ``days-hours``, and so on.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if time.upper() in ("UNLIMITED", "INFINITE", "0"):
+        return None
+    match = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})", time)
+    if match is None:
+        raise ValueError(f"--time {time!r} is no time limit of Slurm's; write it as hours:minutes:seconds")
+    numbers = [int(number) for number in match["rest"].split(":")]
+    if match["days"] is not None:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
