@@ -14,7 +14,7 @@ import torch
 
 from lightning_resilience.checkpoint import digest
 from lightning_resilience.checkpoint.digest import Digest, digest_of
-from lightning_resilience.checkpoint.generations import places
+from lightning_resilience.checkpoint.generations import rank_locations
 from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.detect.numerics.rollback_history import REFILL_STEPS, Rollbacks
 from lightning_resilience.recipes import RECIPE_VARIABLE
@@ -143,7 +143,7 @@ def test_rollbacks_are_counted_by_trouble() -> None:
 def flipped_once(folder: Path, world_size: int, chance: random.Random) -> None:
     """One bit of one rank, at any moment of a step; the next save finds it, and what is left is from before."""
     nodes = chance.choice([1, 2]) if world_size % 2 == 0 else 1
-    ranks = places([(f"n{rank % nodes}", rank % nodes) for rank in range(world_size)])
+    ranks = rank_locations([(f"n{rank % nodes}", rank % nodes) for rank in range(world_size)])
     job = Job(folder, ranks, every=2)
     victim = job.ranks[chance.randrange(world_size)]
     try:
@@ -189,7 +189,7 @@ def test_a_flipped_bit_is_found_by_the_next_local_save(world_size: int, tmp_path
 
 def test_what_one_rank_writes_in_the_middle_of_a_step_is_no_difference(tmp_path: Path) -> None:
     """Its snapshot is thrown away; from then on each rank keeps that for itself, and what they save is complete."""
-    job = Job(tmp_path, places([("a", 0)] * 3))
+    job = Job(tmp_path, rank_locations([("a", 0)] * 3))
     writer = job.ranks[2]
     take = writer.saves.take
 
@@ -205,7 +205,7 @@ def test_what_one_rank_writes_in_the_middle_of_a_step_is_no_difference(tmp_path:
     job.stop()
     assert job.ranks[0].saved == [4, 8, 16, 20]
     assert not job.ranks[0].divergences
-    tried, _, states, _ = bring_back(tmp_path, places([("a", 0)] * 3))
+    tried, _, states, _ = bring_back(tmp_path, rank_locations([("a", 0)] * 3))
     assert tried == [20]
     assert are_of(20, states)
 
@@ -214,7 +214,7 @@ def test_what_one_rank_writes_in_the_middle_of_a_step_is_no_difference(tmp_path:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("world_size", "steps"), [(2, 60_000), (4, 40_000)])
 def test_in_a_hundred_thousand_healthy_steps_nobody_is_accused(world_size: int, steps: int, tmp_path: Path) -> None:
-    job = Job(tmp_path, places([("a", 0)] * world_size), every=2)
+    job = Job(tmp_path, rank_locations([("a", 0)] * world_size), every=2)
     try:
         job.train(steps)
         assert not job.ranks[0].divergences
