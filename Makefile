@@ -23,7 +23,7 @@ AND_TESTS := tests/test_exact_resume.py::test_ranks_with_callbacks_that_change_w
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-kills test-slurm test-nvrx-latest test-nemo-run test-versions check bench docs clean
+.PHONY: help demo test test-all test-gpu test-kills test-slurm test-nvrx-latest test-nemo-run test-versions check bench docs clean
 
 help: ## Show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 25
@@ -33,11 +33,18 @@ demo: $(READY) ## Watch a training survive ten faults (4 to 5 minutes)
 
 # More processes than cores wait for one another, and some tests have limits that such a crowd can break. What failed
 # is therefore run again, alone: what fails then too has failed. What does not is a test to be mended, and is named.
-test: $(READY) ## Run all tests
-	@$(BIN)/python -m pytest -n 3 --dist worksteal -rf || { \
-		[ $$? = 1 ] && echo "Some tests failed beside others. Once more, alone:" && \
-		$(BIN)/python -m pytest -v -x -rA --show-capture=no --last-failed --last-failed-no-failures none; \
-	}
+define run-tests
+$(BIN)/python -m pytest -n 4 --dist worksteal -rf -m '$(1)' || { \
+	[ $$? = 1 ] && echo "Some tests failed beside others. Once more, alone:" && \
+	$(BIN)/python -m pytest -m '$(1)' -v -x -rA --show-capture=no --last-failed --last-failed-no-failures none; \
+}
+endef
+
+test: $(READY) .venv/.as-on-gpu ## Run the fast tests: everything that can fail differently, once (less than 5 minutes)
+	@$(call run-tests,not slow and not campaign and not slurm)
+
+test-all: $(READY) .venv/.as-on-gpu ## Run all tests but the campaigns and those on a real Slurm (about 15 minutes)
+	@$(call run-tests,not campaign and not slurm)
 
 test-kills: $(READY) ## The long tests: kills at random instants, every signal, every hang, every drill
 	@$(BIN)/python -m pytest -m campaign
@@ -59,7 +66,7 @@ test-versions: $(VERSIONS)/oldest/.ready $(VERSIONS)/newest/.ready ## Run the co
 	@for set in oldest newest; do \
 		bin=$(VERSIONS)/$$set/bin; \
 		$$bin/python -c 'import sys, lightning, torch; from lightning_resilience._nvrx import installed_version as v; print("Python", sys.version.split()[0], "torch", torch.__version__, "Lightning", lightning.__version__, "NVRx", *v() or ["none"])' || exit 1; \
-		PATH=$(CURDIR)/$$bin:$$PATH $$bin/python -m pytest -n 3 --dist worksteal -k 'not GPU' -rfs $(CORE_TESTS:%=tests/test_%.py) $(AND_TESTS) || exit 1; \
+		PATH=$(CURDIR)/$$bin:$$PATH $$bin/python -m pytest -n 3 --dist worksteal -m 'not campaign and not slurm' -k 'not GPU' -rfs $(CORE_TESTS:%=tests/test_%.py) $(AND_TESTS) || exit 1; \
 	done
 
 check: $(READY) ## Check style and types
@@ -84,6 +91,11 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt torch
 	@$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+# The simulated accelerator of the tests.
+.venv/.as-on-gpu: $(READY) $(wildcard tests/as_on_gpu/*.cpp)
+	@$(BIN)/python -c 'from tests import as_on_gpu; as_on_gpu.missing() or as_on_gpu.build()'
 	@touch $@
 
 .venv/.docs-ready: $(READY)

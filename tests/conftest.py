@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,19 +15,35 @@ ON_GPU = "as on a GPU"
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test marked with ``also_as_on_gpu`` runs twice: its ranks on the CPU, and on the simulated accelerator.
 
-    Given names of cases, only these run there with every change; the others are for the campaign.
+    Given names of cases, only these run there outside of the campaigns.
     """
     if metafunc.definition.get_closest_marker("also_as_on_gpu"):
         metafunc.parametrize("where", ["cpu", ON_GPU], indirect=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts the cases of a test on their levels, as its markers ask for."""
+    unknown: dict[str, set[str]] = {}
     for item in items:
+        case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
         marker = item.get_closest_marker("also_as_on_gpu")
-        case = item.callspec.id.removeprefix(f"{ON_GPU}-") if isinstance(item, pytest.Function) and marker else ""
-        if marker and marker.args and ON_GPU in item.name and case not in marker.args:
+        if marker and marker.args and ON_GPU in case and case.removeprefix(f"{ON_GPU}-") not in marker.args:
             item.add_marker(pytest.mark.campaign)
+        if marker := item.get_closest_marker("slow_but_for"):
+            test = item.nodeid.partition("[")[0]
+            unknown[test] = unknown.get(test, set(marker.args)) - {case}
+            if case not in marker.args:
+                item.add_marker(pytest.mark.slow)
+    missing = {test: cases for test, cases in unknown.items() if cases}
+    if missing and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"slow_but_for names cases that these tests do not have: {missing}")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    own = tmp_path_factory.getbasetemp()
+    harness.SHARED = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
+import hashlib
 import importlib
 import json
 import multiprocessing
@@ -34,6 +36,9 @@ CONTEXT.set_forkserver_preload(
     ]
 )
 
+
+SHARED = Path()
+"""A folder that all workers of this test run share; the conftest sets it."""
 
 ON_DEVICE: dict[str, Any] | None = None
 """What the test program is told of the simulated accelerator that its ranks shall train on, if they shall."""
@@ -153,6 +158,36 @@ def samples(config: dict[str, Any]) -> list[dict[tuple[int, int], list[int]]]:
             steps[fit, step] = ids
         found.append(steps)
     return found
+
+
+_NO_PART_IN_THE_TRAINING = {
+    *("callbacks", "recipe", "save_every", "interval_s", "keep", "async_save", "numpy", "step_s", "slow_shards_s"),
+    *("local", "fault_tolerance", "nan_guard", "replica_check", "straggler_detection", "grace_period_s", "weighs"),
+}
+_CHANGES_THE_TRAINING = {"events", "spoils", "flips", "drifts", "fails", "ckpt_path"}
+_references: dict[str, tuple[Any, Any]] = {}
+
+
+def undisturbed(tmp: Path, **options: Any) -> tuple[Any, Any]:
+    """Result and samples of an undisturbed run by Lightning alone: saving and watching must not change them.
+
+    Every reference is computed once, by whichever worker of pytest-xdist needs it first.
+    """
+    config = on_device(options)
+    if not _CHANGES_THE_TRAINING & options.keys():
+        config = {name: config[name] for name in config.keys() - _NO_PART_IN_THE_TRAINING} | {"callbacks": []}
+    key = hashlib.sha256(repr(sorted(config.items())).encode()).hexdigest()[:16]
+    if key not in _references:
+        folder = SHARED / f"reference-{key}"
+        folder.mkdir(exist_ok=True)
+        config |= {"run_dir": str(folder / "run"), "out": str(folder / "out"), "log": str(folder / "log")}
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "out").exists():
+                codes, text = run(config, folder)
+                assert set(codes) == {0}, text
+        _references[key] = result(config), samples(config)
+    return _references[key]
 
 
 def command(config: dict[str, Any]) -> list[str]:

@@ -11,25 +11,13 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
 from lightning_resilience.checkpoint import data_position
-from tests.harness import on_device, result, run, samples
-
-_references: dict[str, tuple[Any, Any]] = {}
+from tests.harness import result, run, samples, undisturbed
 
 
 def make(tmp: Path, name: str, **options: Any) -> dict[str, Any]:
     folder = tmp / name
     folder.mkdir()
     return {"run_dir": str(folder / "run"), "out": str(folder / "out"), "log": str(folder / "log"), **options}
-
-
-def undisturbed(tmp: Path, **options: Any) -> tuple[Any, Any]:
-    key = repr(sorted(on_device(options).items()))
-    if key not in _references:
-        config = make(tmp, "reference", **options)
-        codes, text = run(config, tmp / "reference")
-        assert set(codes) == {0}, text
-        _references[key] = result(config), samples(config)
-    return _references[key]
 
 
 def some(cases: dict[str, Any], *long: str) -> list[Any]:
