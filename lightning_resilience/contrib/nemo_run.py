@@ -4,27 +4,10 @@ Needs ``pip install 'lightning-resilience[nemo-run]'``; nothing else of this pac
 
 NeMo-Run asks an executor's launcher to rewrite the command of a task. Ours makes of it a script that runs
 ``lightning-resilience launch`` with that command, once on every node, inside the task's container if it has one. What
-follows when it has ended is decided in the batch script, where ``scontrol`` is: in a trap at its end. NeMo-Run's own
-rule there (requeue after any exit code but 0, as often as ``retries`` says) is switched off by ``retries = 0``, since
-it takes a preemption for a failure and a failure for good for one to be tried again.
-
-The trap goes by a file, which the first node's script writes, and not by the exit code of srun: that is the highest of
-all nodes, and a launch that was killed leaves one too.
-
-===================================  ===============================================================
-the file says                        then
-===================================  ===============================================================
-0: finished                          the job ends with 0
-75: interrupted, or to be retried    the job is requeued
-as a new job
-any other exit code                  the job ends with it, and is not requeued
-a signal, or nothing but that the    the job is requeued
-launch has begun: it was killed
-nothing: it never began              the job is requeued, but not more than twice in a row
-===================================  ===============================================================
-
-SIGTERM to the batch shell itself means that Slurm ends the job and everything in it: because somebody cancels it, its
-time is up, or its nodes are taken away. Then nothing is decided here; Slurm requeues a job whose nodes it took itself.
+follows is decided in the batch script, outside of the container: see
+:func:`lightning_resilience.launch.schedulers.slurm.requeue_trap`. NeMo-Run's own rule there (requeue after any exit
+code but 0, as often as ``retries`` says) is switched off by ``retries = 0``, since it takes a preemption for a failure
+and a failure for good for one to be tried again.
 """
 
 from __future__ import annotations
@@ -52,16 +35,18 @@ except ImportError as error:
 
 from lightning_resilience import AutoResume, FaultTolerance, Preemption
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
-from lightning_resilience.launch.schedulers.base import AFTER_GRACE_S, PORTS, SHORTEST_GRACE_S
+from lightning_resilience.launch.schedulers.base import AFTER_GRACE_S
+from lightning_resilience.launch.schedulers.slurm import (
+    SRUN_OPTIONS,
+    launch_step,
+    preempt_time_problem,
+    requeue_trap,
+    signal_option,
+)
 from lightning_resilience.recipes import JOBS
 from lightning_resilience.signals import GRACE_PERIOD_VARIABLE
 
 log = logging.getLogger(__name__)
-
-HEAD_NODE_VARIABLE = "LIGHTNING_RESILIENCE_HEAD_NODE"
-"""Environment variable in which the batch script tells the steps the address of the first node."""
-
-_BEGIN_TRIES = 3
 
 _STEP = """\
 # Made by lightning-resilience. Runs once on every node.
@@ -69,70 +54,7 @@ grace=()
 if [ -n "${{{grace_variable}:-}}" ]; then grace=("--grace-period=${grace_variable}"); fi
 command=(launch {options} "${{grace[@]}}")
 """
-
-_LOCAL_STEP = """\
-exec {python} -m lightning_resilience.launch.cli "${{command[@]}}" {script}
-"""
-
-_SLURM_STEP = """\
-if [ "${{SLURM_JOB_NUM_NODES:-1}}" -gt 1 ]; then
-    port=$(( {first_port} + (SLURM_JOB_ID + ${{SLURM_RESTART_COUNT:-0}}) % {ports} ))
-    command+=(--nnodes="$SLURM_JOB_NUM_NODES" --node-rank=slurm --rdzv-endpoint="${head_variable}:$port")
-fi
-say() {{ if [ "${{SLURM_NODEID:-0}}" = 0 ]; then echo "$1" > {verdict}; fi; }}
-say begun
-trap : TERM INT HUP USR1  # they are for the launch, which gets them as well; this shell waits for it
-{python} -m lightning_resilience.launch.cli "${{command[@]}}" {script}
-code=$?
-say "$code"
-exit "$code"
-"""
-
-_BATCH = """\
-# lightning-resilience: the job is ended or requeued by what the launch on the first node has written here.
-resilience_verdict={verdict}
-rm -f "$resilience_verdict"
-export {head_variable}="${{{head_node_ip}%% *}}"
-if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
-resilience_end() {{
-    local code=$? verdict why tries
-    trap - EXIT
-    set +evx
-    verdict=$(cat "$resilience_verdict" 2> /dev/null)
-    if [ -n "$verdict" ]; then rm -f "$resilience_verdict.tries"; fi
-    case $verdict in
-        75) why='interrupted, or to be retried in a new job' ;;
-        begun | 12[89] | 1[3-9][0-9] | 2[0-9][0-9]) why='the launch was killed' ;;
-        '')
-            echo x >> "$resilience_verdict.tries"
-            tries=$(wc -l < "$resilience_verdict.tries")
-            why="the launch has not begun (srun ended with $code)"
-            if [ "${{tries:-{begin_tries}}}" -ge {begin_tries} ]; then
-                echo "[lightning-resilience] The job ends: $why, $tries times in a row."
-                if [ "$code" -eq 0 ]; then code=1; fi
-                exit "$code"
-            fi ;;
-        *) echo "[lightning-resilience] The job ends with $verdict."; exit "$verdict" ;;
-    esac
-    if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_requeues} ]; then
-        echo "[lightning-resilience] The job ends: $why, and it has been requeued {max_requeues} times."
-        exit 1
-    fi
-    echo "[lightning-resilience] Requeuing the job: $why."
-    for _ in {{1..60}}; do
-        if scontrol requeue "$SLURM_JOB_ID"; then
-            # A job whose script ends before Slurm has taken it back counts as completed.
-            for _ in {{1..600}}; do sleep 1; done
-            exit 75
-        fi
-        sleep 10
-    done
-    echo '[lightning-resilience] The job could not be requeued; run the experiment again, with the same run_dir.'
-    exit 75
-}}
-trap resilience_end EXIT
-trap 'trap - EXIT; exit 143' TERM
-"""
+_RUN = '{python} -m lightning_resilience.launch.cli "${{command[@]}}" {script}'
 
 
 @dataclass(kw_only=True)
@@ -162,18 +84,10 @@ class ResilientLaunch(SlurmTemplate):  # type: ignore[misc]  # NeMo-Run has no t
         options = shlex.join(self.options)
         step = _STEP.format(options=options, grace_variable=GRACE_PERIOD_VARIABLE)
         if self.verdict is None:
-            return run.Script(inline=step + _LOCAL_STEP.format(python=shlex.quote(python), script=shlex.join(script)))
-        return run.Script(
-            inline=step
-            + _SLURM_STEP.format(
-                python=python,
-                script=" ".join(script),
-                verdict=shlex.quote(self.verdict),
-                head_variable=HEAD_NODE_VARIABLE,
-                first_port=PORTS.start,
-                ports=len(PORTS),
+            return run.Script(
+                inline=f"{step}exec {_RUN.format(python=shlex.quote(python), script=shlex.join(script))}\n"
             )
-        )
+        return run.Script(inline=step + launch_step(_RUN.format(python=python, script=" ".join(script)), self.verdict))
 
 
 def _has_our_launcher(executor: Any) -> bool:
@@ -290,16 +204,9 @@ class FaultTolerancePlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no
         options = ["--retries-in-new-job", *self._options(folder, _one_task_per_node(executor))]
         executor.launcher = ResilientLaunch(options=options, verdict=verdict)
         executor.retries = 0
-        batch = _BATCH.format(
-            verdict=shlex.quote(verdict),
-            max_requeues=self.max_requeues,
-            begin_tries=_BEGIN_TRIES,
-            head_node_ip=executor.HEAD_NODE_IP_VAR,
-            head_variable=HEAD_NODE_VARIABLE,
-        )
+        batch = requeue_trap(verdict, executor.HEAD_NODE_IP_VAR, self.max_requeues)
         executor.setup_lines = "\n".join(filter(None, [executor.setup_lines, batch]))
-        # After NeMo-Run's own, so these hold: no node is ended because another one has, the launches tell each other.
-        executor.srun_args = ["--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", *(executor.srun_args or [])]
+        executor.srun_args = [*SRUN_OPTIONS, *(executor.srun_args or [])]  # after NeMo-Run's own, so these hold
 
     def _options(self, folder: Path, workers: int) -> list[str]:
         return [
@@ -339,12 +246,8 @@ class PreemptionPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no typ
     callbacks: list[Any] | None = None
 
     def __post_init__(self) -> None:
-        least = SHORTEST_GRACE_S + AFTER_GRACE_S
-        if not least <= self.preempt_time <= 65535:
-            raise ValueError(
-                f"preempt_time={self.preempt_time}: it must be {least} to 65535 s, since the workers have "
-                f"{AFTER_GRACE_S} s less than that to save."
-            )
+        if (problem := preempt_time_problem(self.preempt_time)) is not None:
+            raise ValueError(f"preempt_time={self.preempt_time}: {problem}.")
 
     def setup(self, task: Any, executor: Any) -> None:
         """Changes the task and the executor; NeMo-Run calls this.
@@ -355,8 +258,7 @@ class PreemptionPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no typ
         """
         executor.env_vars[GRACE_PERIOD_VARIABLE] = str(self.preempt_time - AFTER_GRACE_S)
         if isinstance(executor, run.SlurmExecutor):
-            # Without "B:" the signal goes to the processes of the steps, as that of a preemption does.
-            executor.signal = f"{signal.Signals(self.sig).name.removeprefix('SIG')}@{self.preempt_time}"
+            executor.signal = signal_option(self.preempt_time, signal.Signals(self.sig))
         if isinstance(task, run.Script):
             if not self.enable_exit_handler_for_data_loader:
                 log.warning(

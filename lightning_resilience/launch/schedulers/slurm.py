@@ -3,7 +3,7 @@
 Slurm keeps id, options and priority of a requeued job. It changes the list of excluded nodes of a pending job only. A
 job is pending as soon as Slurm has agreed to requeue it, and its processes live for some time after that.
 
-Imports nothing but the standard library.
+Imports neither torch nor Lightning.
 """
 # ruff: noqa: D102  (what a scheduler is asked is documented in base.py)
 
@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,14 +26,25 @@ from typing import Any
 from lightning_resilience import __version__
 from lightning_resilience.launch.schedulers.base import (
     AFTER_GRACE_S,
+    PORTS,
     PREEMPT_TIME_S,
+    REQUEUE_EVERY_S,
+    REQUEUE_WITHIN_S,
     SHORTEST_GRACE_S,
     JobStatus,
     Scheduler,
 )
+from lightning_resilience.signals import EXIT_INTERRUPTED
+
+# No node is ended because another one has: the launches tell each other. Each may use all cores of the job.
+SRUN_OPTIONS = ("--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none")
+
+HEAD_NODE_VARIABLE = "LIGHTNING_RESILIENCE_HEAD_NODE"
+"""Environment variable in which :func:`requeue_trap` tells :func:`launch_step` the address of the first node."""
 
 _COMMAND_TIMEOUT_S = 60.0
 _SUBMIT_TIMEOUT_S = 120.0
+_BEGIN_TRIES = 3
 _SIGNAL_EARLY_S = 60  # Slurm checks time limits only now and then, and sends the signal up to so much too early
 _OPTION_NAME = re.compile(r"--(?P<long>[A-Za-z-]+)|-(?P<short>[A-Za-z])")
 _OWN_OPTIONS = (
@@ -207,8 +219,7 @@ class Slurm(Scheduler):
         return node_names(self._node_list)
 
     def run_on_every_node(self) -> tuple[list[str], dict[str, str]]:
-        # No node is ended because another one has: the launches tell each other. Each may use all cores of the job.
-        command = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL", "--label", "--cpu-bind=none"]
+        command = ["srun", *SRUN_OPTIONS, "--export=ALL", "--label"]
         command += [f"--nodes={self.num_nodes}", f"--ntasks={self.num_nodes}", "--ntasks-per-node=1"]
         cores = os.environ.get("SLURM_CPUS_PER_TASK")  # since Slurm 22.05 srun does not read this variable any more
         return command, os.environ | ({"SRUN_CPUS_PER_TASK": cores} if cores else {})
@@ -391,12 +402,8 @@ class BatchScript:
     python: str = field(default_factory=lambda: sys.executable)
 
     def __post_init__(self) -> None:
-        least = SHORTEST_GRACE_S + AFTER_GRACE_S
-        if not least <= self.preempt_time_s <= 65535:
-            raise ValueError(
-                f"--preempt-time {self.preempt_time_s}: it must be {least} to 65535 s, since the workers have "
-                f"{AFTER_GRACE_S} s less than that to save"
-            )
+        if (problem := preempt_time_problem(self.preempt_time_s)) is not None:
+            raise ValueError(f"--preempt-time {self.preempt_time_s}: {problem}")
         if self.grace_s > self.preempt_time_s - AFTER_GRACE_S:
             raise ValueError(
                 f"--grace-period {self.grace_s:g} does not fit: the time limit may come {self.preempt_time_s} s after "
@@ -462,9 +469,8 @@ class BatchScript:
             "partition": self.partition,
             "account": self.account,
         }
-        # Without "B:" the signal goes to the processes of the steps, as that of a preemption does.
         late = {
-            "signal": f"TERM@{self.preempt_time_s}",
+            "signal": signal_option(self.preempt_time_s),
             "open-mode": "append",
             "chdir": str(self.directory),
             "output": f"{str(self.run_dir).replace('%', '%%')}/slurm/%j.out",
@@ -476,6 +482,29 @@ class BatchScript:
             *(_option(name, value) for name, value in late.items()),
             *map(_quoted, self.sbatch),
         ]
+
+
+def preempt_time_problem(seconds: int) -> str | None:
+    """What is wrong with the time between the signal and the time limit, if anything.
+
+    Args:
+        seconds: How long before the time limit Slurm sends the signal, at least.
+    """
+    least = SHORTEST_GRACE_S + AFTER_GRACE_S
+    if least <= seconds <= 65535:
+        return None
+    return f"it must be {least} to 65535 s, since the workers have {AFTER_GRACE_S} s less than that to save"
+
+
+def signal_option(seconds: int, signum: signal.Signals = signal.SIGTERM) -> str:
+    """The value of sbatch's ``--signal``.
+
+    Args:
+        seconds: How long before the time limit Slurm sends the signal, at least.
+        signum: The signal.
+    """
+    # Without "B:" the signal goes to the processes of the steps, as that of a preemption does.
+    return f"{signum.name.removeprefix('SIG')}@{seconds}"
 
 
 def _quoted(option: str) -> str:
@@ -511,3 +540,121 @@ def seconds_of(time: str) -> int | None:
     else:
         hours, (minutes, seconds) = 0, [*numbers, 0][:2]
     return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+# A job whose batch script and srun somebody else makes, and on whose first node this package need not be installed:
+# NeMo-Run runs a container on every node, and scontrol is outside of it. What `batch_job` does is done in bash there.
+
+_LAUNCH_STEP = """\
+if [ "${{SLURM_JOB_NUM_NODES:-1}}" -gt 1 ]; then
+    port=$(( {first_port} + (SLURM_JOB_ID + ${{SLURM_RESTART_COUNT:-0}}) % {ports} ))
+    command+=(--nnodes="$SLURM_JOB_NUM_NODES" --node-rank=slurm --rdzv-endpoint="${head_variable}:$port")
+fi
+say() {{ if [ "${{SLURM_NODEID:-0}}" = 0 ]; then echo "$1" > {verdict}; fi; }}
+say begun
+trap : TERM INT HUP USR1  # they are for the launch, which gets them as well; this shell waits for it
+{launch}
+code=$?
+say "$code"
+exit "$code"
+"""
+
+_REQUEUE_TRAP = """\
+# lightning-resilience: the job is ended or requeued by what the launch on the first node has written here.
+resilience_verdict={verdict}
+rm -f "$resilience_verdict"
+export {head_variable}="${{{head_node_ip}%% *}}"
+if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
+resilience_end() {{
+    local code=$? verdict why tries
+    trap - EXIT
+    set +evx
+    verdict=$(cat "$resilience_verdict" 2> /dev/null)
+    if [ -n "$verdict" ]; then rm -f "$resilience_verdict.tries"; fi
+    case $verdict in
+        {interrupted}) why='interrupted, or to be retried in a new job' ;;
+        begun | 12[89] | 1[3-9][0-9] | 2[0-9][0-9]) why='the launch was killed' ;;
+        '')
+            echo x >> "$resilience_verdict.tries"
+            tries=$(wc -l < "$resilience_verdict.tries")
+            why="the launch has not begun (srun ended with $code)"
+            if [ "${{tries:-{begin_tries}}}" -ge {begin_tries} ]; then
+                echo "[lightning-resilience] The job ends: $why, $tries times in a row."
+                if [ "$code" -eq 0 ]; then code=1; fi
+                exit "$code"
+            fi ;;
+        *) echo "[lightning-resilience] The job ends with $verdict."; exit "$verdict" ;;
+    esac
+    if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_requeues} ]; then
+        echo "[lightning-resilience] The job ends: $why, and it has been requeued {max_requeues} times."
+        exit 1
+    fi
+    echo "[lightning-resilience] Requeuing the job: $why."
+    for _ in {{1..{requeue_tries}}}; do
+        if scontrol requeue "$SLURM_JOB_ID"; then
+            # A job whose script ends before Slurm has taken it back counts as completed.
+            for _ in {{1..{requeue_within_s}}}; do sleep 1; done
+            exit {interrupted}
+        fi
+        sleep {requeue_every_s}
+    done
+    echo '[lightning-resilience] The job could not be requeued; run the experiment again, with the same run_dir.'
+    exit {interrupted}
+}}
+trap resilience_end EXIT
+trap 'trap - EXIT; exit 143' TERM
+"""
+
+
+def launch_step(launch: str, verdict: str) -> str:
+    """Bash for a step on every node: runs a launch, and writes on the first node how it has ended.
+
+    Args:
+        launch: The shell command; ``"${command[@]}"`` in it are the arguments of ``launch``, an array that is set
+            before.
+        verdict: Path of the file for its exit code, the same inside and outside of a container.
+    """
+    return _LAUNCH_STEP.format(
+        launch=launch,
+        verdict=shlex.quote(verdict),
+        head_variable=HEAD_NODE_VARIABLE,
+        first_port=PORTS.start,
+        ports=len(PORTS),
+    )
+
+
+def requeue_trap(verdict: str, head_node_ip: str, max_requeues: int) -> str:
+    """Bash for the beginning of a batch script: requeues or ends the job by what :func:`launch_step` has written.
+
+    ===================================  ===============================================================
+    the file says                        then
+    ===================================  ===============================================================
+    0: finished                          the job ends with 0
+    75: interrupted, or to be retried    the job is requeued
+    as a new job
+    any other exit code                  the job ends with it, and is not requeued
+    a signal, or nothing but that the    the job is requeued
+    launch has begun: it was killed
+    nothing: it never began              the job is requeued, but not more than twice in a row
+    ===================================  ===============================================================
+
+    SIGTERM to the batch shell itself means that Slurm ends the job and everything in it: because somebody cancels it,
+    its time is up, or its nodes are taken away. Then nothing is decided here; Slurm requeues a job whose nodes it took
+    itself.
+
+    Args:
+        verdict: Path of the file.
+        head_node_ip: Name of the shell variable that holds the addresses of the first node.
+        max_requeues: How often the job may be requeued.
+    """
+    return _REQUEUE_TRAP.format(
+        verdict=shlex.quote(verdict),
+        head_node_ip=head_node_ip,
+        head_variable=HEAD_NODE_VARIABLE,
+        interrupted=EXIT_INTERRUPTED,
+        begin_tries=_BEGIN_TRIES,
+        max_requeues=max_requeues,
+        requeue_tries=REQUEUE_WITHIN_S // REQUEUE_EVERY_S,
+        requeue_every_s=REQUEUE_EVERY_S,
+        requeue_within_s=REQUEUE_WITHIN_S,
+    )
