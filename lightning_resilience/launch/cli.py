@@ -100,7 +100,7 @@ def _options_of(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def _why_no_run(path: Path) -> str | None:
-    """What is wrong with what was given for a run directory, if anything."""
+    """Why a path is not a run directory; ``None`` if it is."""
     if not path.is_dir():
         return f"{path} is not a directory; a run directory was expected"
     if _is_run(path) or any((path / made).exists() for made in ("launches", *_SCHEDULERS)):
@@ -115,13 +115,13 @@ def _is_run(path: Path) -> bool:
 
 
 def launch_settings(arguments: Sequence[str]) -> LaunchSettings:
-    """What a command line asks of a launch.
+    """Parses the command line of a launch.
 
     Args:
         arguments: Those of ``lightning-resilience launch``.
 
     Raises:
-        SystemExit: With code 2 if it makes no sense; why is printed.
+        SystemExit: With code 2 if they are invalid; the reason is printed.
     """
     return _settings(_parse(["launch", *arguments]))
 
@@ -159,8 +159,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_recipe,
         default="nemo",
         metavar=f"{{{','.join(JOBS)}}}|MODULE:FUNCTION",
-        help="the callbacks that every Trainer gets, or a function that returns one of your own; the defaults given "
-        "here are those of nemo (default: %(default)s)",
+        help="callbacks that every Trainer gets, or a function that returns your own recipe; the defaults listed here "
+        "are those of nemo (default: %(default)s)",
     )
     launch.add_argument(
         "--run-dir",
@@ -171,67 +171,66 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument(
         "--fresh",
         action="store_true",
-        help="begin a new run beside the one that there is, with which the same command goes on from then on",
+        help="begin a new run beside the existing one; from then on the same command continues the new run",
     )
     launch.add_argument(
         "--continue-anyway",
         action="store_true",
-        help="run the script again in the directory of a run that has finished with other arguments; what has "
-        "finished stays as it is",
+        help="run the script in the directory of a run that has finished with other arguments; finished fits are kept",
     )
     launch.add_argument(
         "--nproc-per-node",
         type=_count_or_auto,
         default="auto",
         metavar="N|auto",
-        help="workers a node; auto: one for each accelerator, or one (default: auto)",
+        help="workers per node; auto: one per accelerator, or one (default: auto)",
     )
     launch.add_argument(
         "--in-job-restarts",
         type=_count,
         metavar="N",
-        help="successive failures without progress after which the workers are restarted "
+        help="restarts of the workers inside the job after successive failures without progress "
         f"(default: {nemo.budget.in_job_restarts})",
     )
     launch.add_argument(
         "--job-retries",
         type=_count,
         metavar="N",
-        help=f"how often the job is retried after those; 2 retries are 3 runs (default: {nemo.budget.job_retries})",
+        help=f"retries of the job after those restarts; 2 retries are 3 runs (default: {nemo.budget.job_retries})",
     )
     launch.add_argument(
         "--max-failures-per-day",
         type=_count,
         metavar="N",
-        help="failures in 24 hours that are recovered from, whatever the progress "
+        help="failures within 24 hours after which the run ends, with or without progress "
         f"(default: {nemo.budget.max_failures_per_day})",
     )
     launch.add_argument(
         "--grace-period",
         type=_seconds,
         metavar="SECONDS",
-        help=f"how long the workers have to save and stop when asked to (default: {nemo.grace_period_s:g})",
+        help=f"time that the workers have to save and stop after a signal (default: {nemo.grace_period_s:g})",
     )
     launch.add_argument(
         "--section-timeouts",
         default="",
         metavar="NAME:SECONDS,...",
-        help="how long a worker may take in a section without a sign of progress until it counts as hung; none: for "
-        f"ever (default: {nemo.section_timeouts}, and start:{nemo.section_timeouts.start:g} outside of a fit)",
+        help="timeouts after which a worker without progress in a section counts as hung; none: no timeout "
+        f"(default: {nemo.section_timeouts}, and start:{nemo.section_timeouts.start:g} outside of a fit)",
     )
     launch.add_argument(
         "--out-of-section-timeout",
         metavar="SECONDS",
-        help="the same where it is in none of them: short for out_of_section:SECONDS",
+        help="timeout outside all sections: short for out_of_section:SECONDS",
     )
     launch.add_argument(
         "--local-dir",
         type=Path,
         metavar="DIR",
-        help="where every node keeps its local checkpoints, on storage of its own (default: node memory)",
+        help="directory of the local checkpoints, on storage of each node's own (default: node memory)",
     )
     launch.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
-    launch.add_argument("command", nargs=argparse.PARSER, metavar="SCRIPT", help="the training script, its arguments")
+    launch.add_argument("command", nargs=argparse.PARSER, metavar="SCRIPT", help="training script and its arguments")
 
     here = actions.add_parser(
         "launch",
@@ -252,15 +251,15 @@ def _parser() -> argparse.ArgumentParser:
         + "; ".join(f"{name}: as {each.title} counts the nodes of this step" for name, each in _SCHEDULERS.items()),
     )
     here.add_argument(
-        "--spare", action="store_true", help="this node only waits, to take the place of one that is left out"
+        "--spare", action="store_true", help="this node waits, and replaces a node that is excluded from the run"
     )
     here.add_argument(
-        "--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="where the nodes meet: the first node"
+        "--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="rendezvous of the nodes: the first node"
     )
     here.add_argument(
         "--retries-in-new-job",
         action="store_true",
-        help="end with 75 where the job is to be retried or a node is to be avoided, and not begin again here",
+        help="end with 75 where the job is to be retried or a node is to be excluded, in place of retrying here",
     )
 
     for name, scheduler in _SCHEDULERS.items():
@@ -278,43 +277,43 @@ def _parser() -> argparse.ArgumentParser:
 
     looked = actions.add_parser(
         "status",
-        help="show the jobs that a run has had, what is safe and what is left of its budget",
-        description="Prints one line for every job or launch of a run, and its state now.",
+        help="show the jobs of a run, its last safe step and the rest of its budget",
+        description="Prints a line for every job or launch of a run, and its current state.",
     )
     looked.add_argument("run_dir", metavar="RUN_DIR", help="or a folder of run directories, which are listed")
 
     shown = actions.add_parser(
         "report",
         help="show what happened to a run",
-        description="Prints a run's timeline and what each interruption cost.",
+        description="Prints the timeline of a run and the cost of its interruptions.",
     )
     shown.add_argument("run_dir", metavar="RUN_DIR")
 
     diagnosed = actions.add_parser(
         "diagnose",
-        help="show the hangs of a run: which rank, where, and who waited for it",
-        description="Lists the hangs that were found in a run, and shows one of them rank by rank.",
+        help="show the hangs of a run: which rank, where, and which ranks waited for it",
+        description="Lists the hangs of a run, and shows one of them rank by rank.",
     )
     diagnosed.add_argument("run_dir", metavar="RUN_DIR")
-    diagnosed.add_argument("--number", type=_count, metavar="N", help="which one to show (default: the newest)")
+    diagnosed.add_argument("--number", type=_count, metavar="N", help="hang to show (default: the newest)")
 
     watched = actions.add_parser(
         "watch",
         help="show what every rank of this node does now",
-        description="Shows the ranks of a run on this node again and again, and whether they answer. They notice "
-        "nothing of it.",
+        description="Shows the ranks of a run on this node, and whether they answer, until interrupted. The ranks are "
+        "not slowed down.",
     )
     watched.add_argument("run_dir", metavar="RUN_DIR")
     watched.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (default: %(default)g)"
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="refresh interval (default: %(default)g)"
     )
-    watched.add_argument("--once", action="store_true", help="look once")
+    watched.add_argument("--once", action="store_true", help="show once and end")
 
     inspected = actions.add_parser(
         "inspect",
         help="show and verify local checkpoints",
-        description="Lists what is in a local checkpoint and verifies every byte: a file, a generation, or a folder of "
-        "them. Nothing is changed.",
+        description="Lists and verifies every byte of a local checkpoint: a file, a generation, or a folder of "
+        "generations. Nothing is changed.",
         epilog="exit code: 0 if all is intact, 1 if anything is damaged or there is nothing",
     )
     inspected.add_argument("path", metavar="PATH")
@@ -326,10 +325,10 @@ def _parser() -> argparse.ArgumentParser:
 def _add_batch_arguments(batch: argparse.ArgumentParser) -> None:
     """Adds the options that the subcommands of all schedulers have."""
     batch.add_argument("--nodes", type=_at_least_one, default=1, metavar="N", help="nodes (default: %(default)s)")
-    batch.add_argument("--gpus-per-node", type=_at_least_one, metavar="N", help="GPUs of each, one worker for each GPU")
+    batch.add_argument("--gpus-per-node", type=_at_least_one, metavar="N", help="GPUs per node; one worker per GPU")
     batch.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of RUN_DIR or the script)")
     batch.add_argument(
-        "--env-setup", action="append", default=[], metavar="LINE", help="a line of the batch script before the start"
+        "--env-setup", action="append", default=[], metavar="LINE", help="line of the batch script before the launch"
     )
     batch.add_argument(
         "--python", default=sys.executable, metavar="PATH", help="interpreter on the nodes (default: this one)"
@@ -339,12 +338,16 @@ def _add_batch_arguments(batch: argparse.ArgumentParser) -> None:
         type=_at_least_one,
         default=PREEMPT_TIME_S,
         metavar="SECONDS",
-        help="how long before the time limit the workers are told to save, at least (default: %(default)s)",
+        help="least time between the signal to the workers and the time limit (default: %(default)s)",
     )
     batch.add_argument(
-        "--max-requeues", type=_count, default=100, metavar="N", help="of the job, in all (default: %(default)s)"
+        "--max-requeues",
+        type=_count,
+        default=100,
+        metavar="N",
+        help="how often the job may be requeued (default: %(default)s)",
     )
-    batch.add_argument("--submit", action="store_true", help="submit the script and not print it")
+    batch.add_argument("--submit", action="store_true", help="submit the script in place of printing it")
 
 
 def _settings(options: argparse.Namespace) -> LaunchSettings:

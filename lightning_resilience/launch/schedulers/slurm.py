@@ -284,7 +284,11 @@ class Slurm(Scheduler):
         parser.add_argument("--partition", metavar="NAME", help="as sbatch's")
         parser.add_argument("--account", metavar="NAME", help="as sbatch's")
         parser.add_argument(
-            "--sbatch", action="append", default=[], metavar="OPTION", help="another of sbatch's: --sbatch=--qos=high"
+            "--sbatch",
+            action="append",
+            default=[],
+            metavar="OPTION",
+            help="further option of sbatch: --sbatch=--qos=high",
         )
 
     def batch_script(
