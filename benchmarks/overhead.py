@@ -40,8 +40,8 @@ class EveryStepWithSeveralRanks(StragglerDetection):
 
     def _started(self, session: session.FitSession) -> None:
         super()._started(session)
-        self._measuring._time._bursts = Bursts()
-        self._measuring._waiting.start()
+        self._participant._time._bursts = Bursts()
+        self._participant._waiting.start()
 
 
 class Model(L.LightningModule):

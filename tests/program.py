@@ -60,6 +60,7 @@ from lightning_resilience.run.run_directory import RunDirectory
 sys.path.append(str(Path(__file__).parents[1]))  # also where it is started as a program
 from tests import as_on_gpu
 from tests.late import Travelling
+from tests.participants import GoesBack
 
 BATCH = 4
 BATCHES = 16
@@ -221,9 +222,7 @@ def go_back(until: int | None) -> None:
     def nothing() -> None:
         raise RuntimeError("nothing to go back to")
 
-    active.handlers["back"] = lambda event: active.go_back(
-        active.trainer.global_step if until is None else until, nothing
-    )
+    active.participants.add(GoesBack(active, until, nothing))
     if active.rank == 0:
         active.agreement.request("back", {}, Needs.CLEAN | Needs.TRAINING)
 

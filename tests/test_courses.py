@@ -19,6 +19,7 @@ from lightning_resilience.checkpoint.generations import ShardInfo, counts, gener
 from lightning_resilience.fit import session
 from lightning_resilience.fit.checkpoint_selector import MAX_CONDEMNED, BadCheckpoint
 from lightning_resilience.run.run_directory import RunDirectory
+from tests.participants import GoesBack
 from tests.test_local_checkpoint import Run, ends_well, ledger, parts_in, spoil, steps_in, watched
 
 
@@ -37,7 +38,7 @@ def go_back(until: int) -> Callable[[L.Trainer], None]:
     def ask(trainer: L.Trainer) -> None:
         active = session._active
         assert active is not None
-        active.handlers["back"] = lambda event: active.go_back(until, lambda: pytest.fail("nowhere to go"))
+        active.participants.add(GoesBack(active, until, lambda: pytest.fail("nowhere to go")))
         active.agreement.request("back", {}, Needs.CLEAN | Needs.TRAINING)
 
     return ask

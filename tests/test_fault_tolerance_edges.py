@@ -55,7 +55,7 @@ class Seen(L.Callback):
         self.witness: Any = None
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self.witness = trainer.callbacks[0]._watching.witness
+        self.witness = trainer.callbacks[0]._participant.witness
         self.directories.add(self.witness.directory if self.witness is not None else None)
 
 
@@ -64,7 +64,7 @@ class KillsWatchdog(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == 1:
-            record = read_json(trainer.callbacks[0]._watching.witness.directory / "watchdog.json")
+            record = read_json(trainer.callbacks[0]._participant.witness.directory / "watchdog.json")
             assert record is not None
             os.kill(record["pid"], signal.SIGKILL)
             while is_running(record):
@@ -391,7 +391,7 @@ class CleansUp(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == 1:
-            directory = trainer.callbacks[0]._watching.witness.directory
+            directory = trainer.callbacks[0]._participant.witness.directory
             self.watchdog = read_json(directory / "watchdog.json") or {}
             shutil.rmtree(directory)
 
@@ -422,7 +422,7 @@ class Forks(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step in (3, 5):
-            path = trainer.callbacks[0]._watching.witness.progress_path
+            path = trainer.callbacks[0]._participant.witness.progress_path
             before = read_progress(path)
             if (pid := os.fork()) == 0:
                 if trainer.global_step == 3:

@@ -364,7 +364,7 @@ class Waits(L.Callback):
 
 
 def local_of(trainer: L.Trainer) -> list[Any]:
-    return [each._local for each in trainer.callbacks if hasattr(each, "_local")]
+    return [each._participant for each in trainer.callbacks if isinstance(each, LocalCheckpoint) and each._participant]
 
 
 def saves_of(trainer: L.Trainer) -> list[LocalSaves]:
@@ -978,7 +978,7 @@ def test_the_callback_can_be_pickled_and_used_again(memory: Run) -> None:
     memory.die(callback, step=8)
     again = pickle.loads(pickle.dumps(callback))
     ends_well(memory, again)
-    assert not hasattr(again, "_local")
+    assert again._participant is None
 
 
 # Probation

@@ -40,6 +40,7 @@ from lightning_resilience.launch.nodes import Board, Decision
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import CONTEXT, Ranks, free_port, result, run, samples
 from tests.ledgers import Ledger, read_ledger
+from tests.participants import act
 from tests.test_exact_resume import killed_and_resumed, make, some, undisturbed
 
 RANKS = 4
@@ -117,7 +118,7 @@ class Windows(L.Callback):
         self.steps = 0
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        report = session._active.handlers["straggler report"]
+        detection, report = self.detection._participant, self.detection._participant._report
 
         def counted(event: Any) -> None:
             report(event)
@@ -128,9 +129,9 @@ class Windows(L.Callback):
             trainer.should_stop = self.paced.window == self.paced.scenario["windows"]
             self.shared[RANKS] = self.paced.window
 
-        session._active.handlers["straggler report"] = counted
+        detection._report = counted
         self.shared[self.paced.rank] = os.getpid()
-        measured = self.detection._measuring._time
+        measured = detection._time
         take = measured.take
 
         def blind() -> Sample:
@@ -491,7 +492,7 @@ class ReportsAt(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx in self.batches:
-            session._active.handlers["straggler report"](None)
+            act("straggler report")
 
 
 def trainer_with(tmp: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
@@ -624,7 +625,7 @@ def test_nothing_is_left_on_the_collectives(
     with contextlib.nullcontext() if error is None else pytest.raises(error):
         trainer_with(tmp_path, ReportsAt(10), detection, Fails()).fit(Short())
     assert vars(torch.distributed.Work)["wait"] is before
-    assert "_measuring" not in vars(detection)
+    assert detection._participant is None
 
 
 def test_a_callback_with_a_report_can_be_copied(tmp_path: Path) -> None:
@@ -926,8 +927,6 @@ class Fit:
         strategy = SimpleNamespace(root_device=torch.device(device, 0))
         self.trainer = SimpleNamespace(strategy=strategy, world_size=1, global_step=20, loggers=[], profiler=None)
         self.others, self.rank, self.index = others, 0, 0
-        self.handlers: dict[str, Any] = {}
-        self.kept: dict[str, Any] = {}
         self.ledger = Ledger(tmp / "ledger", 0)
 
     def gather(self, value: Any) -> list[Any]:
@@ -940,7 +939,7 @@ def measuring(fit: Fit, **settings: Any) -> Any:
 
 
 def a_step(measured: Any, *seconds: float) -> None:
-    measured._begin_step()
+    measured.before_batch()
     for went_on, took in zip(
         (lambda: measured._time.enter(2), measured._begin_kernels, measured._end_kernels), seconds, strict=True
     ):
@@ -1001,7 +1000,7 @@ def test_slow_kernels_are_told_of_though_the_steps_are_as_before(
         manager.results = {"gemm": times(3.0 * factor, 5), "ncclDevKernel_AllReduce": times(9.0, 5)}
         for _ in range(7):  # the first is not measured, and the last not over
             a_step(measured, 0.25, 0.5, 1.0)
-        fit.handlers["straggler report"](None)
+        measured._report(None)
         assert manager.calls == ["start", "stop"] * (6 if factor == 1.0 else 7), "only for steps that are timed"
         assert [*measured._history.kernels.values()] == [3.0]
         report = measured.settings.report
@@ -1060,7 +1059,7 @@ def test_a_run_goes_on_where_kernels_are_profiled_no_more(
         for _ in range(2):
             for _ in range(4):
                 a_step(measured, 0.25, 0.5, 1.0)
-            fit.handlers["straggler report"](None)
+            measured._report(None)
     report = measured.settings.report
     assert not report.of_kernels
     assert report.relative.tolist() == report.individual.tolist() == [1.0]

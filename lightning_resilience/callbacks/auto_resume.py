@@ -12,6 +12,7 @@ from lightning_resilience import _lightning
 from lightning_resilience._arguments import checked, duration
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.checkpoint import resume
+from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
 
 if TYPE_CHECKING:
@@ -89,29 +90,19 @@ class AutoResume(SessionCallback):
         self.keep = keep
         self.async_save = async_save
 
-    def _joined(self, session: FitSession) -> None:
+    def _participate(self, session: FitSession) -> Participant:
         """Has the fit resume from the run's checkpoints, and saves them."""
-        self._saving = _Saving(self, session)
         session.tiers.uses_global = True
-        session.at_final_saved = self._saving.retain
-        session.handlers[_SAVE] = self._saving.save_for
-        session.at_leave.append(lambda: delattr(self, "_saving"))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to the fit in progress."""
-        return {key: value for key, value in vars(self).items() if key != "_saving"}
-
-    def _started(self, session: FitSession) -> None:
-        """Starts saving."""
-        self._saving.start()
+        return _Saving(self, session)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Somebody else saves: what the run resumes from follows at the next boundary."""
-        if (session := session_of(trainer, self)) and not session.saver.is_dumping:
-            self._saving.due = True
+        session, saving = session_of(trainer, self), self._participant
+        if session and not session.saver.is_dumping and isinstance(saving, _Saving):
+            saving.due = True
 
 
-class _Saving:
+class _Saving(Participant):
     """What ``AutoResume`` does in one fit."""
 
     def __init__(self, settings: AutoResume, session: FitSession) -> None:
@@ -127,25 +118,25 @@ class _Saving:
         self._next = float("inf")
 
     def start(self) -> None:
+        """Says how it saves, and starts the clock."""
         trainer = self.session.trainer
         if self.settings.async_save and trainer.is_global_zero and not _lightning.can_write_behind(trainer.strategy):
             log.info("%s saves in collectives: the training waits for its saves.", type(trainer.strategy).__name__)
-        self.begin()
-        self.session.at_boundary.append(self.at_boundary)
-        self.session.at_gone_back.append(self.begin)
+        self.after_rollback()
 
-    def begin(self) -> None:
+    def after_rollback(self) -> None:
         """What was due, was due in what the fit has left behind."""
         self.due = self._asked = False
         self._held = ""
         self._saved_step = self.session.trainer.global_step
         self._next = time.monotonic() + self._interval_s
 
-    def at_boundary(self, clean: bool) -> None:
+    def at_boundary(self, may_save: bool) -> None:
+        """Saves what is due."""
         if time.monotonic() >= self._next and not self._asked:
             self._asked = True
             self.session.agreement.request(_SAVE, {"reason": "interval"}, Needs.CLEAN | Needs.TRAINING)
-        if not clean:
+        if not may_save:
             return
         if self._held:
             self.save(self._held)
@@ -156,13 +147,21 @@ class _Saving:
             if step // n > self._saved_step // n:  # also if nothing could be saved at the very step
                 self.save("every_n_train_steps")
 
-    def save_for(self, event: Event) -> None:
-        if self.session.saver.saves_paused:
+    def on_event(self, event: Event) -> None:
+        """Saves because the interval is over, or a snapshot was no good."""
+        if event.kind != _SAVE:
+            return
+        if self.session.saves_paused:
             self._held = str(event.payload["reason"])
         else:
             self.save(str(event.payload["reason"]))
 
+    def after_final_save(self) -> None:
+        """Removes older checkpoints."""
+        self.retain()
+
     def save(self, reason: str) -> None:
+        """Saves at this boundary, or at the first one after the bad steps."""
         session = self.session
         if session.saver.waits():
             self._held = reason
@@ -177,6 +176,7 @@ class _Saving:
             self.retain()
 
     def retain(self) -> None:
+        """Removes checkpoints beyond ``keep``."""
         resume.retain(self.session.fit.checkpoints, self.settings.keep)
 
     def _again(self) -> None:

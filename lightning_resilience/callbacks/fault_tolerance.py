@@ -35,6 +35,7 @@ from lightning_resilience.detect.hangs.rank_probe import (
 )
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.faults import FaultInjector, SimulatedFault
+from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
 from lightning_resilience.run.events import Unhealthy, WorkloadRequest
 from lightning_resilience.run.ledger import read_ledger
@@ -142,23 +143,14 @@ class FaultTolerance(SessionCallback):
         if self.simulated_fault_params is None:
             self._leave_out(["on_before_backward"])
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to the fit in progress."""
-        return {key: value for key, value in vars(self).items() if key != "_watching"}
-
-    def _joined(self, session: FitSession) -> None:
+    def _participate(self, session: FitSession) -> Participant:
         """Checks this rank's node and starts to watch."""
-        self._watching = _Watching(self, session)
-        session.at_left.append(lambda: delattr(self, "_watching"))
+        return _Watching(self, session)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """The set-up of this fit has loaded a checkpoint: what it takes says something."""
-        if session_of(trainer, self):
-            self._watching.has_loaded = True
-
-    def _started(self, session: FitSession) -> None:
-        """Starts what happens between steps."""
-        self._watching.start()
+        if session_of(trainer, self) and isinstance(watching := self._participant, _Watching):
+            watching.has_loaded = True
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A Trainer outside of a fit has put all signals back to what Python knew of them: not ours."""
@@ -167,11 +159,11 @@ class FaultTolerance(SessionCallback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Where a simulated NaN comes from."""
-        if session_of(trainer, self):
-            self._watching.spoil_loss(loss)
+        if session_of(trainer, self) and isinstance(watching := self._participant, _Watching):
+            watching.spoil_loss(loss)
 
 
-class _Watching:
+class _Watching(Participant):
     """What ``FaultTolerance`` does in one fit."""
 
     def __init__(self, settings: FaultTolerance, session: FitSession) -> None:
@@ -207,9 +199,6 @@ class _Watching:
             self._count_as_checkpointing(owner, name)
         if hasattr(trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint"):  # NeMo's asynchronous saves
             self._count_as_checkpointing(trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint")
-        session.saver.at_saved.append(self._saved)
-        session.at_failure += [self._note_failure, self._ask_policy]
-        session.at_leave.append(self._stop)
         if trainer.is_global_zero:
             self._set_finished_flag(False)
             if session.index == 0:
@@ -230,8 +219,6 @@ class _Watching:
                 self._directory = node_directory(session.token, trainer.node_rank)
                 witness = Witness(self._directory, session.rank, self.timeouts.by_section(), self._about())
             session.progress = witness.progress
-            session.at_raised.append(witness.fail)
-            session.at_left.append(witness.end_fit)
         except OSError as error:
             log.error("Rank %d is not watched: a hang of it will not be found (%s).", session.rank, error)
             is_alone = launched is None and trainer.num_devices == 1
@@ -300,11 +287,38 @@ class _Watching:
         self._steps_before = session.steps_counted
         if self._faults is not None:
             self._faults.arm(session.trainer.global_step)
-            session.at_boundary.append(lambda clean: self._strike())
-        if self.settings.health_check_interval_steps and session.trainer.world_size > 1:
-            session.at_boundary.append(lambda clean: self._ping())
 
-    def _stop(self) -> None:
+    def before_training_data(self, loaders: list[Any]) -> None:
+        """Has the data loaders inject what is to happen in their workers."""
+        if (injector := self._faults) is not None:
+            for loader in loaders:
+                if isinstance(loader, DataLoader):
+                    self.session.patches.set(loader, "collate_fn", injector.collate(loader.collate_fn))
+
+    def at_boundary(self, may_save: bool) -> None:
+        """Injects the fault that is due, and pings the ranks."""
+        if self._faults is not None:
+            self._faults.at_step(self.session.trainer.global_step)
+        if self.settings.health_check_interval_steps and self.session.trainer.world_size > 1:
+            self._ping()
+
+    def on_raised(self) -> None:
+        """Whoever finds this rank's peers waiting must know that it has failed."""
+        if self.witness is not None:
+            self.witness.fail()
+
+    def on_failure(self, exception: BaseException) -> str | None:
+        """Asks the policy."""
+        self.on_raised()
+        return self._ask_policy(exception)
+
+    def left(self) -> None:
+        """This rank is watched by its launcher alone again."""
+        if self.witness is not None:
+            self.witness.end_fit()
+
+    def leave(self) -> None:
+        """Stops what runs beside the training."""
         if self._faults is not None:
             self._faults.disarm()
         if self._reporter is not None:
@@ -341,7 +355,7 @@ class _Watching:
             if (section := event.get("section")) in limits and event.get("limit", math.inf) < limits[section]
         }
 
-    def _saved(self, is_end: bool) -> None:
+    def after_save(self, is_end: bool) -> None:
         """All ranks stand here together, in no hurry."""
         trainer = self.session.trainer
         if is_end and trainer.is_global_zero:
@@ -401,12 +415,6 @@ class _Watching:
             node_pids=lambda: pids(self.witness.directory) if self.witness is not None else [],
         )
 
-        def wrap(loaders: list[Any]) -> None:
-            for loader in loaders:
-                if isinstance(loader, DataLoader):
-                    session.patches.set(loader, "collate_fn", injector.collate(loader.collate_fn))
-
-        session.before_training_data.append(wrap)
         if injector.fault_type == "nan_loss":
             training_step = session.trainer.strategy.training_step
 
@@ -417,10 +425,6 @@ class _Watching:
 
             session.patches.set(session.trainer.strategy, "training_step", spoiled)
         return injector
-
-    def _strike(self) -> None:
-        assert self._faults is not None
-        self._faults.at_step(self.session.trainer.global_step)
 
     def spoil_loss(self, loss: Any) -> None:
         """Before a backward pass."""
@@ -458,10 +462,6 @@ class _Watching:
         if any(check.answered and check.name != "free space" for check in failed):
             self._request(_nvrx.EXCLUDE_THIS_NODE, reason)
         raise RuntimeError(reason)
-
-    def _note_failure(self, exception: BaseException) -> None:
-        if self.witness is not None:
-            self.witness.fail()
 
     def _ask_policy(self, exception: BaseException) -> str | None:
         policy = self.settings.exc_handling_policy

@@ -32,6 +32,7 @@ from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator, ne
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import ON_DEVICE_BYTES
 from lightning_resilience.detect.hangs.rank_probe import own_directories
+from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
 from lightning_resilience.launch.report import interruptions
 from lightning_resilience.run.events import Saved
@@ -147,42 +148,28 @@ class LocalCheckpoint(SessionCallback):
         self.async_save = async_save
         self.run_dir = run_dir
 
-    def _joined(self, session: FitSession) -> None:
+    def _participate(self, session: FitSession) -> Participant | None:
         """Finds the place for the local states, and offers those that are there for the resume."""
         try:
-            self._local = _Local(self, session)
+            return _Local(self, session)
         except _Unusable as problem:  # on every rank
             if not self._injected:
                 raise ValueError(str(problem)) from None
             if session.rank == 0:
                 log.warning("LocalCheckpoint is off: %s.", problem)
-            return
-        session.at_leave.append(self._leave)
-
-    def _leave(self) -> None:
-        self._local.leave()
-        del self._local
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to the fit in progress."""
-        return {key: value for key, value in vars(self).items() if key != "_local"}
-
-    def _started(self, session: FitSession) -> None:
-        """Starts saving."""
-        if hasattr(self, "_local"):
-            self._local.start()
+            return None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What is finished needs no local states any more."""
-        if session_of(trainer, self) and hasattr(self, "_local"):
-            self._local.clear()
+        if session_of(trainer, self) and isinstance(local := self._participant, _Local):
+            local.clear()
 
 
 class _Unusable(Exception):
     """A node cannot keep local checkpoints; the same on all ranks."""
 
 
-class _Local:
+class _Local(Participant):
     """What ``LocalCheckpoint`` does in one fit."""
 
     def __init__(self, settings: LocalCheckpoint, session: FitSession) -> None:
@@ -275,6 +262,7 @@ class _Local:
                 raise ValueError(problem)
             if trainer.is_global_zero:
                 log.warning("LocalCheckpoint is off: %s.", problem)
+            session.participants.withdraw(self)
             return
         step = trainer.global_step
         several = trainer.world_size > 1
@@ -303,26 +291,29 @@ class _Local:
             session.diverged,
         )
         _lightning.on_batch_done(trainer, session.patches, self._saves.fence)
-        session.at_end_of_epoch.append(self._saves.fence)
-        session.at_boundary.append(self._at_boundary)
-        session.saver.at_saved.append(lambda is_end: self._end() if is_end else None)
-        session.save_locally = self.save_now
-        session.before_going_back.append(self._settle)
-        session.at_gone_back.append(self._go_on_from_here)
         self._saves.start(step)
         if trainer.is_global_zero:
             self._say_what_is_done()
 
     def _check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if (check := self.session.saver.check_state) is not None:
+        if checks := self.session.participants.implement(Participant.check_state):
             # By the names that they have in the module; what else is in a state may be infinite and right.
-            check((name.removeprefix("state_dict."), tensor) for name, tensor in named if name.startswith(_OF_MODEL))
+            of_model = [(name.removeprefix("state_dict."), each) for name, each in named if name.startswith(_OF_MODEL)]
+            for check_state in checks:
+                check_state(of_model)
 
-    def _settle(self) -> None:
+    def at_end_of_epoch(self) -> None:
+        """What is being copied is not changed by what the end of an epoch does."""
+        if self._saves is not None:
+            self._saves.fence()
+
+    def before_rollback(self) -> None:
+        """Waits for the save in progress."""
         if self._saves is not None and not self._saves.settle(_SETTLE_S):
             log.warning("Rank %d: a local save in progress is stuck; what it may publish is older.", self.location.rank)
 
-    def _go_on_from_here(self) -> None:
+    def after_rollback(self) -> None:
+        """Generations of the course that was left do not count."""
         if self._saves is not None:
             step = self.session.trainer.global_step
             complete = [each.name for each in self.session.tiers.complete if each.step <= step]
@@ -334,12 +325,14 @@ class _Local:
         layout = {"kind": _kind(self.session.trainer), "commons": commons, "course": self.session.tiers.course}
         return {**self.owner, "layout": layout}
 
-    def _at_boundary(self, clean: bool) -> None:
-        assert self._saves is not None
+    def at_boundary(self, may_save: bool) -> None:
+        """Copies the state if a save is due."""
+        if self._saves is None:
+            return
         step = self.session.trainer.global_step
-        if (planned := self._saves.at_boundary(step, clean)) is not None:
+        if (planned := self._saves.at_boundary(step, may_save)) is not None:
             try:
-                if (look_back := self.session.saver.look_back) is not None and look_back():
+                if any(looks_bad() for looks_bad in self.session.participants.implement(Participant.looks_bad)):
                     raise RuntimeError("the last steps were bad")
                 left_out = self._saves.take(planned, step, *self._state())
             except Exception as error:  # also of the user's own on_save_checkpoint
@@ -349,14 +342,14 @@ class _Local:
                 self.session.saver.report_left_out(left_out)
             if self._waits:
                 self._saves.fence()  # nothing goes on that would do it
-                self._settle()
+                self.before_rollback()
 
     def _state(self) -> tuple[Entries, list[torch.Tensor], list[torch.Tensor]]:
         """This rank's checkpoint; what of it only optimizers change; what of it all ranks of the node have alike."""
         live = _lightning.live_tensors(self.session.trainer)
         return self.session.saver.capture(), live, _lightning.trained_tensors(self.session.trainer, self._common)
 
-    def save_now(self, reason: str, within_s: float) -> bool:
+    def save_locally(self, reason: str, within_s: float) -> bool:
         """Saves at this boundary, the same on all ranks; returns whether every rank has published its parts in time."""
         if self._saves is None:
             return False
@@ -522,9 +515,9 @@ class _Local:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _end(self) -> None:
-        """The training has ended: nothing is saved any more."""
-        if (saves := self._saves) is not None:
+    def after_save(self, is_end: bool) -> None:
+        """When training has ended, nothing is saved any more."""
+        if is_end and (saves := self._saves) is not None:
             # Nobody needs it any more when the final state is safe.
             self._stop(_SETTLE_S if self.session.final_path is None else _LAST_WORDS_S)
             if saves.trouble is not None:

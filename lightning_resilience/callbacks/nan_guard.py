@@ -6,7 +6,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -20,6 +19,7 @@ from lightning_resilience.detect.numerics.reruns import Suspect, faulty, weigh
 from lightning_resilience.detect.numerics.rollback_history import Troubles, Window
 from lightning_resilience.detect.numerics.step_guard import Reruns, StepGuard, Verdict, can_skip, on_host
 from lightning_resilience.fit import checkpoint_io
+from lightning_resilience.fit.participant import Participant, Stateful
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
 from lightning_resilience.run.events import BadStep, RerunVerdict, Rollback
 
@@ -172,50 +172,23 @@ class NaNGuard(SessionCallback):
         """Those of them whose second run had another result than the first."""
         self._spikes = SpikeReference(spiky_loss_factor, spike_window) if spiky_loss_factor is not None else None
 
-    def _joined(self, session: FitSession) -> None:
+    def _participate(self, session: FitSession) -> Participant | None:
         """Says what is done about a bad step."""
         if (problem := _why_not(self, session.trainer)) is not None:
             if not self._injected:
                 raise ValueError(problem)
             if session.rank == 0:
                 log.warning("NaNGuard is off: %s", problem)
-            return
+            return None
         for name in _COUNTS:
             setattr(self, name, 0)
         if self.spiky_loss_factor is not None:
             self._spikes = SpikeReference(self.spiky_loss_factor, self.spike_window)
-            session.kept["losses"] = self._spikes.state_dict, self._spikes.load_state_dict  # of each rank its own
-        self._guarding = _Guarding(self, session)
-        session.at_leave.append(self._leave)
-
-    def _leave(self) -> None:
-        self._guarding.leave()
-        del self._guarding
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to the fit in progress."""
-        return {key: value for key, value in vars(self).items() if key != "_guarding"}
-
-    def _started(self, session: FitSession) -> None:
-        """Starts to watch."""
-        if not hasattr(self, "_guarding"):
-            return
-        if self.action != "warn" and any(isinstance(each, torch.optim.LBFGS) for each in session.trainer.optimizers):
-            problem = (
-                "LBFGS changes the parameters while it evaluates them, and a step of it cannot be skipped: "
-                "NaNGuard(action='warn') only reports."
-            )
-            if not self._injected:
-                raise ValueError(problem)
-            if session.rank == 0:
-                log.warning("NaNGuard is off: %s", problem)
-            return
-        self._guarding.start()
+        return _Guarding(self, session)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Looks at the loss."""
-        guarding: _Guarding | None = vars(self).get("_guarding")
-        if guarding is not None and guarding.session.trainer is trainer:
+        if isinstance(guarding := self._participant, _Guarding) and guarding.session.trainer is trainer:
             guarding.look_at(loss)
 
     # Not as the state of a callback: a Trainer may hold several of this class, of which one acts, and Lightning refuses
@@ -255,7 +228,7 @@ def _why_not(settings: NaNGuard, trainer: Trainer) -> str | None:
     return None
 
 
-class _Guarding:
+class _Guarding(Participant):
     """What ``NaNGuard`` does in one fit."""
 
     def __init__(self, settings: NaNGuard, session: FitSession) -> None:
@@ -294,16 +267,44 @@ class _Guarding:
         """Of all ranks."""
         self._suspect: Suspect | None = None
         """The batch whose step was bad twice on the same devices, and is to be tried on others."""
-        session.handlers[_ROLL_BACK] = self._roll_back
-        session.handlers[_STOP] = self._stop
-        session.handlers[_RERUN] = self._decide
-        session.handlers_at_end[_RERUN] = partial(self._decide, is_end=True)
-        session.handlers[_HOLD] = self._hold_as_asked
-        session.at_failure.append(self._verdict)
+        self._is_paused = False
+
+    def extra_state(self) -> Mapping[str, Stateful]:
+        """What losses were like, of each rank its own."""
+        return {} if self.settings._spikes is None else {"losses": self.settings._spikes}
+
+    def on_event(self, event: Event) -> None:
+        """Goes back, stops, decides what a bad second run means, or pauses saves."""
+        if event.kind == _ROLL_BACK:
+            self._roll_back(event)
+        elif event.kind == _STOP:
+            self._stop(event)
+        elif event.kind == _RERUN:
+            self._decide(event)
+        elif event.kind == _HOLD:
+            self._hold_as_asked(event)
+
+    def on_event_at_end(self, event: Event) -> bool:
+        """The same for what a bad second run means; what else was asked for is nothing at the end."""
+        if event.kind != _RERUN:
+            return False
+        self._decide(event, is_end=True)
+        return True
 
     def start(self) -> None:
         """The training begins."""
         session, trainer, settings = self.session, self.session.trainer, self.settings
+        if self._prevents and any(isinstance(each, torch.optim.LBFGS) for each in trainer.optimizers):
+            problem = (
+                "LBFGS changes the parameters while it evaluates them, and a step of it cannot be skipped: "
+                "NaNGuard(action='warn') only reports."
+            )
+            if not settings._injected:
+                raise ValueError(problem)
+            if session.rank == 0:
+                log.warning("NaNGuard is off: %s", problem)
+            session.participants.withdraw(self)
+            return
         several = trainer.world_size > 1
         sharded = several and _lightning.writes_directories(trainer.strategy)
         self._guard = StepGuard(
@@ -326,16 +327,8 @@ class _Guarding:
             self._devices = session.gather(str(Place.of(trainer.strategy.root_device)))
         if self._prevents:
             self._logged = _lightning.LoggedValues(trainer, session.patches)
-            session.at_end_of_epoch.append(self._learn)  # the hooks to come look at the metrics of the whole epoch
         _lightning.on_batch_done(trainer, session.patches, self._batch_done)
-        session.after_batch.append(self._after_batch)
-        session.before_end.append(self._before_end)
-        session.at_gone_back.append(self._gone_back)
-        session.saver.at_saved.append(self.finish)
-        session.is_dropped = self._is_dropped
         self._born = self._unfit_from_birth()
-        session.saver.check_state = self._check_state
-        session.saver.look_back = self._look_back if self._prevents else None
         _lightning.on_save(trainer, session.save_patches, self._may_save)
         self._read()
         if session.rank == 0 and self._prevents:
@@ -397,7 +390,7 @@ class _Guarding:
         always = self.settings.rerun == "report_determinism_stats"
         return Reruns(self.session.get_random_state, self.session.set_random_state, always)
 
-    def finish(self, is_end: bool) -> None:
+    def after_save(self, is_end: bool) -> None:
         """Says how deterministic the training was, when it has ended."""
         settings = self.settings
         if is_end and self.session.rank == 0 and settings.rerun == "report_determinism_stats":
@@ -430,8 +423,14 @@ class _Guarding:
         elif self._guard.end() and self._prevents:
             _lightning.hold_weight_averaging(trainer)
 
-    def _after_batch(self, clean: bool) -> None:
-        if not clean:
+    def at_end_of_epoch(self) -> None:
+        """The hooks to come look at the metrics of the whole epoch."""
+        if self._prevents:
+            self._learn()
+
+    def after_batch(self, window_complete: bool) -> None:
+        """A step has ended, and the next one begins."""
+        if not window_complete:
             return
         assert self._guard is not None
         trainer = self.session.trainer
@@ -450,11 +449,14 @@ class _Guarding:
         for verdict in self._guard.verdicts(wait):
             self._judge(verdict)
 
-    def _look_back(self) -> bool:
+    def looks_bad(self) -> bool:
+        """Whether the last steps of this rank were bad."""
+        if not self._prevents:
+            return False
         self._learn()
         return self._consecutive > 0
 
-    def _before_end(self) -> bool:
+    def before_end(self) -> bool:
         """There is no boundary any more at which the fit could go back."""
         session = self.session
         self._learn()
@@ -467,7 +469,8 @@ class _Guarding:
             self._end("the final state is not finite; started again, the run goes on from an older one", is_final=False)
         return self._waiting and self.settings.rerun == "validate_results"
 
-    def _is_dropped(self) -> bool:
+    def skips_batch(self) -> bool:
+        """Whether the next batch has made a step bad before."""
         if not self._dropped:
             return False
         trainer = self.session.trainer
@@ -550,7 +553,11 @@ class _Guarding:
             self._hold(bool(event.payload["hold"]))
 
     def _hold(self, hold: bool) -> None:
-        self.session.saver.saves_paused = hold
+        self._is_paused = hold
+
+    def pauses_saves(self) -> bool:
+        """Whether the last steps were bad."""
+        return self._is_paused
 
     def _report(self, more: Mapping[str, float] | None = None) -> None:
         trainer = self.session.trainer
@@ -595,7 +602,7 @@ class _Guarding:
         session, settings = self.session, self.settings
         self._learn()  # what the others know may still be on its way to this rank
         windows, _ = self._troubled_anywhere()
-        if not windows or session.blames_replicas():
+        if not windows or any(blames() for blames in session.participants.implement(Participant.blames_replicas)):
             return
         begun_at = session.tiers.loaded.step if session.tiers.loaded is not None else 0
         is_suspect = session.tiers.is_suspect(windows[0].step) and self._from_rank_0(
@@ -687,7 +694,8 @@ class _Guarding:
         for window in troubles.passed_over:
             self._dropped.setdefault(window.epoch, []).append((window.begin, window.end))
 
-    def _check_state(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def check_state(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """What is not finite, and was so from the beginning, may be saved."""
         tensors = [(name, tensor) for name, tensor in named if name not in self._born]
         if not bool(all_finite(tensor for _, tensor in tensors)):
             raise ValueError(f"it is not finite: {', '.join(nonfinite_names(tensors))}")
@@ -699,7 +707,8 @@ class _Guarding:
         checkpoint_io.keep_all(trainer)
         return False
 
-    def _gone_back(self) -> None:
+    def after_rollback(self) -> None:
+        """Nothing is bad any more."""
         assert self._guard is not None
         self._guard.forget()
         self._consecutive = 0
@@ -804,7 +813,8 @@ class _Guarding:
         self._write()
         return decision
 
-    def _verdict(self, exception: BaseException) -> str | None:
+    def on_failure(self, exception: BaseException) -> str | None:
+        """A training that has diverged for good halts the run."""
         return str(exception) if isinstance(exception, TrainingDiverged) and exception.is_final else None
 
 

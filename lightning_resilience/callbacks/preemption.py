@@ -6,13 +6,14 @@ import logging
 import os
 import signal
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning_resilience import _lightning, signals
 from lightning_resilience._arguments import checked, duration, shown
 from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
 from lightning_resilience.launch.output import guard_streams
 from lightning_resilience.launch.schedulers import current_scheduler
@@ -94,42 +95,16 @@ class Preemption(SessionCallback):
         if session_of(trainer, self) is None:
             self._stop_outside_of_fit()
 
-    def _joined(self, session: FitSession) -> None:
+    def _participate(self, session: FitSession) -> Participant | None:
         """Starts to listen for signals."""
-        trainer = session.trainer
-        requeue = _lightning.requeue_signal(trainer)
+        requeue = _lightning.requeue_signal(session.trainer)
         signums = {*self.signals, *([requeue] if requeue is not None else [])}
         installed_here = signals.installed() is None
         listener = signals.install(sorted(signums), signals.grace_period(self.grace_period_s))
         if listener is None:
             log.warning("fit() does not run in the main thread, where alone Python notices signals: Preemption is off.")
-            return
-        self._guard_output(session)
-        session.at_leave.append(signals.uninstall if installed_here else listener.unsubscribe)
-        session.protect_workers = self.enable_exit_handler_for_data_loader
-        session.handlers[_PREEMPT] = lambda event: _stop(session, event)
-        session.on_event = lambda event: listener.start_grace_period() if event.kind == _PREEMPT else None
-        put_back = listener.take_over, listener.handle
-        _lightning.keep_signal_handlers(trainer, session.patches, listener.signums, *put_back)
-        listener.subscribe(
-            lambda signum: _request(session, signum, requeue=signum == requeue),
-            before_exit=lambda reason: _end_now(session, reason),
-        )
-
-    @staticmethod
-    def _guard_output(session: FitSession) -> None:
-        """The terminal may go away with the signal, or before it: no progress bar ends the run for that."""
-        is_launched = RUN_DIR_VARIABLE in os.environ  # the launcher sees what all ranks draw
-        release = guard_streams(session.run.path / NOT_SHOWN, others_draw=session.rank > 0 and not is_launched)
-
-        def leave() -> None:
-            # The process ends by this error, and how its output ends says nothing about it; unless a script catches it.
-            if (interrupted := session.interrupted_by()) is not None:
-                weakref.finalize(interrupted, release).atexit = False
-            else:
-                release()
-
-        session.at_leave.append(leave)
+            return None
+        return _Stopping(self, session, listener, signals.uninstall if installed_here else listener.unsubscribe)
 
     def _stop_outside_of_fit(self) -> None:
         """There is no state to save: a process that has been told to stop (launched, so it listens) just ends."""
@@ -158,11 +133,6 @@ class Preemption(SessionCallback):
         """Stops ``trainer.predict``."""
         self._stop_outside_of_fit()
 
-    def _started(self, session: FitSession) -> None:
-        """Warns if the grace period is too short for a save."""
-        if session.trainer.is_global_zero:
-            _check_grace_period(session, signals.grace_period(self.grace_period_s))
-
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves nothing behind."""
         if session_of(trainer, self):
@@ -173,6 +143,55 @@ class Preemption(SessionCallback):
             # It came when nothing was left to stop in this fit: what handled it before decides about the rest.
             if listener.received not in listener.returned:
                 signal.raise_signal(listener.received)
+
+
+class _Stopping(Participant):
+    """What ``Preemption`` does in one fit."""
+
+    def __init__(
+        self, settings: Preemption, session: FitSession, listener: signals.SignalListener, release: Callable[[], None]
+    ) -> None:
+        self.settings = settings
+        self.session = session
+        self.protects_workers = settings.enable_exit_handler_for_data_loader
+        self._listener = listener
+        self._release = release
+        # The terminal may go away with the signal, or before it: no progress bar ends the run for that.
+        is_launched = RUN_DIR_VARIABLE in os.environ  # the launcher sees what all ranks draw
+        self._release_output = guard_streams(
+            session.run.path / NOT_SHOWN, others_draw=session.rank > 0 and not is_launched
+        )
+        put_back = listener.take_over, listener.handle
+        _lightning.keep_signal_handlers(session.trainer, session.patches, listener.signums, *put_back)
+        requeue = _lightning.requeue_signal(session.trainer)
+        listener.subscribe(
+            lambda signum: _request(session, signum, requeue=signum == requeue),
+            before_exit=lambda reason: _end_now(session, reason),
+        )
+
+    def start(self) -> None:
+        """Warns if the grace period is too short for a save."""
+        if self.session.trainer.is_global_zero:
+            _check_grace_period(self.session, signals.grace_period(self.settings.grace_period_s))
+
+    def on_event_known(self, event: Event) -> None:
+        """This rank will stop too: its grace period begins."""
+        if event.kind == _PREEMPT:
+            self._listener.start_grace_period()
+
+    def on_event(self, event: Event) -> None:
+        """Saves, and ends the fit as interrupted."""
+        if event.kind == _PREEMPT:
+            _stop(self.session, event)
+
+    def leave(self) -> None:
+        """Puts handlers and output back."""
+        self._release()
+        # The process ends by this error, and how its output ends says nothing about it; unless a script catches it.
+        if (interrupted := self.session.interrupted_by()) is not None:
+            weakref.finalize(interrupted, self._release_output).atexit = False
+        else:
+            self._release_output()
 
 
 def _listen_again() -> None:
@@ -200,11 +219,11 @@ def _stop(session: FitSession, event: Event) -> None:
     trainer = session.trainer
     if trainer.is_global_zero:
         log.info("Preemption detected, saving checkpoint and exiting")  # NeMo's words
-    if session.save_locally is not None:
+    if local := session.participants.implement(Participant.save_locally):
         short = trainer.strategy.broadcast(trainer.is_global_zero and _is_short_of_time(session))
         listener = signals.installed()
         within_s = _LOCAL_SHARE * (listener.seconds_left if listener is not None else signals.DEFAULT_GRACE_PERIOD_S)
-        if short and session.save_locally("preemption", within_s) and trainer.is_global_zero:
+        if short and local[0]("preemption", within_s) and trainer.is_global_zero:
             log.info("The state of step %d is safe in the local checkpoints of all nodes.", trainer.global_step)
     path = session.saver.save("preemption")
     step = trainer.global_step

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import NoReturn
 
+import torch
+
 from lightning_resilience import _lightning
 from lightning_resilience._arguments import checked
 from lightning_resilience._files import read_json, write_json
@@ -16,6 +18,7 @@ from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.detect.numerics.rollback_history import Rollbacks
 from lightning_resilience.fit import checkpoint_io
+from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession, SessionCallback
 from lightning_resilience.run.events import Rollback
 from lightning_resilience.run.ledger import node_name
@@ -79,51 +82,57 @@ class ReplicaCheck(SessionCallback):
         self.max_rollbacks = max_rollbacks
         self.run_dir = run_dir
 
-    def _joined(self, session: FitSession) -> None:
-        """What is compared exists only when the training begins."""
-
-    def _started(self, session: FitSession) -> None:
-        """Starts to compare."""
-        trainer = session.trainer
-        if _lightning.replicated_parameters(trainer):
-            _Checking(self, session)
-        elif session.rank == 0 and trainer.world_size > 1:  # that a single rank has none goes without saying
-            why = f"with {type(trainer.strategy).__name__}, as it is used here, ranks do not hold the same"
-            log.info("ReplicaCheck has no replicas to compare: %s.", why)
+    def _participate(self, session: FitSession) -> Participant:
+        return _Checking(self, session)
 
 
-class _Checking:
+class _Checking(Participant):
     """What ``ReplicaCheck`` does in one fit."""
 
     def __init__(self, settings: ReplicaCheck, session: FitSession) -> None:
         self.settings = settings
         self.session = session
-        self._parameters = _lightning.replicated_parameters(session.trainer)
+        self._parameters: list[torch.nn.Parameter] = []
         self._file = session.fit.path / "replica_check.json"
-        self._rollbacks = self._read() if session.rank == 0 else Rollbacks()
+        self._rollbacks = Rollbacks()
         self._answered = -1
         self._say: Callable[[], None] = lambda: None
         self._is_off = False
-        session.saver.digest = self._digest
-        session.on_divergence = self._ask
-        session.blames_replicas = self._go_back_if_they_differ
-        session.handlers[_DIVERGED] = self._go_back_as_asked
-        session.before_end.append(self._before_end)
-        session.at_gone_back.append(self._gone_back)
 
-    def _digest(self) -> str:
+    def start(self) -> None:
+        """Starts to compare: what is compared exists only now."""
+        session, trainer = self.session, self.session.trainer
+        self._parameters = _lightning.replicated_parameters(trainer)
+        if not self._parameters:
+            session.participants.withdraw(self)
+            if session.rank == 0 and trainer.world_size > 1:  # that a single rank has none goes without saying
+                why = f"with {type(trainer.strategy).__name__}, as it is used here, ranks do not hold the same"
+                log.info("ReplicaCheck has no replicas to compare: %s.", why)
+        elif session.rank == 0:
+            self._rollbacks = self._read()
+
+    def digest(self) -> str:
+        """Of the parameters, and of what optimizers keep for them."""
+        if self._is_off or not self._parameters:
+            return ""
         return digest_of(_lightning.trained_tensors(self.session.trainer, self._parameters))
 
-    def _ask(self, divergence: Divergence) -> None:
-        """Rank 0 has learned of it, in any thread."""
+    def on_divergence(self, divergence: Divergence) -> None:
+        """Rank 0 has learned of it, in any thread: has all ranks go back."""
+        if self._is_off:
+            return
         payload = {"step": divergence.step, "groups": divergence.groups, "asked_at": self.session.steps_counted}
         self.session.agreement.request(_DIVERGED, payload, Needs.CLEAN | Needs.TRAINING)
 
-    def _go_back_as_asked(self, event: Event) -> None:
-        if int(event.payload["asked_at"]) > self._answered:  # else it has been undone meanwhile
+    def on_event(self, event: Event) -> None:
+        """Goes back, unless that was done meanwhile."""
+        if event.kind == _DIVERGED and int(event.payload["asked_at"]) > self._answered:
             self._go_back(Divergence(int(event.payload["step"]), tuple(map(tuple, event.payload["groups"]))))
 
-    def _go_back_if_they_differ(self) -> bool:
+    def blames_replicas(self) -> bool:
+        """Compares the ranks' states, and goes back if they differ."""
+        if self._is_off:
+            return False
         divergence = self.session.saver.compare()
         if divergence is None:
             return False
@@ -131,8 +140,10 @@ class _Checking:
         self._go_back(divergence)
         return not self._is_off
 
-    def _before_end(self) -> bool:
+    def before_end(self) -> bool:
         """There is no boundary any more at which the fit could go back."""
+        if self._is_off:
+            return False
         divergence = self.session.saver.compare()
         if divergence is not None:
             self.session.record_divergence(divergence)
@@ -168,7 +179,8 @@ class _Checking:
 
         self._say = say
 
-    def _gone_back(self) -> None:
+    def after_rollback(self) -> None:
+        """Says so."""
         if self.session.rank == 0:
             self._say()
         self._say = lambda: None
@@ -180,10 +192,6 @@ class _Checking:
         # The script was not written for us. What its ranks do, each for itself, is not ours to forbid.
         session = self.session
         self._is_off = True
-        session.saver.digest = lambda: ""
-        session.on_divergence = lambda divergence: None
-        session.blames_replicas = lambda: False
-        session.before_end.remove(self._before_end)
         if session.rank == 0:
             log.error(
                 "ReplicaCheck is off: after step %d %s, and never since the start have all agreed. Something in this "

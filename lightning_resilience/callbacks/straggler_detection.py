@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +37,7 @@ from lightning_resilience.detect.stragglers.stragglers import (
     Streaks,
     make_report,
 )
+from lightning_resilience.fit.participant import Participant, Stateful
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
 from lightning_resilience.launch.nodes import why_it_keeps
 from lightning_resilience.run.events import Stragglers, StragglerStop
@@ -170,35 +171,22 @@ class StragglerDetection(SessionCallback):
         self.report: Report | None = None
         """The last one; on rank 0 only."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to the fit in progress."""
-        return {key: value for key, value in vars(self).items() if key != "_measuring"}
-
-    def _joined(self, session: FitSession) -> None:
+    def _participate(self, session: FitSession) -> Participant:
         """Chooses how to measure."""
-        self._measuring = _Measuring(self, session)
-        session.at_leave.append(self._leave)
-
-    def _leave(self) -> None:
-        self._measuring.leave()
-        del self._measuring
-
-    def _started(self, session: FitSession) -> None:
-        """Starts to measure."""
-        self._measuring.start()
+        return _Measuring(self, session)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A validation between two steps is no part of either."""
-        if session_of(trainer, self):
-            self._measuring.enter(NO_PART)
+        if session_of(trainer, self) and isinstance(measuring := self._participant, _Measuring):
+            measuring.enter(NO_PART)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """It is over."""
-        if session_of(trainer, self):
-            self._measuring.enter(CALLBACKS)
+        if session_of(trainer, self) and isinstance(measuring := self._participant, _Measuring):
+            measuring.enter(CALLBACKS)
 
 
-class _Measuring:
+class _Measuring(Participant):
     """What ``StragglerDetection`` does in one fit."""
 
     def __init__(self, settings: StragglerDetection, session: FitSession) -> None:
@@ -228,11 +216,18 @@ class _Measuring:
         self._said: set[str] = set()
         self._due = math.inf
         self._is_cold = True
-        session.handlers[_REPORT] = self._report
-        session.handlers[_STOP] = self._stop
-        session.kept[_KEPT] = self._history.state_dict, self._history.load_state_dict
-        if session.rank == 0:
-            session.kept[wandb_panels.KEPT] = self._panels.state_dict, self._panels.load_state_dict
+
+    def extra_state(self) -> Mapping[str, Stateful]:
+        """The history of scores, and on rank 0 what the panels have shown."""
+        panels: dict[str, Stateful] = {wandb_panels.KEPT: self._panels} if self.session.rank == 0 else {}
+        return {_KEPT: self._history, **panels}
+
+    def on_event(self, event: Event) -> None:
+        """Gathers the scores, or stops because of a slow rank."""
+        if event.kind == _REPORT:
+            self._report(event)
+        elif event.kind == _STOP:
+            self._stop(event)
 
     def _choose(self, has_events: bool) -> _nvrx.KernelProfiler | None:
         """Decides on the backend, the same on all ranks; returns the profiler if there is one."""
@@ -271,8 +266,6 @@ class _Measuring:
         )
         if trainer.world_size > 1:
             self._waiting.start()
-        session.before_batch.append(self._begin_step)
-        session.at_gone_back.append(self._cool)
         if session.rank == 0:
             self._stopped_for = {
                 device
@@ -281,7 +274,6 @@ class _Measuring:
                 for device in event.get("devices") or ()
             }
             self._due = time.monotonic() + self.settings.report_time_interval
-            session.at_boundary.append(self._look_at_the_clock)
 
     def leave(self) -> None:
         """The fit has ended, one way or another."""
@@ -291,7 +283,8 @@ class _Measuring:
 
     # -- every step ----------------------------------------------------------------------------------------------------
 
-    def _begin_step(self) -> None:
+    def before_batch(self) -> None:
+        """A step begins."""
         if self._is_cold:
             self._is_cold = False  # the first step is slow in its own way
         else:
@@ -302,7 +295,8 @@ class _Measuring:
         """The step goes on to something else."""
         self._time.enter(section)
 
-    def _cool(self) -> None:
+    def after_rollback(self) -> None:
+        """The next step is slow in its own way."""
         self._time.drop()
         self._is_cold = True
 
@@ -316,7 +310,8 @@ class _Measuring:
             self._profiler.stop()
         self._time.enter(CALLBACKS)
 
-    def _look_at_the_clock(self, is_clean: bool) -> None:
+    def at_boundary(self, may_save: bool) -> None:
+        """Asks for a report when it is due; on rank 0 only, as ``_due`` is infinite elsewhere."""
         if time.monotonic() >= self._due and len(self._time) >= _LEAST_STEPS:
             self._due = math.inf  # until it is made
             self.session.agreement.request(_REPORT, {}, Needs.TRAINING)

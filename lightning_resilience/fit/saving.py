@@ -9,7 +9,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ from lightning_resilience.checkpoint.sharded_save import Draft, Outcome, Save, S
 from lightning_resilience.checkpoint.state_difference import Pieces, differing, digests, joined, pieces
 from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.fit import checkpoint_io
+from lightning_resilience.fit.participant import Participant
 from lightning_resilience.run.events import Saved, SaveFailed, SaveRefused
 from lightning_resilience.run.run_directory import StaleAttempt
 
@@ -90,12 +91,6 @@ class Saver:
     """Saves for one fit.
 
     Attributes:
-        at_saved: Called on all ranks after they have saved together, and when training has ended, with whether it has.
-        check_state: Given names and tensors of a state that is to be saved; raises ``ValueError`` if it must not be.
-        saves_paused: Whether nothing is saved, the same on all ranks: the last steps were bad.
-        digest: Says in short what this rank holds of what all ranks have alike. A checkpoint, of which rank 0 writes
-            that alone, is saved only if they do.
-        look_back: Says whether the last steps of this rank were bad, and waits for what is not known of them yet.
         is_dumping: Whether Lightning is collecting the state for a checkpoint of the run's own.
         writes_behind: Whether a checkpoint of this fit was written behind the training: what that has taken says
             nothing about a save that is waited for.
@@ -103,11 +98,6 @@ class Saver:
 
     def __init__(self, session: FitSession) -> None:
         self._session = session
-        self.at_saved: list[Callable[[bool], None]] = []
-        self.check_state: Callable[[Iterable[tuple[str, torch.Tensor]]], None] | None = None
-        self.digest: Callable[[], str] = lambda: ""
-        self.saves_paused = False
-        self.look_back: Callable[[], bool] | None = None
         self.is_dumping = False
         self.writes_behind = False
         self._shards: ShardedSaves | None = None
@@ -140,8 +130,7 @@ class Saver:
                 return None
             path = None if state is None or not self._agree(state) else self._save(reason, final, state)
             if path is not None and not final:
-                for hook in self.at_saved:
-                    hook(False)
+                self._saved()
         return path
 
     def save_behind(self, reason: str, published: Callable[[], None], lost: Callable[[], None]) -> None:
@@ -177,8 +166,11 @@ class Saver:
                     self._lost = lost
                 self.writes_behind = True
                 self._begin(background, reason, started, state, published)
-            for hook in self.at_saved:
-                hook(False)
+            self._saved()
+
+    def _saved(self) -> None:
+        for after_save in self._session.participants.implement(Participant.after_save):
+            after_save(False)
 
     def _begin(
         self,
@@ -266,8 +258,6 @@ class Saver:
         if self._background is None:
             self._background = BackgroundSaves(self._session.advanced)
             _lightning.on_batch_done(self._session.trainer, self._session.patches, self._background.fence)
-            self._session.at_end_of_epoch.append(self._background.fence)
-            self._session.at_boundary.append(self._check_background)
             self._lacks_memory = self._why_it_does_not_fit()
         return self._background
 
@@ -328,10 +318,11 @@ class Saver:
     def waits(self) -> bool:
         """Whether a save that is due has to wait, because the last steps of any rank were bad. A collective.
 
-        The verdict about a step may still be on its way when ``saves_paused`` is read, and a save that comes before it
-        removes an older state, soon the last one from before the first of those steps.
+        The verdict about a step may still be on its way when ``saves_paused`` is looked at, and a save that comes
+        before it removes an older state, soon the last one from before the first of those steps.
         """
-        return self.look_back is not None and any(self._session.gather(self.look_back()))
+        asked = self._session.participants.implement(Participant.looks_bad)
+        return bool(asked) and any(self._session.gather(any(looks_bad() for looks_bad in asked)))
 
     def may_save(self, path: str | os.PathLike[str]) -> bool:
         """Whether the state of all ranks may be saved; says so if not. A collective, if anything is checked at all.
@@ -339,11 +330,13 @@ class Saver:
         Args:
             path: Where it would be saved.
         """
-        if self.check_state is None:
+        checks = self._session.participants.implement(Participant.check_state)
+        if not checks:
             return True
         problem = None
         try:
-            self.check_state(_lightning.named_state(self._session.trainer))
+            for check_state in checks:
+                check_state(_lightning.named_state(self._session.trainer))
         except ValueError as error:
             problem = f"rank {self._session.rank}: {error}"
         except Exception as error:  # the others wait to be told
@@ -366,7 +359,7 @@ class Saver:
 
     def _what_it_holds(self) -> str:
         try:
-            return self.digest()
+            return "".join(digest() for digest in self._session.participants.implement(Participant.digest))
         except Exception as error:  # the others wait to be told
             log.warning("Rank %d cannot compare its state with that of the others (%r).", self._session.rank, error)
             return ""
@@ -380,12 +373,18 @@ class Saver:
                 self._session.diverged(divergence)
         return divergence is None
 
-    def _check_background(self, clean: bool) -> None:
-        assert self._background is not None
-        self._background.check()
-        if self._background.spoilt and not self._background.busy:
-            self._background.spoilt = False
-            self._lost()
+    def at_end_of_epoch(self) -> None:
+        """What is being copied is not changed by what the end of an epoch does."""
+        if self._background is not None:
+            self._background.fence()
+
+    def at_boundary(self) -> None:
+        """Raises what has gone wrong behind the training."""
+        if (background := self._background) is not None:
+            background.check()
+            if background.spoilt and not background.busy:
+                background.spoilt = False
+                self._lost()
 
     @property
     def _step(self) -> int:

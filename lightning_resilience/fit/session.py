@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from fractions import Fraction
 from functools import cache
@@ -45,6 +45,7 @@ from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.fit import checkpoint_io, left_out, outputs, strategies
 from lightning_resilience.fit.checkpoint_selector import ENDS_APART, Tiers
 from lightning_resilience.fit.logger_files import Logs
+from lightning_resilience.fit.participant import Participant, Participants, Stateful
 from lightning_resilience.fit.saving import STATE_KEY, Saver
 from lightning_resilience.fit.settings import (
     CONTINUE_VARIABLE,
@@ -122,70 +123,20 @@ class FitSession:
         self._pid = os.getpid()
         self.members: list[SessionCallback] = []
         self.rank: int = trainer.global_rank
-        self.handlers: dict[str, Callable[[Event], None]] = {}
-        """What a callback does, on every rank at the same boundary, when an event of its kind is acted on."""
-        self.handlers_at_end: dict[str, Callable[[Event], None]] = {}
-        """The same where no boundary is left for it; all other events mean nothing at the end of a fit."""
-        self.after_batch: list[Callable[[bool], None]] = []
-        """Called at every training boundary with whether no window of accumulated batches is open."""
-        self.before_end: list[Callable[[], bool]] = []
-        """Called on all ranks when the training has ended, before its final state is saved. Returns whether this rank
-        has asked for something that ``handlers_at_end`` has to do before."""
-        self.at_boundary: list[Callable[[bool], None]] = []
-        """Called after that with whether the state may be saved there. Both must cost next to nothing."""
-        self.before_training_data: list[Callable[[list[Any]], None]] = []
-        """Given the training data loaders, before their workers start."""
-        self.at_raised: list[Callable[[], None]] = []
-        """Called as soon as an exception ends the training on this rank, before any callback is told: that may take
-        long. Not when it stops in order."""
-        self.at_failure: list[Callable[[BaseException], str | None]] = []
-        """Called on a rank whose fit ends by an exception; one that returns a reason has the whole run halted."""
-        self.at_leave: list[Callable[[], None]] = []
-        """Called once at the end of the fit, however it ends; whichever callback's hook comes first."""
-        self.at_left: list[Callable[[], None]] = []
-        """Called after that, when nothing of the fit is left."""
-        self.before_going_back: list[Callable[[], None]] = []
-        """Called on all ranks before the fit goes back to an older state: what is being saved is waited for."""
-        self.at_gone_back: list[Callable[[], None]] = []
-        """Called on all ranks when it has; ``trainer.global_step`` is smaller now."""
+        self.participants = Participants()
         self.gone_back = False
         """Whether the fit has gone back: hooks of its start are called again, for what is not new."""
-        self.is_dropped: Callable[[], bool] = lambda: False
-        """Whether the training passes the next batch over."""
-        self.before_batch: list[Callable[[], None]] = []
-        """Called when everything at a training boundary is done and the next batch is about to be fetched."""
-        self.kept: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
-        """What each rank keeps for itself beside the training, by name: what gives it, and what takes it back."""
         self.progress: Progress | None = None
         """Where this rank says what it is doing, if anybody watches."""
         self.tiers = Tiers(self)
         """Where the checkpoint to resume from is chosen."""
         self.saver = Saver(self)
         """Where checkpoints are saved."""
-        self.at_failure.append(self.tiers.verdict)
-        self.on_event: Callable[[Event], None] = lambda event: None
-        """Called from the agreement's thread as soon as an event is known, before its boundary."""
-        self.at_end_of_epoch: list[Callable[[], None]] = []
-        """Called after the last batch of every epoch, before any hook of its end."""
-        self.on_divergence: Callable[[Divergence], None] | None = None
-        """What a callback does, on rank 0 and in any thread, when ranks do not hold the same that should."""
-        self.blames_replicas: Callable[[], bool] = lambda: False
-        """Asked on all ranks, at a boundary, before the fit goes back because of a bad step: whether the step is bad
-        because a rank's state is no longer that of the others. Then the fit goes back for that."""
         self.replicas_agreed = False
         """Whether the states of ranks that should hold the same were compared, and were the same; rank 0 knows."""
         self._divergence_said = False
-        self.save_locally: Callable[[str, float], bool] | None = None
-        """Saves the state at this boundary, on all ranks, to the nodes' local storage.
-
-        Given the reason and how many seconds it may take; returns whether all have saved.
-        """
         self.final_path: Path | None = None
         """Where the final state of a fit that has finished is."""
-        self.at_final_saved: Callable[[], None] | None = None
-        """Called on rank 0 when the final state of the fit is saved; ``None``: it is not saved."""
-        self.protect_workers = False
-        """Whether data-loader workers ignore the signals that ask the run to stop."""
 
         if trainer.is_global_zero and not _fits_begun:  # the first of this process
             log_job_info()
@@ -274,6 +225,7 @@ class FitSession:
         self._checkpoint: dict[str, Any] | None = None
         self._left_out: list[list[str | int]] = []
         self._masks: dict[str, torch.Tensor] = {}
+        self._logs: Logs | None = None
         self._logs_begun: dict[str, Any] = {}
         self._first_batch_random_state: data_position.RandomState | None = None
         self._epoch_random_state: data_position.RandomState | None = None
@@ -281,6 +233,8 @@ class FitSession:
         self._before_fetch: data_position.RandomState | None = None
         self.before_evaluation: dict[str, Any] | None = None
         """What a checkpoint holds of the moment before the evaluation that is under way, if one is."""
+        self._unwatched: rank_probe.Witness | None = None
+        """What the launcher watches this rank by, where no participant does."""
         self._recorder: GradientArrivalRecorder | None = None
         self.arrival_order: list[str] | None = None
         """In which order the gradients arrived when DDP made its buckets; ``None`` where it has none."""
@@ -385,8 +339,9 @@ class FitSession:
     def diverged(self, divergence: Divergence) -> None:
         """Ranks do not hold the same that should; called on rank 0, in any thread. What was saved of it counts not."""
         self.record_divergence(divergence)
-        if self.on_divergence is not None:
-            self.on_divergence(divergence)
+        if handlers := self.participants.implement(Participant.on_divergence):
+            for on_divergence in handlers:
+                on_divergence(divergence)
         elif not self._divergence_said:
             self._divergence_said = True
             log.error(
@@ -453,15 +408,16 @@ class FitSession:
             self._resumed = self._understand(checkpoint, Path(str(path)))
             if self._resumed is not None and (mine := self._resumed["mine"]) is not None:
                 _lightning.leave_out_searches(self.trainer, self.patches, mine.get("searched", {}))
+                extra_state = self.extra_state()
                 for name, value in mine.get("kept", {}).items():
-                    if name in self.kept:
+                    if name in extra_state:
                         self._take_back(name, value)
             elif self.rank == 0 and _LOGS in (kept := checkpoint[STATE_KEY]["ranks"][0].get("kept", {})):
                 self._take_back(_LOGS, kept[_LOGS])  # with other ranks too it is the same log
             if not self._silenced:
                 self._silenced = True
                 _lightning.silence_resume_warning(self.trainer, self.patches)
-        elif _LOGS in self.kept:
+        elif self._logs is not None:
             self._take_back(_LOGS, self._logs_begun)
         _lightning.restore_checkpoint(self.trainer, None if path is None else str(path), checkpoint)
         if self._resumed is not None and (mine := self._resumed["mine"]) is not None:
@@ -482,12 +438,17 @@ class FitSession:
         if "state_dict" in checkpoint:  # not where the strategy has loaded it
             left_out.complete_extra_states(self.module, checkpoint["state_dict"])
 
+    def extra_state(self) -> dict[str, Stateful]:
+        """What this rank keeps for itself beside the training, by name."""
+        logs: dict[str, Stateful] = {} if self._logs is None else {_LOGS: self._logs}
+        return {**self.participants.extra_state(), **logs}
+
     def _take_back(self, name: str, value: Any) -> None:
         try:
-            self.kept[name][1](value)
+            self.extra_state()[name].load_state_dict(value)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            # Of another version, say: what is kept beside the training is not worth a resume that fails.
-            log.warning("What was kept of %s cannot be understood, and is forgotten (%s).", name, error)
+            # Of another version, say: state beside the training is not worth a resume that fails.
+            log.warning("Ignoring the saved state of %s: incompatible format (%s).", name, error)
 
     @contextmanager
     def _restoring_training_state(self) -> Iterator[None]:
@@ -512,14 +473,13 @@ class FitSession:
 
     def _record_outputs(self) -> None:
         now = outputs.record(self.trainer, self.run_id)
-        logs = Logs(self.trainer, self.patches) if self.trainer.is_global_zero else None
+        self._logs = logs = Logs(self.trainer, self.patches) if self.trainer.is_global_zero else None
 
         def record() -> None:
             assert logs is not None
             before = self.fit.outputs or {}
             begun = before.get("begun", {}) if before.get("run") == self.run_id else {}
             self._logs_begun = now["begun"] = {**logs.state_dict(), **begun}
-            self.kept[_LOGS] = logs.state_dict, logs.load_state_dict
             if before != now:
                 self.fit.outputs = now
 
@@ -688,8 +648,8 @@ class FitSession:
             load_loader_states()
             return
         self._guard_workers(loaders)
-        for hook in self.before_training_data:
-            hook(loaders)
+        for before_training_data in self.participants.implement(Participant.before_training_data):
+            before_training_data(loaders)
         self._check_data(loaders)
         self._check_settings(loaders)
         self.tiers.settings_are_accepted()
@@ -715,7 +675,7 @@ class FitSession:
 
     def _guard_workers(self, loaders: list[Any]) -> None:
         listener = signals.installed()
-        signums = listener.signums if listener is not None and self.protect_workers else ()
+        signums = listener.signums if listener is not None and self.participants.protect_workers() else ()
         for loader in loaders:
             if isinstance(loader, DataLoader) and loader.num_workers > 0:
                 init = loader.worker_init_fn
@@ -745,7 +705,7 @@ class FitSession:
         self._running = True
         if self.progress is None and (launched := rank_probe.of_worker()) is not None:
             launched.progress.enter("left")  # nobody notes the sections of this fit
-            self.at_left.append(launched.end_fit)
+            self._unwatched = launched
         self.patience = Patience(self.advanced)
         self.tiers.begin()
         self._fetches_ahead = _lightning.fetches_ahead_here(self.trainer)
@@ -853,8 +813,9 @@ class FitSession:
 
     def _end_of_epoch(self) -> None:
         if self._is_training:
-            for hook in self.at_end_of_epoch:
-                hook()
+            for at_end_of_epoch in self.participants.implement(Participant.at_end_of_epoch):
+                at_end_of_epoch()
+            self.saver.at_end_of_epoch()
             if _lightning.is_cut_short(self.trainer):
                 self._cut_short = True
                 self._keep_before_the_end()
@@ -866,7 +827,7 @@ class FitSession:
         What Lightning does at such an end (hooks of the end of an epoch, a validation) a longer fit does elsewhere. An
         older state of the fit serves as well.
         """
-        if self.at_final_saved is None or not _lightning.accumulation_window_complete(self.trainer):
+        if not self._saves_final_state or not _lightning.accumulation_window_complete(self.trainer):
             return
         if not self.saver.waits():
             checkpoint_io.on_every_rank(self.trainer.strategy, self.saver.wait)
@@ -896,7 +857,7 @@ class FitSession:
             self._resumed is not None and self._resumed["final"]
         ):  # an earlier attempt has saved it, and has not come to its end
             self._stand_at_the_end(self._resumed["mine"])
-        elif self.at_final_saved is not None and _lightning.can_be_ended_again(self.trainer) and not self._settle():
+        elif self._saves_final_state and _lightning.can_be_ended_again(self.trainer) and not self._settle():
             self._save_final(is_over=False, apart=self._cut_short)
         if self.final_path is not None and any(self.gather(_lightning.acts_at_the_end(self.trainer))):
             self._at_end = self._in_short()
@@ -918,7 +879,8 @@ class FitSession:
     def _on_event(self, event: Event) -> None:
         if event.kind == _TRAINED:
             self._is_behind_training.set()
-        self.on_event(event)
+        for on_event_known in self.participants.implement(Participant.on_event_known):
+            on_event_known(event)
 
     def _stand_at_the_end(self, mine: dict[str, Any] | None) -> None:
         """The last touch of a resume from a state behind the training."""
@@ -939,12 +901,16 @@ class FitSession:
 
         It is done when the agreement is closed, and may well be that this state is not the end.
         """
-        asks = [end() for end in self.before_end]
+        asks = [before_end() for before_end in self.participants.implement(Participant.before_end)]
         self._enter("out_of_section")
         return any(self.gather(any(asks)))
 
+    @property
+    def _saves_final_state(self) -> bool:
+        return bool(self.participants.implement(Participant.after_final_save))
+
     def _save_final(self, is_over: bool, apart: bool) -> bool:
-        if self.at_final_saved is None:
+        if not self._saves_final_state:
             return True
         limits = _lightning.limits(self.trainer)
         by = _lightning.limit_reached(self.trainer) or _ASKED
@@ -953,7 +919,8 @@ class FitSession:
         if path is not None:
             self.final_path = path
             if self.trainer.is_global_zero:
-                self.at_final_saved()
+                for after_final_save in self.participants.implement(Participant.after_final_save):
+                    after_final_save()
         return path is not None
 
     def _complete(self) -> None:
@@ -966,9 +933,8 @@ class FitSession:
         if is_to_be_saved:
             self._settle()
         for event in left:
-            if (handler := self.handlers_at_end.get(event.kind)) is not None:
-                handler(event)
-            elif event.payload:  # otherwise it was routine
+            handled = [on_event(event) for on_event in self.participants.implement(Participant.on_event_at_end)]
+            if not any(handled) and event.payload:  # otherwise it was routine
                 log.info(
                     "%s was asked for by rank %d when the fit had ended; nothing is left to do.", event.kind, event.rank
                 )
@@ -979,8 +945,8 @@ class FitSession:
         is_missing = is_to_be_saved and not self._save_final(True, apart)
         self._running = False
         self._enter("out_of_section")
-        for hook in self.saver.at_saved:
-            hook(True)
+        for after_save in self.participants.implement(Participant.after_save):
+            after_save(True)
         step = self.trainer.global_step
         if self.trainer.is_global_zero:
             reason = _lightning.limit_reached(self.trainer) or _ASKED
@@ -1073,7 +1039,8 @@ class FitSession:
         is_refused = isinstance(exception, AnotherFit) and RUN_DIR_VARIABLE not in os.environ
         event = RunRefused if is_refused else Fault
         self.ledger.record(event(kind=kind, fit=self.index, step=self.trainer.global_step, reason=reason))
-        verdicts = [verdict for hook in self.at_failure if (verdict := hook(exception)) is not None]
+        asked = [self.tiers.verdict, *self.participants.implement(Participant.on_failure)]
+        verdicts = [verdict for on_failure in asked if (verdict := on_failure(exception)) is not None]
         if isinstance(exception, AnotherFit):
             verdicts.append(str(exception))
         if verdicts:
@@ -1096,13 +1063,14 @@ class FitSession:
             if self.rank == 0:
                 steps.callback(self.run.left)
             steps.callback(begin_another, *(wandb_run_id(self.run_id, self.index + more) for more in (0, 1)))
-            steps.callback(_each, self.at_left)
+            steps.callback(self._forget_participants)
+            steps.callback(_each, self.participants.implement(Participant.left))
             steps.callback(self._forget)
             steps.callback(self._release)
             steps.callback(self.agreement.stop)
             steps.callback(self._put_back_finished)
             steps.callback(self.saver.close)
-            steps.callback(_each, self.at_leave)
+            steps.callback(_each, self.participants.implement(Participant.leave))
 
     def _put_back_finished(self) -> None:
         """A finished fit was restored, not trained: what the script does next finds what it left."""
@@ -1126,9 +1094,12 @@ class FitSession:
             self._recorder.stop()
         if _active is self:
             _active = None
-        self.at_boundary.clear()
-        self.handlers.clear()
-        self.handlers_at_end.clear()
+
+    def _forget_participants(self) -> None:
+        if self._unwatched is not None:
+            self._unwatched.end_fit()
+        for member in self.members:
+            member._participant = None
 
     def _release_saves(self) -> None:
         self.save_patches.undo()  # what was put on last comes off first
@@ -1174,21 +1145,29 @@ class FitSession:
             self._act(event)
         if self._goes_back is not None:
             self._go_back()
-        for hook in self.after_batch:
-            hook(clean)
-        for hook in self.at_boundary:
-            hook(clean and not self.saver.saves_paused)
+        participants = self.participants
+        for after_batch in participants.implement(Participant.after_batch):
+            after_batch(clean)
+        may_save = clean and not self.saves_paused
+        for at_boundary in participants.implement(Participant.at_boundary):
+            at_boundary(may_save)
+        self.saver.at_boundary()
         if self._fetches_ahead:
             self._before_fetch = self.get_random_state()
-        if self.is_dropped():
+        if any(skips_batch() for skips_batch in participants.implement(Participant.skips_batch)):
             before = self.get_random_state()
             _lightning.drop_batch(self.trainer)
             self.set_random_state(before)  # as if it had never been there, as far as this process is concerned
             return False
-        for begin in self.before_batch:
-            begin()
+        for before_batch in participants.implement(Participant.before_batch):
+            before_batch()
         self._has_trained = True
         return True
+
+    @property
+    def saves_paused(self) -> bool:
+        """Whether nothing is saved, the same on all ranks: the last steps were bad, and what was good is kept."""
+        return any(pauses_saves() for pauses_saves in self.participants.implement(Participant.pauses_saves))
 
     def _is_behind_a_step(self) -> bool:
         """Whether no gradients of the user's own accumulation wait: in manual optimization only a step says so."""
@@ -1226,8 +1205,8 @@ class FitSession:
                 "The fit has to go back to an older state, but a callback has changed its optimizers, schedulers or "
                 "first weights meanwhile: only a restart makes them anew. Start it again; it resumes."
             )
-        for hook in self.before_going_back:
-            hook()
+        for before_rollback in self.participants.implement(Participant.before_rollback):
+            before_rollback()
         checkpoint_io.on_every_rank(self.trainer.strategy, self.saver.wait)
         self.patience = Patience(self.advanced)
         choice = self.tiers.newest(until, self._explicit is not None, only_global)
@@ -1247,8 +1226,8 @@ class FitSession:
                 raise
             except BaseException:
                 if os.getpid() == self._pid:
-                    for hook in self.at_raised:
-                        hook()
+                    for on_raised in self.participants.implement(Participant.on_raised):
+                        on_raised()
                 raise
             self._begin_again(choice)
             del choice
@@ -1267,8 +1246,8 @@ class FitSession:
         _lightning.restore_training_state(self.trainer)
         self._counted_before += counted + 1 - self.steps_counted
         self.gone_back, self._warm = True, False
-        for hook in self.at_gone_back:
-            hook()
+        for after_rollback in self.participants.implement(Participant.after_rollback):
+            after_rollback()
 
     def _complete_resume(self) -> bool:
         """The last touch of a resume, right where the state was saved. Returns whether a validation is due first."""
@@ -1319,8 +1298,8 @@ class FitSession:
 
     def _act(self, event: Event) -> None:
         self.agreement.arrive(event)
-        if (handler := self.handlers.get(event.kind)) is not None:
-            handler(event)
+        for on_event in self.participants.implement(Participant.on_event):
+            on_event(event)
 
     # -- what is saved of it -------------------------------------------------------------------------------------------
 
@@ -1337,7 +1316,7 @@ class FitSession:
             "fetched": 0 if final else _lightning.batches_fetched(self.trainer),
             "first_batch": None if final else self._first_batch_random_state,
             "in_flight": None if final else self._before_fetch,
-            "kept": {name: get() for name, (get, _) in self.kept.items()},
+            "kept": {name: state.state_dict() for name, state in self.extra_state().items()},
             "loader_states": None if final else _lightning.loader_states(self.trainer),
             "metrics": (
                 before["metrics"] if before is not None else _lightning.metric_states(self.trainer, self.module)
@@ -1354,11 +1333,11 @@ class FitSession:
         }
 
 
-def _each(hooks: list[Callable[[], None]]) -> None:
+def _each(methods: Sequence[Callable[[], None]]) -> None:
     """Calls all of them in order, also behind one that raises."""
     with ExitStack() as calls:
-        for hook in reversed(hooks):
-            calls.callback(hook)
+        for method in reversed(methods):
+            calls.callback(method)
 
 
 def _is_raised(before: Any, now: Any) -> bool:
@@ -1400,9 +1379,15 @@ class SessionCallback(_lightning.ResilienceCallback):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={shown(value)}' for name, value in changed(self).items())})"
 
-    def _joined(self, session: FitSession) -> None:
-        """Called in the ``setup`` of a fit: says what this callback does in ``session``."""
+    _participant: Participant | None = None
+
+    def _participate(self, session: FitSession) -> Participant | None:
+        """Called in the ``setup`` of a fit: the policy of this callback in it; ``None``: this callback is off."""
         raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to the fit in progress."""
+        return {key: value for key, value in vars(self).items() if key != "_participant"}
 
     def _before_setup(self, trainer: Trainer) -> None:
         """Has what Lightning itself writes go on where an earlier attempt of this fit has written it."""
@@ -1430,7 +1415,9 @@ class SessionCallback(_lightning.ResilienceCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Joins the fit's session."""
         if (session := _join(self, trainer, pl_module, stage)) is not None:
-            self._joined(session)
+            self._participant = self._participate(session)
+            if self._participant is not None:
+                session.participants.add(self._participant)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The batches of the sanity check are boundaries too."""
@@ -1442,15 +1429,12 @@ class SessionCallback(_lightning.ResilienceCallback):
         if session := session_of(trainer, self):
             session.end_sanity_check()
 
-    def _started(self, session: FitSession) -> None:
-        """Called when the training of a fit begins, once; from here on there are boundaries."""
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Completes the resume."""
         if session := session_of(trainer, self):
             session.start()
-            if not session.gone_back:
-                self._started(session)
+            if not session.gone_back and self._participant is not None:
+                self._participant.start()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leaves nothing behind."""

@@ -118,7 +118,7 @@ class StepTimes(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
         self.events.append(self.device.event())
-        if self.local is not None and (saves := self.local._local._saves) is not None:
+        if self.local is not None and (saves := self.local._participant._saves) is not None:
             figures = saves.figures
             if figures.published > len(self.said):
                 self.said.append(figures.stall_s)

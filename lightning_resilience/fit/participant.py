@@ -1,0 +1,194 @@
+"""What takes part in a fit: the policy of a callback, as methods that the session calls in a fixed order.
+
+In the order of the callbacks in the Trainer, at these moments:
+
+Start
+    ``before_training_data``, ``start``.
+Training boundary
+    ``on_event`` for every event that is due, the rollback if one asked for it, ``after_batch``, ``at_boundary``,
+    ``skips_batch``, ``before_batch``.
+Evaluation batch
+    ``on_event``.
+End of an epoch
+    ``at_end_of_epoch``.
+Save
+    ``check_state``, ``digest``, the write, ``after_save``.
+Rollback
+    ``before_rollback``, loading of the older checkpoint, ``after_rollback``.
+Failure
+    ``on_raised``, ``on_exception`` of the callbacks before ours, ``on_failure``, ``leave``, ``left``.
+End
+    ``before_end``, the final save, ``after_final_save``, ``on_train_end`` of all callbacks, ``on_event_at_end``,
+    ``after_save``, ``leave``, ``left``.
+
+``tests/test_order.py`` holds that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_resilience.agreement import Event
+    from lightning_resilience.detect.numerics.divergence import Divergence
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Stateful(Protocol):
+    """State that every rank keeps for itself beside the training, as in ``torch.distributed.checkpoint``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, in types that a safe load reads."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Restores it."""
+
+
+class Participant:
+    """The policy of one callback in one fit.
+
+    Only methods that a class implements are called: the others cost a healthy step nothing. All ranks are in the same
+    order, but only the methods that say so may use collectives.
+    """
+
+    protects_workers = False
+    """Whether data-loader workers ignore the signals that ask the run to stop."""
+
+    def extra_state(self) -> Mapping[str, Stateful]:
+        """State of this rank that every checkpoint holds, by name."""
+        return {}
+
+    def before_training_data(self, loaders: list[Any]) -> None:
+        """The training data loaders are made, their workers are not started."""
+
+    def start(self) -> None:
+        """Training begins, once in a fit. Collectives are allowed."""
+
+    def on_event(self, event: Event) -> None:
+        """An event is due on all ranks, at the same boundary. Collectives are allowed."""
+
+    def on_event_at_end(self, event: Event) -> bool:
+        """The same when no boundary is left. Returns whether the event was handled."""
+        return False
+
+    def on_event_known(self, event: Event) -> None:
+        """An event is known and its boundary still to come; in the agreement's thread."""
+
+    def after_batch(self, window_complete: bool) -> None:
+        """A training boundary; ``window_complete``: no accumulated gradients wait for a step."""
+
+    def at_boundary(self, may_save: bool) -> None:
+        """After every ``after_batch``. ``may_save``: the window is complete and saves are not paused."""
+
+    def skips_batch(self) -> bool:
+        """Whether the training skips the next batch."""
+        return False
+
+    def before_batch(self) -> None:
+        """Everything at the boundary is done, the next batch is about to be fetched."""
+
+    def at_end_of_epoch(self) -> None:
+        """After the last batch of an epoch, before any hook of its end."""
+
+    def check_state(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises ``ValueError`` if a state of these tensors must not be saved."""
+
+    def digest(self) -> str:
+        """What this rank holds of the state that all ranks should hold alike, in short."""
+        return ""
+
+    def pauses_saves(self) -> bool:
+        """Whether nothing is saved now, the same on all ranks: the last steps were bad, what was good is kept."""
+        return False
+
+    def looks_bad(self) -> bool:
+        """Whether the last steps of this rank were bad; waits for verdicts that are on their way."""
+        return False
+
+    def after_save(self, is_end: bool) -> None:
+        """All ranks have saved together, or the training has ended. Collectives are allowed."""
+
+    def after_final_save(self) -> None:
+        """On rank 0, when the final state is saved. It is saved only if a participant implements this."""
+
+    def save_locally(self, reason: str, within_s: float) -> bool:
+        """Saves the state to local storage of all nodes at this boundary; returns whether all ranks have saved."""
+        return False
+
+    def on_divergence(self, divergence: Divergence) -> None:
+        """Ranks do not hold the same state; on rank 0, in any thread."""
+
+    def blames_replicas(self) -> bool:
+        """Whether a bad step comes from a replica that differs, before a rollback because of it. A collective."""
+        return False
+
+    def before_rollback(self) -> None:
+        """All ranks are about to go back to an older state. Collectives are allowed."""
+
+    def after_rollback(self) -> None:
+        """They have: ``trainer.global_step`` is smaller now. Collectives are allowed."""
+
+    def before_end(self) -> bool:
+        """Training has ended, its final state is not saved yet. Collectives are allowed.
+
+        Returns:
+            Whether this rank has requested an event that must be handled before the final save.
+        """
+        return False
+
+    def on_raised(self) -> None:
+        """An exception has just ended training on this rank; no callback knows it yet. Not for a stop in order."""
+
+    def on_failure(self, exception: BaseException) -> str | None:
+        """The fit ends by an exception. Returns why the whole run must halt, if it must."""
+        return None
+
+    def leave(self) -> None:
+        """The fit has ended, however; called once."""
+
+    def left(self) -> None:
+        """Nothing of the fit is left."""
+
+
+class Participants:
+    """The participants of a fit, in the order of their callbacks."""
+
+    def __init__(self) -> None:
+        self._all: list[Participant] = []
+        self._withdrawn: list[Participant] = []
+        self._calls: dict[str, tuple[Any, ...]] = {}
+
+    def add(self, participant: Participant) -> None:
+        """Has it called from now on."""
+        self._all.append(participant)
+        self._calls.clear()
+
+    def withdraw(self, participant: Participant) -> None:
+        """Has only ``leave`` and ``left`` of it called from now on, and its extra state saved."""
+        self._withdrawn.append(participant)
+        self._calls.clear()
+
+    def implement(self, method: Callable[Concatenate[Any, _P], _R]) -> tuple[Callable[_P, _R], ...]:
+        """The participants' own implementations of a method of :class:`Participant`."""
+        name = method.__name__
+        if (found := self._calls.get(name)) is None:
+            active = self._all if name in _UNTIL_THE_END else [p for p in self._all if p not in self._withdrawn]
+            found = tuple(getattr(each, name) for each in active if getattr(type(each), name) is not method)
+            self._calls[name] = found
+        return found
+
+    def extra_state(self) -> dict[str, Stateful]:
+        """That of all participants."""
+        return {name: state for extra in self.implement(Participant.extra_state) for name, state in extra().items()}
+
+    def protect_workers(self) -> bool:
+        """Whether any of them has data-loader workers protected."""
+        return any(each.protects_workers for each in self._all)
+
+
+_UNTIL_THE_END = ("leave", "left", "extra_state")
