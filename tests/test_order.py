@@ -158,7 +158,7 @@ def traced(trace: list[str]) -> Iterator[None]:
 
 
 def recorded(frame: FrameType) -> str:
-    return str(type(frame.f_locals["event"]).name)
+    return str(frame.f_locals["event"].name)
 
 
 def run(tmp: Path, monkeypatch: pytest.MonkeyPatch, factor: Callable[[int], float] = lambda calls: 1.0) -> list[str]:
