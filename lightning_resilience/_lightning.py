@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from importlib.util import find_spec
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,7 @@ from torchmetrics import Metric
 
 from lightning_resilience.checkpoint import data_position, pruning, sharded
 from lightning_resilience.checkpoint.snapshot import optimizer_tensors
-from lightning_resilience.fit.strategies import name_of, traits_of
-from lightning_resilience.fit.strategies import writes_directories as writes_directories
+from lightning_resilience.fit.strategies import STRATEGIES, StrategyTraits, name_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -658,7 +658,7 @@ def is_cut_short(trainer: Trainer) -> bool:
 
 def shards_state(trainer: Trainer) -> bool:
     """Whether every rank holds a part of the parameters or of the optimizer's state that no other rank has."""
-    return traits_of(trainer.strategy).shards or any(_is_zero(optimizer) for optimizer in trainer.optimizers)
+    return traits_of(trainer.strategy).is_sharded or any(_is_zero(optimizer) for optimizer in trainer.optimizers)
 
 
 def replicates_state(trainer: Trainer) -> bool:
@@ -725,7 +725,7 @@ def dump_own_checkpoint(trainer: Trainer) -> dict[str, Any]:
         return {"own": optimizer.optim.state_dict(), "groups": groups}
 
     def module_state() -> dict[str, Any]:
-        if gathers_state_dict(strategy):
+        if traits_of(strategy).gathers_state_dict:
             return {name: tensor.detach() for name, tensor in _named_tensors(module)}
         return dict(sharded.to_local(module.state_dict()))
 
@@ -743,7 +743,7 @@ def dump_own_checkpoint(trainer: Trainer) -> dict[str, Any]:
 
 
 def dump_sharded_checkpoint(trainer: Trainer) -> dict[str, Any]:
-    """Like :func:`dump_checkpoint`, with each rank's shards, of a strategy that has :func:`shards_under` something.
+    """Like :func:`dump_checkpoint`, with each rank's shards, of a strategy that has ``shards_under`` something.
 
     By names, as the strategy itself saves and loads them. Of FSDP2 they are the live DTensors: it would copy everything
     to the host meanwhile. FSDP1 knows its shards only by a gathering of its own.
@@ -751,7 +751,7 @@ def dump_sharded_checkpoint(trainer: Trainer) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
     strategy: Any = trainer.strategy
-    if gathers_state_dict(strategy):
+    if traits_of(strategy).gathers_state_dict:
         return dump_checkpoint(trainer)
 
     def optimizer_state(optimizer: Any) -> Any:
@@ -766,32 +766,31 @@ def dump_sharded_checkpoint(trainer: Trainer) -> dict[str, Any]:
         patches.undo()
 
 
-def shards_under(strategy: Any) -> str | None:
-    """Where the module's state is in what each rank writes its shards of, by PyTorch's distributed checkpoint.
-
-    ``None``: the strategy saves in another way.
-    """
-    if (module := _saves_in(strategy)) in _SHARDED:  # it reads both, a directory and a file, whatever its own saves are
-        return "state_dict"
-    return "model" if module in _FSDP1 and strategy._state_dict_type == "sharded" else None
-
-
-_SHARDED = ("lightning.pytorch.strategies.model_parallel", "pytorch_lightning.strategies.model_parallel")
+_MODEL_PARALLEL = ("lightning.pytorch.strategies.model_parallel", "pytorch_lightning.strategies.model_parallel")
 _FSDP1 = ("lightning.pytorch.strategies.fsdp", "pytorch_lightning.strategies.fsdp")
 
 
-def _saves_in(strategy: Any) -> str:
-    return str(type(strategy).save_checkpoint.__module__)
-
-
-def can_write_behind(strategy: Any) -> bool:
-    """Whether what a strategy saves can be written by us, in another thread."""
-    return _saves_in(strategy) in (*_SHARDED, *_FSDP1) or not writes_directories(strategy)
-
-
-def gathers_state_dict(strategy: Any) -> bool:
-    """FSDP1 gathers in hooks of ``state_dict``; its parameters themselves are this rank's shards."""
-    return name_of(strategy) == "FSDPStrategy"
+def traits_of(strategy: Any) -> StrategyTraits:
+    """What ``strategy`` does with the state of a fit, also one of the user's own."""
+    name = name_of(strategy)
+    base: Any = next(cls for cls in type(strategy).__mro__ if cls.__name__ == "Strategy")
+    has_own_save = type(strategy).save_checkpoint is not base.save_checkpoint
+    saves_in = str(type(strategy).save_checkpoint.__module__)
+    known = STRATEGIES[name] if name is not None else StrategyTraits(is_sharded=has_own_save)
+    shards_under = None
+    if saves_in in _MODEL_PARALLEL:  # it reads both, a directory and a file, whatever its own saves are
+        shards_under = "state_dict"
+    elif saves_in in _FSDP1 and getattr(strategy, "_state_dict_type", "full") == "sharded":
+        shards_under = "model"
+    return replace(
+        known,
+        name=name,
+        all_ranks_write=has_own_save,
+        gathers_state_dict=name == "FSDPStrategy",
+        loads_state=known.refused is None and not strategy.lightning_restore_optimizer,
+        shards_under=shards_under,
+        can_write_behind=not has_own_save or saves_in in (*_MODEL_PARALLEL, *_FSDP1),
+    )
 
 
 def nobody_elses(trainer: Trainer, state: Any) -> Any:
@@ -822,7 +821,7 @@ def load_own_checkpoint(trainer: Trainer, patches: Patches) -> None:
 
     def load_sharded(checkpoint: Any, strict: bool = True) -> None:
         saved = checkpoint["state_dict"]
-        if gathers_state_dict(strategy):
+        if traits_of(strategy).gathers_state_dict:
             with torch.no_grad():
                 for name, tensor in _named_tensors(module):
                     tensor.detach().copy_(saved[name])
@@ -847,7 +846,7 @@ def load_own_checkpoint(trainer: Trainer, patches: Patches) -> None:
             else:
                 optimizer.load_state_dict(sharded.optimizer_state_from_local(optimizer, state))
 
-    if writes_directories(strategy):
+    if traits_of(strategy).all_ranks_write:
         patches.set(strategy, "load_model_state_dict", load_sharded)
     else:
         patches.set(strategy, "load_optimizer_state_dict", load_optimizers)

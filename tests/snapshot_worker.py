@@ -116,7 +116,7 @@ class Witness:
             copy_tensors(snapshot, late(), *digested)
 
         def patched_fence(snapshot: Snapshot, *waiting: Any) -> None:
-            if not snapshot.fenced:
+            if not snapshot._fenced.is_set():
                 self.events.append("fence")
             self._event(snapshot).set()
             fence(snapshot, *waiting)

@@ -260,8 +260,8 @@ def test_what_the_folder_holds_is_used_again(tmp_path: Path, monkeypatch: pytest
 
 def test_the_formula() -> None:
     assert needed_bytes(10, keep=2, replicas_received=0, in_memory=True) == capacity.Needed(30, 0)
-    assert needed_bytes(10, keep=2, replicas_received=1, in_memory=True, staging=7) == capacity.Needed(60, 7)
-    assert needed_bytes(10, keep=3, replicas_received=1, in_memory=False, staging=7) == capacity.Needed(80, 27)
+    assert needed_bytes(10, keep=2, replicas_received=1, in_memory=True) == capacity.Needed(60, 0)
+    assert needed_bytes(10, keep=3, replicas_received=1, in_memory=False) == capacity.Needed(80, 20)
 
 
 def test_what_fits_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ def test_what_fits_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(capacity, "_held_bytes", lambda _: 0)
     statvfs(monkeypatch, 1 << 30, 30 << 20)
     check(folder, 10 << 20, keep=2, proc=machine.proc)
-    for arguments in ({"keep": 3}, {"keep": 2, "replicas_received": 1}, {"keep": 2, "staging": 1}):
+    for arguments in ({"keep": 3}, {"keep": 2, "replicas_received": 1}):
         with pytest.raises(ValueError, match="local checkpoints"):
             check(folder, 10 << 20, proc=machine.proc, **arguments)
 

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from lightning_resilience import _files
+from lightning_resilience._files import clean_temporaries
 from lightning_resilience.checkpoint import checkpoint_file
 from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
 
@@ -385,7 +386,7 @@ def test_killed_at_every_point_of_a_save(tmp_path: Path) -> None:
         assert same(found, state(found["step"]))
         published += found["step"] == 2
         leftovers = {path.name for path in folder.iterdir()} - {"a.ckpt"}
-        assert {path.name for path in checkpoint_file.clean_temporaries(folder)} == leftovers
+        assert {path.name for path in clean_temporaries(folder)} == leftovers
     assert published == 1  # Only what follows the rename, the fsync of the directory, has the new one.
 
 
@@ -443,7 +444,7 @@ def test_killed_at_every_point_of_a_directory(tmp_path: Path) -> None:
         save(folder, 3)  # Goes on from whatever the kill left, and leaves nothing of it.
         assert complete(folder) == [3]
         assert [path.name for path in (folder / "a.ckpt").glob("only-in-*")] == ["only-in-3"]
-        checkpoint_file.clean_temporaries(folder)
+        clean_temporaries(folder)
         assert [path.name for path in folder.iterdir()] == ["a.ckpt"]
 
 
@@ -554,7 +555,7 @@ def test_leftovers_of_killed_writers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     old.touch()
     os.utime(old, (0, time.time() - 25 * 3600))
     (tmp_path / ".somebody-elses.tmp").touch()
-    assert {path.name for path in checkpoint_file.clean_temporaries(tmp_path)} == dead | {old.name}
+    assert {path.name for path in clean_temporaries(tmp_path)} == dead | {old.name}
     assert {path.name for path in tmp_path.iterdir()} == {own.name, elsewhere.name, ".somebody-elses.tmp"}
 
 
@@ -586,10 +587,9 @@ def test_what_a_killed_sealing_left_is_not_sealed(tmp_path: Path) -> None:
 
 def test_an_unsealed_directory(tmp_path: Path) -> None:
     folder = tmp_path / "a.ckpt"
-    checkpoint_file.unseal_directory(folder)
     write_shards(folder, 1)
     checkpoint_file.seal_directory(folder)
-    checkpoint_file.unseal_directory(folder)
+    (folder / checkpoint_file.MARKER).unlink()
     with pytest.raises(CorruptCheckpoint, match="never finished"):
         checkpoint_file.verify_directory(folder)
 
@@ -617,7 +617,7 @@ def test_a_removal_leaves_no_half(tmp_path: Path) -> None:
     for folder in killed_everywhere(prepare, action, tmp_path, writes=False):
         if (folder / "a.ckpt").exists():
             checkpoint_file.verify_directory(folder / "a.ckpt")
-        checkpoint_file.clean_temporaries(folder)
+        clean_temporaries(folder)
         assert {path.name for path in folder.iterdir()} <= {"a.ckpt", "b.ckpt"}
 
 

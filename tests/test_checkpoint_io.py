@@ -511,10 +511,10 @@ def test_lightning_still_has_the_names(namespace: Namespace) -> None:
     assert "self._link_checkpoint(" in source, "ModelCheckpoint links last.ckpt in another way now"
 
     strategies = importlib.import_module(f"{namespace.pytorch}.strategies")
-    assert not _lightning.writes_directories(strategies.DDPStrategy())
-    assert not _lightning.writes_directories(strategies.SingleDeviceStrategy())
-    assert _lightning.writes_directories(strategies.ModelParallelStrategy())
-    assert _lightning.writes_directories(strategies.FSDPStrategy())
+    assert not _lightning.traits_of(strategies.DDPStrategy()).all_ranks_write
+    assert not _lightning.traits_of(strategies.SingleDeviceStrategy()).all_ranks_write
+    assert _lightning.traits_of(strategies.ModelParallelStrategy()).all_ranks_write
+    assert _lightning.traits_of(strategies.FSDPStrategy()).all_ranks_write
 
 
 def test_durable_checkpoint_io_is_one(lightning: Namespace) -> None:

@@ -15,7 +15,7 @@ from lightning_resilience import NaNGuard
 from lightning_resilience.agreement import Needs
 from lightning_resilience.callbacks.nan_guard import TrainingDiverged
 from lightning_resilience.checkpoint import checkpoint_file, resume
-from lightning_resilience.checkpoint.generations import ShardInfo, counts, generations
+from lightning_resilience.checkpoint.generations import ShardInfo, generations, is_on_course
 from lightning_resilience.fit import session
 from lightning_resilience.fit.checkpoint_selector import MAX_CONDEMNED, BadCheckpoint
 from lightning_resilience.run.run_directory import RunDirectory
@@ -206,7 +206,7 @@ class World:
         found = [
             each
             for each in generations(holdings)
-            if not each.lacking and (not self.filters or counts(self.forks, each.course, each.step))
+            if not each.missing and (not self.filters or is_on_course(self.forks, each.course, each.step))
         ]
         self.way = self.nodes[node][found[0].name].way if found else ()
         # It was decided at each fork which way the training goes: what it goes on from now is on that way.

@@ -352,7 +352,7 @@ def plant_rest(directory: Path, marker: Path) -> None:
 def reseal(directory: Path) -> None:
     """As anybody can who can write there."""
     kept = json.loads((directory / checkpoint_file.MARKER).read_text())["metadata"]
-    checkpoint_file.unseal_directory(directory)
+    (directory / checkpoint_file.MARKER).unlink()
     checkpoint_file.seal_directory(directory, kept)
 
 

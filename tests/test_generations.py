@@ -89,7 +89,7 @@ def test_newest_first_with_what_they_lack() -> None:
     less = {"a": TWO_NODES["a"], "b": ["rank-00003"]}
     found = generations([*whole(10, "0a", TWO_NODES), *whole(30, "1e", less), *whole(20, "14", TWO_NODES)])
     assert [(one.step, one.name) for one in found] == [(30, "1e"), (20, "14"), (10, "0a")]
-    assert [one.lacking for one in found] == [["rank-00002"], [], []]
+    assert [one.missing for one in found] == [["rank-00002"], [], []]
     assert found[1].holders["common-00-of-02"] == ["a", "b"]
     assert found[1].sizes["rank-00003"] == 30
 
@@ -99,13 +99,13 @@ def test_two_generations_of_a_step_are_not_mixed() -> None:
         [*whole(10, "0a", {"a": TWO_NODES["a"]}), *whole(10, "0b", {"b": TWO_NODES["b"]})],
     )
     assert [one.name for one in found] == ["0b", "0a"]
-    assert all(one.lacking for one in found)
+    assert all(one.missing for one in found)
 
 
 def test_a_common_part_of_any_node_will_do() -> None:
     where = {"a": ["rank-00000", "rank-00001", COMMONS[0]], "b": ["rank-00002", "rank-00003", COMMONS[1]]}
     (found,) = generations(whole(10, "0a", where))
-    assert found.lacking == []
+    assert found.missing == []
 
 
 def test_what_is_condemned_is_left_out() -> None:
@@ -115,7 +115,7 @@ def test_what_is_condemned_is_left_out() -> None:
 
 def test_parts_that_contradict_each_other_are_not_put_together() -> None:
     holdings = whole(10, "0a", TWO_NODES)
-    for other in ({"world_size": 2}, {"kind": "sharded"}, {"commons": 4}):
+    for other in ({"world_size": 2}, {"kind": "sharded"}, {"replicated_shards": 4}):
         (found,) = generations([*holdings[:-1], replace(holdings[-1], **other)])
         assert found.holders["common-01-of-02"] == ["a"]
 
@@ -125,15 +125,15 @@ def test_a_lost_part() -> None:
     found.lose("a", COMMONS[0])
     found.lose("a", COMMONS[0])
     found.lose("nobody", "nothing")
-    assert found.lacking == []
+    assert found.missing == []
     found.lose("b", COMMONS[0])
-    assert found.lacking == [COMMONS[0]]
+    assert found.missing == [COMMONS[0]]
 
 
 def test_what_ranks_need() -> None:
     (found,) = generations(whole(10, "0a", TWO_NODES))
     assert found.needed_by(3) == ["rank-00003", *COMMONS]
-    assert replace(found, commons=0).needed_by(0) == ["rank-00000"]
+    assert replace(found, replicated_shards=0).needed_by(0) == ["rank-00000"]
 
 
 # Journeys
@@ -159,7 +159,7 @@ def complete(chance: random.Random) -> Iterator[tuple[list[RankLocation], list[S
         job, holdings = holdings_anywhere(chance)
         there = [each for each in holdings if each.node != "gone"]
         for found in generations(there):
-            if not found.lacking:
+            if not found.missing:
                 yield job, there, found
 
 

@@ -185,18 +185,6 @@ def test_what_is_held(place: Path) -> None:
     assert all(h.size == h.path.stat().st_size and h.generation == generation(h.step) for h in held)
 
 
-def test_a_part_from_another_node(place: Path) -> None:
-    store = NodeStore(place)
-    data = torch.arange(10_000, dtype=torch.int32).view(torch.uint8)
-    path = store.receive(3, generation(3), "rank-00007", data)
-    assert path.read_bytes() == data.numpy().tobytes()
-    with pytest.raises(RuntimeError):
-        store.receive(4, generation(4), "rank-00007", torch.zeros((2, 2), dtype=torch.uint8))
-    assert path.exists()
-    store.receive(3, generation(3), "rank-00007", data)  # Once more: the same.
-    assert [h.path for h in store.shard_files()] == [path]
-
-
 @pytest.mark.parametrize("part", ["", "../x", "a/b", ".x", "a.b", "x" * 101, "ä"])
 def test_names_of_parts(place: Path, part: str) -> None:
     with pytest.raises(ValueError, match="name of a part"):

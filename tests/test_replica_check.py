@@ -169,7 +169,7 @@ def flipped_once(folder: Path, world_size: int, chance: random.Random) -> None:
             job.train(1)
         (found,) = job.ranks[0].divergences
         assert found.step <= clean + 2 + in_a_step, "by the next save"
-        mine = (victim.saves._place.rank,)
+        mine = (victim.saves._location.rank,)
         assert found.suspects == (mine if world_size > 2 else ())
         assert mine in found.groups
         assert all(max(rank.saved, default=0) <= clean for rank in job.ranks), "what differs does not count"

@@ -821,7 +821,7 @@ def test_a_closure_that_raises_leaves_the_fence_where_it_is(weight: nn.Parameter
 
     with pytest.raises(OnPurpose):
         torch.optim.SGD([weight], 0.1).step(closure)
-    assert not recorded.taken.snapshot.fenced
+    assert not recorded.taken.snapshot.is_good(timeout_s=0.0)
     recorded.fence.now()
     assert recorded.taken.is_good()
     recorded.fence.now()
@@ -841,7 +841,7 @@ def test_a_fence_that_is_removed_is_passed_by_nobody(weight: nn.Parameter) -> No
     fence.pending = Taken([weight], [weight]).snapshot
     fence.remove()
     torch.optim.SGD([weight], 0.1).step()
-    assert not fence.pending.fenced
+    assert not fence.pending.is_good(timeout_s=0.0)
 
 
 def test_a_writer_that_gives_up_holds_nobody(weight: nn.Parameter) -> None:
@@ -849,7 +849,7 @@ def test_a_writer_that_gives_up_holds_nobody(weight: nn.Parameter) -> None:
     assert not taken.snapshot.is_good(timeout_s=0.0)
     taken.snapshot.release()
     taken.snapshot.fence()
-    assert taken.snapshot.fenced
+    assert taken.snapshot.is_good(timeout_s=0.0)
 
 
 def test_tensors_that_optimizers_keep() -> None:

@@ -22,6 +22,7 @@ from lightning_resilience._files import Patience
 from lightning_resilience.checkpoint import checkpoint_file, resume, shard
 from lightning_resilience.fit import checkpoint_selector
 from lightning_resilience.fit.session import FitSession
+from lightning_resilience.fit.strategies import StrategyTraits
 from lightning_resilience.run.run_directory import FitDirectory, RunDirectory, StorageFails
 from tests.harness import Ranks, result, run
 from tests.ledgers import Ledger, read_ledger
@@ -265,7 +266,7 @@ def life(seed: int, folder: Path, intact: Path, monkeypatch: pytest.MonkeyPatch)
     for step in steps:
         path = job.fit.checkpoints / resume.checkpoint_name(step)
         path.write_bytes(intact.read_bytes()[: None if step not in corrupt else -20])
-    monkeypatch.setattr(checkpoint_selector, "loads_state", lambda strategy: False)
+    monkeypatch.setattr(checkpoint_selector._lightning, "traits_of", lambda strategy: StrategyTraits())
     monkeypatch.setattr(resume, "checkpoints", job.lists)
     monkeypatch.setattr(resume, "verify", job.reads(VERIFY))
     monkeypatch.setattr(checkpoint_file, "load", job.reads(LOAD))
@@ -326,7 +327,7 @@ def test_a_file_is_hashed_once_on_each_node(
 ) -> None:
     job = Job(tmp_path, nodes, Faults(), Clock(monkeypatch))
     job.fit.create()
-    monkeypatch.setattr(checkpoint_selector, "loads_state", lambda strategy: False)
+    monkeypatch.setattr(checkpoint_selector._lightning, "traits_of", lambda strategy: StrategyTraits())
     path = job.fit.checkpoints / resume.checkpoint_name(10)
     size = checkpoint_file.save({"loops": {}, "state_dict": {"weight": torch.rand(1 << 20)}}, path, {"fit": 0}).size
     reads = Reads(job, monkeypatch)
@@ -342,7 +343,7 @@ def test_a_file_that_another_one_has_replaced_meanwhile_is_verified_by_who_loads
 ) -> None:
     job = Job(tmp_path, [[0, 1, 2]], Faults(), Clock(monkeypatch))
     job.fit.create()
-    monkeypatch.setattr(checkpoint_selector, "loads_state", lambda strategy: False)
+    monkeypatch.setattr(checkpoint_selector._lightning, "traits_of", lambda strategy: StrategyTraits())
     for step in (10, 20):
         checkpoint_file.save({"loops": {}}, job.fit.checkpoints / resume.checkpoint_name(step), {"fit": 0})
 

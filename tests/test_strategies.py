@@ -27,8 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume
+from lightning_resilience._lightning import traits_of
 from lightning_resilience.checkpoint.sharded import whole_parameters
-from lightning_resilience.fit.strategies import STRATEGIES, loads_state, name_of, traits_of, writes_directories
+from lightning_resilience.fit.strategies import STRATEGIES, name_of
 from lightning_resilience.run.run_directory import RunDirectory
 from tests import test_auto_resume, test_go_back, test_local_checkpoint, test_nan_guard, test_preemption
 from tests.harness import result, run
@@ -59,7 +60,10 @@ def test_every_strategy_of_lightning_is_classified(package: str) -> None:
         traits = traits_of(strategy)
         assert name_of(strategy) == name
         if traits.refused is None:
-            assert traits.shards == writes_directories(strategy) == loads_state(strategy), name
+            assert traits.is_sharded == traits.all_ranks_write == traits.loads_state, name
+            assert traits.can_write_behind, name
+        assert traits.name == name
+        assert traits.gathers_state_dict == (name == "FSDPStrategy")
 
 
 def trainer(tmp: Path, strategy: Any, callback: Any) -> L.Trainer:
@@ -106,9 +110,12 @@ def test_a_strategy_of_the_users_own_is_known_by_what_it_is_made_of() -> None:
             pass
 
     AllMine.__abstractmethods__ = frozenset()
-    assert traits_of(object.__new__(Mine)) is STRATEGIES["DDPStrategy"]
-    assert traits_of(object.__new__(AllMine)).shards
-    assert traits_of(object.__new__(AllMine)).refused is None
+    mine, all_mine = traits_of(object.__new__(Mine)), traits_of(object.__new__(AllMine))
+    assert mine == traits_of(object.__new__(DDPStrategy))
+    assert (mine.name, mine.is_sharded, mine.all_ranks_write) == ("DDPStrategy", False, False)
+    assert (all_mine.name, all_mine.is_sharded, all_mine.all_ranks_write) == (None, True, True)
+    assert all_mine.refused is None
+    assert not all_mine.can_write_behind
 
 
 @pytest.fixture

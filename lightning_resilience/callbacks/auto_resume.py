@@ -120,7 +120,8 @@ class _Saving(Participant):
     def start(self) -> None:
         """Says how it saves, and starts the clock."""
         trainer = self.session.trainer
-        if self.settings.async_save and trainer.is_global_zero and not _lightning.can_write_behind(trainer.strategy):
+        traits = _lightning.traits_of(trainer.strategy)
+        if self.settings.async_save and trainer.is_global_zero and not traits.can_write_behind:
             log.info("%s saves in collectives: the training waits for its saves.", type(trainer.strategy).__name__)
         self.after_rollback()
 

@@ -568,7 +568,7 @@ def _node_memory() -> Path:
 def _kind(trainer: Trainer) -> str:
     """How ranks share out the state: what one kind has saved no other can read."""
     strategy = trainer.strategy
-    if not _lightning.writes_directories(strategy):
+    if not _lightning.traits_of(strategy).all_ranks_write:
         return "whole"
     mesh = getattr(getattr(strategy, "device_mesh", None), "shape", ())
     how = getattr(getattr(strategy, "sharding_strategy", None), "name", "")  # of FSDP1

@@ -216,7 +216,7 @@ def _why_not(settings: NaNGuard, trainer: Trainer) -> str | None:
             return (
                 "with a gradient scaler (16-mixed) infinite gradients are normal; use rerun='disabled', or bf16-mixed."
             )
-        sharded = trainer.world_size > 1 and _lightning.writes_directories(trainer.strategy)
+        sharded = trainer.world_size > 1 and _lightning.traits_of(trainer.strategy).all_ranks_write
         if settings.rerun == "validate_results" and sharded and not _lightning.clips_by_norm(trainer):
             return (
                 "a batch is run again by all ranks or by none, and with sharded gradients they all know of a bad step "
@@ -306,7 +306,7 @@ class _Guarding(Participant):
             session.participants.withdraw(self)
             return
         several = trainer.world_size > 1
-        sharded = several and _lightning.writes_directories(trainer.strategy)
+        sharded = several and _lightning.traits_of(trainer.strategy).all_ranks_write
         self._guard = StepGuard(
             lambda: trainer.optimizers,
             trainer.lightning_module.named_parameters,

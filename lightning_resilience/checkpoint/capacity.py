@@ -108,7 +108,7 @@ def memory_left(proc: Path = _PROC) -> Room:
     return min(_memory_limits(proc), key=lambda room: room.nbytes)
 
 
-def needed_bytes(part_bytes: int, keep: int, replicas_received: int, in_memory: bool, staging: int = 0) -> Needed:
+def needed_bytes(part_bytes: int, keep: int, replicas_received: int, in_memory: bool) -> Needed:
     """What the generations of a node take.
 
     Each part is there ``keep + 1`` times: the generations that are kept, and the one that is being written. The parts
@@ -116,7 +116,7 @@ def needed_bytes(part_bytes: int, keep: int, replicas_received: int, in_memory: 
     on a disk each part has a buffer besides, from which it is written:
 
         files   = part_bytes * (1 + replicas_received) * (keep + 1)
-        buffers = staging + (0 in node memory, else part_bytes * (1 + replicas_received))
+        buffers = 0 in node memory, else part_bytes * (1 + replicas_received)
 
     Args:
         part_bytes: Of one generation, all parts that the ranks of this node write. In DDP that is about one copy of
@@ -124,10 +124,9 @@ def needed_bytes(part_bytes: int, keep: int, replicas_received: int, in_memory: 
         keep: Complete generations that are kept.
         replicas_received: From how many other nodes each rank receives a copy of their parts.
         in_memory: Whether the files are in node memory.
-        staging: Bytes of other buffers on the host that the ranks of this node need for a save.
     """
     parts = part_bytes * (1 + replicas_received)
-    return Needed(files=parts * (keep + 1), buffers=staging + (0 if in_memory else parts))
+    return Needed(files=parts * (keep + 1), buffers=0 if in_memory else parts)
 
 
 def check(
@@ -135,7 +134,6 @@ def check(
     part_bytes: int,
     keep: int,
     replicas_received: int = 0,
-    staging: int = 0,
     proc: Path = _PROC,
 ) -> None:
     """Refuses what cannot fit. Call it before any rank of the node has reserved memory for its first save.
@@ -145,14 +143,13 @@ def check(
         part_bytes: See :func:`needed_bytes`, as for the other arguments.
         keep: Generations.
         replicas_received: Nodes.
-        staging: Bytes.
         proc: Where the ``proc`` file system is.
 
     Raises:
         ValueError: Says in one sentence what is needed, what there is and what to set.
     """
     available = available_bytes(directory, proc)
-    needed = needed_bytes(part_bytes, keep, replicas_received, available.in_memory, staging)
+    needed = needed_bytes(part_bytes, keep, replicas_received, available.in_memory)
     parts = f"{keep} generations and the one that is being written, {format_bytes(part_bytes)} each"
     if replicas_received:
         parts += f", and as much for each of {replicas_received} other nodes"

@@ -41,7 +41,6 @@ import torch
 import xxhash
 
 from lightning_resilience._files import (
-    clean_temporaries,
     is_temporary,
     make_directory,
     publish,
@@ -50,29 +49,6 @@ from lightning_resilience._files import (
     temporary_path,
     write_json,
 )
-
-__all__ = [
-    "MARKER",
-    "CorruptCheckpoint",
-    "Stamp",
-    "UnsafeContent",
-    "clean_temporaries",
-    "discard_aside",
-    "hash_file",
-    "link",
-    "load",
-    "publish_directory",
-    "quarantine",
-    "read_stamp",
-    "remove",
-    "safe_load",
-    "save",
-    "seal_directory",
-    "set_aside",
-    "unseal_directory",
-    "verify",
-    "verify_directory",
-]
 
 log = logging.getLogger(__name__)
 
@@ -500,15 +476,6 @@ def publish_directory(
         raise
     sync_directory(Path(path).parent)
     discard_aside(path)
-
-
-def unseal_directory(path: str | os.PathLike[str]) -> None:
-    """Takes the marker away, before a directory is written into again. What it held is no checkpoint from then on."""
-    try:
-        os.unlink(Path(path, MARKER))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    sync_directory(path)
 
 
 def verify_directory(path: str | os.PathLike[str], mine: Callable[[str], bool] = lambda name: True) -> Stamp:

@@ -1,16 +1,27 @@
 """Which local generations can be resumed from, and what has to travel between nodes for it: pure functions.
 
-A generation is the state of all ranks at one boundary, in parts (see ``rank_state.py``). A rank needs its own part and,
-where ranks have the same state, the common parts of any node. A part may lie on the rank's node, on another one that
-keeps a replica of it, or on a node that did not take part in the save.
+A generation is the state of all ranks at one boundary, in shards (see ``rank_state.py``). A rank needs its own shard
+and, where ranks hold replicas, the replicated shards of any node. A shard may lie on the rank's node, on another one
+that keeps a copy of it, or on a node that did not take part in the save.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+
+SHARD_SUFFIX = ".shard"
+GENERATION_FOLDER = re.compile(r"step-(?P<step>[0-9]{12,})-(?P<generation>[0-9a-f]{8})")
+
+
+def shard_path(directory: Path, step: int, generation: str, part: str) -> Path:
+    """Where a node keeps a shard in the folder of its fit."""
+    return directory / f"step-{step:012d}-{generation}" / f"{part}{SHARD_SUFFIX}"
 
 
 @dataclass(frozen=True)
@@ -51,20 +62,20 @@ def rank_locations(nodes: Sequence[tuple[str, int]]) -> list[RankLocation]:
 
 
 def rank_shard(rank: int) -> str:
-    """The name of the part that holds what only this rank has."""
+    """The name of the shard that holds what only this rank has."""
     return f"rank-{rank:05d}"
 
 
 def replicated_shard(index: int, count: int) -> str:
-    """The name of one of the ``count`` parts into which a node splits what all its ranks have."""
+    """The name of one of the ``count`` shards into which a node partitions what all its ranks have."""
     return f"common-{index:02d}-of-{count:02d}"
 
 
-def counts(forks: Sequence[int], course: int, step: int) -> bool:
-    """Whether a state is on the way to where the training is.
+def is_on_course(forks: Sequence[int], course: int, step: int) -> bool:
+    """Whether a state leads to where the training is now.
 
-    A fit begins on course 0. When it goes back to an older state, by whoever's decision, what is newer belongs to a
-    course that it has left, and must not come back from a node that was away meanwhile.
+    A fit begins on course 0. When it rolls back to an older state, newer states belong to a course that it has left
+    and must not come back from a node that was away meanwhile.
 
     Args:
         forks: At which step each further course began, in the order of courses.
@@ -76,20 +87,20 @@ def counts(forks: Sequence[int], course: int, step: int) -> bool:
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """A part that a node has.
+    """A shard that a node has.
 
     Args:
-        node: Its node.
+        node: The node's name.
         step: ``trainer.global_step`` of the generation.
         generation: The generation's name.
-        part: The part's name.
+        part: The shard's name.
         size: Bytes of the file.
-        world_size: How many ranks the generation is of.
-        kind: How the ranks shared their state out; see :attr:`Generation.kind`.
-        commons: Into how many common parts a node has split its copy.
-        alike: What the rank that wrote it took for what all ranks have alike; parts of which it differs do not go
-            together.
-        course: Of the training; see :func:`counts`.
+        world_size: Number of ranks that saved the generation.
+        kind: How the ranks partitioned their state; see :attr:`Generation.kind`.
+        replicated_shards: Into how many replicated shards a node has partitioned its copy.
+        replicated_digest: Digest of the replicated tensors on the rank that wrote it. Shards with different digests do
+            not belong together.
+        course: Of the training; see :func:`is_on_course`.
     """
 
     node: str
@@ -99,80 +110,79 @@ class ShardInfo:
     size: int
     world_size: int
     kind: str
-    commons: int
-    alike: str = ""
+    replicated_shards: int
+    replicated_digest: str = ""
     course: int = 0
 
 
 @dataclass
 class Generation:
-    """A generation, or what is left of it.
+    """A generation, complete or not.
 
     Attributes:
         step: ``trainer.global_step``.
-        name: Tells it from others of this step.
-        world_size: How many ranks it is of.
-        kind: How the ranks shared their state out, such as ``replicated`` or ``sharded``; another kind cannot read it.
-        commons: Into how many common parts a node has split its copy.
-        alike: What its ranks have alike, in short.
-        course: Of the training; see :func:`counts`.
-        holders: The nodes that have a part, in a fixed order.
-        sizes: Bytes of the parts.
-        differs: Whether some of its parts do not go together with the others.
+        name: Random id.
+        world_size: Number of ranks that saved it.
+        kind: How the ranks partitioned their state; a fit of another kind cannot read it.
+        replicated_shards: Into how many replicated shards a node has partitioned its copy.
+        replicated_digest: Digest of the replicated tensors.
+        course: Of the training; see :func:`is_on_course`.
+        holders: The nodes that have a shard, in a fixed order.
+        sizes: Bytes of the shards.
+        differs: Whether some of its shards have another ``replicated_digest``.
     """
 
     step: int
     name: str
     world_size: int
     kind: str
-    commons: int
-    alike: str = ""
+    replicated_shards: int
+    replicated_digest: str = ""
     course: int = 0
     holders: dict[str, list[str]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     differs: bool = False
 
     def needed_by(self, rank: int) -> list[str]:
-        """The parts that ``rank`` needs, its own first."""
-        return [rank_shard(rank), *(replicated_shard(index, self.commons) for index in range(self.commons))]
+        """The shards that ``rank`` needs, its own first."""
+        return [
+            rank_shard(rank),
+            *(replicated_shard(index, self.replicated_shards) for index in range(self.replicated_shards)),
+        ]
 
     @property
-    def lacking(self) -> list[str]:
-        """The parts that nobody has."""
+    def missing(self) -> list[str]:
+        """The shards that no node has."""
         needed = {part for rank in range(self.world_size) for part in self.needed_by(rank)}
         return sorted(part for part in needed if not self.holders.get(part))
 
     def lose(self, node: str, part: str) -> None:
-        """The part on this node has turned out to be bad."""
+        """Forgets a shard on a node that has turned out to be bad."""
         if node in self.holders.get(part, ()):
             self.holders[part].remove(node)
 
 
-def generations(holdings: Iterable[ShardInfo], without: Collection[str] = ()) -> list[Generation]:
+_COMMON = attrgetter("world_size", "kind", "replicated_shards", "replicated_digest", "course")
+"""What all shards of a generation must agree in."""
+
+
+def generations(shards: Iterable[ShardInfo], without: Collection[str] = ()) -> list[Generation]:
     """What there is, newest first.
 
     Args:
-        holdings: Of all nodes.
+        shards: Of all nodes.
         without: Names of generations that must not be used.
     """
     found: dict[tuple[int, str], Generation] = {}
-    for each in sorted(holdings, key=lambda holding: (holding.node, holding.part)):
+    for each in sorted(shards, key=lambda shard: (shard.node, shard.part)):
         if each.generation in without:
             continue
-        one = found.setdefault(
-            (each.step, each.generation),
-            Generation(each.step, each.generation, each.world_size, each.kind, each.commons, each.alike, each.course),
-        )
-        if (one.world_size, one.kind, one.commons, one.alike, one.course) == (
-            each.world_size,
-            each.kind,
-            each.commons,
-            each.alike,
-            each.course,
-        ):
+        key = (each.step, each.generation)
+        one = found.setdefault(key, Generation(*key, *_COMMON(each)))
+        if _COMMON(one) == _COMMON(each):
             one.holders.setdefault(each.part, []).append(each.node)
             one.sizes[each.part] = each.size
-        one.differs |= one.alike != each.alike
+        one.differs |= one.replicated_digest != each.replicated_digest
     return [found[key] for key in sorted(found, reverse=True)]
 
 
@@ -199,9 +209,9 @@ class Transfer:
 
 
 def plan_transfers(generation: Generation, ranks: Sequence[RankLocation]) -> list[Transfer]:
-    """What has to travel so that every node has what its ranks need; the same list on every rank.
+    """The transfers after which every node has the shards that its ranks need; the same list on every rank.
 
-    Only for a generation that lacks nothing. A node that has the part sends it, a rank of it that has not sent much.
+    Only for a generation without missing shards. Of the nodes that have a shard, the rank that has sent least sends it.
     """
     on_node: dict[str, list[RankLocation]] = {}
     for location in ranks:
@@ -210,8 +220,8 @@ def plan_transfers(generation: Generation, ranks: Sequence[RankLocation]) -> lis
     found = []
     for node, here in on_node.items():
         needed = {part: location.rank for location in here for part in [rank_shard(location.rank)]}
-        for index in range(generation.commons):
-            needed[replicated_shard(index, generation.commons)] = here[index % len(here)].rank
+        for index in range(generation.replicated_shards):
+            needed[replicated_shard(index, generation.replicated_shards)] = here[index % len(here)].rank
         for part, destination in needed.items():
             holders = [holder for holder in generation.holders[part] if holder in on_node]
             if node in holders:

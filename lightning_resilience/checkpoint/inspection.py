@@ -12,13 +12,12 @@ from pathlib import Path
 from lightning_resilience._formatting import table
 from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.capacity import format_bytes
+from lightning_resilience.checkpoint.generations import GENERATION_FOLDER, SHARD_SUFFIX
 from lightning_resilience.checkpoint.safe_serialization import tensor_names
 
 _LARGEST = 20  # tensors of a shard that are listed
 _MOST_PARTS = 100  # of a generation that are listed
 _MOST_NODES = 4096
-_SUFFIX = ".shard"
-_GENERATION = re.compile(r"step-([0-9]{12,})-([0-9a-f]{8})")
 _RANK = re.compile(r"rank-([0-9]{5,})")
 _COMMON = re.compile(r"common-([0-9]{2,})-of-([0-9]{2,})")
 
@@ -47,7 +46,7 @@ def inspect(path: str | os.PathLike[str]) -> tuple[str, bool]:
 def _inspect(path: Path) -> tuple[list[str], bool]:
     if not path.is_dir():
         return _shard(path)
-    if _GENERATION.fullmatch(path.absolute().name) or any(path.glob(f"*{_SUFFIX}")):
+    if GENERATION_FOLDER.fullmatch(path.absolute().name) or any(path.glob(f"*{SHARD_SUFFIX}")):
         return _generation(path)
     folders = _node_folders(path)
     if not folders:
@@ -81,7 +80,7 @@ class _Part:
 
     @property
     def name(self) -> str:
-        return self.path.name.removesuffix(_SUFFIX)
+        return self.path.name.removesuffix(SHARD_SUFFIX)
 
     @property
     def verdict(self) -> str:
@@ -163,7 +162,7 @@ def _names(path: Path, header: shard.Header) -> dict[int, str]:
     documents = [header.structure]
     if common:
         documents = []
-        for other in sorted(path.parent.glob(f"rank-*{_SUFFIX}"))[:1]:
+        for other in sorted(path.parent.glob(f"rank-*{SHARD_SUFFIX}"))[:1]:
             try:
                 documents.append(shard.read_identity(other, {"generation": header.identity.generation}).structure)
             except (shard.CorruptShard, OSError):
@@ -229,12 +228,12 @@ class _Generation:
 
 def _read_generation(path: Path) -> _Generation:
     generation = _Generation(path)
-    named = _GENERATION.fullmatch(path.absolute().name)
+    named = GENERATION_FOLDER.fullmatch(path.absolute().name)
     expected = {"step": int(named[1]), "generation": named[2]} if named else {}
     for file in sorted(path.iterdir()):
-        if file.name.startswith(".") or not file.name.endswith(_SUFFIX):
+        if file.name.startswith(".") or not file.name.endswith(SHARD_SUFFIX):
             continue
-        part = _look_at(file, {**expected, "part": file.name.removesuffix(_SUFFIX)})
+        part = _look_at(file, {**expected, "part": file.name.removesuffix(SHARD_SUFFIX)})
         if not part.gone:
             generation.parts.append(part)
     _find_strangers(generation)
@@ -331,7 +330,7 @@ def _generations_in(path: Path) -> list[tuple[int, str, Path]]:
     """Step, name and folder of each, newest first."""
     found = []
     for entry in _subfolders(path):
-        if named := _GENERATION.fullmatch(entry.name):
+        if named := GENERATION_FOLDER.fullmatch(entry.name):
             found.append((int(named[1]), named[2], entry))
     return sorted(found, reverse=True)
 

@@ -340,7 +340,7 @@ class LocalSaves:
         def save() -> None:
             try:
                 if self._save(taken):
-                    published.append(taken.alike())
+                    published.append(taken.replicated_digest())
             except Exception as error:
                 self.fail(step, error)
 
@@ -467,10 +467,10 @@ class LocalSaves:
         if self._rounds is not None and planned is not None:
             step = taken.step if taken is not None else planned.step
             self._replicate(step, planned.generation, parts)
-            alike = taken.alike() if taken is not None else ""
-            complete = self._rounds.finish(planned.number, bool(parts), alike)
+            digest = taken.replicated_digest() if taken is not None else ""
+            complete = self._rounds.finish(planned.number, bool(parts), digest)
             if complete is False and self._identity["layout"].get("commons"):
-                self._compare(self._rounds, planned.number, step, taken, alike)
+                self._compare(self._rounds, planned.number, step, taken, digest)
         if taken is not None and complete:
             self._complete.insert(0, taken.generation)
             self.figures.published += 1
@@ -483,15 +483,15 @@ class LocalSaves:
             self._taken, self._busy = None, False
             self._changed.notify_all()
 
-    def _compare(self, rounds: SaveCoordinator, number: int, step: int, taken: RankState | None, alike: str) -> None:
+    def _compare(self, rounds: SaveCoordinator, number: int, step: int, taken: RankState | None, digest: str) -> None:
         """Looks whether a generation is not complete because ranks hold different states; rank 0 says so."""
         written = taken.written() if taken is not None else []
-        if (found := rounds.compare(number, self._location.rank, alike, written)) is None:
+        if (found := rounds.compare(number, self._location.rank, digest, written)) is None:
             return
-        alikes, learned = found
+        digests, learned = found
         if taken is not None:
             taken.note_written(learned)
-        if (divergence := divergence_of(step, alikes)) is not None:
+        if (divergence := divergence_of(step, digests)) is not None:
             self._diverged(divergence)
 
     def _replicate(self, step: int, generation: str, parts: Sequence[Part]) -> None:

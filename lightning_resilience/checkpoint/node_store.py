@@ -46,14 +46,13 @@ from lightning_resilience._files import clean_temporaries, is_temporary, sync_di
 from lightning_resilience.checkpoint import checkpoint_file
 from lightning_resilience.checkpoint.capacity import format_bytes, in_node_memory
 from lightning_resilience.checkpoint.devices import Registration, register
+from lightning_resilience.checkpoint.generations import GENERATION_FOLDER, SHARD_SUFFIX, shard_path
 
 log = logging.getLogger(__name__)
 
-_SUFFIX = ".shard"
 _QUARANTINE = "quarantine"
 _QUARANTINED_WHOLE = 2  # memory is scarce; of older ones the reason is left
 _GENERATION = re.compile(r"[0-9a-f]{8}")
-_FOLDER = re.compile(r"step-(?P<step>[0-9]{12,})-(?P<generation>[0-9a-f]{8})")
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _WRITER = re.compile(r"\.writer-(?P<id>[0-9a-f]{8})")
 _SPARE = re.compile(r"\.spare-[A-Za-z0-9_-]+\.(?P<id>[0-9a-f]{8})")
@@ -166,23 +165,6 @@ class NodeStore:
             raise
         return writer
 
-    def receive(self, step: int, generation: str, part: str, data: Tensor) -> Path:
-        """Publishes a whole part that came from another node and has been verified by the caller.
-
-        Args:
-            step: As in :meth:`ShardWriter.publish`, like the generation.
-            generation: Its id.
-            part: As in :meth:`reserve`.
-            data: Its bytes: uint8, one dimension.
-        """
-        writer = self.reserve(part, data.numel())
-        try:
-            writer.memory.copy_(data)
-        except BaseException:
-            writer.abandon()
-            raise
-        return writer.publish(step, generation, data.numel(), b"")
-
     def _map(self, path: Path, nbytes: int) -> MappedFile:
         """The file ``path``, which is there from a retired generation or is made."""
         size = max(nbytes, 1)
@@ -282,7 +264,7 @@ class NodeStore:
 
     def path(self, step: int, generation: str, part: str) -> Path:
         """Where a published part is, if it is here."""
-        return self.directory / f"step-{step:012d}-{generation}" / f"{part}{_SUFFIX}"
+        return shard_path(self.directory, step, generation, part)
 
     def shard_files(self) -> list[ShardFile]:
         """Every part that is published in this folder, by whichever rank: the newest step first.
@@ -292,7 +274,7 @@ class NodeStore:
         found = []
         for folder, step, generation in self._generations():
             for entry in _entries(folder):
-                part = entry.name.removesuffix(_SUFFIX)
+                part = entry.name.removesuffix(SHARD_SUFFIX)
                 if part == entry.name or _PART.fullmatch(part) is None:
                     continue
                 with contextlib.suppress(FileNotFoundError):
@@ -303,7 +285,7 @@ class NodeStore:
 
     def _generations(self) -> Iterator[tuple[Path, int, str]]:
         for entry in _entries(self.directory):
-            name = _FOLDER.fullmatch(entry.name)
+            name = GENERATION_FOLDER.fullmatch(entry.name)
             if name is not None and entry.is_dir(follow_symlinks=False):
                 yield Path(entry.path), int(name["step"]), name["generation"]
 
@@ -648,7 +630,7 @@ def _remove_leftovers(directory: Path) -> None:
         if (name := _SPARE.fullmatch(entry.name)) is not None and not (directory / f".writer-{name['id']}").exists():
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(entry.path)
-        elif _FOLDER.fullmatch(entry.name) is not None:
+        elif GENERATION_FOLDER.fullmatch(entry.name) is not None:
             with contextlib.suppress(OSError):  # not empty
                 os.rmdir(entry.path)
     clean_temporaries(directory / _QUARANTINE)

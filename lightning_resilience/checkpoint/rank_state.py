@@ -33,17 +33,17 @@ def partition(sizes: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def divergence_of(step: int, alikes: Sequence[str]) -> Divergence | None:
-    """What :meth:`RankState.alike` of all ranks says of their states.
+def divergence_of(step: int, digests: Sequence[str]) -> Divergence | None:
+    """What :meth:`RankState.replicated_digest` of all ranks says of their states.
 
     Nothing where they do not speak of the same tensors.
 
     Args:
         step: ``trainer.global_step``.
-        alikes: By rank; empty where a rank could not say.
+        digests: By rank; empty where a rank could not say.
     """
-    layouts = {alike.partition("-")[0] for alike in alikes if alike}
-    return Divergence.between(step, alikes) if len(layouts) == 1 else None
+    layouts = {digest.partition("-")[0] for digest in digests if digest}
+    return Divergence.between(step, digests) if len(layouts) == 1 else None
 
 
 class RankState:
@@ -82,7 +82,7 @@ class RankState:
         """By index the numbers of what ranks have alike, unless the training writes it at other times than others."""
         self._common = sorted(found.keys() - snapshot.written(found))
         self._numbers = [found[index] for index in self._common]
-        self._alike = ""
+        self._digest = ""
 
     def written(self) -> list[int]:
         """The numbers of what this rank writes for itself, so that it is none of what all have alike."""
@@ -92,13 +92,13 @@ class RankState:
         """Some rank writes these for itself: from the next save on no rank takes them for what all have alike."""
         self.snapshot.note_written(index for index, number in self._shared.items() if number in numbers)
 
-    def alike(self) -> str:
+    def replicated_digest(self) -> str:
         """What this rank holds of what all ranks have alike, in short; empty if there is none, or it is not known.
 
         Parts of which it differs do not go together: they would make a state that no rank ever had. Waits for the
         fence, before which nobody knows whether the copied state is that of the boundary.
         """
-        return self._alike if self._alike and self.snapshot.is_good() else ""
+        return self._digest if self._digest and self.snapshot.is_good() else ""
 
     def _describe(self) -> str:
         tensors = [self.snapshot.tensors[index] for index in self._common]
@@ -183,11 +183,11 @@ class RankState:
             ]
             snapshot.copy(copies, self._common)
             snapshot.release()
-            self._alike = self._describe()
+            self._digest = self._describe()
             if check is not None:
                 names = tensor_names(snapshot.structure)
                 check((names.get(index, ""), copy) for index, copy in copies)
-            layout = {**self._identity["layout"], "alike": self._alike}
+            layout = {**self._identity["layout"], "alike": self._digest}
             for part in parts:
                 own = part.name == rank_shard(location.rank)
                 about = shard.Identity(

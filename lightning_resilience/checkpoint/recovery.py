@@ -22,8 +22,8 @@ from lightning_resilience.checkpoint.generations import (
     RankLocation,
     ShardInfo,
     Transfer,
-    counts,
     generations,
+    is_on_course,
     plan_transfers,
     rank_shard,
 )
@@ -96,11 +96,11 @@ class LocalTier:
 
         Args:
             without: Names of generations that must not be used.
-            forks: At which steps the training has left a course; see :func:`~.generations.counts`.
+            forks: At which steps the training has left a course; see :func:`~.generations.is_on_course`.
         """
         scans = self._gather(self._scan())
         self.unreadable = [each for _, unreadable in scans for each in unreadable]
-        found = generations([each for holdings, _ in scans for each in holdings], without)
+        found = generations([each for shards, _ in scans for each in shards], without)
         usable, reasons = [], []
         world_size = len(self.locations)
         for each in found:
@@ -110,12 +110,12 @@ class LocalTier:
                 )
             elif each.kind != self.kind:
                 reasons.append(f"that of step {each.step} was saved by another strategy ({each.kind}, not {self.kind})")
-            elif not counts(forks, each.course, each.step):
+            elif not is_on_course(forks, each.course, each.step):
                 reasons.append(f"that of step {each.step} is of a course that the training has left")
-            elif each.lacking and each.differs:
+            elif each.missing and each.differs:
                 reasons.append(f"that of step {each.step} is a mixture: its ranks held different states")
-            elif each.lacking:
-                parts = ", ".join(each.lacking[:3]) + (", ..." if len(each.lacking) > 3 else "")
+            elif each.missing:
+                parts = ", ".join(each.missing[:3]) + (", ..." if len(each.missing) > 3 else "")
                 reasons.append(f"that of step {each.step} is incomplete: nobody has {parts}")
             else:
                 usable.append(each)
@@ -123,52 +123,38 @@ class LocalTier:
 
     def _scan(self) -> tuple[list[ShardInfo], list[str]]:
         """What this node has, and what of it cannot be read; its first rank looks."""
-        holdings: list[ShardInfo] = []
+        shards: list[ShardInfo] = []
         if self.location.local_rank != 0:
-            return holdings, []
+            return shards, []
         unreadable: list[str] = []
         try:
-            held_here = self._patiently(self.store.shard_files)
+            files = self._patiently(self.store.shard_files)
         except OSError as error:
             log.warning("%s cannot be read (%s); nothing in it is used.", self.store.directory, error)
-            return holdings, [f"{self.store.directory} on {self.location.node}: {error}"]
-        for held in held_here:
-            expected = {**self.owner, "step": held.step, "generation": held.generation, "part": held.part}
+            return shards, [f"{self.store.directory} on {self.location.node}: {error}"]
+        for file in files:
+            expected = {**self.owner, "step": file.step, "generation": file.generation, "part": file.part}
             try:
-                header = self._patiently(partial(shard.read_identity, held.path, expected))
+                header = self._patiently(partial(shard.read_identity, file.path, expected))
             except shard.CorruptShard as error:
-                self._quarantine(held.path, error)
+                self._quarantine(file.path, error)
                 continue
             except OSError as error:
-                log.warning("%s cannot be read (%s); it is not used.", held.path, error)
-                unreadable.append(f"{held.path} on {self.location.node}: {error}")
+                log.warning("%s cannot be read (%s); it is not used.", file.path, error)
+                unreadable.append(f"{file.path} on {self.location.node}: {error}")
                 continue
             found = header.identity
-            kind, commons, alike = (found.layout.get(key) for key in ("kind", "commons", "alike"))
-            course = found.layout.get("course", 0)
+            layout = {"course": 0, **found.layout}
+            about: list[Any] = [layout.get(name) for name in ("kind", "commons", "alike", "course")]
+            # Of another writer, or damaged before it was sealed: what it belongs to is not known.
             if (
-                isinstance(kind, str)
-                and isinstance(commons, int)
-                and 0 <= commons <= found.world_size
-                and isinstance(alike, str)
-                and isinstance(course, int)
-                and course >= 0
+                [type(each) for each in about] == [str, int, str, int]
+                and 0 <= layout["commons"] <= found.world_size
+                and layout["course"] >= 0
             ):
-                holdings.append(
-                    ShardInfo(
-                        self.location.node,
-                        found.step,
-                        found.generation,
-                        found.part,
-                        header.size,
-                        found.world_size,
-                        kind,
-                        commons,
-                        alike,
-                        course,
-                    )
-                )
-        return holdings, unreadable
+                key = (self.location.node, found.step, found.generation, found.part)
+                shards.append(ShardInfo(*key, header.size, found.world_size, *about))
+        return shards, unreadable
 
     def _patiently(self, read: Callable[[], T]) -> T:
         return self._patience()(read, f"Rank {self.location.rank} on {self.location.node}")
@@ -180,7 +166,7 @@ class LocalTier:
             generation: Of :meth:`find`; the same on all ranks. It forgets what turns out to be bad.
         """
         self.travelled = False
-        while not generation.lacking:
+        while not generation.missing:
             checkpoint, lost = None, self._bring(generation)
             if not lost:
                 checkpoint, mine = self._read(generation)
@@ -277,7 +263,7 @@ class LocalTier:
             return None
 
     def _path(self, generation: Generation, part: str) -> Path:
-        return self.store.directory / f"step-{generation.step:012d}-{generation.name}" / f"{part}.shard"
+        return self.store.path(generation.step, generation.name, part)
 
     def _quarantine(self, path: Path, error: shard.CorruptShard) -> None:
         self.bad.append((str(path), str(error)))
@@ -289,7 +275,7 @@ class LocalTier:
         if self.location.local_rank != 0:
             return
         with suppress(OSError):  # what cannot be read is left where it is
-            for held in self.store.shard_files():
-                if held.generation in names:
+            for file in self.store.shard_files():
+                if file.generation in names:
                     with suppress(OSError):
-                        self.store.quarantine(held.path, reason)
+                        self.store.quarantine(file.path, reason)

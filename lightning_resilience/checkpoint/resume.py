@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,28 +92,6 @@ def retain(directory: str | os.PathLike[str], keep: int) -> None:
             log.warning("The old checkpoint %s could not be removed: %s", path, error)
 
 
-def newest_verified(
-    directory: str | os.PathLike[str],
-    expected: dict[str, Any] | None = None,
-    on_corrupt: Callable[[Path, checkpoint_file.CorruptCheckpoint], None] | None = None,
-) -> Iterator[Path]:
-    """The checkpoints in ``directory`` that verify, newest first; the next one is looked at only when it is asked for.
-
-    Args:
-        directory: Where they lie.
-        expected: See :func:`verify`.
-        on_corrupt: Told about every one that does not verify, before the next older one is tried.
-    """
-    for path in checkpoints(directory):
-        try:
-            verify(path, expected)
-        except checkpoint_file.CorruptCheckpoint as error:
-            if on_corrupt is not None:
-                on_corrupt(path, error)
-            continue
-        yield path
-
-
 def resolve_resume_path(run_dir: str | os.PathLike[str], fit: int | None = None) -> Path | None:
     """The checkpoint that a run would resume from now.
 
@@ -128,6 +107,8 @@ def resolve_resume_path(run_dir: str | os.PathLike[str], fit: int | None = None)
     if run.fits:
         directories = [each.checkpoints for each in (reversed(run.fits) if fit is None else [run.fit(fit)])]
     for directory in directories:
-        for path in newest_verified(directory):
-            return path
+        for path in checkpoints(directory):
+            with suppress(checkpoint_file.CorruptCheckpoint):
+                verify(path)
+                return path
     return None

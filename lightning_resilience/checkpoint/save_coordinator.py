@@ -64,14 +64,14 @@ class SaveCoordinator:
         self._world_size = world_size
         self._bell = bell
         self._awaited = ""
-        self._alike: dict[int, str] = {}
+        self._digest: dict[int, str] = {}
         self.over = False
         """Whether there will be no more rounds: a rank has left."""
 
     def announce(self, planned: PlannedSave) -> None:
         """Rank 0: tells everybody."""
         # Every rank has heard how the round before the last ended, or the last could not have been settled.
-        published = f"published{self._alike.pop(planned.number - 2, '')}"
+        published = f"published{self._digest.pop(planned.number - 2, '')}"
         ends = ("over", "settled", "said", "compared", "learned", "prepared", "ready")
         names = ("late", "heard", "agreed", published, *ends)
         for name in ("", *(f"/{each}" for each in names)):
@@ -107,27 +107,27 @@ class SaveCoordinator:
         """
         return self._ask_all(number, "heard", "late", int(not in_time), "agreed", wanted=0)
 
-    def finish(self, number: int, published: bool, alike: str = "") -> bool | None:
+    def finish(self, number: int, published: bool, digest: str = "") -> bool | None:
         """Says whether this rank has published all its parts.
 
         Args:
             number: Of the round.
             published: Whether it has.
-            alike: What it takes for what all ranks have alike; where they differ, their parts do not go together.
+            digest: What it takes for what all ranks have alike; where they differ, their parts do not go together.
 
         Returns:
             Whether every rank has, as soon as they say so; ``None`` if that will not be known.
         """
-        self._alike[number] = alike
-        return self._ask_all(number, "over", f"published{alike}", int(published), "settled", wanted=self._world_size)
+        self._digest[number] = digest
+        return self._ask_all(number, "over", f"published{digest}", int(published), "settled", wanted=self._world_size)
 
-    def compare(self, number: int, rank: int, alike: str, written: list[int]) -> tuple[list[str], list[int]] | None:
+    def compare(self, number: int, rank: int, digest: str, written: list[int]) -> tuple[list[str], list[int]] | None:
         """Asks, after :meth:`finish`, why a round has not come to a complete generation.
 
         Args:
             number: Of the round.
             rank: This one.
-            alike: What it takes for what all ranks have alike; empty if it does not know.
+            digest: What it takes for what all ranks have alike; empty if it does not know.
             written: What of that it writes for itself, by number.
 
         Returns:
@@ -135,22 +135,22 @@ class SaveCoordinator:
             ``None`` if that will not be known.
         """
         name = f"round/{number}"
-        keys = [f"{name}/alike/{each}" for each in range(self._world_size)]
-        self._store.set(keys[rank], json.dumps([alike, written]))
+        keys = [f"{name}/digest/{each}" for each in range(self._world_size)]
+        self._store.set(keys[rank], json.dumps([digest, written]))
         if self._store.add(f"{name}/said", 1) == self._world_size:  # the last one tells rank 0
             self._store.set(f"{name}/compared", "1")
-        alikes: list[str] = []
+        digests: list[str] = []
         if rank == 0:
             if self._get(f"{name}/compared") is None:
                 return None
             found = [json.loads(value) for value in self._store.multi_get(keys)]
-            alikes = [each for each, _ in found]
-            self._alike.pop(number, "")
-            for key in [*keys, *(f"{name}/published{each}" for each in {"", alike, *alikes})]:
+            digests = [each for each, _ in found]
+            self._digest.pop(number, "")
+            for key in [*keys, *(f"{name}/published{each}" for each in {"", digest, *digests})]:
                 self._store.delete_key(key)
             self._store.set(f"{name}/learned", json.dumps(sorted({each for _, own in found for each in own})))
         learned = self._get(f"{name}/learned")
-        return None if learned is None else (alikes, json.loads(learned))
+        return None if learned is None else (digests, json.loads(learned))
 
     def _ask_all(self, number: int, said: str, counted: str, mine: int, answer: str, wanted: int) -> bool | None:
         name = f"round/{number}"

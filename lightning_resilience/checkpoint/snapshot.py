@@ -484,11 +484,6 @@ class Snapshot:
         """How long the training has stood still at the fence; not for its own thread (see :class:`.Standstill`)."""
         return 0.0 if self._at_fence is None else self._at_fence.seconds()
 
-    @property
-    def fenced(self) -> bool:
-        """Whether the fence is behind us."""
-        return self._fenced.is_set()
-
     def is_good(self, timeout_s: float | None = None) -> bool:
         """Waits for the fence; returns whether nothing was changed before it, and so the copy is the state."""
         if not self._fenced.wait(timeout_s):

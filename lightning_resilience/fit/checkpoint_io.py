@@ -279,7 +279,7 @@ def make_durable(
     if isinstance(sealed := vars(strategy).get("save_checkpoint"), _SealedSave):
         sealed.before_publish = before_publish or sealed.before_publish
         sealed.metadata.update(metadata or {})
-    elif _lightning.writes_directories(strategy):
+    elif _lightning.traits_of(strategy).all_ranks_write:
         strategy.save_checkpoint = _SealedSave(strategy, before_publish, dict(metadata or {}))
 
     for callback in trainer.checkpoint_callbacks:

@@ -30,10 +30,10 @@ import torch
 from lightning_resilience import _lightning
 from lightning_resilience._files import clean_temporaries
 from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
-from lightning_resilience.checkpoint.generations import Generation, counts
+from lightning_resilience.checkpoint.generations import Generation, is_on_course
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.safe_serialization import from_safe
-from lightning_resilience.fit.strategies import loads_state, name_of
+from lightning_resilience.fit.strategies import name_of
 from lightning_resilience.launch.budget import first_cause
 from lightning_resilience.run.events import (
     Finished,
@@ -104,7 +104,7 @@ class Tiers:
         self.ended: dict[str, Any] | None = None
         """If that is a state from the end of the fit: how it had ended; see :meth:`.FitSession.ends_there`."""
         self.forks: list[int] = []
-        """At which steps the fit has left a course for another one; see :func:`~.generations.counts`."""
+        """At which steps the fit has left a course for another one; see :func:`~.generations.is_on_course`."""
         self._left_lying: list[str] = []
         """Checkpoints that are passed over although they may be intact, the same on all ranks."""
         self._users_choice: str | None = None
@@ -383,7 +383,7 @@ class Tiers:
             mine, corrupt = self._try(lambda: self._verify(path, is_directory))
             found, reason = strategy.broadcast(mine), next(iter(corrupt.values()), None)
         course = int(found.metadata.get("course", 0)) if found is not None else 0
-        if reason is None and not counts(self.forks, course, resume.step_of(path)):
+        if reason is None and not is_on_course(self.forks, course, resume.step_of(path)):
             if session.rank == 0:
                 self._set_aside(path, "it is of a course that the training has left")
             return None
@@ -399,7 +399,7 @@ class Tiers:
                 finished |= bool(ended and ended["is_over"] and session.ends_there(ended["by"], ended["limits"]))
                 self._restored(path, finished and resume.is_final(path))
                 # Such a strategy reads a file of its own by itself, and takes nothing from what it is given.
-                return path, None if loads_state(strategy) else loaded
+                return path, None if _lightning.traits_of(strategy).loads_state else loaded
             reason = corrupt.get(0)
         if reason is None:  # rank 0 has read every byte of it, and some other one reads something else
             self._left_lying += corrupt.values()
@@ -724,7 +724,7 @@ def _not_restored(events: Iterable[dict[str, Any]], fit: int) -> dict[str, Any] 
 def _check_parts(path: Path, is_directory: bool, saved_by: str | None, strategy: Any) -> None:
     """One file is read by every strategy; parts in a directory only by the one that has written them."""
     now = name_of(strategy)
-    if is_directory and (not loads_state(strategy) or saved_by not in (None, now)):
+    if is_directory and (not _lightning.traits_of(strategy).loads_state or saved_by not in (None, now)):
         raise AnotherFit(
             f"{path} was saved in parts by {saved_by or 'a strategy that shards'}, and is not what "
             f"{now or type(strategy).__name__} reads. Go on with the strategy that has saved it, or give the run "

@@ -197,7 +197,7 @@ class Saver:
 
         live = _lightning.live_tensors(self._session.trainer)
         # What has been gathered is a copy already; it is not copied again.
-        gathers = _lightning.gathers_state_dict(self._session.trainer.strategy)
+        gathers = _lightning.traits_of(self._session.trainer.strategy).gathers_state_dict
         if (shards := self._shards) is not None and state.draft is not None:
             save = Save(path, state.written, {**self._session.metadata, "step": step})
             self._begin_shards(background, shards, save, state, live, report)
@@ -244,7 +244,7 @@ class Saver:
                 report(shards.write(save, part, rest, read_back=self._read_back), copied.left_out)
 
         part, gathered = shards.part(state.draft, state.plan), {}
-        if _lightning.gathers_state_dict(self._session.trainer.strategy):
+        if _lightning.traits_of(self._session.trainer.strategy).gathers_state_dict:
             part, gathered = {}, _lightning.nobody_elses(self._session.trainer, part)
         rest = state.checkpoint if self._session.rank == 0 else None
         try:
@@ -253,7 +253,7 @@ class Saver:
             miss(error)
 
     def _open_background(self) -> BackgroundSaves | None:
-        if not _lightning.can_write_behind(self._session.trainer.strategy):
+        if not _lightning.traits_of(self._session.trainer.strategy).can_write_behind:
             return None
         if self._background is None:
             self._background = BackgroundSaves(self._session.advanced)
@@ -264,7 +264,7 @@ class Saver:
     def _why_it_does_not_fit(self) -> str | None:
         """Why there is no memory for a copy of what this rank writes."""
         trainer = self._session.trainer
-        shares = _lightning.shards_under(trainer.strategy) is not None
+        shares = _lightning.traits_of(trainer.strategy).shards_under is not None
         if not shares and self._session.rank > 0:
             return None  # it copies nothing
         live = {id(tensor): local(tensor).nbytes for tensor in _lightning.live_tensors(trainer)}
@@ -400,7 +400,8 @@ class Saver:
             ``None`` if a rank could not collect its state: what a hook of the user's raises does not end the training.
         """
         session, trainer = self._session, self._session.trainer
-        under = _lightning.shards_under(trainer.strategy)
+        traits = _lightning.traits_of(trainer.strategy)
+        under = traits.shards_under
         if self._shards is None and under is not None:
             store = _store(f"resilience/saves/{session.nonce}") if trainer.world_size > 1 else None
             self._shards = ShardedSaves(session.rank, trainer.world_size, store, session.gather, session.check_owner)
@@ -425,7 +426,7 @@ class Saver:
             log.debug("The state could not be collected", exc_info=True)
             problem = f"rank {session.rank}: {type(error).__name__}: {error}"
         # Rank 0 writes them, or each rank all by itself if the strategy is of an unknown kind.
-        is_first, by_all = session.rank == 0, self._shards is None and _lightning.writes_directories(trainer.strategy)
+        is_first, by_all = session.rank == 0, self._shards is None and traits.all_ranks_write
         shared = {} if by_all else trainer.strategy.broadcast(digests(mine) if is_first else {})
         met = session.gather(
             {
@@ -497,7 +498,7 @@ class Saver:
             except Exception as error:  # the others wait to hear it
                 part, missed = None, repr(error)
             outcome = self._shards.write(save, part, rest, missed, self._read_back)
-        elif _lightning.writes_directories(trainer.strategy):
+        elif _lightning.traits_of(trainer.strategy).all_ranks_write:
             try:
                 content = checkpoint_io.on_every_rank(trainer.strategy, checkpoint)
                 trainer.strategy.save_checkpoint(content, path)

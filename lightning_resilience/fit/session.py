@@ -1549,7 +1549,7 @@ def _obstacle(trainer: Trainer) -> str | None:
             "A fit in spawned processes (ddp_spawn, ddp_fork, ddp_notebook) cannot be resumed: they end with it. Use "
             "strategy='ddp', or start the script by lightning-resilience launch or torchrun."
         )
-    return strategies.traits_of(trainer.strategy).refused
+    return _lightning.traits_of(trainer.strategy).refused
 
 
 def _is_started_by_itself() -> bool:
