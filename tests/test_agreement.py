@@ -70,6 +70,7 @@ def run_ranks(directory: Path, scenario: str, nodes: list[list[int]]) -> dict[in
 
 
 @pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES], ids=["one node", "two nodes"])
+@pytest.mark.slow_but_for("two nodes")
 def test_four_processes_act_on_every_event_at_the_same_boundary(tmp_path: Path, nodes: list[list[int]]) -> None:
     reports = run_ranks(tmp_path, "healthy", nodes)
     assert sorted(reports) == list(range(WORLD_SIZE))

@@ -75,6 +75,14 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+@pytest.mark.slow_but_for(
+    "one flipped bit",
+    "empty",
+    "not written by us",
+    "an object that is executed when it is read",
+    "of another fit",
+    "an unsealed directory",
+)
 def test_a_checkpoint_that_does_not_verify_is_quarantined(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
     config = killed(tmp_path)
     newest = checkpoints(config)[0]
@@ -126,6 +134,7 @@ def test_left_overs_of_a_save_that_was_killed_are_removed(tmp_path: Path) -> Non
 
 @pytest.mark.also_as_on_gpu("4-2")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
+@pytest.mark.slow_but_for("cpu-2-1", "as on a GPU-4-2")
 def test_another_world_size_goes_on_and_says_that_it_is_not_exact(tmp_path: Path, before: int, after: int) -> None:
     config = killed(tmp_path, trainer={"devices": before})
     codes, text = run({**config, "trainer": {"devices": after}}, tmp_path / "run")
@@ -141,6 +150,7 @@ def test_keeps_only_the_newest(tmp_path: Path) -> None:
 
 
 @pytest.mark.also_as_on_gpu
+@pytest.mark.slow_but_for("cpu")
 def test_saves_by_the_clock_on_all_ranks_together(tmp_path: Path) -> None:
     options = {"trainer": {"devices": 2}, "save_every": None, "step_s": 0.02, "interval_s": 0.2}
     config = make(

@@ -42,6 +42,7 @@ LONG = ("accumulation", "manual optimization")
         for name, options in CASES.items()
     ],
 )
+@pytest.mark.slow_but_for("two ranks, validation")
 def test_killed_and_resumed_exactly(tmp_path: Path, options: dict[str, Any]) -> None:
     events = [{"at": "train", "step": 27}]
     done = killed_and_resumed(tmp_path, events, async_save=True, step_s=0.01, save_every=2, **options)

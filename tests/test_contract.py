@@ -34,6 +34,7 @@ from lightning_resilience import callbacks, signals
 from lightning_resilience._lightning import ResilienceCallback
 from lightning_resilience.fit import session
 from tests.harness import result, run, samples
+from tests.harness import undisturbed as undisturbed_run
 from tests.program import digest
 
 CALLBACKS: list[type[Any]] = [
@@ -42,6 +43,7 @@ CALLBACKS: list[type[Any]] = [
     if isinstance(value, type) and issubclass(value, ResilienceCallback)
 ]
 each = pytest.mark.parametrize("cls", CALLBACKS, ids=lambda cls: cls.__name__)
+SLOW = pytest.mark.slow
 
 
 class Steps:
@@ -335,7 +337,12 @@ def test_all_together_leave_nothing(
 
 @each
 @pytest.mark.parametrize(
-    "options", [{"accumulate_grad_batches": 5}, {"max_steps": 15}, {"gradient_clip_val": 0.1}], ids=str
+    "options",
+    [
+        {"accumulate_grad_batches": 5},
+        *(pytest.param(o, marks=SLOW) for o in ({"max_steps": 15}, {"gradient_clip_val": 0.1})),
+    ],
+    ids=str,
 )
 def test_changes_no_result_with(cls: type[Any], options: dict[str, Any]) -> None:
     assert fitted(cls(), **options) == fitted(**options)
@@ -363,7 +370,9 @@ def test_leaves_no_attribute(cls: type[Any]) -> None:
 
 
 @each
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize(
+    "error", [RuntimeError, *(pytest.param(e, marks=SLOW) for e in (KeyboardInterrupt, SystemExit))]
+)
 def test_leaves_nothing_after_an_exception(cls: type[Any], place: Path, error: type[BaseException]) -> None:
     def fail(trainer: Any, module: Any) -> None:
         raise error("on purpose")
@@ -376,7 +385,11 @@ def test_leaves_nothing_after_an_exception(cls: type[Any], place: Path, error: t
 
 
 @each
-@pytest.mark.parametrize("where", ["setup", "configure_optimizers", "validation_step", "training_step", "on_train_end"])
+@pytest.mark.parametrize(
+    "where",
+    ["configure_optimizers", "on_train_end"]
+    + [pytest.param(where, marks=SLOW) for where in ("setup", "validation_step", "training_step")],
+)
 def test_leaves_nothing_after_a_failure_in(cls: type[Any], place: Path, where: str) -> None:
     module, trainer = Module(), make_trainer(cls())
     module.fails_in = where
@@ -483,27 +496,16 @@ def test_with_pytorch_lightning(cls: type[Any], place: Path) -> None:
 
 @each
 def test_two_ranks(cls: type[Any], place: Path) -> None:
-    found = []
-    for own in ([], [cls.__name__]):
-        folder = place / str(len(found))
-        folder.mkdir()
-        files = {"run_dir": str(folder / "run"), "out": str(folder / "out"), "log": str(folder / "log")}
-        config = {**files, "callbacks": own, "validation": True, "trainer": {"devices": 2, "max_epochs": 2}}
-        codes, text = run(config, folder)
-        assert codes == [0, 0], text
-        assert "Traceback" not in text
-        found.append((result(config), samples(config)))
-        assert {path.name for path in folder.iterdir()} <= {
-            "run",
-            "resilience",
-            "out",
-            "log.0",
-            "out.0",
-            "out.1",
-            "log.1",
-            "output",
-        }
-    assert found[0] == found[1]
+    options: dict[str, Any] = {"validation": True, "trainer": {"devices": 2, "max_epochs": 2}}
+    folder = place / "ranks"
+    folder.mkdir()
+    files = {"run_dir": str(folder / "run"), "out": str(folder / "out"), "log": str(folder / "log")}
+    codes, text = run({**files, **options, "callbacks": [cls.__name__]}, folder)
+    assert codes == [0, 0], text
+    assert "Traceback" not in text
+    assert (result(files), samples({**files, **options})) == undisturbed_run(place, **options)
+    left = {"run", "resilience", "out", "log.0", "out.0", "out.1", "log.1", "output"}
+    assert {path.name for path in folder.iterdir()} <= left
 
 
 # -- state and copies -------------------------------------------------------------------------------------------------

@@ -160,6 +160,7 @@ def test_all_who_ask_at_once_get_the_same_name(original: RunDirectory, tmp_path:
     assert original.identity() not in names
 
 
+@pytest.mark.slow
 def test_a_copy_is_launched_while_the_original_is_at_work_as_a_run_of_its_own(original: RunDirectory) -> None:
     """To Weights & Biases, too."""
     launches = original.path / "launches"

@@ -356,6 +356,7 @@ def reseal(directory: Path) -> None:
     checkpoint_file.seal_directory(directory, kept)
 
 
+@pytest.mark.slow
 def test_planted_objects_are_quarantined_and_the_next_best_checkpoint_is_taken(tmp_path: Path) -> None:
     options: dict[str, Any] = {"sharded": True, "trainer": {"devices": 2}}
     config = make(tmp_path, "run", keep=5, **options)

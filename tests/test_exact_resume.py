@@ -63,6 +63,14 @@ MORE_LOADERS = [
     [*LOADERS, *(pytest.param(options, marks=pytest.mark.campaign) for options in MORE_LOADERS)],
     ids=lambda o: "-".join(str(v) for v in o.values()),
 )
+@pytest.mark.slow_but_for(
+    "cpu-shuffle",
+    "cpu-generator",
+    "cpu-iterable-2",
+    "cpu-stateful-False-2",
+    "cpu-shuffle-2-True-False",
+    "as on a GPU-shuffle",
+)
 def test_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
     assert killed_and_resumed(tmp_path, [{"at": "train", "step": 27}], **options)[:2] == undisturbed(
         tmp_path, **options
@@ -112,6 +120,7 @@ LONG = {("plain", 2), ("plain", 4), ("data needed early", 2), ("data needed earl
         for ranks in (2, 4)
     ],
 )
+@pytest.mark.slow_but_for("cpu-workers and validation-2")
 def test_ranks(tmp_path: Path, world_size: int, options: dict[str, Any]) -> None:
     options = {**options, "trainer": {"devices": world_size}}
     events = [{"at": "train", "step": 23, "rank": 1}, {"at": "train", "step": 40, "rank": 0}]
@@ -129,6 +138,7 @@ CALLBACKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("callbacks", CALLBACKS.values(), ids=CALLBACKS)
+@pytest.mark.slow
 def test_ranks_with_callbacks_that_change_what_is_trained(tmp_path: Path, callbacks: dict[str, Any]) -> None:
     """Killed twice in one epoch."""
     options = {"lightning_callbacks": callbacks, "save_every": 3, "trainer": {"devices": 3}}
@@ -164,6 +174,7 @@ DDP: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", some(DDP, "long"))
+@pytest.mark.slow_but_for("told its device, with all else")
 def test_ddp_as_on_an_accelerator(tmp_path: Path, options: dict[str, Any]) -> None:
     """There DDP moves what forward is given to its device: a replay that gave nothing failed at every resume."""
     options = {**options, "trainer": {"devices": 3, **options.get("trainer", {})}}
@@ -192,6 +203,7 @@ FSDP1: dict[str, dict[str, Any]] = {
 
 @pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize("options", some(SHARDED))
+@pytest.mark.slow_but_for("as on a GPU-FSDP2, in one file")
 def test_sharded(tmp_path: Path, options: dict[str, Any]) -> None:
     options = {**options, "trainer": {"devices": 2}}
     events = [{"at": "train", "step": 23, "rank": 1}]

@@ -149,6 +149,7 @@ def first_steps(examples: Examples, samples: int) -> dict[str, list[str]]:
     return {line.split()[1]: shlex.split(line) for line in lines}
 
 
+@pytest.mark.slow
 def test_the_first_steps(examples: Examples) -> None:
     """What the documentation's first page has its reader type, in its order, but for what is killed."""
     commands = first_steps(examples, 512)
@@ -261,6 +262,7 @@ def test_each_recipe_brings_the_model_through_a_kill_a_hang_and_a_stop(
     assert [record["event"] for record in read_ledger(examples.folder / "runs/gpt/ledger")].count("start") == 4
 
 
+@pytest.mark.slow
 def test_a_failure_of_plain_lightning_is_shown(examples: Examples) -> None:
     """One row of the script that shows them all."""
     script = ROOT / "benchmarks" / "plain_lightning.py"
@@ -308,6 +310,7 @@ def test_a_lightning_cli_is_interrupted_and_goes_on(examples: Examples) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_lightning_cli_takes_callbacks_from_the_command_line(examples: Examples) -> None:
     said = examples.run([*command("A LightningCLI", 1), "--print_config"])
     found = re.findall(r"class_path: lightning_resilience\.(\w+)", said)

@@ -91,6 +91,7 @@ def folders_of(config: dict[str, Any]) -> list[Path]:
 
 
 @pytest.mark.nvrx
+@pytest.mark.slow
 def test_a_hang_under_launch_is_restarted_inside_the_job(tmp_path: Path) -> None:
     """The script itself is plain Lightning, and the limits come from the command line."""
     options = {"trainer": {"devices": 2}, "callbacks": [], "model_checkpoint": {"every_n_train_steps": 6}}
@@ -111,6 +112,7 @@ def test_a_hang_under_launch_is_restarted_inside_the_job(tmp_path: Path) -> None
     assert not folders_of(config)
 
 
+@pytest.mark.slow
 def test_a_hang_under_torchrun_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"trainer": {"devices": 2}}
     config = watched(tmp_path, events=[{**HANG, "rank": 0}], **options)
@@ -459,6 +461,7 @@ STARTED_AGAIN = {"TORCHELASTIC_MAX_RESTARTS": "1"}
 
 
 @pytest.mark.parametrize("folder", ["run/run", "elsewhere"])
+@pytest.mark.slow_but_for("run/run")
 def test_calculated_timeouts_are_kept_for_the_next_job(tmp_path: Path, folder: str) -> None:
     exp_dir = {} if folder == "run/run" else {"exp_dir": str(tmp_path / folder)}
     config = watched(tmp_path, fault_tolerance={**STEP_100, **exp_dir}, trace=str(tmp_path / "trace"))
@@ -594,6 +597,12 @@ RAISE = {"at": "train", "step": 20, "rank": 1, "do": "raise"}
         ("go away", None, "failed"),
         ("raise", None, "failed"),
     ],
+)
+@pytest.mark.slow_but_for(
+    "shutdown_workload-shutdown_workload-halted",
+    "nvrx.ExcludeThisNode-exclude_this_node-failed",
+    "continue-None-failed",
+    "raise-None-failed",
 )
 def test_a_policy_decides_on_an_error(tmp_path: Path, policy: str, action: str | None, status: str) -> None:
     flag = tmp_path / "finished"
@@ -731,6 +740,7 @@ DRILLS: dict[str, str | None] = {
     "name",
     [pytest.param(name, marks=pytest.mark.campaign if name != "stuck_in_data_loader" else ()) for name in DRILLS],
 )
+@pytest.mark.slow
 def test_a_drill_happens_once_and_is_survived(tmp_path: Path, name: str) -> None:
     options = {"trainer": {"devices": 2}, "workers": 1}
     fault = {"fault_type": name, "rank": 1, "at_step": 20}

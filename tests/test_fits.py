@@ -42,6 +42,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize("events", KILLS.values(), ids=KILLS.keys())
+@pytest.mark.slow_but_for("between")
 def test_three_fits(tmp_path: Path, events: list[dict[str, Any]]) -> None:
     assert killed_and_resumed(tmp_path, events, **THREE)[:2] == undisturbed(tmp_path, **THREE)
 
@@ -103,6 +104,7 @@ def test_a_run_that_trains_on_this_host_is_not_taken_over(tmp_path: Path) -> Non
     assert result(config) == undisturbed(tmp_path)[0]
 
 
+@pytest.mark.slow
 def test_neither_does_a_launch_take_it_over(tmp_path: Path) -> None:
     enters = (
         "import sys; from lightning_resilience.run.run_directory import RunDirectory as R; R(sys.argv[1]).enter(None); "
@@ -163,6 +165,7 @@ def test_early_stopping_counts_as_finished(tmp_path: Path) -> None:
     ids=["max_epochs", "max_steps"],
 )
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.slow_but_for("0-max_epochs", "2-max_steps")
 def test_raising_the_limit_goes_on_as_the_longer_run(
     tmp_path: Path, short: dict[str, int], long: dict[str, int], workers: int
 ) -> None:
@@ -520,6 +523,7 @@ def test_processes_that_would_overwrite_each_other_are_refused(tmp_path: Path, m
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_spawned_processes_are_refused(tmp_path: Path) -> None:
     config = make(tmp_path, "run", trainer={"strategy": "ddp_spawn"})
     codes, text = run(config, tmp_path / "run")

@@ -61,6 +61,7 @@ def each_once(trained: list[dict[tuple[int, int], list[int]]], batches: int) -> 
 
 
 @pytest.mark.also_as_on_gpu
+@pytest.mark.slow
 def test_three_kills(tmp_path: Path) -> None:
     assert survive(tmp_path, seed=0, kills=3, world_size=2) > 0
 

@@ -185,6 +185,7 @@ def test_a_module_and_sys_exit_0(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize("end", ["sys.exit(0)", "raise ValueError('a child')", "sys.exit(3)"])
+@pytest.mark.slow
 def test_a_child_that_the_script_has_forked_does_not_speak_for_it(launcher: Launcher, end: str) -> None:
     launcher.script(f"import os, sys\nif os.fork() == 0:\n    {end}\nos.wait()\nprint('parent', flush=True)\n")
     assert launcher.run() == 0, launcher.stderr()
@@ -281,6 +282,7 @@ FIT = """
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_script_that_cannot_go_on_with_the_run_is_not_tried_again(
     launcher: Launcher, width: str, epochs: str, reason: str
 ) -> None:
@@ -306,6 +308,7 @@ def test_a_script_that_cannot_go_on_with_the_run_is_not_tried_again(
         "ledger.record('fresh', fit=0); raise RuntimeError('mat1 and mat2 shapes cannot be multiplied (4x8 and 4x2)')",
     ],
 )
+@pytest.mark.slow_but_for("undefined")
 def test_a_mistake_of_the_script_is_tried_twice(launcher: Launcher, mistake: str) -> None:
     launcher.script(f"ledger.record('ran')\ndef train():\n    {mistake}\ntrain()")
     assert launcher.run() == 1
@@ -333,6 +336,7 @@ def test_with_several_nodes_the_first_says_for_all_that_a_mistake_is_not_tried_a
     assert "twice with no step between. Trying again would not change this." in launcher.stderr()
 
 
+@pytest.mark.slow
 def test_the_frames_of_launchers_are_cut_from_a_traceback(launcher: Launcher) -> None:
     launcher.script(
         FIT.replace("return self.layer", "raise ConnectionError('wrapped') from KeyError(1); return self.layer")
@@ -393,6 +397,7 @@ def test_an_interrupted_run_ends_with_75_and_the_same_command_resumes_it(launche
 @pytest.mark.parametrize(
     ("status", "details", "exit_code"), [("interrupted", {}, 75), ("halted", {}, 1), ("halted", {"exit_code": 16}, 16)]
 )
+@pytest.mark.slow_but_for("halted-details1-1")
 def test_the_word_of_a_fit_counts_even_if_a_library_swallowed_it(
     launcher: Launcher, status: str, details: dict[str, Any], exit_code: int
 ) -> None:
@@ -407,6 +412,7 @@ def test_the_word_of_a_fit_counts_even_if_a_library_swallowed_it(
     assert (outcome.status, outcome.reason, outcome.step) == (status, "said so", 7)
 
 
+@pytest.mark.slow
 def test_a_step_that_other_devices_have_to_judge_ends_the_launch_with_16_when_it_gives_up(launcher: Launcher) -> None:
     """The guard itself says so, of a batch whose loss is bad whenever it is run."""
     launcher.script(
@@ -481,6 +487,7 @@ def test_a_finished_run_is_not_run_again_unless_its_command_changes(launcher: La
     assert "Changed since" not in launcher.stderr()
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_taken_for_one_with_other_arguments(launcher: Launcher) -> None:
     launcher.script("open('said', 'a').write(sys.argv[2] + ' ')")
     assert launcher.run("script.py", "--lr", "0.1", "--max_steps=4") == 0
@@ -545,6 +552,7 @@ STOPS_WHEN_TOLD = """
         pytest.param(signal.SIGUSR2, marks=pytest.mark.campaign),
     ],
 )
+@pytest.mark.slow_but_for("15")
 def test_a_signal_stops_the_run_in_order(launcher: Launcher, signum: signal.Signals) -> None:
     launcher.script(STOPS_WHEN_TOLD)
     launch = launcher.start(SAVING_TAKES="0.3")
@@ -715,6 +723,7 @@ def test_where_several_speak_a_line_says_when_and_whose_it_is(launcher: Launcher
 
 
 @pytest.mark.parametrize("before", [[], ["--"]])
+@pytest.mark.slow_but_for("before1")
 def test_a_scripts_own_arguments_are_left_as_they_are(launcher: Launcher, before: list[str]) -> None:
     launcher.script("ledger.record('ran', said=sys.argv[1:])")
     assert launcher.run(*before, "script.py", "--lr", "3", "--", "--recipe", "--", "-m") == 0
@@ -722,6 +731,7 @@ def test_a_scripts_own_arguments_are_left_as_they_are(launcher: Launcher, before
 
 
 @pytest.mark.parametrize("action", ["launch", "status", "report"])
+@pytest.mark.slow_but_for("launch")
 def test_a_ledger_that_cannot_be_read_is_said(launcher: Launcher, action: str) -> None:
     launcher.script("")
     launcher.run_directory.path.mkdir()
@@ -864,6 +874,7 @@ def test_real_a_crash_of_one_rank_restarts_all_of_them(launcher: Launcher) -> No
         pytest.param(signal.SIGUSR2, marks=pytest.mark.campaign),
     ],
 )
+@pytest.mark.slow_but_for("15")
 def test_real_a_scheduler_that_signals_every_process_does_not_cut_the_grace_period_short(
     launcher: Launcher, signum: signal.Signals
 ) -> None:
@@ -928,6 +939,7 @@ def test_real_two_nodes_follow_the_first_ones_decision(launcher: Launcher) -> No
 
 
 @pytest.mark.parametrize("own", [None, "mine"])
+@pytest.mark.slow_but_for("None")
 def test_weights_and_biases_goes_on_with_one_run(launcher: Launcher, own: str | None) -> None:
     launcher.script(
         """

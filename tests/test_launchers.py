@@ -81,6 +81,7 @@ ALWAYS = {("launch", "validation")}
         for what, events in SIGNALS.items()
     ],
 )
+@pytest.mark.slow
 def test_a_signal_to_some_rank(tmp_path: Path, launcher: Any, events: list[dict[str, Any]], code: int) -> None:
     config = make(tmp_path, "disturbed", events=[{"do": "SIGTERM", "once": True, **e} for e in events], **OPTIONS)
     if events[0]["at"] == "save":

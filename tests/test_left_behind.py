@@ -76,6 +76,7 @@ def listening(launch_id: str) -> set[str]:
 
 
 @pytest.mark.nvrx
+@pytest.mark.slow
 def test_real_a_launch_leaves_no_socket_and_can_be_reached_from_this_machine_only(launcher: Launcher) -> None:
     where = Path(tempfile.mkdtemp(prefix="lr-", dir="/tmp"))  # a path of a socket is short
     try:

@@ -119,6 +119,7 @@ def test_the_run_goes_on_with_a_node_that_it_needs(nodes: Nodes) -> None:
     assert nodes.stderr("first").count("The run goes on with slow") == 1
 
 
+@pytest.mark.slow
 def test_a_spare_that_is_not_needed_ends_with_the_run(nodes: Nodes) -> None:
     nodes.start("first", "--nnodes=2", "--node-rank=0")
     nodes.start("second", "--nnodes=2", "--node-rank=1", rank=1)
@@ -222,6 +223,7 @@ LEAVES = {
     [pytest.param(REAL, marks=[pytest.mark.nvrx, pytest.mark.campaign]), WITHOUT_NVRX],
     ids=["nvrx", "torchrun"],
 )
+@pytest.mark.slow
 def test_real_a_run_goes_on_without_a_node_and_with_all_that_it_had_learned(
     launcher: Launcher, program: str, how: str
 ) -> None:

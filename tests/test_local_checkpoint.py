@@ -193,6 +193,7 @@ def exactly(tmp: Path, at: int, rank: int = 0, **options: Any) -> tuple[dict[str
 
 
 @pytest.mark.also_as_on_gpu
+@pytest.mark.slow_but_for("cpu")
 def test_killed_with_workers_and_in_the_middle_of_epochs_with_validation(tmp_path: Path) -> None:
     options = {"validation": True, "workers": 2, "trainer": {"val_check_interval": 4, "max_epochs": 2}}
     _, text = exactly(tmp_path, 27, **options)
@@ -200,6 +201,7 @@ def test_killed_with_workers_and_in_the_middle_of_epochs_with_validation(tmp_pat
 
 
 @pytest.mark.also_as_on_gpu
+@pytest.mark.slow_but_for("as on a GPU")
 def test_killed_with_two_ranks(tmp_path: Path) -> None:
     exactly(tmp_path, 27, 1, trainer={"devices": 2, "max_epochs": 2})
     names = Counter(path.stem for path in parts_in(tmp_path / "local"))
@@ -207,6 +209,7 @@ def test_killed_with_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.also_as_on_gpu
+@pytest.mark.slow_but_for("cpu")
 def test_killed_with_sharded_state(tmp_path: Path) -> None:
     exactly(tmp_path, 27, 0, sharded=True, trainer={"devices": 2, "max_epochs": 2})
     names = Counter(path.stem for path in parts_in(tmp_path / "local"))
@@ -225,6 +228,7 @@ TWO_NODES = {"devices": 2, "num_nodes": 2, "max_epochs": 2}
 
 
 @pytest.mark.also_as_on_gpu
+@pytest.mark.slow_but_for("cpu")
 def test_a_lost_node(tmp_path: Path) -> None:
     config = killed(tmp_path, 27, 3, **options_of(tmp_path, trainer=TWO_NODES))
     first, second = sorted((tmp_path / "local" / f"local_ckpt-{os.getuid()}").iterdir())
@@ -1872,6 +1876,7 @@ def killed_everywhere(folder: Path, stride: int) -> int:
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.slow_but_for("disk")
 def test_killed_at_every_point_of_a_save(node_memory: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     if where == "disk":
         monkeypatch.setattr(node_store, "in_node_memory", lambda _: False)

@@ -271,6 +271,7 @@ LOGS = {
 
 
 @pytest.mark.parametrize("arguments", LOGS.values(), ids=LOGS.keys())
+@pytest.mark.slow_but_for("version_N")
 def test_a_program_with_lightning_cli_survives_restarts(launched: RunDirectory, arguments: list[str]) -> None:
     stopped(lambda: cli(*arguments, "--model.stops_at=11"))
     stopped(lambda: cli(*arguments, "--model.stops_at=22"))  # with another configuration, as a resubmitted job may be

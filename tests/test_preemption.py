@@ -71,6 +71,14 @@ def stop_and_resume(tmp: Path, events: list[dict[str, Any]], **options: Any) -> 
 
 @pytest.mark.also_as_on_gpu("rank 0 only", "rank 1 while rank 0 is blocked in a collective", "end of the epoch")
 @pytest.mark.parametrize("events", SCENARIOS.values(), ids=SCENARIOS.keys())
+@pytest.mark.slow_but_for(
+    "cpu-rank 1 only",
+    "cpu-rank 1 while rank 0 is blocked in a collective",
+    "cpu-validation of the last epoch",
+    "cpu-sanity check",
+    "cpu-setup",
+    "as on a GPU-end of the epoch",
+)
 def test_stops_all_ranks_and_resumes_exactly(
     tmp_path: Path, events: list[dict[str, Any]], request: pytest.FixtureRequest
 ) -> None:
@@ -79,6 +87,7 @@ def test_stops_all_ranks_and_resumes_exactly(
 
 
 @pytest.mark.also_as_on_gpu
+@pytest.mark.slow_but_for("cpu")
 def test_during_a_save(tmp_path: Path) -> None:
     stop_and_resume(tmp_path, [{"at": "save", "step": 20, "rank": 0}], **{**TWO, "save_every": 10})
 
@@ -97,6 +106,7 @@ def test_one_process_without_a_process_group(tmp_path: Path) -> None:
     assert result(config) == undisturbed(tmp_path)[0]
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_process_group_spares_the_data_loader_workers(tmp_path: Path) -> None:
     config = make(tmp_path, "run", **{**TWO, "workers": 2, "save_every": 4, "step_s": 0.05})
     ranks = Ranks(config, tmp_path / "run")

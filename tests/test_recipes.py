@@ -271,6 +271,7 @@ def test_the_launcher_reads_them_without_torch_and_lightning() -> None:
     "name",
     [pytest.param(name, marks=pytest.mark.campaign if name in ("preemptible", "drill") else ()) for name in RECIPES],
 )
+@pytest.mark.slow
 def test_a_run_is_killed_and_stopped_and_ends_as_if_undisturbed(name: str, tmp_path: Path) -> None:
     options = {"callbacks": [], "trainer": {"devices": 2}, "validation": True}
     events = [
@@ -387,6 +388,7 @@ def test_a_callback_of_others_that_does_the_same_is_refused(foreign: str, packag
 @pytest.mark.parametrize(
     "package", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.campaign)]
 )
+@pytest.mark.slow
 def test_one_wandb_run_over_all_processes_of_a_run(package: str, tmp_path: Path) -> None:
     code = f"""
 import json, sys

@@ -262,6 +262,7 @@ def ended(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 @pytest.mark.also_as_on_gpu
+@pytest.mark.slow_but_for("cpu")
 def test_the_run_goes_back_and_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     flips = [
         {"step": 14, "rank": 1, "what": "weight", "bit": 3},

@@ -125,6 +125,7 @@ def test_parts_of_different_sizes_in_a_clique_of_four(job: Job) -> None:
         assert results == [[peer for peer in range(4) if peer not in (rank, number % 4)] for number in range(6)]
 
 
+@pytest.mark.slow
 def test_large_parts(job: Job) -> None:
     assert job("large") == [True] * 4
 

@@ -696,6 +696,7 @@ def campaign(path, count, seed=20260301):
     return noticed, missed
 
 
+@pytest.mark.slow
 def test_no_damage_of_ten_thousand_goes_unnoticed(path):
     noticed, missed = campaign(path, 10_000)
     assert not missed

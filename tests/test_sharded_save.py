@@ -288,6 +288,7 @@ assert torch.equal(state["state_dict"]["net.0.weight"], whole["state_dict"]["net
 """
 
 
+@pytest.mark.slow
 def test_opens_without_this_package(tmp_path: Path) -> None:
     """By PyTorch, as docs/checkpoints.md says, and by plain Lightning, which resumes from it."""
     config = make(tmp_path, "run", keep=9, **ASYNC)
@@ -344,6 +345,7 @@ def survive(tmp: Path, seed: int, kills: int, batches: int) -> int:
     return killed
 
 
+@pytest.mark.slow
 def test_killed_twice_under_the_recipe(tmp_path: Path) -> None:
     assert survive(tmp_path, seed=0, kills=2, batches=24) > 0
 

@@ -433,6 +433,13 @@ def test_squeue_shows_how_far_the_run_is(batch: Batch) -> None:
         ([{"event": "refused", "reason": "process 1 runs it already"}], 1, 1, False, "refused"),
     ],
 )
+@pytest.mark.slow_but_for(
+    "events0-0-0-False-finished",
+    "events2-75-75-True-told to stop",
+    "events4-1-1-False-failed, exit code 1",
+    "events6-16-16-False-failed, exit code 16",
+    "events8-137-75-True-launch lost",
+)
 def test_what_follows_is_decided_by_what_launch_has_recorded(
     batch: Batch, events: list[dict[str, Any]], srun: int, code: int, requeued: bool, how: str
 ) -> None:
@@ -479,6 +486,7 @@ def test_an_earlier_allocations_end_is_not_taken_for_this_ones(batch: Batch) -> 
         },
     ],
 )
+@pytest.mark.slow_but_for("says0")
 def test_a_cancelled_job_is_not_requeued(batch: Batch, says: dict[str, str]) -> None:
     batch.job(**says)
     assert batch.run(exits(75), exit_code=75)[0] == 75
@@ -505,6 +513,7 @@ def test_a_cancelled_job_is_not_requeued(batch: Batch, says: dict[str, str]) -> 
         ({"EndTime": "2126-01-01T10:30:00"}, "told to stop"),
     ],
 )
+@pytest.mark.slow_but_for("says0-preempted", "says2-time limit")
 def test_it_says_who_has_stopped_the_run(batch: Batch, says: dict[str, str], how: str) -> None:
     batch.job(**{"JobState": "RUNNING", **says})
     batch.run(exits(75), exit_code=75)
@@ -566,6 +575,7 @@ def test_a_controller_that_says_nothing_about_the_job_is_asked_to_requeue_it(bat
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.slow_but_for("10")
 def test_a_signal_does_not_end_the_batch_step_before_its_steps(batch: Batch, signum: signal.Signals) -> None:
     process = batch.start(exits(0), takes=1.0)
     try:
@@ -636,6 +646,7 @@ def test_ten_allocations_with_progress_are_not(batch: Batch) -> None:
 
 @pytest.mark.parametrize(("restarts", "code", "requeued"), [(0, 1, False), (1, 75, True), (100, 1, False)])
 @pytest.mark.parametrize("readable", [True, False])
+@pytest.mark.slow_but_for("True-1-75-True", "False-100-1-False")
 def test_a_ledger_that_cannot_be_used(batch: Batch, restarts: int, code: int, requeued: bool, readable: bool) -> None:
     """At first that is a mistake of the user's. Later it is a node that has lost the shared storage."""
     if readable:
@@ -758,6 +769,7 @@ def test_an_exclusion_that_slurm_refuses_is_recorded(batch: Batch, monkeypatch: 
 
 
 @pytest.mark.parametrize("own", [["n5"], []])
+@pytest.mark.slow_but_for("own0")
 def test_a_node_that_the_user_excludes_is_none_to_fall_back_on(batch: Batch, own: list[str]) -> None:
     """Four of the five nodes are needed; one that this job had excluded by itself comes back for the next."""
     batch.job(JobState="RUNNING", ExcNodeList="n[5-5]")
@@ -903,6 +915,7 @@ def test_no_time_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])
+@pytest.mark.slow_but_for("RUNNING")
 def test_two_jobs_in_one_run_directory_are_one_too_many(batch: Batch, state: str) -> None:
     batch.job(JobState=state)
     batch.ledger.record("slice_start", slurm_job_id="16", restart_count=0, node_list=["n1"])
@@ -1102,6 +1115,7 @@ def test_durations_are_for_a_person(seconds: float, shown: str) -> None:
 # Retries as new jobs
 
 
+@pytest.mark.slow
 def test_two_retries_in_new_jobs_are_three_runs(launcher: Launcher) -> None:
     launcher.script('ledger.record("ran"); raise ConnectionError("boom")')
     options = ["--retries-in-new-job", "--in-job-restarts=1", "--job-retries=2", "script.py"]
@@ -1115,6 +1129,7 @@ def test_two_retries_in_new_jobs_are_three_runs(launcher: Launcher) -> None:
     assert set(kinds) == {"crash"}  # and not preemptions, although the launch has ended with 75
 
 
+@pytest.mark.slow
 def test_interruptions_between_retries_spend_none(launcher: Launcher) -> None:
     launcher.script(
         """
@@ -1171,6 +1186,7 @@ def test_the_table_of_a_run_without_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [exits(75), {"event": "slice_end", "how": "cancelled", "then": "end"}])
+@pytest.mark.slow_but_for("end0")
 def test_a_run_that_goes_on_without_launcher(tmp_path: Path, end: dict[str, Any]) -> None:
     ledger = Ledger(tmp_path / "ledger", rank=None)
     ledger.record("slice_start", slurm_job_id="17", restart_count=0, node_list=["n1"])

@@ -212,6 +212,7 @@ SHORT = [(False, True), (False, "fsdp1 full")]
     ("first", "then"),
     [pytest.param(*case, marks=() if case in SHORT else pytest.mark.campaign) for case in READ_BY_OTHERS],
 )
+@pytest.mark.slow_but_for("False-True")
 def test_a_run_goes_on_under_another_strategy(tmp_path: Path, first: Any, then: Any) -> None:
     """A state in one file is taken by every strategy, with weights and optimizers: this was lost without a word."""
     options = {"trainer": {"devices": 2}}
@@ -261,23 +262,27 @@ FORMATS = [ONE_FILE, pytest.param(PARTS_OF_TWO, marks=pytest.mark.campaign)]
 
 
 @pytest.mark.parametrize("options", [pytest.param(ONE_FILE, marks=pytest.mark.campaign), PARTS_OF_TWO])
+@pytest.mark.slow
 def test_fsdp1_is_stopped_by_a_signal(tmp_path: Path, options: dict[str, Any]) -> None:
     events = [{"at": "train", "step": 23, "rank": 1}]
     test_preemption.stop_and_resume(tmp_path, events, **{**test_preemption.TWO, **options})
 
 
 @pytest.mark.parametrize("options", FORMATS)
+@pytest.mark.slow
 def test_fsdp1_goes_on_from_local_checkpoints(tmp_path: Path, options: dict[str, Any]) -> None:
     test_local_checkpoint.exactly(tmp_path, 27, 0, **{**options, "trainer": {"devices": 2, "max_epochs": 2}})
 
 
 @pytest.mark.parametrize("options", FORMATS)
 @pytest.mark.parametrize("tier", ["global", pytest.param("local", marks=pytest.mark.campaign)])
+@pytest.mark.slow
 def test_fsdp1_goes_back(tmp_path: Path, options: dict[str, Any], tier: str) -> None:
     test_go_back.test_ranks(tmp_path, options, tier)
 
 
 @pytest.mark.parametrize("tier", [pytest.param("global", marks=pytest.mark.campaign), "local"])
+@pytest.mark.slow
 def test_fsdp1_goes_back_before_a_bad_step(tmp_path: Path, tier: str) -> None:
     test_nan_guard.test_ranks_go_back_together(ONE_FILE, tier, tmp_path)
 
