@@ -13,7 +13,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         head: The names of the columns.
         rows: The cells, as many in every row.
     """
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
     ]

@@ -363,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(
         prog="python -m lightning_resilience.launch.batch_job",
-        description="Runs one allocation of a run in a batch job. lightning-resilience slurm makes the script for it.",
+        description="Runs one allocation of a run in a batch job; for the scripts of lightning-resilience slurm.",
     )
     parser.add_argument("--run-dir", type=Path, required=True, help="as launch's")
     parser.add_argument("--max-requeues", type=int, default=100, help="how often the job may be requeued")
@@ -374,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     scheduler = current_scheduler()
     if scheduler.job_id is None:
-        parser.error("this is no batch job; submit the script that lightning-resilience slurm makes with sbatch")
+        parser.error("this is no batch job; submit the script that lightning-resilience slurm makes")
     launch = options.launch[1:] if options.launch[:1] == ["--"] else options.launch
     job = BatchJob(
         scheduler, options.run_dir, [f"--run-dir={options.run_dir}", *launch], options.max_requeues, options.lead

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience._files import read_json
-from lightning_resilience._formatting import table, timestamp
+from lightning_resilience._formatting import duration, table, timestamp
 from lightning_resilience._processes import is_running
 from lightning_resilience.detect.hangs.evidence import RankEvidence
 from lightning_resilience.detect.hangs.process_probe import PYTHON, ask
@@ -24,11 +24,11 @@ _MAX_ROWS = 40
 
 
 def diagnoses(run_dir: str | os.PathLike[str], number: int | None = None) -> str:
-    """The diagnosed hangs of a run, as text: one line for each, and one of them in full.
+    """The hangs of a run: a line for every hang, and one hang in full.
 
     Args:
         run_dir: The run directory.
-        number: Which one in full, 1 is the oldest. Default: the newest.
+        number: The hang in full, 1 is the oldest; default: the newest.
     """
     directory = RunDirectory(run_dir).path / "diagnostics"
     folders = [path for path in sorted(directory.glob("*")) if path.is_dir()]
@@ -87,14 +87,14 @@ def _rank_row(each: RankEvidence, finding: tuple[str, Finding] | None) -> list[s
         each.process.state,
         each.section,
         str(each.step),
-        f"{each.seconds:.1f} s",
+        duration(each.seconds),
         finding[0] if finding else "",
         finding[1].text if finding else "",
     ]
 
 
 def ranks_now(run_dir: str | os.PathLike[str]) -> str:
-    """The ranks of a run on this node, as they are now. Asks their worker servers; a healthy rank notices nothing.
+    """The current state of the ranks of a run on this node. Asks their worker servers; a healthy rank does not wait.
 
     Args:
         run_dir: The run directory.
@@ -102,8 +102,8 @@ def ranks_now(run_dir: str | os.PathLike[str]) -> str:
     now = time.monotonic()
     rows = []
     for about, path in sorted(_registered(RunDirectory(run_dir).path), key=lambda found: int(found[0]["rank"])):
-        stay = read_progress(path.with_suffix(".progress"))
-        if stay is None:
+        progress = read_progress(path.with_suffix(".progress"))
+        if progress is None:
             continue
         began = time.monotonic()
         answers = about["has_server"] and ask(path, "ping") is not None
@@ -114,10 +114,10 @@ def ranks_now(run_dir: str | os.PathLike[str]) -> str:
                 str(about["rank"]),
                 str(about["node"]),
                 str(about["pid"]),
-                stay.section,
-                str(stay.step),
-                f"{max(0.0, now - stay.since):.1f} s",
-                f"{stay.timeout:g} s",
+                progress.section,
+                str(progress.step),
+                duration(max(0.0, now - progress.since)),
+                f"{progress.timeout:g} s",
                 f"in {milliseconds:.1f} ms" if answers else "no",
                 "yes" if python else "no",
             ]
@@ -139,11 +139,11 @@ def _registered(run_dir: Path) -> Iterator[tuple[dict[str, Any], Path]]:
 
 
 def watch(run_dir: str | os.PathLike[str], interval_s: float) -> None:
-    """Shows :func:`ranks_now` again and again, until interrupted.
+    """Prints :func:`ranks_now` until interrupted.
 
     Args:
         run_dir: The run directory.
-        interval_s: Seconds between two looks.
+        interval_s: Seconds between two prints.
     """
     redraw = sys.stdout.isatty()
     try:
