@@ -1390,7 +1390,8 @@ class LoggedValues:
 
     def forget(self, epoch: int, end: int) -> None:
         """Nothing up to this batch will be left out any more."""
-        self._entries = [entry for entry in self._entries if entry[:2] > (epoch, end)]
+        if self._entries:
+            self._entries = [entry for entry in self._entries if entry[:2] > (epoch, end)]
 
 
 class SampleIds:
@@ -1404,16 +1405,20 @@ class SampleIds:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._seen: Callable[[], Any] = lambda: None  # the iterator over all loaders, of one epoch
         self._iterator: Callable[[], Any] = lambda: None
         self._ids: dict[int, Any] = {}
 
     def look(self) -> None:
         """Watches the iterator of this epoch, from now on."""
         combined: Any = self._trainer.fit_loop._combined_loader
-        if combined is None or combined._iterator is None or len(combined.flattened) != 1:
+        if combined is None or combined._iterator is None or combined._iterator is self._seen():
             return
         inner: Any = next(iter(combined._iterator.iterators), None)
-        if inner is None or inner is self._iterator() or not hasattr(inner, "_next_index"):
+        if inner is None:
+            return
+        self._seen = weakref.ref(combined._iterator)
+        if len(combined.flattened) != 1 or inner is self._iterator() or not hasattr(inner, "_next_index"):
             return
         # Not kept alive by us, nor by itself: its end is that of its workers.
         ids: dict[int, Any] = {}

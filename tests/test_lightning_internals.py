@@ -196,8 +196,7 @@ NOT_LIGHTNING = {
     "_values",  # torch: the numbers that a sparse tensor stores
     "_foreach_norm",  # torch: many tensors at once, as clip_grad_norm_ does it
     "_foreach_copy_",
-    "_utils",  # torch: what DDP's communication hooks use too
-    "_flatten_dense_tensors",
+    "_amp_foreach_non_finite_check_and_unscale_",  # torch: with which a GradScaler looks at gradients
     "_buffers",  # torch: of a module, by their names
     "_step_supports_amp_scaling",  # torch: by which a GradScaler knows an optimizer that skips steps on its device
     "_broadcast_coalesced",  # torch.distributed: what DDP waits for in the forward pass

@@ -805,6 +805,19 @@ def test_the_quick_look_at_what_is_not_plain(tensor: torch.Tensor) -> None:
     assert are_finite([])
 
 
+def test_the_quick_look_changes_no_bit() -> None:
+    tensors = [torch.tensor([1e-42, -0.0, 3e38, 1.0]), torch.randn(7, 5).t(), torch.ones(1).expand(9)]
+    before = [tensor.clone() for tensor in tensors]
+    assert are_finite(tensors)
+    for value in (math.nan, math.inf):
+        broken = torch.tensor([1.0, value])
+        assert not are_finite([*tensors, broken])
+        assert are_finite(tensors), "what was found once is forgotten"
+        assert str(broken) == str(torch.tensor([1.0, value]))
+    for tensor, held in zip(tensors, before, strict=True):
+        assert torch.equal(tensor.contiguous().view(torch.int32), held.contiguous().view(torch.int32))
+
+
 class Layers(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

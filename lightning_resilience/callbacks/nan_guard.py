@@ -407,18 +407,16 @@ class _Guarding(Participant):
     def look_at(self, loss: torch.Tensor) -> None:
         """Before a backward pass."""
         if self._guard is not None:
-            trainer = self.session.trainer
-            automatic = trainer.lightning_module.automatic_optimization
-            self._guard.look_at(loss, trainer.accumulate_grad_batches if automatic else 1)
+            automatic = self.session.module.automatic_optimization
+            self._guard.look_at(loss, self.session.trainer.accumulate_grad_batches if automatic else 1)
 
     def _batch_done(self) -> None:
         assert self._guard is not None
         trainer = self.session.trainer
         self._window.end = _lightning.batches_begun(trainer)
-        automatic = trainer.lightning_module.automatic_optimization
         if not _lightning.accumulation_window_complete(trainer):
             return
-        if not automatic:  # there may be a step to come in the hook of the batch's end
+        if not self.session.module.automatic_optimization:  # there may be a step to come in the hook of the batch's end
             self._guard.settle()
         elif self._guard.end() and self._prevents:
             _lightning.hold_weight_averaging(trainer)
@@ -481,7 +479,8 @@ class _Guarding(Participant):
 
     def _judge(self, verdict: Verdict) -> None:
         settings, session, window = self.settings, self.session, verdict.tag
-        self._note_rerun(verdict)
+        if settings.rerun != "disabled" or self._suspect is not None:
+            self._note_rerun(verdict)
         if self._logged is not None:
             if verdict.problem is not None and not verdict.has_happened:
                 self._logged.leave_out(window.epoch, window.begin, window.end)

@@ -11,6 +11,7 @@ everything before it is done, in every step. So verdicts stay tensors on the dev
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,9 +21,9 @@ import torch
 from lightning_resilience.checkpoint.sharded import local
 
 _SMALL = 1 << 14
-"""Elements of a tensor that is better copied beside others than looked at alone."""
+"""Elements of a tensor for which a call costs more than writing the tensor back."""
 
-_STRIDED = torch.strided
+_TENSOR, _FLOAT32, _STRIDED = torch.Tensor, torch.float32, torch.strided  # attributes of a module cost more
 
 _LARGE = 1 << 16
 """Elements of a buffer that is not copied in every step unless it changes."""
@@ -60,22 +61,44 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Like :func:`all_finite`, where the host may wait. Several times faster for what is plain and on the CPU.
+    """Like :func:`all_finite`, where the host may wait. Several times faster for float32 tensors on the CPU.
 
-    A sum is finite only if all that is added is. If it is not, it may have overflowed, and everything is looked at. The
-    calls cost more than the work, so what is small is put together first.
+    Small tensors share one call of the operation with which gradient scalers look for infinities: it is exact, and with
+    a scale of 1 it writes back the bits that it has read. Large tensors are summed, which only reads memory: a sum is
+    finite only if all elements are. If it is not, it may have overflowed, and everything is checked.
     """
-    small: list[torch.Tensor] = []
-    alone: list[torch.Tensor] = []
-    for tensor in tensors:
-        if type(tensor) is not torch.Tensor or tensor.dtype is not torch.float32 or not tensor.is_cpu:
-            return bool(all_finite(tensors))
-        if tensor.layout is not torch.strided:
-            return bool(all_finite(tensors))
-        (small if tensor.numel() <= _SMALL else alone).append(tensor)
-    if len(small) > 1:
-        small = [torch._utils._flatten_dense_tensors(small)]  # type: ignore[no-untyped-call]
-    return all(math.isfinite(each.sum().item()) for each in (*alone, *small)) or bool(all_finite(tensors))
+    plain = [
+        tensor
+        for tensor in tensors
+        if type(tensor) is _TENSOR and tensor.dtype is _FLOAT32 and tensor.is_cpu and tensor.layout is _STRIDED
+    ]
+    if len(plain) < len(tensors):
+        return bool(all_finite(tensors))
+    small = [tensor for tensor in plain if tensor.numel() <= _SMALL and tensor.is_contiguous()]
+    if small and _scaler.finds_nonfinite(small):
+        return False
+    if len(small) == len(plain):
+        return True
+    large = [tensor for tensor in plain if tensor.numel() > _SMALL or not tensor.is_contiguous()]
+    return all(math.isfinite(tensor.sum().item()) for tensor in large) or bool(all_finite(large))
+
+
+class _Scaler(threading.local):
+    """What the operation of gradient scalers needs, made once for each thread: it costs as much as the operation."""
+
+    def __init__(self) -> None:
+        self._scale = torch.ones(1, dtype=torch.float32, device="cpu")
+        self._found = torch.zeros(1, dtype=torch.float32, device="cpu")
+
+    def finds_nonfinite(self, tensors: list[torch.Tensor]) -> bool:
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, self._found, self._scale)
+        if not self._found.item():
+            return False
+        self._found = torch.zeros_like(self._found)
+        return True
+
+
+_scaler = _Scaler()
 
 
 def _is_group_finite(group: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -444,6 +467,11 @@ class ChangingBuffers:
         self._seen: dict[int, tuple[int, int]] = {}
         self._changing: set[int] = set()
         self._first = self._FIRST
+
+    @property
+    def exist(self) -> bool:
+        """Whether the module has any."""
+        return bool(self._places)
 
     def look(self) -> None:
         """Looks for changes; to be called once for every window, before the buffers are copied."""
