@@ -192,23 +192,37 @@ def test_every_failure_of_plain_lightning_is_shown_by_a_script() -> None:
 
 @pytest.mark.nvrx
 @pytest.mark.parametrize(
-    ("page", "module", "name"),
+    ("heading", "theirs"),
     [
-        ("migrate-from-nvrx.md", "fault_tolerance_callback", "FaultToleranceCallback"),
-        ("migrate-from-nvrx.md", "fault_tolerance_sections_callback", "FaultToleranceSectionsCallback"),
-        ("migrate-from-nvrx.md", "straggler_det_callback", "StragglerDetectionCallback"),
-        ("migrate-from-nvrx.md", "local_checkpoint_callback", "LocalCheckpointCallback"),
-        ("migrate-from-nvrx.md", "local_checkpoint_callback", "HierarchicalCheckpointIO"),
-        ("migrate-from-nvrx.md", "_utils", "SimulatedFaultParams"),
+        (
+            "FaultTolerance",
+            {
+                "fault_tolerance_callback": "FaultToleranceCallback",
+                "fault_tolerance_sections_callback": "FaultToleranceSectionsCallback",
+            },
+        ),
+        ("StragglerDetection", {"straggler_det_callback": "StragglerDetectionCallback"}),
+        (
+            "LocalCheckpoint",
+            {
+                "local_checkpoint_callback": "LocalCheckpointCallback",
+                "local_checkpoint_callback ": "HierarchicalCheckpointIO",
+            },
+        ),
+        ("FaultTolerance", {"_utils": "SimulatedFaultParams"}),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_every_name_of_nvrx_is_there(page: str, module: str, name: str) -> None:
-    theirs = pytest.importorskip(f"nvidia_resiliency_ext.ptl_resiliency.{module}")
-    text = (ROOT / "docs" / page).read_text()
-    rows = table(text, f"`{name}`")
-    named = {found for row in rows for found in re.findall(r"`(\w+)", row[0])}
-    assert named == set(inspect.signature(getattr(theirs, name)).parameters)
+def test_every_name_of_nvrx_is_there(heading: str, theirs: dict[str, str]) -> None:
+    names = set()
+    for module, name in theirs.items():
+        found = pytest.importorskip(f"nvidia_resiliency_ext.ptl_resiliency.{module.strip()}")
+        names |= set(inspect.signature(getattr(found, name)).parameters)
+    text = (ROOT / "docs" / "migrate.md").read_text()
+    if "SimulatedFaultParams" in theirs.values():  # the second table of the section
+        text = f"## {heading}\n" + text[text.index("| here | NVRx's `SimulatedFaultParams`") :]
+    said = {name for row in table(text, heading) for name in re.findall(r"`(\w+)", row[1])}
+    assert said == names
 
 
 def test_the_recipes_are_what_their_page_says() -> None:

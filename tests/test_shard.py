@@ -800,7 +800,7 @@ def test_the_format_is_the_documented_one(path):
 
 
 def test_a_reader_written_from_the_description_reads_our_files(path):
-    page = Path(__file__).parents[1] / "docs" / "local-checkpoints.md"
+    page = Path(__file__).parents[1] / "docs" / "checkpoints.md"
     code = next(
         block.partition("```")[0] for block in page.read_text().split("```python\n")[1:] if "def read_shard" in block
     )

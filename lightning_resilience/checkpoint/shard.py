@@ -6,7 +6,7 @@ preamble (64 bytes) | tensors, each at a multiple of 64 and padded with zeros | 
 
 The tensors come first because they are copied into memory that is the file already, while the header is made at the
 end, with the digest of every tensor in it. The footer has the digest of all the rest, so no byte of a file may be
-changed, cut off, added or moved unnoticed. Nothing is ever unpickled. docs/local-checkpoints.md has the format.
+changed, cut off, added or moved unnoticed. Nothing is ever unpickled. docs/checkpoints.md has the format.
 """
 
 from __future__ import annotations
