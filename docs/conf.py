@@ -17,8 +17,12 @@ release = version = installed_version(project)
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
-# A file that is read where it lies, on the web or in an editor, is linked to as it lies there. Here it is a page.
-_PAGES_ELSEWHERE = {"../benchmarks/README.md": "benchmarks.md", "../examples/README.md": "examples.md"}
+# Files that are also read in the repository are linked to by their path there. Here they are pages.
+_PAGES_ELSEWHERE = {
+    "../benchmarks/README.md": "benchmarks.md",
+    "../examples/README.md": "examples.md",
+    "../recipes/README.md": "recipe-files.md",
+}
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -29,7 +33,7 @@ toc_object_entries_show_parents = "hide"
 napoleon_use_rtype = False
 python_use_unqualified_type_names = True
 
-# Whatever is ours and is named must be there. Names of other packages cannot be looked up without the network.
+# Every name of this package must exist. Names of others cannot be looked up without the network.
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!lightning_resilience)(?!:).*")]
 
@@ -53,7 +57,7 @@ class _Log(RegexLexer):
 def _link_to_pages(app: Sphinx, docname: str, source: list[str]) -> None:
     pattern = r"\]\((" + "|".join(map(re.escape, _PAGES_ELSEWHERE)) + ")"
     text = re.sub(pattern, lambda match: f"]({_PAGES_ELSEWHERE[match[1]]}", source[0])
-    source[0] = re.sub(r"\[[\w-]+\.md\]\(", "[](", text)  # named after its file: here after its title
+    source[0] = re.sub(r"\[[\w-]+\.md\]\(", "[](", text)  # links named after a file get the title of its page
 
 
 def setup(app: Sphinx) -> None:
