@@ -1,4 +1,4 @@
-"""Whether there is what a command runs, before anything is started for it."""
+"""Checks that the script or module of a command exists, before anything is started."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 _ASKED_WITHIN_S = 60.0
 
-# As python -m looks for it: packages on the way are imported, which may take long. It may be that they fail for another
-# reason, which their own traceback says better.
+# As python -m searches: parent packages are imported, which may take long. Where such an import fails for another
+# reason, the traceback of the script says it better.
 _ASK = """
 import importlib.util, sys
 sys.path.insert(0, "")
@@ -34,10 +34,10 @@ sys.exit(0 if found is not None else 4 if package else 3)
 
 
 def why_not_found(script: str, is_module: bool) -> str | None:
-    """What is wrong with the name of a script or a module, if there is none of that name.
+    """Why a script or a module cannot be run; ``None`` if it exists.
 
     Args:
-        script: The name.
+        script: Path of the script, or name of the module.
         is_module: Whether it is a module.
     """
     if not is_module:
@@ -64,7 +64,7 @@ def why_not_found(script: str, is_module: bool) -> str | None:
 
 
 def _is_found(name: str) -> bool:
-    """Whether it is there at a look that imports nothing."""
+    """Whether a module is found without importing anything."""
     top, *below = [*name.split("."), "__main__"]
     with suppress(ImportError, ValueError, AttributeError, KeyError, OSError):
         spec = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
@@ -77,7 +77,7 @@ def _is_found(name: str) -> bool:
 
 
 def _similar(path: Path) -> Path | None:
-    """The Python file beside it whose name is most like its own."""
+    """The Python file in the same folder with the most similar name."""
     with suppress(OSError):
         names = {each.stem: each for each in (path.parent if path.parent.parts else Path()).glob("*.py")}
         if near := difflib.get_close_matches(path.stem, names, n=1):

@@ -1,4 +1,4 @@
-"""A folder for the sockets of one launch, which goes with it, and those that dead launches have left."""
+"""The temporary folder of a launch, for its sockets; removed with the launch, as are those of dead launches."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_SOCKET_PATH_BYTES = 107  # what a path of a Unix socket may have
+_SOCKET_PATH_BYTES = 107  # limit of the path of a Unix socket
 _LONGEST_NAME = "/_ft_launcher4194304_to_rmon.socket"  # of NVRx's
 
 
 @contextmanager
 def launch_folder() -> Iterator[Path | None]:
-    """A new folder that only this user may enter, removed at the end; ``None`` if none can be made.
+    """A new folder that only this user may enter, removed at the end; ``None`` if it cannot be created.
 
-    Those that killed launches of this user have left on this node are removed at the start. A launch that lives holds a
-    lock on its own, which the kernel gives back however the launch ends.
+    Removes the folders that killed launches of this user have left on this node. A running launch holds a lock on its
+    folder, which the kernel releases however the launch ends.
     """
     folder, lock = _make()
     try:
@@ -53,10 +53,10 @@ def _base(prefix: str) -> str:
 
 
 def _lock(folder: Path) -> int:
-    """Takes the lock of a folder of this user. Returns what holds it, or -1 if another one has it or it has gone.
+    """Takes the lock of a folder. Returns its file descriptor, or -1 if another process has it or the folder is gone.
 
     Raises:
-        OSError: If there are no such locks here.
+        OSError: If the file system has no such locks.
     """
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -55,7 +55,7 @@ _OWN_OPTIONS = (
 
 @dataclass(frozen=True)
 class SlurmInfo:
-    """The Slurm job of this process; what Slurm did not say, or said in a way that can't be read, is ``None``.
+    """The Slurm job of this process. A fact that is unknown or unreadable is ``None``.
 
     Args:
         job_id: The job's id; a requeued job keeps it.
@@ -131,13 +131,13 @@ def _on_node(counts: str | None, node_rank: int) -> int | None:
 
 
 def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
-    """Runs one of Slurm's commands, and never waits for longer than a minute.
+    """Runs a command of Slurm, for a minute at most.
 
     Args:
         command: Its name and arguments.
 
     Returns:
-        How it ended. One that is missing or does not answer counts as failed, with the reason as its error output.
+        The result. A command that is missing or does not answer counts as failed, with the reason as its error output.
     """
     try:
         return subprocess.run(
@@ -154,7 +154,7 @@ def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def show_job(job_id: str) -> dict[str, str]:
-    """What ``scontrol show job`` says about a job; empty if it says nothing.
+    """The fields of ``scontrol show job``; empty if they are unknown.
 
     Args:
         job_id: Its id.
@@ -164,7 +164,7 @@ def show_job(job_id: str) -> dict[str, str]:
 
 
 def node_names(node_list: str) -> list[str]:
-    """The names of nodes in Slurm's own notation, in its order.
+    """Expands a node list into names, in Slurm's order; empty if that fails.
 
     Args:
         node_list: Such as ``node[01-04]``.
@@ -174,7 +174,7 @@ def node_names(node_list: str) -> list[str]:
 
 
 def lost_nodes(node_list: str) -> list[str]:
-    """Which of these nodes Slurm has lost.
+    """The nodes of a list that are down or failed.
 
     Args:
         node_list: In Slurm's own notation.
@@ -184,7 +184,7 @@ def lost_nodes(node_list: str) -> list[str]:
 
 
 def usable_nodes(partition: str) -> list[str] | None:
-    """The nodes of a partition that can be given to a job, now or once they are free; ``None`` if that is unknown.
+    """The nodes of a partition that a job can get, now or once they are free; ``None`` if that is unknown.
 
     Args:
         partition: Its name.
@@ -366,7 +366,7 @@ def _time_of(text: str | None) -> float | None:
 
 @dataclass(frozen=True)
 class BatchScript:
-    """What the command line of ``slurm`` says.
+    """The batch script of ``lightning-resilience slurm``: short, because all decisions are taken in ``batch_job``.
 
     Args:
         launch: The arguments of ``launch``, without ``--run-dir``, nodes and the grace period.
@@ -380,13 +380,13 @@ class BatchScript:
         account: The account; ``None``: the user's default.
         sbatch: Further options of sbatch, each ``--name=value``.
         env_setup: Lines for the shell before anything is started.
-        preempt_time_s: How long before the time limit SIGTERM is sent, at least.
-        grace_period_s: How long the workers have to save after it; ``None``: 10 s less than that.
+        preempt_time_s: Seconds from SIGTERM to the time limit, at least.
+        grace_period_s: Seconds that the workers have to save after SIGTERM; ``None``: 10 s less than that.
         max_requeues: How often the job may be requeued.
         python: The interpreter on the nodes.
 
     Raises:
-        ValueError: If these cannot work together, with the reason.
+        ValueError: If the arguments cannot work together, with the reason.
     """
 
     launch: Sequence[str]
