@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import glob
 import hashlib
 import importlib
@@ -68,6 +69,8 @@ BATCHES = 16
 DEFAULTS: dict[str, Any] = {
     "run_dir": None,
     "weighs": False,  # what is gathered
+    "seeded_apart": False,  # every rank draws random numbers of its own
+    "constants": {},  # {"module:name": value}: other limits than the package's own
     "out": None,  # the result is written here by rank 0
     "log": None,  # every rank writes the samples of every step here
     "data": "shuffle",
@@ -107,7 +110,7 @@ DEFAULTS: dict[str, Any] = {
     "skip_fits": 0,  # the script itself leaves out as many
     "interval_s": None,
     "unreadable": None,  # [rank, file name]
-    "fails": [],  # {"rank": 1, "what": "module:name", "of": part of its first argument, "call": 0}, or in every call
+    "fails": [],  # {"rank": 1, "what": "module:name", "of": part of its first argument, "call": 0, "do": "SIGKILL"}
     "disk_full_at": None,  # a step
     "disk_full_rank": None,  # whose shards of that step find no space
     "slow_shards_s": None,  # [rank, seconds]: how long its shards take, or the one file
@@ -361,10 +364,12 @@ def weigh_gathered(log: str) -> None:
     """Notes how many bytes this process gives all others at once."""
     gather = torch.distributed.all_gather_object
 
-    def weighed(everywhere: list[Any], mine: Any, *rest: Any) -> None:
-        with open(f"{log}.gathered.{torch.distributed.get_rank()}", "a") as file:
-            file.write(f"{len(pickle.dumps(mine))}\n")
-        gather(everywhere, mine, *rest)
+    def weighed(object_list: list[Any], obj: Any, *rest: Any, **options: Any) -> None:
+        by_torch = sys._getframe(1).f_globals["__name__"].startswith("torch.")  # of FSDP1's own
+        if not by_torch and not type(obj).__module__.startswith("torch."):  # plans of DCP, made once
+            with open(f"{log}.gathered.{torch.distributed.get_rank()}", "a") as file:
+                file.write(f"{len(pickle.dumps(obj))}\n")
+        gather(object_list, obj, *rest, **options)
 
     torch.distributed.all_gather_object = weighed
 
@@ -447,6 +452,11 @@ class Module(L.LightningModule):
             raise NotImplementedError
         half, _ = random_split(Data(2 * BATCH * BATCHES, self.config["augment"]), [0.5, 0.5])
         return DataLoader(half, BATCH, shuffle=True)
+
+    def on_fit_start(self) -> None:
+        if self.config["seeded_apart"]:
+            for seed in (random.seed, np.random.seed, torch.manual_seed):
+                seed(100 + self.trainer.global_rank)
 
     def on_train_start(self) -> None:
         if self.config["draws_at_start"]:
@@ -717,11 +727,16 @@ class Fsdp1OnCpu(L.strategies.FSDPStrategy):
 def fail(what: dict[str, Any]) -> None:
     """Has a function raise on this rank."""
     module, name = what["what"].split(":")
-    owner = importlib.import_module(module)
+    *owners, name = name.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
     function, calls = getattr(owner, name), itertools.count()
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if what.get("of", "") in str(args[:1]) and next(calls) == what.get("call", 0):
+            if what.get("do") == "nothing":
+                return None
+            if "do" in what:
+                os.kill(os.getpid(), getattr(signal, what["do"]))
             raise OSError(errno.EIO, f"the test has {name} fail")
         return function(*args, **kwargs)
 
@@ -748,6 +763,9 @@ def sabotage(config: dict[str, Any]) -> None:
 
         checkpoint_file.save = no_save
 
+    for place, value in config["constants"].items():
+        module, name = place.split(":")
+        setattr(importlib.import_module(module), name, value)
     rank = int(os.environ.get("RANK", "0"))
     for each in config["fails"]:
         if each["rank"] == rank:

@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
-from lightning_resilience.checkpoint import checkpoint_file, resume, sharded_save
+from lightning_resilience.checkpoint import checkpoint_file, resume, store_messages
 from lightning_resilience.checkpoint.sharded_save import Outcome, Save, ShardedSaves
+from lightning_resilience.checkpoint.store_messages import StoreMessages
 from lightning_resilience.run.run_directory import RunDirectory, StaleAttempt
 from tests.harness import Ranks, result, run, run_command, samples
 from tests.ledgers import read_ledger
@@ -40,9 +41,10 @@ class Job:
         self.gathered: list[Any] = [None] * world_size
         self.barrier = threading.Barrier(world_size)
         self.owner: Callable[[], None] = lambda: None
+        self.messages = [StoreMessages(lambda: self.store) for _ in range(world_size)]
         self.saves = [
-            ShardedSaves(rank, world_size, self.store, self.gather(rank), lambda: self.owner())
-            for rank in range(world_size)
+            ShardedSaves(rank, world_size, messages, self.gather(rank), lambda: self.owner())
+            for rank, messages in enumerate(self.messages)
         ]
         self.state = {"module": {f"rank{rank}": torch.full((3,), float(rank)) for rank in range(world_size)}}
 
@@ -176,9 +178,9 @@ def test_one_that_cannot_take_the_place_of_another_leaves_it_there(
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path, gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_save, "_LAST_WORDS_S", 0.3)
+    monkeypatch.setattr(store_messages, "_LAST_WORDS_S", 0.3)
     job = Job(tmp_path)
-    for each in job.saves:  # their fit has failed
+    for each in job.messages:  # their fit has failed
         each.hurry()
     outcomes = job.save(1, absent=(gone,))
     assert {each.how for each in outcomes} == {"failed"}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_resilience.checkpoint.data_position import get_random_state
-from lightning_resilience.checkpoint.safe_serialization import pack
+from lightning_resilience.checkpoint.safe_serialization import pack, unpack
 from lightning_resilience.checkpoint.state_difference import Pieces, differing, digests, joined, pieces
 
 
@@ -26,7 +26,7 @@ def of(state: Any) -> Pieces:
 def given(state: Any, first: Any) -> tuple[Pieces, Any]:
     """What a rank sends, and what it is taken for where that arrives."""
     sent = pickle.loads(pickle.dumps(differing(of(state), digests(of(first)))))
-    return sent, joined(of(first), sent)
+    return sent, unpack(*joined(of(first), sent))
 
 
 def exactly(value: Any) -> str:
@@ -101,6 +101,6 @@ def test_whatever_a_rank_keeps_is_told_from_what_another_keeps(number: int) -> N
 
 def test_what_is_joined_belongs_to_nobody_else() -> None:
     state = {"a": torch.zeros(10)}
-    back = joined(of(state), {})
+    back = unpack(*joined(of(state), {}))
     state["a"] += 1
     assert back["a"].sum() == 0

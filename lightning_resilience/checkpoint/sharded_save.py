@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import pickle
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,15 +26,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 from lightning_resilience._files import make_directory
 from lightning_resilience.checkpoint import checkpoint_file, dcp
 from lightning_resilience.checkpoint.sharded import local
+from lightning_resilience.checkpoint.store_messages import StoreMessages
 from lightning_resilience.run.run_directory import StaleAttempt
 
 _PATIENCE_S = 3600.0
 """How long a rank waits for the others, as long as nothing is known of an end."""
-
-_LAST_WORDS_S = 10.0
-"""How long it waits for another's word when its own fit has failed: the other may be gone."""
-
-_LOOK_EVERY_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,7 @@ class ShardedSaves:
     Args:
         rank: Of this process.
         world_size: Of all.
-        store: That they share, for these saves alone; a client that nobody else uses. ``None``: there is one rank only.
+        messages: Between them.
         gather: Gives every rank what each rank has given, in a collective.
         check_owner: Raises if another attempt owns the run.
     """
@@ -104,20 +99,19 @@ class ShardedSaves:
         self,
         rank: int,
         world_size: int,
-        store: Any,
+        messages: StoreMessages,
         gather: Callable[[Any], list[Any]],
         check_owner: Callable[[], None],
     ) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._store = store
+        self._messages = messages
         self._gather = gather
         self._check_owner = check_owner
         self._layout: list[Any] = []
         self._plan = SavePlan([])
         self._metadata = Metadata({})
         self._number = 0
-        self._failing_since: float | None = None
 
     def draft(self, state: dict[str, Any]) -> Draft:
         """Looks at what is to be saved. Nothing is copied.
@@ -171,10 +165,6 @@ class ShardedSaves:
         except RuntimeError as error:  # the store has gone, and with it rank 0 or its launcher
             return Outcome("failed", f"rank {self._rank} could not reach the others: {error}")
 
-    def hurry(self) -> None:
-        """The fit has failed: another rank may be gone, and is not waited for much longer."""
-        self._failing_since = time.monotonic()
-
     def _write_part(self, save: Save, part: dict[str, Any] | None, missed: str | None) -> _Report:
         if part is None:
             outcome = Outcome("spoilt") if missed is None else Outcome("failed", f"rank {self._rank}: {missed}")
@@ -193,15 +183,19 @@ class ShardedSaves:
 
     def _finish(self, number: int, save: Save, mine: _Report, rest: Any, read_back: bool) -> Outcome:
         """Rank 0: hears all, publishes if it can, tells all."""
-        outcome = Outcome("failed", "not all ranks have said that they have written their shards")
-        if (others := self._await(number, range(1, self._world_size))) is not None:
+        keys = [f"{number}/{rank}" for rank in range(1, self._world_size)]
+        try:
+            others = self._messages.receive(keys, _PATIENCE_S, delete=True).wait()
+        except TimeoutError:
+            outcome = Outcome("failed", "not all ranks have said that they have written their shards")
+        else:
             reports = [mine, *map(pickle.loads, others)]  # from ranks of this very job
             outcome = self._publish(save, reports, rest, read_back)
         if outcome.how != "published":
             shutil.rmtree(save.written, ignore_errors=True)
-        if self._store is not None:
-            self._store.set(f"{number}/outcome", pickle.dumps(outcome))
-            self._store.delete_key(f"{number - 1}/outcome")  # who has reported now has heard that
+        if keys:
+            self._messages.send(f"{number}/outcome", pickle.dumps(outcome))
+            self._messages.delete(f"{number - 1}/outcome")  # who has reported now has heard that
         return outcome
 
     def _publish(self, save: Save, reports: list[_Report], rest: Any, read_back: bool) -> Outcome:
@@ -223,28 +217,13 @@ class ShardedSaves:
         return Outcome("published")
 
     def _hear(self, number: int, mine: _Report) -> Outcome:
-        self._store.set(f"{number}/{self._rank}", pickle.dumps(mine))
-        heard = self._await(number, ["outcome"])
-        return Outcome("failed", "rank 0 has not said how it has ended") if heard is None else pickle.loads(heard[0])
-
-    def _await(self, number: int, names: Any) -> list[bytes] | None:
-        """What others say; ``None`` if they do not."""
-        keys = [f"{number}/{name}" for name in names]
-        if self._store is None or not keys:
-            return []
-        begun = time.monotonic()
-        while not self._store.check(keys):
-            now = time.monotonic()
-            if self._failing_since is not None and now - max(self._failing_since, begun) > _LAST_WORDS_S:
-                return None
-            if now - begun > _PATIENCE_S:
-                return None
-            time.sleep(_LOOK_EVERY_S)
-        heard = [bytes(self._store.get(key)) for key in keys]
-        if self._rank == 0:
-            for key in keys:
-                self._store.delete_key(key)
-        return heard
+        self._messages.send(f"{number}/{self._rank}", pickle.dumps(mine))
+        try:
+            (heard,) = self._messages.receive([f"{number}/outcome"], _PATIENCE_S).wait()
+        except TimeoutError:
+            return Outcome("failed", "rank 0 has not said how it has ended")
+        outcome: Outcome = pickle.loads(heard)
+        return outcome
 
 
 def _own(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""State of many ranks that is mostly the same on all: what a rank gives the others is what differs from rank 0's.
+"""State of many ranks that is mostly the same on all: what a rank gives rank 0 is what differs from rank 0's.
 
 A rank that draws its random numbers as rank 0 does gives a few hundred bytes in place of the 37 kB that generators are.
 Works on the packed form (:mod:`.safe_serialization`), so nothing that is compared is a matter of how a pickle was made.
@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-
-from lightning_resilience.checkpoint.safe_serialization import unpack
 
 Path: TypeAlias = "tuple[str, ...]"
 Pieces: TypeAlias = "dict[Path, bytes | torch.Tensor]"
@@ -60,8 +58,11 @@ def differing(mine: Pieces, first: Mapping[Path, bytes]) -> Pieces:
     return different
 
 
-def joined(first: Pieces, different: Pieces) -> Any:
-    """The state that differs from another one by some pieces. What it shares with that are the same tensors."""
+def joined(first: Pieces, different: Pieces) -> tuple[Any, list[torch.Tensor]]:
+    """The state that differs from another one by some pieces, as :func:`.safe_serialization.pack` returns it.
+
+    What it shares with the other one are the same tensors.
+    """
 
     def structure(path: Path) -> Any:
         content = _plain(different.get(path, first.get(path)))
@@ -72,7 +73,7 @@ def joined(first: Pieces, different: Pieces) -> Any:
 
     count = json.loads(_plain(different.get((_TENSORS,), first.get((_TENSORS,))))[1:])
     paths = [(_TENSORS, str(index)) for index in range(count)]
-    return unpack(structure((_STATE,)), [_tensor(different, first, path) for path in paths])
+    return structure((_STATE,)), [_tensor(different, first, path) for path in paths]
 
 
 def _divided(value: Any, path: Path) -> Iterator[tuple[Path, bytes]]:

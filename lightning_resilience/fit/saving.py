@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -24,6 +24,7 @@ from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves, Copy
 from lightning_resilience.checkpoint.capacity import format_bytes, memory_left
 from lightning_resilience.checkpoint.digest import digest_of
+from lightning_resilience.checkpoint.own_state import OwnState
 from lightning_resilience.checkpoint.safe_serialization import (
     MISSING,
     Entries,
@@ -38,7 +39,7 @@ from lightning_resilience.checkpoint.safe_serialization import (
 )
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.sharded_save import Draft, Outcome, Save, ShardedSaves, without_numpy_numbers
-from lightning_resilience.checkpoint.state_difference import Pieces, differing, digests, joined, pieces
+from lightning_resilience.checkpoint.store_messages import StoreMessages
 from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.fit import checkpoint_io
 from lightning_resilience.fit.participant import Participant
@@ -68,7 +69,9 @@ class _Collected:
 
     Args:
         checkpoint: Lightning's, without what each rank writes by itself.
-        left_out: What had to be left out before.
+        own: What each rank keeps of its own.
+        given: What all ranks have given of that.
+        writes: Whether this rank writes it.
         draft: What each rank writes, where it writes its shards.
         plan: Whether it has to be planned anew.
         written: Where they are written.
@@ -78,13 +81,26 @@ class _Collected:
     """
 
     checkpoint: Entries
-    left_out: list[str]
+    own: OwnState
+    given: list[bytes | None]
+    writes: bool
     draft: Draft | None
     plan: bool
     written: Path
     is_busy: bool
     lacks: str | None
     digests: list[str]
+
+    def complete(self, checkpoint: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
+        """Adds to what is written the own state of all ranks, and to ``left_out`` what is not in it.
+
+        Raises:
+            RuntimeError: If another rank's has not come.
+        """
+        if self.writes:
+            checkpoint[STATE_KEY]["ranks"], missing = self.own.of_all()
+            left_out += missing
+        return checkpoint
 
 
 class Saver:
@@ -100,6 +116,8 @@ class Saver:
         self._session = session
         self.is_dumping = False
         self.writes_behind = False
+        self._messages = StoreMessages(lambda: _store(f"resilience/saves/{session.nonce}"))
+        self._number = 0
         self._shards: ShardedSaves | None = None
         self._background: BackgroundSaves | None = None
         self._lost: Callable[[], None] = lambda: None
@@ -181,6 +199,7 @@ class Saver:
         published: Callable[[], None],
     ) -> None:
         step, path = self._step, self._path(False)
+        state.own.send(state.given, self._patience_s)
 
         def report(outcome: Outcome, left_out: list[str]) -> None:
             if outcome.how == "stale":
@@ -188,7 +207,7 @@ class Saver:
             if self._session.rank > 0:
                 return
             if outcome.how == "published":
-                self._report_saved(step, path, reason, started, [*state.left_out, *left_out])
+                self._report_saved(step, path, reason, started, left_out)
                 published()
             elif outcome.how == "failed":
                 self._report_failed(step, outcome.reason)
@@ -208,10 +227,13 @@ class Saver:
             gathered = _lightning.nobody_elses(self._session.trainer, gathered)
 
             def write(copied: Copy) -> None:
-                def content() -> Any:
-                    return {**safe_form(copied.structure, copied.tensors), **safe_form(structure, gathered)}
+                left_out = [*copied.left_out, *missing]
 
-                report(self._write_file(content, path, step), [*copied.left_out, *missing])
+                def content() -> dict[str, Any]:
+                    made = {**safe_form(copied.structure, copied.tensors), **safe_form(structure, gathered)}
+                    return state.complete(made, left_out)
+
+                report(self._write_file(content, path, step), left_out)
 
             try:
                 rest = Entries({name: each for name, each in whole.items() if name not in apart})
@@ -234,14 +256,16 @@ class Saver:
             report(shards.write(save, None, None, None if error is None else repr(error)), [])
 
         def write(copied: Copy) -> None:
+            left_out = copied.left_out.copy()
             try:
                 part = unpack(copied.structure["part"], copied.tensors)
                 rest = safe_form(copied.structure["rest"], copied.tensors)
+                rest = None if rest is None else state.complete(rest, left_out)
             except Exception as error:
                 miss(error)
             else:
                 part.update(gathered)
-                report(shards.write(save, part, rest, read_back=self._read_back), copied.left_out)
+                report(shards.write(save, part, rest, read_back=self._read_back), left_out)
 
         part, gathered = shards.part(state.draft, state.plan), {}
         if _lightning.traits_of(self._session.trainer.strategy).gathers_state_dict:
@@ -309,8 +333,8 @@ class Saver:
 
     def close(self) -> None:
         """The same at the end of a fit, but not for ever."""
-        if self._shards is not None and self._session.failing:
-            self._shards.hurry()
+        if self._session.failing:
+            self._messages.hurry()
         if self._background is not None:
             with self._session.during("checkpointing"):
                 self._background.close(_LAST_SAVE_S)
@@ -403,17 +427,17 @@ class Saver:
         traits = _lightning.traits_of(trainer.strategy)
         under = traits.shards_under
         if self._shards is None and under is not None:
-            store = _store(f"resilience/saves/{session.nonce}") if trainer.world_size > 1 else None
-            self._shards = ShardedSaves(session.rank, trainer.world_size, store, session.gather, session.check_owner)
+            ranks = session.rank, trainer.world_size
+            self._shards = ShardedSaves(*ranks, self._messages, session.gather, session.check_owner)
         checkpoint: dict[str, Any] = {}
         entries = Entries(checkpoint)
-        mine: Pieces = {}
         draft, problem = None, None
-        left_out: list[str] = []
+        self._number += 1
+        own = OwnState(self._messages, self._number, session.rank)
         try:
             # What others are given, and what is written, is what can be kept.
             structure, tensors, left_out = pack(_own_entries(to_host(session.own_state(final))))
-            mine = pieces(structure, tensors)
+            own.keep(structure, tensors, left_out)  # to which more is added below
             dump = _lightning.dump_checkpoint if self._shards is None else _lightning.dump_sharded_checkpoint
             checkpoint = self._checkpoint_with(dump, {}, final)
             if self._shards is not None and under is not None:
@@ -426,16 +450,15 @@ class Saver:
             log.debug("The state could not be collected", exc_info=True)
             problem = f"rank {session.rank}: {type(error).__name__}: {error}"
         # Rank 0 writes them, or each rank all by itself if the strategy is of an unknown kind.
-        is_first, by_all = session.rank == 0, self._shards is None and traits.all_ranks_write
-        shared = {} if by_all else trainer.strategy.broadcast(digests(mine) if is_first else {})
+        is_first, by_all = session.rank == 0, not traits.can_write_behind
+        first = None if by_all else trainer.strategy.broadcast(own.digests() if is_first else None)
         met = session.gather(
             {
-                "state": differing(mine, shared) if by_all or not is_first else {},
-                "left_out": left_out,
+                "own": own.give(first),
                 "problem": problem,
                 "busy": self._background is not None and self._background.busy,
                 "lacks": self._lacks_memory,
-                "written": str(temporary_path(self._path(final))),
+                "written": str(temporary_path(self._path(final))) if is_first else "",
                 "new": draft is not None and draft.is_new,
                 "digest": self._what_it_holds(),
             }
@@ -443,13 +466,11 @@ class Saver:
         if (problem := next((each["problem"] for each in met if each["problem"] is not None), None)) is not None:
             self._report_failed(self._step, f"its state could not be collected: {problem}")
             return None
-        if is_first or by_all:
-            first = {} if by_all else mine
-            own = joined(mine, {})
-            checkpoint[STATE_KEY]["ranks"] = [joined(first, each["state"]) if each["state"] else own for each in met]
         return _Collected(
             entries,
-            list(dict.fromkeys(name for each in met for name in each["left_out"])),
+            own,
+            [each["own"] for each in met],
+            is_first or by_all,
             draft,
             plan=any(each["new"] for each in met),
             written=Path(met[0]["written"]),
@@ -483,11 +504,12 @@ class Saver:
         trainer, started = self._session.trainer, time.monotonic()
         path, outcome = self._path(final), Outcome("published")
         left_out: list[str] = []
+        state.own.send(state.given, self._patience_s)
 
         def checkpoint() -> dict[str, Any]:
             rewritten, missing = to_safe(state.checkpoint)
             left_out.extend(missing)
-            return cast(dict[str, Any], rewritten)
+            return state.complete(rewritten, left_out)
 
         if self._shards is not None and state.draft is not None:
             save = Save(path, state.written, {**self._session.metadata, "step": self._step})
@@ -518,7 +540,7 @@ class Saver:
             self._report_failed(self._step, outcome.reason)
             return None
         if trainer.is_global_zero:
-            self._report_saved(self._step, path, reason, started, [*state.left_out, *left_out])
+            self._report_saved(self._step, path, reason, started, left_out)
         return path
 
     def _write_file(self, checkpoint: Callable[[], dict[str, Any]], path: Path, step: int) -> Outcome:

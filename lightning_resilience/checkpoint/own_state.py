@@ -1,0 +1,113 @@
+"""What each rank keeps of its own (random states, mostly) comes to rank 0, which writes it: at one save.
+
+Rank 0's digests are known to all, so a rank gives what differs. Small differences are gathered with what else the ranks
+have to say before a save. Larger ones, those of ranks that are seeded apart, are sent to rank 0 through the store that
+the ranks share: a collective would have every rank receive those of all others.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_resilience.checkpoint.safe_serialization import safe_form
+from lightning_resilience.checkpoint.state_difference import Path, Pieces, differing, digests, joined, pieces
+from lightning_resilience.checkpoint.store_messages import Receipt, StoreMessages
+
+_GATHERED_BYTES = 3 << 10  # what else is gathered is less than 1 kB
+_PATIENCE_S = 60.0
+"""How long rank 0 waits while nothing comes. All have sent theirs right after a collective of all."""
+
+
+class OwnState:
+    """The own state of this rank at one save; on a rank that writes, that of all.
+
+    The methods are called in their order, :meth:`send` only if the save goes on. :meth:`keep` may be left out.
+
+    Args:
+        messages: To rank 0, of this fit.
+        number: Of the save, the same on all ranks.
+        rank: This one.
+    """
+
+    def __init__(self, messages: StoreMessages, number: int, rank: int) -> None:
+        self._messages = messages
+        self._prefix = f"own/{number}"
+        self._rank = rank
+        self._mine: Pieces = {}
+        self._left_out: list[str] = []
+        self._is_compared = False
+        self._unsent: bytes | None = None
+        self._given: list[bytes | None] = []
+        self._senders: list[int] = []
+        self._receipt: Receipt | None = None
+
+    def keep(self, structure: Any, tensors: Sequence[torch.Tensor], left_out: list[str]) -> None:
+        """Takes the state.
+
+        Args:
+            structure: As :func:`.safe_serialization.pack` returns it.
+            tensors: The same, in host memory. They are copied.
+            left_out: What could not be kept.
+        """
+        self._mine, self._left_out = pieces(structure, tensors), left_out
+
+    def digests(self) -> tuple[dict[Path, bytes], bool]:
+        """What all ranks are told of rank 0's."""
+        return digests(self._mine), self._messages.works
+
+    def give(self, first: tuple[dict[Path, bytes], bool] | None) -> bytes | None:
+        """What this rank gives all others.
+
+        Args:
+            first: The digests of rank 0. ``None``: every rank writes, and gets all that the others have.
+
+        Returns:
+            ``None`` if it is sent to rank 0 alone.
+        """
+        self._is_compared = first is not None
+        known, is_read = first or ({}, False)
+        different = {} if self._is_compared and self._rank == 0 else differing(self._mine, known)
+        own = pickle.dumps((different, self._left_out))
+        if is_read and self._messages.works and self._rank > 0 and len(own) > _GATHERED_BYTES:
+            self._unsent = own
+            return None
+        return own
+
+    def send(self, given: list[bytes | None], patience_s: float) -> None:
+        """Sends to rank 0 what was not given to all; rank 0 begins to read. Does not wait.
+
+        Args:
+            given: By all ranks.
+            patience_s: How long the other ranks may wait for rank 0.
+        """
+        self._given = given
+        if self._unsent is not None:
+            self._messages.send(f"{self._prefix}/{self._rank}", self._unsent)
+        elif self._rank == 0:
+            self._senders = [rank for rank, own in enumerate(given) if own is None]
+            keys = [f"{self._prefix}/{rank}" for rank in self._senders]
+            self._receipt = self._messages.receive(keys, min(_PATIENCE_S, patience_s), delete=True)
+
+    def of_all(self) -> tuple[list[Any], list[str]]:
+        """The own states of all ranks, as a safe load reads them, and what had to be left out. In any thread.
+
+        Raises:
+            RuntimeError: If one has not come.
+        """
+        received: dict[int, bytes] = {}
+        if self._receipt is not None:
+            try:
+                received = dict(zip(self._senders, self._receipt.wait(), strict=True))
+            except (OSError, RuntimeError) as error:  # also a TimeoutError
+                raise RuntimeError(f"what ranks keep of their own has not come ({error})") from error
+        first = self._mine if self._is_compared else {}
+        alike, states, left_out = safe_form(*joined(self._mine, {})), [], dict[str, None]()
+        for rank, own in enumerate(self._given):
+            different, missing = pickle.loads(received[rank] if own is None else own)  # from ranks of this very job
+            states.append(safe_form(*joined(first, different)) if different else alike)
+            left_out |= dict.fromkeys(missing)
+        return states, list(left_out)
