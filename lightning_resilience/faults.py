@@ -290,10 +290,10 @@ class FaultInjector:
         """What the ledger says; ``None`` if it cannot be read."""
         mine = asdict(self._fault)
         try:
-            events = [event for event in read_ledger(self._ledger.path) if event["event"] == "simulated_fault"]
+            events = [event for event in read_ledger(self._ledger.path) if isinstance(event, FaultInjected)]
         except OSError:
             return None
-        return any(event.get("fault") == mine for event in events)
+        return any(event.fault == mine for event in events)
 
     def _await_delay(self) -> None:
         self._busy_from = math.inf

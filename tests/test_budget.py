@@ -7,11 +7,9 @@ import pytest
 from lightning_resilience.launch.budget import (
     Budget,
     Decision,
-    Failure,
-    highest_verified_step,
-    last_recurrence,
-    normalised,
 )
+from lightning_resilience.run.failures import Failure, normalised
+from tests.ledgers import events_of, history_of
 
 HOUR = 3600.0
 
@@ -30,7 +28,7 @@ class History:
         self.events.append({"event": event, "time": self.now, **fields})
 
     def decide(self) -> Decision:
-        return self.budget.decide(self.events, self.now)
+        return self.budget.decide(history_of(self.events), self.now)
 
     def job(self, groups: list[int | None]) -> Decision:
         """One run of the elastic launcher: each group of workers saves at a step (or not) and fails."""
@@ -47,7 +45,7 @@ class History:
         return self.decide()
 
     def start(self, restart_count: int = 0) -> None:
-        verified = highest_verified_step(self.events)
+        verified = history_of(self.events).verified_step
         self.record("start", restart_count=restart_count, world_size=2, elastic_run_id="job", verified_step=verified)
 
     def attempt(self, *events: dict[str, Any], restart_count: int = 0) -> Decision:
@@ -73,11 +71,11 @@ def test_a_local_checkpoint_is_progress_once_it_was_resumed_from() -> None:
     local = {"fit": 0, "tier": "local"}
     for step in (10, 20, 30):
         history.attempt({"event": "resumed", "step": step, **local}, {"event": "saved", "step": step + 5, **local})
-        assert highest_verified_step(history.events) == step
+        assert history_of(history.events).verified_step == step
         assert history.decide().action != "give_up"
     for _ in range(2):
         history.attempt({"event": "resumed", "step": 30, **local}, {"event": "saved", "step": 99, **local})
-    assert highest_verified_step(history.events) == 30
+    assert history_of(history.events).verified_step == 30
     assert history.decide().action == "give_up"
 
 
@@ -138,7 +136,7 @@ def test_a_later_fit_begins_at_step_0_and_is_progress_all_the_same() -> None:
     history.record("saved", fit=1, step=5)
     history.record("failure")
     assert history.decide().action == "start"
-    assert highest_verified_step(history.events) == 5
+    assert history_of(history.events).verified_step == 5
 
 
 def test_a_finished_fit_that_trains_on_is_progress() -> None:
@@ -289,7 +287,7 @@ def test_a_step_verified_beyond_the_failure_overcomes_it() -> None:
         history.start()
         for event in (RESUMED, saved(0, step), {"event": "exit", "status": "interrupted"}):
             history.record(**event)
-    assert last_recurrence(history.events) == CLAUSE.format("3rd")
+    assert history_of(history.events).failures.recurrence == CLAUSE.format("3rd")
 
 
 @pytest.mark.parametrize("step", [30, 37])
@@ -321,7 +319,7 @@ def test_the_same_failure_is_known_across_launches_and_preemptions() -> None:
         history.record("job_start", retry=False)
         history.start()
         history.record("launcher_killed")
-    assert last_recurrence(history.events) == CLAUSE.format("2nd")
+    assert history_of(history.events).failures.recurrence == CLAUSE.format("2nd")
     history.attempt(RESUMED, saved(1, 10), BOOM, BOOM_ENDS)
     assert history.attempt(RESUMED, saved(1, 11), BOOM, BOOM_ENDS).action == "give_up"
 
@@ -332,7 +330,7 @@ def test_whoever_launches_again_has_a_fresh_budget_but_is_told_the_whole_count()
         assert history.attempt(RESUMED, BOOM, BOOM_ENDS).action == "retry"
         assert history.attempt(RESUMED, BOOM, BOOM_ENDS).action == "give_up"
         history.record("give_up")
-    assert last_recurrence(history.events) == CLAUSE.format("4th")
+    assert history_of(history.events).failures.recurrence == CLAUSE.format("4th")
 
 
 def test_workers_that_never_start_are_not_taken_for_the_failure_before() -> None:
@@ -373,14 +371,14 @@ TIMED_OUT = {"event": "fault", "rank": 0, "fit": 0, "step": 37, "kind": "Runtime
 )
 def test_why_a_group_of_workers_ended(events: list[dict[str, Any]], expected: str) -> None:
     start = {"event": "start", "verified_step": 20, "elastic_run_id": "job"}
-    failure = Failure.of([start, *events])
+    failure = Failure.of(events_of([start, *events]))
     assert f"{failure} {failure.origin}" == expected
 
 
 def test_a_hang_is_the_same_whatever_its_ranks_were_doing_when_they_were_looked_at() -> None:
     other = {**HANG, "rank": 0, "reason": "rank 0 (n7, pid 17) is stuck in train.py:80, busy on the CPU, at step 37"}
-    assert Failure.of([RESUMED, HANG]) == Failure.of([RESUMED, other])
-    assert Failure.of([RESUMED, HANG]) != Failure.of([RESUMED, {**HANG, "step": 38}])
+    assert Failure.of(events_of([RESUMED, HANG])) == Failure.of(events_of([RESUMED, other]))
+    assert Failure.of(events_of([RESUMED, HANG])) != Failure.of(events_of([RESUMED, {**HANG, "step": 38}]))
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from lightning_resilience.detect.hangs import deaths
 from lightning_resilience.detect.hangs.deaths import Death, Deathbed, MemoryShortage, is_ending
 from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG
 from lightning_resilience.detect.hangs.watchdog import Watchdog
-from lightning_resilience.launch.report import interruptions
+from lightning_resilience.run.interruptions import interruptions
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, samples
-from tests.ledgers import read_ledger
+from tests.ledgers import events_of, read_ledger
 from tests.test_exact_resume import undisturbed
 from tests.test_fault_tolerance import events, nothing_left, ours, watched
 from tests.test_launchers import finish, start, torchrun
@@ -229,7 +229,7 @@ def test_ranks_that_one_hand_ends_have_not_failed(tmp_path: Path) -> None:
     assert (killed["step"], killed["signal"]) == (20, "SIGKILL")
     assert killed["reason"] == f"rank {killed['rank']} (pid {killed['worker']}) was killed by SIGKILL"
     begun = {"event": "resumed", "fit": 0, "step": 15, "time": time.time()}
-    (interruption,) = interruptions([*read_ledger(RunDirectory(config["run_dir"]).ledger), begun])
+    (interruption,) = interruptions(events_of([*read_ledger(RunDirectory(config["run_dir"]).ledger), begun]))
     assert (interruption.steps_lost, interruption.is_reached_known) == (5, True)
     assert interruption.reason == killed["reason"]
 

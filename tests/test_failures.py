@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience.launch.budget import Failure
-from lightning_resilience.launch.script_errors import describe, show, why_not_again
-from lightning_resilience.launch.worker import first_fault
+from lightning_resilience.launch.script_errors import describe, show
+from lightning_resilience.run.failures import Failure, cause_of_end
+from tests.ledgers import events_of, history_of
 from tests.test_launch import FAKE, REAL, Launcher
 
 ALWAYS = """
@@ -135,7 +135,7 @@ def test_the_first_fault_is_no_mere_consequence(reasons: list[str], expected: st
         {"event": "fault", "rank": rank, "reason": reason, "elastic_run_id": "job", "restart_count": 2}
         for rank, reason in enumerate(reasons)
     ]
-    fault = first_fault([{**faults[0], "elastic_run_id": "other"}, *faults] if faults else [], "job", 2)
+    fault = cause_of_end(events_of([{**faults[0], "elastic_run_id": "other"}, *faults] if faults else []), "job", 2)
     assert fault is None if expected is None else str(fault).startswith(expected)
 
 
@@ -172,7 +172,7 @@ LAUNCH = {"event": "launch", "command": ["train.py"]}
     ],
 )
 def test_which_mistakes_are_not_tried_again(events: list[dict[str, Any]], is_tried_again: bool) -> None:
-    assert (why_not_again(events) is None) is is_tried_again
+    assert (history_of(events).why_not_again is None) is is_tried_again
 
 
 @pytest.mark.parametrize(
@@ -216,15 +216,15 @@ def test_the_one_rank_that_has_said_nothing_was_killed(world_size: int, who: str
     ids = {"elastic_run_id": "job", "restart_count": 2}
     start = {"event": "start", "world_size": world_size, **ids}
     fault = {"event": "fault", "rank": 0, "reason": "RuntimeError: Connection closed by peer", **ids}
-    assert str(first_fault([start, fault], "job", 2)).startswith(f"{who} was killed (rank 0: RuntimeError")
+    assert str(cause_of_end(events_of([start, fault]), "job", 2)).startswith(f"{who} was killed (rank 0: RuntimeError")
 
 
 def test_a_death_that_was_seen_is_the_failure_and_not_what_its_peers_ran_into() -> None:
     ids = {"event": "fault", "elastic_run_id": "job", "restart_count": 0}
     lost = {"rank": 0, "kind": "RuntimeError", "reason": "RuntimeError: Connection closed by peer", **ids}
     died = {"rank": 1, "kind": "died", "step": 20, "reason": "rank 1 was killed by SIGSEGV", **ids}
-    assert first_fault([lost, died], "job", 0) == "rank 1 was killed by SIGSEGV"
-    assert str(Failure.of([lost, died])) == "died at step 20"
+    assert cause_of_end(events_of([lost, died]), "job", 0) == "rank 1 was killed by SIGSEGV"
+    assert str(Failure.of(events_of([lost, died]))) == "died at step 20"
 
 
 TRAINS = """

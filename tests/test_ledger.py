@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience.launch.allocations import allocations_of
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.cli import main
 from lightning_resilience.launch.job_info import log_job_info
-from lightning_resilience.launch.report import Interruption, interruptions, report, troubles
+from lightning_resilience.launch.report import report
 from lightning_resilience.launch.schedulers.slurm import get_slurm_info
 from lightning_resilience.launch.status import progress_line, status
-from lightning_resilience.launch.worker import first_fault
+from lightning_resilience.run.failures import cause_of_end
+from lightning_resilience.run.history import read_history, troubles
+from lightning_resilience.run.interruptions import Interruption, interruptions
 from lightning_resilience.run.run_directory import Outcome, RunDirectory
-from tests.ledgers import Ledger, read_ledger
+from tests.ledgers import Ledger, events_of, read_ledger
 
 ROOT = Path(__file__).parents[1]
 
@@ -254,7 +255,7 @@ STORY: tuple[dict[str, Any], ...] = (
 
 
 def test_what_each_interruption_cost(tmp_path: Path) -> None:
-    crash, preempted, killed = interruptions(read_ledger(ledger_of(tmp_path, *STORY) / "ledger"))
+    crash, preempted, killed = interruptions(read_history(ledger_of(tmp_path, *STORY) / "ledger").events)
     assert crash == Interruption(1060.0, "crash", "RuntimeError: boom", 20, 27, 10, 1090.0 - 1040.0)
     assert crash.steps_lost == 17
     assert (preempted.kind, preempted.reason) == ("preempted", "the launcher received SIGTERM")
@@ -273,7 +274,7 @@ def test_what_was_lost_since_a_local_save(tmp_path: Path) -> None:
     story = [
         {**event, "tier": "local", "saved_at": 1055.0} if event["event"] == "resumed" else event for event in STORY
     ]
-    crash, preempted, killed = interruptions(read_ledger(ledger_of(tmp_path, *story) / "ledger"))
+    crash, preempted, killed = interruptions(read_history(ledger_of(tmp_path, *story) / "ledger").events)
     assert crash.seconds_lost == 1090.0 - 1055.0
     assert (preempted.seconds_lost, killed.seconds_lost) == (1160.0 - 1055.0, 1200.0 - 1055.0)
 
@@ -283,8 +284,8 @@ def test_the_end_says_what_went_wrong_on_the_way() -> None:
     bad = {"event": "bad_step", "fit": 0, "step": 5}
     events = [{**failed, "time": 1.0}, {**failed, "time": 2.0}, {**bad, "time": 3.0, "rank": 0}]
     events += [{**bad, "time": 3.1, "rank": 1}, {"event": "quarantined", "fit": 0, "time": 4.0}]
-    assert troubles(events) == "2 saves failed, 1 step was bad, 1 checkpoint was set aside"
-    assert troubles([{"event": "saved", "fit": 0, "step": 8, "time": 1.0}]) == ""
+    assert troubles(events_of(events)) == "2 saves failed, 1 step was bad, 1 checkpoint was set aside"
+    assert troubles(events_of([{"event": "saved", "fit": 0, "step": 8, "time": 1.0}])) == ""
 
 
 def test_a_report_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,7 +318,7 @@ def test_the_first_steps_of_a_fit_are_lost_as_well(tmp_path: Path) -> None:
     fit = [{"event": "fresh", "fit": 1, "step": 3}, {"event": "fault", "fit": 1, "step": 7, "reason": "boom"}]
     first = [{"event": "start"}, {"event": "fresh", "fit": 0}, {"event": "saved", "fit": 0, "step": 100}]
     events = [*first, *fit, {"event": "start"}, fit[0]]
-    [crash] = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger"))
+    [crash] = interruptions(read_history(ledger_of(tmp_path, *events) / "ledger").events)
     assert (crash.saved_step, crash.reached_step, crash.resumed_step, crash.steps_lost) == (None, 7, 0, 7)
     assert crash.seconds_lost == 1060.0 - 1000.0
 
@@ -326,21 +327,21 @@ def test_nothing_is_lost_to_a_copy_that_is_further_than_the_last_word_of_the_wor
     """Nor to a node whose clock is ahead."""
     copy = {"event": "resumed", "fit": 0, "step": 15, "tier": "local", "saved_at": 2000.0}
     events = [{"event": "start"}, {"event": "saved", "fit": 0, "step": 10}, {"event": "start"}, copy]
-    [killed] = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger"))
+    [killed] = interruptions(read_history(ledger_of(tmp_path, *events) / "ledger").events)
     assert (killed.reached_step, killed.resumed_step, killed.steps_lost, killed.seconds_lost) == (10, 15, 0, 0.0)
 
 
 def test_a_run_that_was_given_up_or_is_at_work(tmp_path: Path) -> None:
     at_work = STORY[:6]
-    assert interruptions(read_ledger(ledger_of(tmp_path, *at_work) / "ledger")) == []
+    assert interruptions(read_history(ledger_of(tmp_path, *at_work) / "ledger").events) == []
     given_up = ledger_of(tmp_path, *STORY[:7], {"event": "failure", "rank": None, "reason": "rank 1: boom"})
-    [crash] = interruptions(read_ledger(given_up / "ledger"))
+    [crash] = interruptions(read_history(given_up / "ledger").events)
     assert (crash.kind, crash.resumed_step, crash.seconds_lost) == ("crash", None, None)
     assert "crash" in report(given_up)
 
 
 def test_a_run_that_was_stopped_and_is_not_resumed_yet(tmp_path: Path) -> None:
-    found = interruptions(read_ledger(ledger_of(tmp_path, *STORY[:14]) / "ledger"))
+    found = interruptions(read_history(ledger_of(tmp_path, *STORY[:14]) / "ledger").events)
     assert [(each.kind, each.resumed_step) for each in found] == [("crash", 10), ("preempted", None)]
 
 
@@ -356,7 +357,7 @@ def test_who_was_stopped_without_our_launcher_was_preempted(
     tmp_path: Path, end: list[dict[str, Any]], kind: str
 ) -> None:
     begin = {"event": "fresh", "fit": 0}
-    [found] = interruptions(read_ledger(ledger_of(tmp_path, begin, *end, begin) / "ledger"))
+    [found] = interruptions(read_history(ledger_of(tmp_path, begin, *end, begin) / "ledger").events)
     assert found.kind == kind
 
 
@@ -364,7 +365,7 @@ def test_who_was_stopped_without_our_launcher_was_preempted(
 def test_workers_that_ended_in_order_have_said_how_far_they_were(tmp_path: Path, last: str, is_known: bool) -> None:
     begin = {"event": "resumed", "fit": 0, "step": 3}
     events = [begin, {"event": last, "fit": 0, "step": 7}, begin]
-    [found] = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger"))
+    [found] = interruptions(read_history(ledger_of(tmp_path, *events) / "ledger").events)
     assert (found.steps_lost, found.is_reached_known) == (4, is_known)
 
 
@@ -378,7 +379,7 @@ def test_the_outcome_of_a_run_without_our_launcher_is_that_of_its_last_fit(tmp_p
 
 def test_a_run_without_our_launcher_has_interruptions_too(tmp_path: Path) -> None:
     events = [event for event in STORY if event["event"] in ("fresh", "saved", "fault", "resumed", "finished")]
-    found = interruptions(read_ledger(ledger_of(tmp_path, *events) / "ledger"))
+    found = interruptions(read_history(ledger_of(tmp_path, *events) / "ledger").events)
     assert [each.resumed_step for each in found] == [10, 15, 15]
 
 
@@ -416,7 +417,7 @@ def test_the_report_says_which_failure_came_again(tmp_path: Path) -> None:
     )
     assert [line for line in text.splitlines() if "same failure" in line] == [again]
     assert "Interruptions: 4 crash, 2 preempted." in text
-    reasons = [found.reason for found in interruptions(read_ledger(tmp_path / "ledger"))]
+    reasons = [found.reason for found in interruptions(read_history(tmp_path / "ledger").events)]
     assert reasons[3:] == ["rank 1 stuck in train.py:80", "ValueError: row 17 is bad", "ValueError: row 9 is bad"]
 
 
@@ -462,14 +463,14 @@ def test_no_odd_line_keeps_a_reader_from_the_others(tmp_path: Path) -> None:
         for name in ("time", "node", *event):
             odd = [event | {name: odd} for odd in ODD]
             ledger_of(tmp_path, *story[:number], *odd, *story[number + 1 :])
-            events = list(read_ledger(tmp_path / "ledger"))
-            assert len(events) >= len(story) - 1
-            Budget().decide(events, time.time())
-            allocations_of(events)
-            first_fault(events, "a", 0)
+            history = read_history(tmp_path / "ledger")
+            assert len(history.events) >= len(story) - 1
+            Budget().decide(history, time.time())
+            cause_of_end(history.events, "a", 0)
+            history.not_restored(0, 1)
             reports.add(report(tmp_path))
             assert status(tmp_path)
-            assert progress_line(events)
+            assert progress_line(history)
     assert len(reports) > 100
 
 

@@ -19,9 +19,11 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience.launch.budget import Budget, History, LiveHistory
+from lightning_resilience.launch.budget import Budget
 from lightning_resilience.run import ledger as module
-from tests.ledgers import Ledger, read_ledger
+from lightning_resilience.run.history import History, LiveHistory
+from lightning_resilience.run.ledger import read_ledger
+from tests.ledgers import Ledger, events_of
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -128,8 +130,8 @@ class World:
 
     def read(self, process: Process) -> None:
         events = process.ledger.events()
-        assert events == list(read_ledger(process.host.folder)), "read on, it is another than read anew"
-        process.known |= {event["number"] for event in events}
+        assert events == read_ledger(process.host.folder), "read on, it is another than read anew"
+        process.known |= {event.extra["number"] for event in events}
         decided = Budget().decide(process.history.now(), self.now)
         assert decided == Budget().decide(History(events), self.now), "what was folded before counts differently"
 
@@ -149,7 +151,7 @@ class World:
         process.host.sync(lambda size: self.random.randint(0, size))
 
     def check(self) -> None:
-        [order, *others] = [[event["number"] for event in process.ledger.events()] for process in self.processes]
+        [order, *others] = [[event.extra["number"] for event in process.ledger.events()] for process in self.processes]
         assert all(other == order for other in others), "readers differ"
         assert sorted(order) == sorted(self.causes), "events are lost, or there twice"
         place = {number: index for index, number in enumerate(order)}
@@ -221,8 +223,8 @@ def test_what_an_earlier_version_has_written_comes_first(tmp_path: Path) -> None
     old = [{"event": "start", "time": time.time() + 1e6}, {"event": "saved", "time": 5.0, "step": 3}]
     (tmp_path / "ledger.jsonl").write_text("\n".join(map(json.dumps, old)))  # the last one without its end
     ledger = Ledger(tmp_path / "ledger")
-    assert ledger.events() == old
+    assert ledger.events() == events_of(old)
     ledger.record("failure")
-    assert [event["event"] for event in ledger.events()] == ["start", "saved", "failure"]
-    assert [event["event"] for event in read_ledger(ledger.path)] == ["start", "saved", "failure"]
+    assert [event.name for event in ledger.events()] == ["start", "saved", "failure"]
+    assert [event.name for event in read_ledger(ledger.path)] == ["start", "saved", "failure"]
     assert (tmp_path / "ledger.jsonl").read_text() == "\n".join(map(json.dumps, old))

@@ -33,7 +33,7 @@ SCRIPT = """
     node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     ledger.record("on", name=node, nodes=int(os.environ["GROUP_WORLD_SIZE"]))
     if node == "slow" and not os.path.exists("asked"):
-        while len([each for each in ledger.events() if each["event"] == "on"]) < 2: time.sleep(0.01)
+        while len([each for each in ledger.events() if each.name == "on"]) < 2: time.sleep(0.01)
         open("asked", "w").close()
         ledger.record("workload_request", action="exclude_this_node", reason="slow")
         sys.exit("slow")

@@ -26,19 +26,18 @@ from lightning_resilience._formatting import duration
 from lightning_resilience._processes import describe_process
 from lightning_resilience.launch import batch_job, cli, status
 from lightning_resilience.launch.allocations import (
-    Allocation,
-    allocations_of,
     current_job_chain,
     nodes_to_exclude,
     why_it_must_end,
 )
 from lightning_resilience.launch.batch_job import COMMENT_EVERY_S, BatchJob, Comment, End
 from lightning_resilience.launch.job import Launch, LaunchSettings
-from lightning_resilience.launch.report import interruptions
 from lightning_resilience.launch.schedulers import slurm
 from lightning_resilience.launch.schedulers.slurm import BatchScript, Slurm, seconds_of
+from lightning_resilience.run.history import Allocation, read_history
+from lightning_resilience.run.interruptions import interruptions
 from lightning_resilience.run.ledger import node_name
-from tests.ledgers import Ledger, read_ledger
+from tests.ledgers import Ledger, history_of, read_ledger
 from tests.test_launch import Launcher, launcher
 
 __all__ = ["launcher"]  # a fixture
@@ -446,7 +445,7 @@ def test_what_follows_is_decided_by_what_launch_has_recorded(
     returned, said = batch.run(*events, exit_code=srun)
     assert returned == code, said
     assert bool(batch.asked("requeue")) is requeued
-    assert allocations_of(read_ledger(batch.ledger.path))[-1].how == how
+    assert read_history(batch.ledger.path).allocations[-1].how == how
     if not requeued and code:
         assert batch.comments()[-1].startswith(how)
 
@@ -458,7 +457,7 @@ def test_a_command_line_that_launch_refuses_starts_nothing(batch: Batch, launch:
     assert "error: " in said
     assert not (batch.folder / "srun").exists()
     assert not batch.asked("requeue")
-    assert allocations_of(read_ledger(batch.ledger.path))[-1:] == []
+    assert read_history(batch.ledger.path).allocations[-1:] == []
     assert batch.comments()[-1].startswith("refused: ")
 
 
@@ -491,7 +490,7 @@ def test_a_cancelled_job_is_not_requeued(batch: Batch, says: dict[str, str]) -> 
     batch.job(**says)
     assert batch.run(exits(75), exit_code=75)[0] == 75
     assert not batch.asked("requeue")
-    assert allocations_of(read_ledger(batch.ledger.path))[-1].how == "cancelled"
+    assert read_history(batch.ledger.path).allocations[-1].how == "cancelled"
     assert batch.run(exits(0))[0] == 0  # unless it has finished all the same
 
 
@@ -518,7 +517,7 @@ def test_it_says_who_has_stopped_the_run(batch: Batch, says: dict[str, str], how
     batch.job(**{"JobState": "RUNNING", **says})
     batch.run(exits(75), exit_code=75)
     assert batch.asked("requeue")
-    assert allocations_of(read_ledger(batch.ledger.path))[-1].how == how
+    assert read_history(batch.ledger.path).allocations[-1].how == how
 
 
 def test_it_says_how_near_the_time_limit_was_or_which_node_is_lost(batch: Batch) -> None:
@@ -528,7 +527,7 @@ def test_it_says_how_near_the_time_limit_was_or_which_node_is_lost(batch: Batch)
         ends = datetime.fromtimestamp(time.time() + ends_in).isoformat(timespec="seconds")
         batch.job(JobState="RUNNING", EndTime=ends, lost=lost)
         batch.run(SAVED, exits(75), exit_code=75, options=["--lead=60"])
-        hows.append(allocations_of(read_ledger(batch.ledger.path))[-1].how)
+        hows.append(read_history(batch.ledger.path).allocations[-1].how)
     assert hows == ["time limit", "told to stop", "n3 lost"]
 
 
@@ -545,7 +544,7 @@ def test_a_job_that_slurm_has_requeued_is_not_requeued_again(batch: Batch) -> No
     finally:
         process.kill()
     assert not batch.asked("requeue")
-    assert allocations_of(read_ledger(batch.ledger.path))[-1].how == "requeued by Slurm"
+    assert read_history(batch.ledger.path).allocations[-1].how == "requeued by Slurm"
 
 
 def test_a_sigterm_before_the_requeue_is_not_taken_for_that_which_takes_the_job_back(batch: Batch) -> None:
@@ -593,7 +592,7 @@ def test_a_job_is_requeued_so_often_and_not_more(batch: Batch) -> None:
         assert batch.asked("requeue")
     code, said = batch.run({**SAVED, "step": 9}, exits(75), exit_code=75, restarts=3, options=["--max-requeues=3"])
     assert code == 1
-    assert allocations_of(read_ledger(batch.ledger.path))[-1].how == "told to stop"  # the last that is allowed has run
+    assert read_history(batch.ledger.path).allocations[-1].how == "told to stop"  # the last that is allowed has run
     assert not batch.asked("requeue")
     assert "--max-requeues=3" in said
     assert "--max-requeues=3" in batch.comments()[-1]
@@ -722,11 +721,11 @@ def test_a_node_that_is_to_blame_is_excluded_beside_the_users_own(batch: Batch) 
     assert not any(event["event"] == "exclusion_failed" for event in read_ledger(batch.ledger.path))
     requeued = [line[0] for line in map(json.loads, (batch.folder / "scontrol").read_text().splitlines())]
     assert requeued.index("requeue") < len(requeued) - 1  # only a pending job's list can be changed
-    assert allocations_of(read_ledger(batch.ledger.path))[-1].excluded == ["n3"]
+    assert read_history(batch.ledger.path).allocations[-1].excluded == ["n3"]
     batch.ledger.record("slice_start", slurm_job_id="17", restart_count=2, node_list=["n1"])
-    assert allocations_of(read_ledger(batch.ledger.path))[-1].excluded == ["n3"]
+    assert read_history(batch.ledger.path).allocations[-1].excluded == ["n3"]
     batch.ledger.record("slice_start", slurm_job_id="18", restart_count=0, node_list=["n1"])
-    assert allocations_of(read_ledger(batch.ledger.path))[-1].excluded == []  # Slurm knows nothing of it there
+    assert read_history(batch.ledger.path).allocations[-1].excluded == []  # Slurm knows nothing of it there
 
 
 def test_a_job_that_is_cancelled_while_its_requeue_is_refused_is_not_asked_for_again(
@@ -745,7 +744,7 @@ def test_a_job_that_is_cancelled_while_its_requeue_is_refused_is_not_asked_for_a
     step = BatchJob(Slurm({"SLURM_JOB_ID": "17"}), batch.run_dir, [], 100, 60.0)
     assert step._requeue(End("preempted", "requeue", 1, "told to"), [], []) == 75
     assert asked.count("requeue") == 1
-    assert allocations_of(read_ledger(batch.ledger.path)) == []
+    assert read_history(batch.ledger.path).allocations == []
 
 
 def test_a_job_that_cannot_be_requeued_says_what_to_do(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -778,7 +777,7 @@ def test_a_node_that_the_user_excludes_is_none_to_fall_back_on(batch: Batch, own
     assert batch.run(suspect("n3"), exits(75, new_job=True), exit_code=75)[0] == 75
     updates = [line[2] for line in batch.asked("update") if line[2].startswith("ExcNodeList")]
     assert updates[-1:] == (["ExcNodeList=n3"] if own else [])
-    assert allocations_of(read_ledger(batch.ledger.path))[-1].excluded == (["n3"] if own else [])
+    assert read_history(batch.ledger.path).allocations[-1].excluded == (["n3"] if own else [])
 
 
 @pytest.mark.parametrize("field", ["ReqNodeList", "Features"])
@@ -818,7 +817,7 @@ def test_nodes_are_excluded_within_bounds(last: Allocation, usable: int | None, 
 
 
 def told(*events: dict[str, Any]) -> list[Allocation]:
-    return allocations_of([{"time": float(time), **event} for time, event in enumerate(events)])
+    return history_of({"time": float(time), **event} for time, event in enumerate(events)).allocations
 
 
 BEGINS = {"event": "slice_start", "slurm_job_id": "17", "restart_count": 0, "node_list": ["n1", "n2"]}
@@ -923,7 +922,7 @@ def test_two_jobs_in_one_run_directory_are_one_too_many(batch: Batch, state: str
     assert code == 1
     assert "job 16 is at work in" in said
     assert "job 16 is at work in" in batch.comments()[-1]
-    assert len(allocations_of(read_ledger(batch.ledger.path))) == 1
+    assert len(read_history(batch.ledger.path).allocations) == 1
     batch.ledger.record("slice_end", how="preempted", then="requeue", reason="told to")
     assert batch.run(exits(0))[0] == 0
 
@@ -1006,7 +1005,7 @@ def test_the_table_of_allocations(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "2 of 3 restarts and 2 of 2 job retries left" in shown
     assert "Excluded  n2" in shown
     assert max(map(len, shown.splitlines())) <= 120
-    assert status.progress_line(list(read_ledger(ledger.path))) == "step 120 safe, restart 1 of 3, allocation 3"
+    assert status.progress_line(read_history(ledger.path)) == "step 120 safe, restart 1 of 3, allocation 3"
 
 
 def test_the_table_of_a_run_without_slurm(tmp_path: Path) -> None:
@@ -1043,7 +1042,7 @@ def test_the_state_of_a_job_is_what_slurm_says_as_long_as_it_knows_it(
         ("", "requeued 0.0 s ago"),
     ):
         Path("squeue").write_text(said)
-        monkeypatch.setattr(status.time, "time", lambda: allocations_of(read_ledger(ledger.path))[-1].last_seen)
+        monkeypatch.setattr(status.time, "time", lambda: read_history(ledger.path).allocations[-1].last_seen)
         lines = status.status(tmp_path).splitlines()
         assert f"Now       {shown}" in lines
     assert "n1..n4 (4)" in lines[3]
@@ -1102,7 +1101,7 @@ def test_what_is_left_is_counted_by_the_last_launch(tmp_path: Path) -> None:
     for _ in range(3):
         ledger.record("failure")
     assert "0 of 1 restarts and 2 of 3 job retries left" in status.status(tmp_path)
-    assert "restart 3 of 1, retry 1 of 3, allocation 2" in status.progress_line(list(read_ledger(ledger.path)))
+    assert "restart 3 of 1, retry 1 of 3, allocation 2" in status.progress_line(read_history(ledger.path))
 
 
 @pytest.mark.parametrize(
@@ -1125,7 +1124,7 @@ def test_two_retries_in_new_jobs_are_three_runs(launcher: Launcher) -> None:
     assert "retry 1 of 2 in a new job" in launcher.stderr(0)
     assert "no progress in 3 jobs" in launcher.stderr(2)
     assert [event.get("new_job") for event in launcher.events("exit")] == [True, True, None]
-    kinds = [each.kind for each in interruptions(list(read_ledger(launcher.run_directory.ledger)))]
+    kinds = [each.kind for each in interruptions(read_history(launcher.run_directory.ledger).events)]
     assert set(kinds) == {"crash"}  # and not preemptions, although the launch has ended with 75
 
 
@@ -1158,13 +1157,13 @@ def test_a_node_to_avoid_is_avoided_in_a_new_job_only(tmp_path: Path, new_job: b
     launch = Launch(settings)
     ledger.record(**suspect("n9"))  # of an earlier start of the workers
     ledger.record("job_start", run_id="a")
-    following = settings.budget.decide(read_ledger(ledger.path), time.time())
+    following = settings.budget.decide(read_history(ledger.path), time.time())
     assert launch._why_in_a_new_job(following, "a") is None
     assert launch._watch_nodes("a") is False
     ledger.record(**SAVED)
     ledger.record(**suspect("n2"))
     ledger.record("failure", run_id="a")
-    following = settings.budget.decide(read_ledger(ledger.path), time.time())
+    following = settings.budget.decide(read_history(ledger.path), time.time())
     reason = launch._why_in_a_new_job(following, "a")
     assert (reason is not None and "without n2" in reason) is new_job
     assert launch._watch_nodes("a") is new_job
@@ -1181,7 +1180,7 @@ def test_the_table_of_a_run_without_launcher(tmp_path: Path) -> None:
     assert rows[2] == ""
     assert "Budget    none" in "\n".join(rows)
     ledger.record("launch", slurm_job_id=None)
-    assert len(allocations_of(read_ledger(ledger.path))) == 3
+    assert len(read_history(ledger.path).allocations) == 3
     assert "3 of 3 restarts" in status.status(tmp_path)
 
 
@@ -1194,7 +1193,7 @@ def test_a_run_that_goes_on_without_launcher(tmp_path: Path, end: dict[str, Any]
     ledger.record("resumed", fit=0, step=0)
     ledger.record(**end)
     ledger.record("resumed", fit=0, step=5)
-    assert [each.job_id for each in allocations_of(read_ledger(ledger.path))] == ["17", None]
+    assert [each.job_id for each in read_history(ledger.path).allocations] == ["17", None]
     assert "ended: " not in status.status(tmp_path)
 
 

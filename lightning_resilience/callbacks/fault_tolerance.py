@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import platform
 import shutil
@@ -37,7 +36,7 @@ from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE
 from lightning_resilience.faults import FaultInjector, SimulatedFault
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
-from lightning_resilience.run.events import Unhealthy, WorkloadRequest
+from lightning_resilience.run.events import Fault, Unhealthy, WorkloadRequest
 from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, is_started_again
 
@@ -351,8 +350,9 @@ class _Watching(Participant):
         return {
             section
             for event in read_ledger(self.session.run.ledger)
-            if event["event"] == "fault" and event.get("kind") == "hang" and event.get("fit") == self.session.index
-            if (section := event.get("section")) in limits and event.get("limit", math.inf) < limits[section]
+            if isinstance(event, Fault) and event.kind == "hang" and event.fit == self.session.index
+            for section, limit in limits.items()
+            if section == event.section and event.limit is not None and event.limit < limit
         }
 
     def after_save(self, is_end: bool) -> None:

@@ -34,8 +34,8 @@ from lightning_resilience.checkpoint.snapshot import ON_DEVICE_BYTES
 from lightning_resilience.detect.hangs.rank_probe import own_directories
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
-from lightning_resilience.launch.report import interruptions
 from lightning_resilience.run.events import Saved
+from lightning_resilience.run.interruptions import interruptions
 from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE
 
@@ -424,8 +424,8 @@ class _Local(Participant):
         return interval_s
 
     def _failures_so_far(self) -> tuple[int, float]:
-        events = list(read_ledger(self.session.run.ledger)) if self.session.rank == 0 else []
-        return len(interruptions(events)), max(0.0, time.time() - events[0]["time"]) if events else 0.0
+        events = read_ledger(self.session.run.ledger) if self.session.rank == 0 else []
+        return len(interruptions(events)), max(0.0, time.time() - events[0].time) if events else 0.0
 
     # -- setting up ----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from lightning_resilience.fit.session import FitSession, SessionCallback, sessio
 from lightning_resilience.launch.output import guard_streams
 from lightning_resilience.launch.schedulers import current_scheduler
 from lightning_resilience.run.events import FitInterrupted, SignalReceived
-from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import NOT_SHOWN, RUN_DIR_VARIABLE
 
 if TYPE_CHECKING:
@@ -268,12 +268,10 @@ def _is_short_of_time(session: FitSession) -> bool:
 def _last_save_s(session: FitSession) -> float | None:
     """How long the last global save of this run took."""
     try:
-        saves = [event for event in read_ledger(session.run.ledger) if event["event"] == "saved"]
+        return read_history(session.run.ledger).last_save_s
     except OSError as error:  # after a signal the others wait for what rank 0 makes of it
         log.warning("It cannot be read how long the last save has taken (%s).", error)
         return None
-    seconds = [event.get("seconds") for event in saves if event.get("tier", "global") == "global"]
-    return next((each for each in reversed(seconds) if each is not None), None)
 
 
 def _check_grace_period(session: FitSession, grace_period_s: float) -> None:

@@ -270,8 +270,8 @@ class _Measuring(Participant):
             self._stopped_for = {
                 device
                 for event in read_ledger(session.run.ledger)
-                if event["event"] == "straggler_stop"
-                for device in event.get("devices") or ()
+                if isinstance(event, StragglerStop)
+                for device in event.devices or ()
             }
             self._due = time.monotonic() + self.settings.report_time_interval
 

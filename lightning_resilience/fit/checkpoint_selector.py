@@ -20,7 +20,7 @@ import functools
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,7 +34,6 @@ from lightning_resilience.checkpoint.generations import Generation, is_on_course
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.safe_serialization import from_safe
 from lightning_resilience.fit.strategies import name_of
-from lightning_resilience.launch.budget import first_cause
 from lightning_resilience.run.events import (
     Finished,
     Fresh,
@@ -44,7 +43,7 @@ from lightning_resilience.run.events import (
     RestoredInPlace,
     Resumed,
 )
-from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import AnotherFit, StorageFails
 
 if TYPE_CHECKING:
@@ -563,15 +562,15 @@ class Tiers:
             BadCheckpoint: If too many were condemned.
         """
         session = self._session
-        failed = _not_restored(read_ledger(session.run.ledger), session.index)
-        if failed is None:
+        failed = read_history(session.run.ledger).not_restored(session.index, MAX_RESTORES)
+        if failed is None or failed.step is None:
             return False
-        path = Path(failed["path"]) if failed.get("path") else None
-        loaded = _Loaded(int(failed["step"]), failed.get("generation"), path)
+        path = Path(failed.path) if failed.path else None
+        loaded = _Loaded(failed.step, failed.generation, path)
         if path is not None and not os.path.lexists(path):
             return False
         self.forks = session.fit.forks
-        reason = f"{MAX_RESTORES} attempts could not restore it ({failed['reason']})"
+        reason = f"{MAX_RESTORES} attempts could not restore it ({failed.reason})"
         log.warning("%s is set aside, and the next best one is tried: %s.", loaded, reason)
         self._mark_bad(loaded, reason)
         if (too_many := self._too_many(reason)) is not None:
@@ -701,24 +700,6 @@ def _says_something_about_the_state(error: BaseException) -> bool:
     if isinstance(causes, dict):
         return all(_says_something_about_the_state(each[0]) for each in causes.values())
     return isinstance(error, Exception)
-
-
-def _not_restored(events: Iterable[dict[str, Any]], fit: int) -> dict[str, Any] | None:
-    """What :data:`MAX_RESTORES` attempts in a row have chosen and could not restore, as the last one has noted it."""
-    chosen: Any = None
-    tries: list[list[dict[str, Any]]] = []  # of what was chosen last: what its ranks have noted, attempt by attempt
-    for event in events:
-        if event.get("fit") != fit:
-            continue
-        name = event.get("generation") or event.get("path")
-        if event["event"] == "not_restored" and name == chosen:
-            tries[-1].append(event)
-        elif event["event"] in ("resumed", "went_back", "fresh", "condemned"):
-            failed_again = event["event"] == "resumed" and name == chosen and tries[-1]
-            tries = [*tries, []] if failed_again else [[]]
-            chosen = name
-    causes = [cause for faults in tries if (cause := first_cause(faults)) is not None]
-    return causes[-1] if len(causes) >= MAX_RESTORES else None
 
 
 def _check_parts(path: Path, is_directory: bool, saved_by: str | None, strategy: Any) -> None:

@@ -59,9 +59,9 @@ from lightning_resilience.fit.settings import (
     settings_of_arguments,
 )
 from lightning_resilience.launch.job_info import log_job_info
-from lightning_resilience.launch.report import troubles
 from lightning_resilience.launch.schedulers import current_scheduler
 from lightning_resilience.run.events import DivergenceFound, Fault, Finished, RunRefused
+from lightning_resilience.run.history import troubles
 from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.run.run_directory import (
     LAUNCHED,
@@ -961,7 +961,7 @@ class FitSession:
         if RUN_DIR_VARIABLE in os.environ:
             return
         with suppress(OSError):
-            if trouble := troubles(each for each in read_ledger(self.run.ledger) if each.get("fit") == self.index):
+            if trouble := troubles(read_ledger(self.run.ledger), self.index):
                 log.warning("The fit has finished, but not without trouble: %s.", trouble)
 
     def end(self, status: Status, reason: str, details: dict[str, Any] | None = None) -> None:

@@ -36,14 +36,10 @@ from types import FrameType
 
 from lightning_resilience._formatting import node_range
 from lightning_resilience.launch.allocations import (
-    Allocation,
-    Then,
-    allocations_of,
     current_job_chain,
     nodes_to_exclude,
     why_it_must_end,
 )
-from lightning_resilience.launch.budget import Event
 from lightning_resilience.launch.cli import launch_settings
 from lightning_resilience.launch.output import introduce, say
 from lightning_resilience.launch.schedulers import current_scheduler
@@ -56,7 +52,15 @@ from lightning_resilience.launch.schedulers.base import (
     Scheduler,
 )
 from lightning_resilience.launch.status import progress_line
-from lightning_resilience.run.events import AllocationEnd, AllocationStart, ExclusionFailed
+from lightning_resilience.run.events import (
+    AllocationEnd,
+    AllocationStart,
+    Event,
+    ExclusionFailed,
+    LaunchExit,
+    RunRefused,
+)
+from lightning_resilience.run.history import Allocation, LiveHistory, Then
 from lightning_resilience.run.ledger import Ledger, node_name
 from lightning_resilience.run.run_directory import RunDirectory
 from lightning_resilience.signals import EXIT_INTERRUPTED
@@ -141,6 +145,7 @@ class BatchJob:
         self.max_requeues = max_requeues
         self.lead_s = lead_s
         self._ledger = Ledger(RunDirectory(run_dir).ledger, rank=None)
+        self._history = LiveHistory(self._ledger)
         self._comment = Comment(scheduler)
         self._terms = 0
         self._has_run = False
@@ -157,7 +162,7 @@ class BatchJob:
             return self._without_ledger(f"this allocation cannot go on: {error}")
 
     def _run(self) -> int:
-        before = allocations_of(self._events())
+        before = list(self._history.now().allocations)
         if (other := self._other_job(before)) is not None:
             refusal = f"job {other} is at work in {self._ledger.path.parent}; cancel one of the two"
             say(f"Refused: {refusal}.")  # not recorded: the allocation in the ledger is the other job's
@@ -175,7 +180,7 @@ class BatchJob:
             slurm_job_id=self.scheduler.job_id, restart_count=self.scheduler.restart_count, node_list=nodes
         )
         self._ledger.record(start)
-        if len(allocations_of(self._events())) == len(before):
+        if len(self._history.now().allocations) == len(before):
             # What is not recorded is not counted, and the job would be requeued for ever.
             return self._without_ledger(f"{self._ledger.path} cannot be written")
         on_every_node, environment = self.scheduler.run_on_every_node()
@@ -188,9 +193,7 @@ class BatchJob:
             time.sleep(_POLL_S)
         status = self.scheduler.status()
         # Not by their number: what another node has recorded before may have turned up meanwhile.
-        events = self._events()
-        begun = [index for index, event in enumerate(events) if event["event"] == "slice_start"]
-        end = self._how_it_ended(exit_code, events[begun[-1] :] if begun else [], status)
+        end = self._how_it_ended(exit_code, self._history.now().since(AllocationStart), status)
         if end.then == "requeue" and status.is_cancelled:
             end = End("cancelled", "end", EXIT_INTERRUPTED, "the job was cancelled")
         return self._follow(end)
@@ -205,9 +208,6 @@ class BatchJob:
 
     def _on_term(self, signum: int, frame: FrameType | None) -> None:
         self._terms += 1
-
-    def _events(self) -> list[Event]:
-        return self._ledger.events()
 
     def _other_job(self, before: Sequence[Allocation]) -> str | None:
         """Another job that works in this run directory now."""
@@ -235,24 +235,24 @@ class BatchJob:
     def _show_progress(self) -> None:
         if self._comment.is_due:
             with suppress(Exception):  # a comment is not worth the run
-                self._comment.show(progress_line(self._events()))
+                self._comment.show(progress_line(self._history.now()))
 
     def _how_it_ended(self, exit_code: int, events: Sequence[Event], status: JobStatus) -> End:
         """How this allocation has ended: by its events; where they are silent, by exit code and status."""
-        exits = [event for event in events if event["event"] == "exit"]
+        exits = [event for event in events if isinstance(event, LaunchExit)]
         if not exits:
-            if refusals := [event for event in events if event["event"] == "refused"]:
-                return End("refused", "end", 1, str(refusals[-1].get("reason")))
+            if refusals := [event for event in events if isinstance(event, RunRefused)]:
+                return End("refused", "end", 1, str(refusals[-1].reason))
             reason = f"the launch was lost, and has recorded nothing (its step ended with {exit_code})"
             return End("launch lost", "requeue", 1, reason)
-        reason, recorded = str(exits[-1].get("reason")), exits[-1].get("exit_code")
-        if not isinstance(recorded, int):
+        reason, recorded = str(exits[-1].reason), exits[-1].exit_code
+        if recorded is None:
             recorded = 1
         if recorded == 0:
             return End("finished", "end", 0, reason)
         if recorded != EXIT_INTERRUPTED:
             return End(f"failed, exit code {recorded}", "end", recorded, reason)
-        if exits[-1].get("new_job"):
+        if exits[-1].new_job:
             return End("failed", "requeue", 1, reason)
         return End(self._why_stopped(status), "requeue", 1, reason)
 
@@ -268,11 +268,11 @@ class BatchJob:
 
     def _follow(self, end: End) -> int:
         """Does what follows, and returns the exit code of the job, unless the scheduler ends this process before."""
-        allocations = allocations_of(self._events())
+        allocations = self._history.now().allocations
         if not allocations:
             raise OSError(f"{self._ledger.path} has lost what was in it")
         last = allocations[-1]
-        excluded = last.excluded
+        before = excluded = last.excluded  # the allocation goes on with the ledger
         if end.then == "requeue":
             job_chain = current_job_chain(allocations)
             stop = why_it_must_end(job_chain, self.scheduler.restart_count, self.max_requeues)
@@ -283,8 +283,8 @@ class BatchJob:
         if end.then == "end":
             return self._end(end)
         self._ledger.record(AllocationEnd(how=end.how, then="requeue", reason=end.reason, excluded=list(excluded)))
-        self._comment.show(f"{progress_line(self._events())}; {end.how}, requeued", now=True)
-        return self._requeue(end, last.excluded, excluded)
+        self._comment.show(f"{progress_line(self._history.now())}; {end.how}, requeued", now=True)
+        return self._requeue(end, before, excluded)
 
     def _count_usable_nodes(self, excluded: Sequence[str]) -> int | None:
         """How many nodes the job could be given, without those that its user excludes; ``None``: that is unknown."""

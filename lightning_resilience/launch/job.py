@@ -28,7 +28,7 @@ from lightning_resilience.fit.settings import (
     settings_of_command,
 )
 from lightning_resilience.launch import budget
-from lightning_resilience.launch.budget import Budget, LiveHistory, highest_verified_step
+from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.naming import last_launch
 from lightning_resilience.launch.nodes import (
     FIRST_NODE_WITHIN_S,
@@ -38,23 +38,20 @@ from lightning_resilience.launch.nodes import (
     Decision,
     FirstNodeMissing,
     is_this_host,
-    nodes_to_avoid,
 )
 from lightning_resilience.launch.output import Relay, say
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
 from lightning_resilience.launch.record import InUse, LaunchRecord, Spares, TakenOver, records
-from lightning_resilience.launch.report import troubles
 from lightning_resilience.launch.schedulers import current_scheduler
-from lightning_resilience.launch.script_errors import why_not_again
 from lightning_resilience.launch.temporary import launch_folder
 from lightning_resilience.launch.worker import (
     FIRST_LAUNCH_VARIABLE,
     JOB_ATTEMPT_VARIABLE,
     TRY_ELSEWHERE,
-    first_fault,
 )
 from lightning_resilience.recipes import RECIPE_VARIABLE
 from lightning_resilience.run.events import (
+    FitInterrupted,
     GiveUp,
     JobFailed,
     JobStart,
@@ -63,8 +60,12 @@ from lightning_resilience.run.events import (
     LaunchStart,
     NodesExcluded,
     RunRefused,
+    SignalReceived,
+    WorkersStart,
 )
-from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
+from lightning_resilience.run.failures import cause_of_end
+from lightning_resilience.run.history import LiveHistory, troubles
+from lightning_resilience.run.ledger import Ledger, node_name
 from lightning_resilience.run.run_directory import (
     LAUNCHED,
     LOCAL_DIR_VARIABLE,
@@ -277,7 +278,7 @@ class Launch:
                     reason=decision.reason,
                 )
             )
-            if not any(event.get("run_id") == run_id for event in read_ledger(self._ledger.path)):
+            if not any(event.run_id == run_id for event in self._history.now().of(JobStart)):
                 # Failures that are not recorded are not counted: the restarts would never end.
                 return self._end(Outcome("failed", f"the ledger {self._ledger.path} cannot be written"))
             plan = self._plan(run_id, decision)
@@ -351,9 +352,8 @@ class Launch:
 
     def _count_nodes(self, run_id: str) -> int:
         """On how many nodes the workers have started."""
-        events = read_ledger(self._ledger.path)
-        starts = [event for event in events if event["event"] == "start" and event.get("elastic_run_id") == run_id]
-        return int(starts[-1].get("nodes") or 1) if starts else int(self._nnodes.rpartition(":")[2])
+        starts = [start for start in self._history.now().of(WorkersStart) if start.elastic_run_id == run_id]
+        return starts[-1].nodes or 1 if starts else int(self._nnodes.rpartition(":")[2])
 
     def _why_in_a_new_job(self, following: budget.Decision, run_id: str) -> str | None:
         """Why the workers are to be started again in a new job and not in this one, if so."""
@@ -368,8 +368,7 @@ class Launch:
         """The nodes that a rank on them has asked to go on without, since these workers were started."""
         if self.settings.is_single_node:
             return []  # there is no other node to compare it to
-        nodes = nodes_to_avoid(self._ledger.events(), run_id)
-        return sorted(nodes - {*self._excluded, *self._kept})
+        return sorted(self._history.now().nodes_to_avoid(run_id) - {*self._excluded, *self._kept})
 
     def _finished_before(self) -> Outcome | None:
         """The outcome, if the whole run has finished and this command asks for nothing else.
@@ -392,12 +391,11 @@ class Launch:
 
     def _changed(self) -> tuple[list[Change], list[str]]:
         """Which arguments are others than at the last start, and which files of the command were edited since."""
-        last = last_launch(self._run_directory.path) or {}
-        command, files = last.get("command"), last.get("files")
-        if not isinstance(command, list):
+        last = self._history.now().last(LaunchStart)
+        if last is None or last.command is None:
             return [], []
-        found = changes(settings_of_command(list(map(str, command))), settings_of_command(self.settings.command))
-        before = files if isinstance(files, dict) else {}
+        found = changes(settings_of_command(last.command), settings_of_command(self.settings.command))
+        before = last.files or {}
         now = digests_of_files(self.settings.command)
         return found, [name for name, digest in now.items() if before.get(name, digest) != digest]
 
@@ -405,19 +403,18 @@ class Launch:
         outcome = self._run_directory.outcome
         if outcome is None or outcome.status != "finished":
             return None
-        ends = [event for event in read_ledger(self._ledger.path) if event["event"] in ("start", "exit")]
-        if not ends or ends[-1].get("status") != "finished":
+        if not self._history.now().is_finished:
             return None  # rank 0 had finished, but not every rank
         fits = [fit.outcome for fit in self._run_directory.fits]
         return outcome if all(fit is not None and fit.status == "finished" for fit in fits) else None
 
     def _describe(self) -> None:
-        events = list(read_ledger(self._ledger.path))
+        history = self._history.now()
+        events, step = list(history.events), history.verified_step  # before this launch
         found, edited = self._changed()
         # Whoever starts the same again asks for nothing new: a scheduler, say.
         self._is_resumed = bool(events) and not (found or edited or self._finished())
-        launches = [event["event"] for event in events if event["event"] in ("launch", "exit")]
-        if launches[-1:] == ["launch"]:
+        if isinstance(next(iter(history.since(LaunchStart, LaunchExit)), None), LaunchStart):
             self._ledger.record(LauncherKilled())
         scheduler = current_scheduler()
         self._ledger.record(
@@ -434,7 +431,6 @@ class Launch:
                 budget=asdict(self.settings.budget),
             )
         )
-        step = highest_verified_step(events)
         safe = "no checkpoint yet" if step is None else f"step {step} is safe"
         state = f"continuing, {safe}" if events else "new run"
         say(f"Run directory {self._run_directory.path} ({state}). The same command again resumes it.")
@@ -459,24 +455,22 @@ class Launch:
             return Outcome("interrupted", f"the launcher received {self._stop.signum.name}")
         if exit_code != 0 and (reason := self._not_again()) is not None:
             return Outcome("halted", reason)
-        events = list(read_ledger(self._ledger.path))
+        history = self._history.now()
         if exit_code == 0:
             if said is not None and said.status == "interrupted":
                 return said
-            begun = max(index for index, event in enumerate(events) if event["event"] in ("job_start", "start"))
-            if any(event["event"] in ("signal", "interrupted") for event in events[begun:]):
+            last_events = history.since(JobStart, WorkersStart)
+            if any(isinstance(event, (SignalReceived, FitInterrupted)) for event in last_events):
                 return Outcome("interrupted", "the workers were told to stop and ended before they could say more")
             return Outcome("failed", "the workers ended with 0 without an outcome; does the script call os._exit?")
-        ends = (event for event in events if event.get("elastic_run_id") == run_id)
-        restarts = max((event.get("restart_count") or 0 for event in ends), default=0)
-        if fault := first_fault(events, run_id, restarts):
+        if fault := cause_of_end(history.events, run_id):
             return Outcome("failed", fault)
         how = f"exit code {exit_code}" if exit_code > 0 else signal.Signals(-exit_code).name
         return Outcome("failed", f"a worker was killed, or never started (the elastic launcher ended with {how})")
 
     def _with_last_fault(self, reason: str) -> str:
-        failures = [event for event in read_ledger(self._ledger.path) if event["event"] == "failure"]
-        return f"{reason}; last failure: {failures[-1].get('reason')}" if failures else reason
+        last = self._history.now().last(JobFailed)
+        return reason if last is None else f"{reason}; last failure: {last.reason}"
 
     def _watch_nodes(self, run_id: str) -> bool:
         """Whether the workers must go. The elastic launcher's own count is per node, the budget counts all nodes."""
@@ -494,7 +488,7 @@ class Launch:
 
     def _not_again(self) -> str | None:
         """Why starting the script once more is in vain. With several nodes this one says so, on one the workers."""
-        return None if self.settings.is_single_node else why_not_again(self._ledger.events())
+        return None if self.settings.is_single_node else self._history.now().why_not_again
 
     def _decide(self) -> budget.Decision:
         return self.settings.budget.decide(self._history.now(), time.time())
@@ -534,7 +528,7 @@ class Launch:
         )
         if not self.settings.is_single_node:
             self._board.finish(exit_code)
-        is_safe = outcome.status == "failed" and highest_verified_step(read_ledger(self._ledger.path)) is not None
+        is_safe = outcome.status == "failed" and self._history.now().verified_step is not None
         then = {
             "finished": "",
             "interrupted": " Run the same command again to resume.",
@@ -543,7 +537,7 @@ class Launch:
             "halted": " Trying again would not change this.",
         }
         reason = outcome.reason.removesuffix(".")
-        if trouble := troubles(read_ledger(self._ledger.path)):
+        if trouble := troubles(self._history.now().events):
             reason += f" ({trouble})"
         say(f"{outcome.status.capitalize()}: {reason}.{then[outcome.status]} (exit code {exit_code})")
         return exit_code
@@ -705,10 +699,10 @@ class Launch:
 
 def other_command(settings: LaunchSettings) -> tuple[str, str] | None:
     """What is wrong if the run directory holds the run of another command, and what to do about it."""
-    last, here = (last_launch(settings.run_dir) or {}).get("command"), Path.cwd()
-    if not isinstance(last, list):
+    launch, here = last_launch(settings.run_dir), Path.cwd()
+    if launch is None or launch.command is None:
         return None
-    last = list(map(str, last))
+    last = launch.command
     if identity_of_command(last, here) == identity_of_command(settings.command, here):
         return None
     theirs, ours = shlex.join(last), shlex.join(settings.command)

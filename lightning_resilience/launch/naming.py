@@ -6,28 +6,24 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from lightning_resilience._files import load_json, sync_directory, write_json
 from lightning_resilience.fit.settings import has_arguments, identity_of_command
-from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.events import LaunchStart
+from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import RunDirectory
 
 FOLDER = "runs"
 """Where the run directories are that nobody has named."""
 
 
-def last_launch(path: Path) -> dict[str, Any] | None:
-    """What was recorded of the last launch in a run directory.
+def last_launch(path: Path) -> LaunchStart | None:
+    """The last launch in a run directory.
 
     Args:
         path: The run directory.
     """
-    last = None
-    for event in read_ledger(RunDirectory(path).ledger):
-        if event["event"] == "launch":
-            last = event
-    return last
+    return read_history(RunDirectory(path).ledger).last(LaunchStart)
 
 
 def script_name(command: Sequence[str]) -> str:
@@ -55,8 +51,7 @@ def default_directory(command: Sequence[str]) -> Path:
     if held is None:
         is_ours = not has_arguments(command)
     else:
-        before = held.get("command")
-        is_ours = isinstance(before, list) and identity_of_command(list(map(str, before)), here) == identity
+        is_ours = held.command is not None and identity_of_command(held.command, here) == identity
     return plain if is_ours else plain.with_name(f"{plain.name}-{identity}")
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
 from lightning_resilience._files import read_json, write_json
-from lightning_resilience.launch.budget import Event
 
 BEAT_INTERVAL_S = 5.0
 OWNER_LOST_AFTER_S = 120.0
@@ -187,24 +186,6 @@ def why_it_keeps(run_dir: Path, nodes: Collection[str], count: int) -> str | Non
     if decision is None or decision.run_id != os.environ.get("TORCHELASTIC_RUN_ID"):
         return None if count > 1 else "there is no other node to go on with"
     return decision.why_it_keeps(nodes, count)
-
-
-def nodes_to_avoid(events: Iterable[Event], run_id: str | None) -> set[str]:
-    """The nodes that a rank on them has asked to go on without, since the workers were started.
-
-    Args:
-        events: The run's ledger, oldest first.
-        run_id: Id of the rendezvous for which they were.
-    """
-    nodes: set[str] = set()
-    is_this = False
-    for event in events:
-        if event["event"] == "job_start":
-            nodes.clear()
-            is_this = event.get("run_id") == run_id
-        elif event["event"] == "workload_request" and event.get("action") == "exclude_this_node" and is_this:
-            nodes.add(str(event.get("node")))
-    return nodes
 
 
 def meet_alike(endpoint: str, other: str) -> bool:

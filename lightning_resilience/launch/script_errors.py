@@ -11,13 +11,12 @@ import sysconfig
 import time
 import traceback
 import types
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_resilience.launch.budget import normalised
 from lightning_resilience.launch.output import say
+from lightning_resilience.run.failures import normalised
 from lightning_resilience.run.ledger import node_name
 
 # What is raised by mistakes in a script, rather than by a device or a network that may be better soon.
@@ -36,7 +35,6 @@ _OF_MACHINES = re.compile(
 )
 # A path with a mistake in it, unless a training of the same command has begun before: then a disk is not mounted.
 _FILES = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")
-_REFUSED = "the script ended by sys.exit(2)"  # argparse's
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _NOT_THE_USERS = (
@@ -73,53 +71,6 @@ def _mistake(error: BaseException) -> str | None:
         return "code"
     is_one = kind.__name__ in _MISTAKES_OR_NOT or any(each.__name__ in _MISTAKES for each in kind.__mro__)
     return "code" if is_one and not isinstance(error, OSError) and not _OF_MACHINES.search(str(error)) else None
-
-
-def why_not_again(events: Iterable[dict[str, Any]]) -> str | None:
-    """Why the script need not be run once more: it has made the same mistake twice, and not one step between.
-
-    Asked when a group of workers starts, since all of them must come to the same answer; with several nodes by the
-    first node's launch, since what one node has just written another may not see yet.
-
-    Args:
-        events: The run's ledger, oldest first.
-    """
-    verdict = None
-    command: Any = None
-    has_begun = False  # a training, with this command
-    steps: dict[Any, int] = {}  # at which each fit of this group of workers began
-    has_advanced = False  # this group
-    found: dict[tuple[str, Any, str], set[Any]] = {}
-    for event in events:
-        fit, step = event.get("fit"), event.get("step")
-        match event["event"]:
-            case "launch":
-                verdict = None
-                found.clear()
-                has_begun = has_begun and event.get("command") == command
-                command = event.get("command")
-            case "start":
-                steps.clear()
-                has_advanced = False
-            case "fresh" | "resumed":
-                steps[fit] = step or 0
-                has_begun = True
-            case "fault" if "elastic_run_id" in event:
-                reason = str(event.get("reason"))
-                same = (str(event.get("kind")), event.get("place"), normalised(reason))
-                groups = found.setdefault(same, set())
-                if has_advanced:
-                    groups.clear()
-                groups.add((event["elastic_run_id"], event.get("restart_count")))
-                mistake = event.get("mistake")
-                if reason == _REFUSED:
-                    verdict = f"{reason}, which says that it was called in a wrong way"
-                elif len(groups) > 1 and (mistake == "code" or (mistake == "file" and not has_begun)):
-                    where = f" ({same[1]})" if same[1] else ""
-                    verdict = f"{reason}{where}, twice with no step between"
-            case _ if isinstance(step, int) and fit in steps and step > steps[fit]:
-                has_advanced = True
-    return verdict
 
 
 def show(error: BaseException, folder: Path, launch_id: str, rank: int) -> None:

@@ -10,11 +10,13 @@ from dataclasses import fields
 from pathlib import Path
 
 from lightning_resilience._formatting import duration, node_range, or_dash, shortened, table, timestamp
-from lightning_resilience.launch.allocations import Allocation, allocations_of, current_job_chain
-from lightning_resilience.launch.budget import Budget, Event, highest_verified_step, spent
+from lightning_resilience.launch.allocations import current_job_chain
+from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.record import records
 from lightning_resilience.launch.schedulers import KINDS
-from lightning_resilience.run.ledger import is_ledger, node_name, read_ledger
+from lightning_resilience.run.events import AllocationEnd, Fault, LaunchExit, LaunchStart
+from lightning_resilience.run.history import Allocation, History, read_history
+from lightning_resilience.run.ledger import is_ledger, node_name
 from lightning_resilience.run.run_directory import RunDirectory
 
 _REASON_LENGTH = 110
@@ -28,22 +30,22 @@ def status(run_dir: str | os.PathLike[str]) -> str:
         run_dir: The run directory.
     """
     run_directory = RunDirectory(run_dir)
-    events = list(read_ledger(run_directory.ledger))
-    allocations = allocations_of(events)
+    history = read_history(run_directory.ledger)
+    allocations = history.allocations
     if not allocations:
         return f"Nothing is recorded in {run_directory.ledger}: no run has been launched here."
     lines = [f"Run {run_directory.path}", ""]
     rows = [_row(number, allocations) for number in range(len(allocations))]
     lines += table(["allocation", "job", "nodes", "began", "lasted", "safe steps", "starts", "ended", "then"], rows)
     job_chain = current_job_chain(allocations)
-    lines += ["", f"Safe      {_safe(events)}"]
-    budget = _budget_left(events) if allocations[-1].has_launcher else "none: nothing starts this run again"
+    lines += ["", f"Safe      {_safe(history)}"]
+    budget = _budget_left(history) if allocations[-1].has_launcher else "none: nothing starts this run again"
     lines += [f"Budget    {budget}"]
     lines += [f"Job chain {len(job_chain)} allocations" if len(job_chain) != 1 else "Job chain 1 allocation"]
     if allocations[-1].excluded:
         lines.append(f"Excluded  {', '.join(allocations[-1].excluded)}")
     lines += [f"Now       {_now(allocations, run_directory.path)}"]
-    if reason := _last_reason(events):
+    if reason := _last_reason(history):
         lines.append(f"Last word {reason}")
     return "\n".join(lines)
 
@@ -68,47 +70,47 @@ def overview(runs: Sequence[Path]) -> str:
     """
     rows = []
     for path in runs:
-        events = list(read_ledger(RunDirectory(path).ledger))
-        launched = [event.get("command") for event in events if event["event"] == "launch"]
-        command = shlex.join(map(str, launched[-1])) if launched and isinstance(launched[-1], list) else "-"
-        allocations = allocations_of(events)
-        rows.append([path.name, _safe(events), _now(allocations, path) if allocations else "-", command])
+        history = read_history(RunDirectory(path).ledger)
+        launch, allocations = history.last(LaunchStart), history.allocations
+        command = shlex.join(launch.command) if launch is not None and launch.command is not None else "-"
+        rows.append([path.name, _safe(history), _now(allocations, path) if allocations else "-", command])
     return "\n".join(table(["run", "safe", "now", "command"], rows))
 
 
-def progress_line(events: Sequence[Event]) -> str:
+def progress_line(history: History) -> str:
     """Where a run is, in a few words: ``step 1200 safe, restart 1 of 3, allocation 4``.
 
     Args:
-        events: The run's ledger, oldest first.
+        history: The run's history.
     """
-    step = highest_verified_step(events)
+    step, failures, retries = history.verified_step, history.failures.in_job, history.failures.job_retries
     words = ["no step safe yet" if step is None else f"step {step} safe"]
-    budget, (failures, retries) = _budget(events), spent(events)
+    budget = _budget(history)
     if failures:
         words.append(f"restart {failures} of {budget.in_job_restarts}")
     if retries:
         words.append(f"retry {retries} of {budget.job_retries}")
-    words.append(f"allocation {len(current_job_chain(allocations_of(events)))}")
+    words.append(f"allocation {len(current_job_chain(history.allocations))}")
     return ", ".join(words)
 
 
-def _budget(events: Sequence[Event]) -> Budget:
+def _budget(history: History) -> Budget:
     """The limits that the last launch has been given."""
-    given = next((event.get("budget") for event in reversed(events) if event["event"] == "launch"), None)
-    limits = {name: each for name, each in (given or {}).items() if name in _LIMITS and type(each) is int}
+    launch = history.last(LaunchStart)
+    given = (launch.budget if launch is not None else None) or {}
+    limits = {name: each for name, each in given.items() if name in _LIMITS and type(each) is int}
     return Budget(**limits)  # another version may have had other ones
 
 
-def _safe(events: Sequence[Event]) -> str:
-    step = highest_verified_step(events)
+def _safe(history: History) -> str:
+    step = history.verified_step
     return "no checkpoint yet" if step is None else f"step {step}"
 
 
-def _budget_left(events: Sequence[Event]) -> str:
-    budget, (failures, retries) = _budget(events), spent(events)
-    restarts = max(0, budget.in_job_restarts - failures)
-    again = max(0, budget.job_retries - retries)
+def _budget_left(history: History) -> str:
+    budget = _budget(history)
+    restarts = max(0, budget.in_job_restarts - history.failures.in_job)
+    again = max(0, budget.job_retries - history.failures.job_retries)
     return f"{restarts} of {budget.in_job_restarts} restarts and {again} of {budget.job_retries} job retries left"
 
 
@@ -135,7 +137,8 @@ def _how(each: Allocation, following: Allocation | None) -> str:
     if each.how is not None:
         return each.how
     if each.exit is not None:
-        return "retry" if each.exit.get("new_job") else str(each.exit.get("status"))
+        is_retry = isinstance(each.exit, LaunchExit) and each.exit.new_job
+        return "retry" if is_retry else str(each.exit_status)
     return "-" if following is None else "killed"
 
 
@@ -154,9 +157,9 @@ def _now(allocations: Sequence[Allocation], run_dir: Path) -> str:
     if last.job_id is not None and (queued := _queue_state(last.job_id)):
         return queued
     if last.then == "end" or (last.exit is not None and last.then is None):
-        how = last.how or str(last.exit and last.exit.get("status"))
-        if last.exit is not None and last.exit["event"] == "fault":
-            how += f" ({shortened(str(last.exit.get('reason')), _REASON_LENGTH)})"
+        how = last.how or str(last.exit_status)
+        if isinstance(last.exit, Fault):
+            how += f" ({shortened(str(last.exit.reason), _REASON_LENGTH)})"
         return f"ended: {how}"
     if any(record.is_here and not record.is_dead for record in records(run_dir / "launches")):
         return f"running on this node ({node_name()})"
@@ -171,8 +174,6 @@ def _queue_state(job_id: str) -> str | None:
     return next((state for kind in KINDS if (state := kind().queue_state(job_id)) is not None), None)
 
 
-def _last_reason(events: Sequence[Event]) -> str | None:
-    ends = [event for event in events if event["event"] in ("slice_end", "exit")]
-    if not ends:
-        return None
-    return shortened(str(ends[-1].get("reason")), _REASON_LENGTH)
+def _last_reason(history: History) -> str | None:
+    end = next((event for event in reversed(history.events) if isinstance(event, (AllocationEnd, LaunchExit))), None)
+    return None if end is None else shortened(str(end.reason), _REASON_LENGTH)

@@ -18,7 +18,6 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,17 @@ from lightning_resilience import signals
 from lightning_resilience.detect.hangs.rank_probe import Witness, node_directory
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.detect.hangs.watchdog import start_soon
-from lightning_resilience.launch.budget import first_cause, highest_verified_step, last_recurrence
 from lightning_resilience.launch.job_info import job_info
-from lightning_resilience.launch.nodes import Board, nodes_to_avoid
+from lightning_resilience.launch.nodes import Board
 from lightning_resilience.launch.output import say, write_line
 from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.record import FIRST, newest
-from lightning_resilience.launch.script_errors import describe, show, why_not_again
+from lightning_resilience.launch.script_errors import describe, show
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
 from lightning_resilience.run.events import Fault, ScriptOutcome, WorkersStart
-from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
+from lightning_resilience.run.failures import cause_of_end
+from lightning_resilience.run.history import read_history
+from lightning_resilience.run.ledger import Ledger, node_name
 from lightning_resilience.run.run_directory import (
     RUN_DIR_VARIABLE,
     WORKER_PID_VARIABLE,
@@ -99,15 +99,15 @@ def main() -> None:
     _wait_for_other_nodes(run_directory)
     if ledger.rank == 0:
         _record_start(run_directory, ledger)
-    events = list(read_ledger(run_directory.ledger))  # also: what this process records comes after it
-    if (reason := why_not_again(events)) is not None:
+    history = read_history(run_directory.ledger)  # also: what this process records comes after it
+    if (reason := history.why_not_again) is not None:
         # On one node all find the same in the ledger. With several the first node's launch decides, for all, and ends
         # this process: no rank begins what it would not finish.
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             _record_end(run_directory, ledger, Outcome("halted", reason), fault, command)
             sys.exit(0)
         time.sleep(_ENDED_WITHIN_S)
-    del events
+    del history
     try:
         _run_script(command)
         outcome = Outcome("finished", "the script ended")
@@ -180,7 +180,7 @@ def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
     decision = Board(run_directory.path / "decision.json", "").read()
     if decision is None or decision.owner != os.environ.get(FIRST_LAUNCH_VARIABLE):
         return
-    nodes = nodes_to_avoid(read_ledger(run_directory.ledger), run_id)
+    nodes = read_history(run_directory.ledger).nodes_to_avoid(run_id)
     count = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if decision.run_id != run_id or (nodes and decision.why_it_keeps(nodes, count) is None):
         time.sleep(_ENDED_WITHIN_S)
@@ -188,8 +188,8 @@ def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
 
 def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:
     run_directory.forget_outcome()
-    events = list(read_ledger(run_directory.ledger))
-    info, step = job_info(), highest_verified_step(events)
+    history = read_history(run_directory.ledger)
+    info, step = job_info(), history.verified_step
     ledger.record(
         WorkersStart(
             attempt=run_directory.claim(),  # from here on no process of an earlier attempt can publish anything
@@ -199,39 +199,13 @@ def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:
         )
     )
     # The elastic launcher has decided this, not the launch, which may end it here.
-    if info["restart_count"] > 0 and why_not_again(events) is None:
-        cause = first_fault(events, info["elastic_run_id"], info["restart_count"] - 1) or "a worker was killed"
+    if info["restart_count"] > 0 and history.why_not_again is None:
+        cause = cause_of_end(history.events, info["elastic_run_id"], info["restart_count"] - 1)
         safe = "no checkpoint yet" if step is None else f"step {step} is safe"
-        line = f"Restart {info['restart_count']} inside the job, {safe}. Before: {cause}."
-        if again := last_recurrence(read_ledger(run_directory.ledger)):
+        line = f"Restart {info['restart_count']} inside the job, {safe}. Before: {cause or 'a worker was killed'}."
+        if again := read_history(run_directory.ledger).failures.recurrence:
             line += f" This is {again}."
         say(line)
-
-
-def first_fault(events: Iterable[dict[str, Any]], elastic_run_id: str | None, restart_count: int) -> str | None:
-    """What the first worker of a group to fail has said; the others have only lost a peer.
-
-    A worker that was killed says nothing: if all that is known is that peers were lost, it is that one that failed.
-    """
-    same = {"elastic_run_id": elastic_run_id, "restart_count": restart_count}
-    group = [event for event in events if same.items() <= event.items()]
-    faults = [event for event in group if event["event"] == "fault"]
-    if not faults:
-        return next((str(event.get("reason")) for event in group if event["event"] == "killed"), None)
-    cause = first_cause(faults)
-    if cause is not None:
-        return _say(cause)
-    world_size = max(event.get("world_size") or 1 for event in group)
-    silent = set(range(world_size)) - {event.get("rank") for event in faults}
-    who = f"rank {silent.pop()}" if len(silent) == 1 else "a worker"
-    return f"{who} was killed ({_say(faults[0])})"
-
-
-def _say(fault: dict[str, Any]) -> str:
-    if fault.get("kind") == "died":  # seen by another process, which says which rank
-        return str(fault.get("reason"))
-    who = "hang" if fault.get("kind") == "hang" else f"rank {fault.get('rank')}"  # a hang's reason says which rank
-    return f"{who}: {fault.get('reason')}"
 
 
 def _record_end(

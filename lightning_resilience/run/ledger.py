@@ -29,25 +29,13 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from lightning_resilience.run.events import Event
+from lightning_resilience.run.events import LAST_TIME, Event, is_time, parse
 
 log = logging.getLogger(__name__)
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("time", "order", "saved_at", "seconds", "limit"), (int, float)),
-    **dict.fromkeys(("fit", "step", "verified_step", "rank", "world_size", "nodes"), int),
-    **dict.fromkeys(("restart_count", "slurm_restart_count", "job_attempt"), int),
-    **dict.fromkeys(("node", "elastic_run_id", "run_id", "slurm_job_id", "tier", "kind", "place", "section"), str),
-    **dict.fromkeys(("reason", "action", "status", "how", "then"), str),
-    **dict.fromkeys(("node_list", "excluded", "devices"), list),
-    **dict.fromkeys(("budget", "fault"), dict),
-}
-"""What the readers rely on; any of them may be missing or null."""
-_LAST_TIME = datetime(9999, 1, 1).timestamp()
+_FOLDER = "ledger"  # in a run directory
 _TICK_S = 1e-6
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -105,10 +93,10 @@ class Ledger:
         latest = _latest.get(os.fspath(self.path), -math.inf)
         # Not only for this event: what this process records next comes later by as much time as it takes.
         self._ahead_s = max(self._ahead_s, latest + _TICK_S - now)
-        place = _latest[os.fspath(self.path)] = min(now + self._ahead_s, _LAST_TIME)
+        place = _latest[os.fspath(self.path)] = min(now + self._ahead_s, LAST_TIME)
         return place
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Event]:
         """All events in their order. What was read before is not read again.
 
         Raises:
@@ -150,16 +138,26 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
-def read_ledger(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The events of a ledger in their order; torn and foreign lines are skipped.
+def read_ledger(path: str | os.PathLike[str]) -> list[Event]:
+    """Reads the ledger of a run; torn and foreign lines are skipped.
 
     Args:
-        path: The ledger's folder. A missing one has no events.
+        path: The run directory, or the folder ``ledger`` in it.
+
+    Returns:
+        The events in their order; none where there is no ledger. Their classes are in
+        :mod:`lightning_resilience.run.events`.
 
     Raises:
         OSError: If it cannot be read.
+
+    Example:
+        >>> import lightning_resilience as lr
+        >>> [event.step for event in lr.read_ledger("runs/train") if event.name == "saved"]
+        []
     """
-    yield from _Reader(Path(path).absolute()).read()
+    folder = Path(path).absolute()
+    return _Reader(folder / _FOLDER if is_ledger(folder / _FOLDER) else folder).read()
 
 
 def is_ledger(path: str | os.PathLike[str]) -> bool:
@@ -189,13 +187,13 @@ class _Reader:
         self.path = path
         self.insertions = 0
         self._files: dict[Path, _File] = {}
-        self._found: list[tuple[_Place, dict[str, Any]]] = []
+        self._found: list[tuple[_Place, Event]] = []
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Event]:
         files = _files_of(self.path)
         if not self._files.keys() <= set(files):
             self._begin_anew()
-        new: list[tuple[_Place, dict[str, Any]]] = []
+        new: list[tuple[_Place, Event]] = []
         try:
             for path in files:
                 new += _read_on(path, path.parent != self.path, self._files.setdefault(path, _File()))
@@ -223,7 +221,7 @@ class _Shorter(Exception):
     """A file has less in it than was read of it: it is another one."""
 
 
-def _place(found: tuple[_Place, dict[str, Any]]) -> _Place:
+def _place(found: tuple[_Place, Event]) -> _Place:
     return found[0]
 
 
@@ -236,37 +234,31 @@ def _files_of(path: Path) -> list[Path]:
         return files
 
 
-def _read_on(path: Path, is_old: bool, read: _File) -> Iterator[tuple[_Place, dict[str, Any]]]:
+def _read_on(path: Path, is_old: bool, read: _File) -> Iterator[tuple[_Place, Event]]:
     """The events in ``path`` after those that have been read."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < read.size:
             raise _Shorter
         file.seek(read.size)
         for line in file:
-            event = _parse(line)
-            if event is None and not line.endswith(b"\n"):
+            found = _parse(line)
+            if found is None and not line.endswith(b"\n"):
                 return  # it is being written, or its writer was killed
             read.size += len(line)
             read.lines += 1
-            if event is not None:
-                order = float(event.pop("order", None) or event["time"])
+            if found is not None:
+                order, event = found
                 read.order = -math.inf if is_old else max(read.order, order)
                 yield (read.order, path.name, read.lines), event
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The event that a line is, if it is one as :class:`Ledger` writes them, in what the readers rely on."""
+def _parse(line: bytes) -> tuple[float, Event] | None:
+    """The event that a line holds, and its place in the order by its writer's clock."""
     try:
-        event = json.loads(line)
+        content = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+    event = parse(content) if isinstance(content, dict) else None
+    if event is None or not is_time(order := content.get("order") or event.time):
         return None
-    known = {name: value for name, value in event.items() if name in _TYPES and value is not None}
-    is_good = (
-        all(isinstance(value, _TYPES[name]) and not isinstance(value, bool) for name, value in known.items())
-        and all(value >= 0 for value in known.values() if isinstance(value, (int, float)))
-        and all(isinstance(each, str) for name in ("node_list", "excluded", "devices") for each in known.get(name, ()))
-        and max(known.get("time", 0), known.get("order", 0)) <= _LAST_TIME
-    )
-    return event | {"time": float(event.get("time") or 0.0)} if is_good else None
+    return float(order), event

@@ -610,13 +610,16 @@ class Watchdog:
             return None
         if not self._is_started_again:
             return "nothing would start this run again"
-        here: dict[str, Any] = {"kind": "hang", "busy": True, "fit": self._about["fit"], "section": late.section}
-        here["step"] = verdict.culprits[0].step
+        here = ("hang", True, self._about["fit"], late.section, verdict.culprits[0].step)
         try:
-            events = self._storage.call(lambda: list(read_ledger(RunDirectory(self._about["run_dir"]).ledger)))
+            events = self._storage.call(lambda: read_ledger(RunDirectory(self._about["run_dir"]).ledger))
         except OSError:
             return None
-        was_here = any(event["event"] == "fault" and here.items() <= event.items() for event in events)
+        was_here = any(
+            (fault.kind, fault.busy, fault.fit, fault.section, fault.step) == here
+            for fault in events
+            if isinstance(fault, Fault)
+        )
         return "it was ended here before, just as busy" if was_here else None
 
     def _refreshed(self, folder: Path | None, evidence: list[RankEvidence]) -> list[RankEvidence]:

@@ -1,0 +1,231 @@
+"""Why groups of workers ended, and which failures are the same: pure functions over a ledger's events.
+
+A *group* is the ranks of one start: all that is recorded from one ``start`` to the next.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lightning_resilience.run.events import (
+    Event,
+    Fault,
+    Fresh,
+    JobInfo,
+    Killed,
+    LaunchStart,
+    NotRestored,
+    Resumed,
+    WorkersStart,
+)
+
+F = TypeVar("F", Fault, NotRestored)
+
+REFUSED_ARGUMENTS = "the script ended by sys.exit(2)"  # argparse's
+
+_LOST_PEER = re.compile(r"PeerLost|Connection (closed|reset) by peer|ncclRemoteError|NCCL communicator was aborted")
+_TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+_PATH = re.compile(r"(?<![\w.])\.{0,2}/[^\s'\"`,;:()<>\[\]]+")
+_HEX = re.compile(
+    r"\b(0x[0-9a-f]+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{8,})\b",
+    re.IGNORECASE,
+)
+_NUMBERS = re.compile(r"\d+([.,]?\d+|e[-+]?\d+|(, and|,| and) \d+)*")  # a list of ranks is as long as it happens to be
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What identifies the end of a group of workers: two that are equal are the same failure come again.
+
+    Args:
+        kind: Name of the exception's class, ``hang``, or ``a worker was killed``.
+        message: The error message without what differs between two of a kind: numbers, addresses, paths. Empty for a
+            hang, since the state in which its ranks are found is a matter of the moment.
+        place: The user's innermost line, ``train.py:80``, if it is known.
+        fit: Number of the fit in which it came; ``None`` if outside of every fit, or unknown.
+        step: ``trainer.global_step`` at which it came, if known.
+        origin: Where the workers had begun, as a clause: ``after resuming from step 30``.
+    """
+
+    kind: str
+    message: str = ""
+    place: str | None = None
+    fit: int | None = None
+    step: int | None = None
+    origin: str = ""
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f" at step {self.step}"
+        fit = f" in fit {self.fit}" if self.fit else ""
+        place = f" ({self.place})" if self.place else ""
+        return f"{self.kind}{step}{fit}{place}"
+
+    @staticmethod
+    def of(group: Iterable[Event]) -> Failure:
+        """Why a group of workers ended.
+
+        Args:
+            group: Its events, oldest first, with the ``start`` if one was recorded.
+        """
+        group = list(group)
+        verified = fit = None
+        origins: dict[int | None, str] = {}
+        for event in group:
+            match event:
+                case WorkersStart():
+                    verified = event.verified_step
+                case Resumed() | Fresh():
+                    fit = event.fit
+                    origins[fit] = f"after resuming from step {event.step}" if event.step else "from the beginning"
+        origins.setdefault(None, "before the first checkpoint" if verified is None else f"with step {verified} safe")
+        faults = faults_of(group)
+        cause = first_cause(faults)
+        if cause is None:
+            return Failure("a worker was killed", fit=fit, origin=origins[fit])
+        kind, fit = cause.kind or "failure", cause.fit
+        return Failure(
+            kind=kind,
+            message="" if kind == "hang" else normalised(str(cause.reason)),
+            place=next((fault.place for fault in faults if fault.rank == cause.rank and fault.place), None),
+            fit=fit,
+            step=cause.step,
+            origin=origins.get(fit, "before resuming"),
+        )
+
+
+def faults_of(group: Iterable[Event]) -> list[Fault]:
+    """The faults that may have ended a group of workers.
+
+    Args:
+        group: Its events, oldest first, with the ``start`` if one was recorded.
+    """
+    run_id = None
+    faults: list[Fault] = []
+    for event in group:
+        match event:
+            case WorkersStart():
+                run_id = event.elastic_run_id
+            case Resumed() | Fresh():  # the script has caught what a fit before this one raised, and gone on
+                faults = [fault for fault in faults if fault.has_ended_workers or fault.fit == event.fit]
+            case Fault() if run_id is None or not event.has_ended_workers or event.elastic_run_id == run_id:
+                faults.append(event)  # else a late one of another job
+    return faults
+
+
+def first_cause(faults: Iterable[F]) -> F | None:
+    """The first fault of a group that is no mere consequence of another rank's; ``None`` if all are consequences.
+
+    A killed worker records nothing: where all faults are lost peers, a worker was killed. A diagnosed hang explains the
+    timeouts of its peers.
+    """
+    faults = list(faults)
+    hung = any(fault.kind == "hang" for fault in faults)
+    for fault in faults:
+        reason = str(fault.reason)
+        if fault.kind == "hang" or not (_LOST_PEER.search(reason) or (hung and _TIMED_OUT.search(reason))):
+            return fault
+    return None
+
+
+def cause_of_end(events: Iterable[Event], elastic_run_id: str | None, restart_count: int | None = None) -> str | None:
+    """Why a group of workers ended, in a few words; ``None`` if nothing was recorded about it.
+
+    Args:
+        events: The run's ledger, oldest first.
+        elastic_run_id: Id of the rendezvous.
+        restart_count: Number of restarts inside the job before the group started; default: of the last group.
+    """
+    kinds = (WorkersStart, JobInfo, Fault, Killed)
+    job = [event for event in events if isinstance(event, kinds) and event.elastic_run_id == elastic_run_id]
+    if restart_count is None:
+        restart_count = max((event.restart_count or 0 for event in job), default=0)
+    group = [event for event in job if event.restart_count == restart_count]
+    faults = [event for event in group if isinstance(event, Fault)]
+    if not faults:
+        return next((str(event.reason) for event in group if isinstance(event, Killed)), None)
+    cause = first_cause(faults)
+    if cause is not None:
+        return _described(cause)
+    starts = [event for event in group if isinstance(event, (WorkersStart, JobInfo))]
+    world_size = max((event.world_size or 1 for event in starts), default=1)
+    silent = set(range(world_size)) - {event.rank for event in faults}
+    who = f"rank {silent.pop()}" if len(silent) == 1 else "a worker"
+    return f"{who} was killed ({_described(faults[0])})"
+
+
+def _described(fault: Fault) -> str:
+    if fault.kind == "died":  # recorded by another process; the reason names the rank
+        return str(fault.reason)
+    who = "hang" if fault.kind == "hang" else f"rank {fault.rank}"  # a hang's reason names the rank
+    return f"{who}: {fault.reason}"
+
+
+def normalised(message: str) -> str:
+    """A message without what differs when the same thing happens again: paths, addresses, numbers, ranks among them."""
+    for pattern, name in ((_PATH, "<path>"), (_HEX, "<hex>"), (_NUMBERS, "<n>")):
+        message = pattern.sub(name, message)
+    return " ".join(message.split())
+
+
+def recurrence(failure: Failure, times: int) -> str:
+    """A clause about a failure that has come again.
+
+    Args:
+        failure: The failure.
+        times: How often it has come.
+    """
+    suffix = "th" if times % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(times % 10, "th")
+    return f"the same failure for the {times}{suffix} time: {failure}, each time {failure.origin}"
+
+
+class RepeatedMistake:
+    """Whether another start of the script is in vain: it has made the same mistake twice without a step between.
+
+    All ranks must come to the same answer when a group of workers starts. With several nodes the first node's launch
+    gives it, since what a node has just written another may not see yet.
+    """
+
+    def __init__(self) -> None:
+        self.verdict: str | None = None
+        self._command: list[str] | None = None
+        self._has_begun = False  # a training, with this command
+        self._steps: dict[int | None, int] = {}  # at which each fit of this group of workers began
+        self._has_advanced = False  # this group
+        self._found: dict[tuple[str, str | None, str], set[tuple[str | None, int | None]]] = {}
+
+    def add(self, event: Event) -> None:
+        """Takes the next event into account."""
+        match event:
+            case LaunchStart():
+                self.verdict = None
+                self._found.clear()
+                self._has_begun = self._has_begun and event.command == self._command
+                self._command = event.command
+            case WorkersStart():
+                self._steps.clear()
+                self._has_advanced = False
+            case Fresh() | Resumed():
+                self._steps[event.fit] = event.step or 0
+                self._has_begun = True
+            case Fault() if event.has_ended_workers:
+                self._judge(event)
+            case _:
+                fit, step = getattr(event, "fit", None), getattr(event, "step", None)
+                if step is not None and fit in self._steps and step > self._steps[fit]:
+                    self._has_advanced = True
+
+    def _judge(self, fault: Fault) -> None:
+        reason = str(fault.reason)
+        groups = self._found.setdefault((str(fault.kind), fault.place, normalised(reason)), set())
+        if self._has_advanced:
+            groups.clear()
+        groups.add((fault.elastic_run_id, fault.restart_count))
+        is_mistake = fault.mistake == "code" or (fault.mistake == "file" and not self._has_begun)
+        if reason == REFUSED_ARGUMENTS:
+            self.verdict = f"{reason}, which says that it was called in a wrong way"
+        elif len(groups) > 1 and is_mistake:
+            where = f" ({fault.place})" if fault.place else ""
+            self.verdict = f"{reason}{where}, twice with no step between"

@@ -1,0 +1,456 @@
+"""What a ledger says about a run. The ledger is folded here, and nowhere else.
+
+:class:`History` takes events one by one, so a run that is followed is folded once; :class:`LiveHistory` does that. The
+budget, the reports, the launcher, the workers, the scheduler's batch step and the fits ask it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from lightning_resilience.run.events import (
+    AllocationEnd,
+    AllocationStart,
+    BadStep,
+    Event,
+    Fault,
+    Finished,
+    FitInterrupted,
+    Fresh,
+    GiveUp,
+    JobFailed,
+    JobStart,
+    LauncherKilled,
+    LaunchExit,
+    LaunchStart,
+    MarkedBad,
+    NotRestored,
+    RestoredInPlace,
+    Resumed,
+    Saved,
+    WorkersStart,
+    WorkloadRequest,
+)
+from lightning_resilience.run.failures import Failure, RepeatedMistake, first_cause, recurrence
+from lightning_resilience.run.ledger import Ledger, read_ledger
+
+EXCLUDE_THIS_NODE = "exclude_this_node"
+"""The action of a :class:`.WorkloadRequest` to go on without the node that asks."""
+
+Then = Literal["requeue", "end"]
+"""What follows an allocation."""
+
+E = TypeVar("E", bound=Event)
+
+
+class History:
+    """What the events of a ledger say.
+
+    Args:
+        events: The run's ledger, oldest first.
+
+    Attributes:
+        events: All events so far.
+        allocations: The scheduler's allocations, and the launches without one.
+        failures: What counts against the budget.
+    """
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.events: list[Event] = []
+        self.allocations: list[Allocation] = []
+        self.failures = FailureCounts()
+        self._mistake = RepeatedMistake()
+        self._highest: dict[int, int] = {}  # verified step of each fit
+        self._fits: set[int | None] = set()  # begun without launcher; no process begins the same one twice
+        self._run_id: str | None = None  # of the last job
+        self._to_avoid: set[str] = set()
+        for event in events:
+            self.add(event)
+
+    def add(self, event: Event) -> None:
+        """Takes the next event into account."""
+        self.events.append(event)
+        before, verified, has_advanced = self.verified_step, verified_step(event), False
+        if verified is not None:
+            fit, step = verified
+            if has_advanced := step > self._highest.get(fit, -1):
+                self._highest[fit] = step
+        self._allocate(event, before, has_advanced)
+        self.failures.add(event, verified, has_advanced)
+        self._mistake.add(event)
+        match event:
+            case JobStart():
+                self._to_avoid.clear()
+                self._run_id = event.run_id
+            case WorkloadRequest(action="exclude_this_node"):
+                self._to_avoid.add(str(event.node))
+
+    # -- the events --------------------------------------------------------------------------------------------------
+
+    def of(self, kind: type[E]) -> list[E]:
+        """All events of a kind."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def last(self, kind: type[E]) -> E | None:
+        """The last event of a kind."""
+        return next((event for event in reversed(self.events) if isinstance(event, kind)), None)
+
+    def since(self, *kinds: type[Event]) -> list[Event]:
+        """The last event of any of these kinds, and all that follow; nothing without such an event."""
+        found = (index for index in range(len(self.events) - 1, -1, -1) if isinstance(self.events[index], kinds))
+        begin = next(found, None)
+        return [] if begin is None else self.events[begin:]
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @property
+    def verified_step(self) -> int | None:
+        """The highest verified step of the last fit that has one."""
+        return max(self._highest.items())[1] if self._highest else None
+
+    @property
+    def last_save_s(self) -> float | None:
+        """How long the last global save took, in seconds."""
+        took = (each.seconds for each in reversed(self.of(Saved)) if (each.tier or "global") == "global")
+        return next((seconds for seconds in took if seconds is not None), None)
+
+    def not_restored(self, fit: int, attempts: int) -> NotRestored | None:
+        """What a number of attempts in a row have chosen and could not restore, as the last one has recorded it.
+
+        Args:
+            fit: Number of the fit.
+            attempts: How many.
+        """
+        chosen: str | None = None
+        tries: list[list[NotRestored]] = []  # of what was chosen last, by attempt
+        for event in self.events:
+            match event:
+                case NotRestored() if event.fit == fit and (event.generation or event.path) == chosen and tries:
+                    tries[-1].append(event)
+                case Resumed() | RestoredInPlace() | Fresh() | MarkedBad() if event.fit == fit:
+                    name = getattr(event, "generation", None) or getattr(event, "path", None)
+                    failed_again = isinstance(event, Resumed) and name == chosen and tries and tries[-1]
+                    tries = [*tries, []] if failed_again else [[]]
+                    chosen = name
+        causes = [cause for faults in tries if (cause := first_cause(faults)) is not None]
+        return causes[-1] if len(causes) >= attempts else None
+
+    # -- the workers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all ranks had finished when the launch last ended, and none were started since."""
+        ends = self.since(WorkersStart, LaunchExit)
+        return bool(ends) and isinstance(ends[0], LaunchExit) and ends[0].status == "finished"
+
+    @property
+    def why_not_again(self) -> str | None:
+        """Why another start of the script is in vain, if it is; see :class:`.RepeatedMistake`."""
+        return self._mistake.verdict
+
+    def nodes_to_avoid(self, run_id: str | None) -> set[str]:
+        """The nodes that a rank on them has asked to go on without, since the workers were started.
+
+        Args:
+            run_id: Id of the rendezvous for which they were.
+        """
+        return set(self._to_avoid) if run_id == self._run_id else set()
+
+    def _allocate(self, event: Event, step_before: int | None, has_advanced: bool) -> None:
+        current = last = self.allocations[-1] if self.allocations else None
+        match event:
+            case AllocationStart():
+                job_id, nodes = str(event.slurm_job_id), list(event.node_list or ())
+                excluded = list(current.excluded) if current is not None and current.job_id == job_id else []
+                current = Allocation(event.time, job_id, event.restart_count, nodes, excluded=excluded)
+            case LaunchStart():
+                if current is None or current.job_id is None or current.launched or current.ended is not None:
+                    current = Allocation(event.time, event.slurm_job_id, event.slurm_restart_count)
+                current.launched = True
+            case Fresh() | Resumed() if current is None or current.is_over_before(event.fit in self._fits):
+                current = Allocation(event.time)  # of a run without launcher
+                self._fits.clear()
+        if current is None:
+            return
+        if current is not last:
+            current.step_before = step_before
+            self.allocations.append(current)
+        current.last_seen = event.time
+        current.advanced |= has_advanced
+        current.step_after = self.verified_step
+        if isinstance(event, (Fresh, Resumed)):
+            self._fits.add(event.fit)
+        current.add(event)
+
+
+class LiveHistory:
+    """The history of a run that goes on: each event is folded once.
+
+    Args:
+        ledger: Where it is recorded.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._history = History()
+        self._insertions = 0
+
+    def now(self) -> History:
+        """The history so far.
+
+        Raises:
+            OSError: If the ledger cannot be read.
+        """
+        events = self._ledger.events()
+        if self._insertions != self._ledger.insertions:  # something has turned up that belongs further back
+            self._history, self._insertions = History(), self._ledger.insertions
+        for event in events[len(self._history.events) :]:
+            self._history.add(event)
+        return self._history
+
+
+def read_history(path: str | os.PathLike[str]) -> History:
+    """The history in a ledger.
+
+    Args:
+        path: As for :func:`~.ledger.read_ledger`.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    return History(read_ledger(path))
+
+
+def verified_step(event: Event) -> tuple[int, int] | None:
+    """Number of the fit and step up to which nothing can be lost from this event on, if it says so."""
+    match event:
+        # What lies in node memory is progress once it was resumed from, and not before: it may be lost with its node.
+        case Resumed(tier="local" | "replica", step=int(step)):
+            return event.fit or 0, step
+        case Saved(tier=None | "" | "global", step=int(step)):
+            return event.fit or 0, step
+        case Finished(step=int(step)) if event.saved is not False:  # there was no room for the final state, say
+            return event.fit or 0, step
+    return None
+
+
+@dataclass
+class Allocation:
+    """One start of a scheduler's job, or one call of ``launch`` without a scheduler.
+
+    Attributes:
+        began: Seconds since the epoch.
+        job_id: The scheduler's id of the job; ``None`` without a scheduler.
+        restart_count: How often it had been requeued.
+        nodes: The names of its nodes, as far as they are known.
+        step_before: The highest verified step of its fit when it began; ``None``: no checkpoint yet.
+        step_after: The same now, or when the next one began.
+        advanced: Whether a step was verified that never was before.
+        launched: Whether ``launch`` has come up in it.
+        worker_groups: How often workers were started in it.
+        ended: When it recorded its end; ``None`` if it never did.
+        how: How it ended, in a few words.
+        then: What it recorded would follow.
+        suspects: The nodes that a rank on them has asked to go on without.
+        excluded: The nodes that the job must not get from here on.
+        last_seen: When anything was recorded in it last.
+        exit: What ``launch`` has recorded about its end; without launcher, what its last fit has.
+    """
+
+    began: float
+    job_id: str | None = None
+    restart_count: int | None = None
+    nodes: list[str] = field(default_factory=list)
+    step_before: int | None = None
+    step_after: int | None = None
+    advanced: bool = False
+    launched: bool = False
+    worker_groups: int = 0
+    ended: float | None = None
+    how: str | None = None
+    then: Then | None = None
+    suspects: list[str] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
+    last_seen: float = 0.0
+    exit: LaunchExit | FitInterrupted | Finished | Fault | None = None
+
+    @property
+    def has_launcher(self) -> bool:
+        """Whether failed workers are started again; a script that was started by itself is not."""
+        return self.launched or self.job_id is not None
+
+    @property
+    def exit_status(self) -> str | None:
+        """How ``launch``, or without it the last fit, has ended."""
+        match self.exit:
+            case LaunchExit():
+                return self.exit.status
+            case FitInterrupted():
+                return "interrupted"
+            case Finished():
+                return "finished"
+            case Fault():
+                return "failed"
+        return None
+
+    def is_over_before(self, is_fit_begun: bool) -> bool:
+        """Whether it was over when a fit began, which thus is of a run that was started without launcher."""
+        if self.launched:
+            return self.ended is not None or self.exit is not None
+        return self.ended is not None or is_fit_begun
+
+    def add(self, event: Event) -> None:
+        """Takes the next event in it into account."""
+        match event:
+            case WorkersStart():
+                self.worker_groups += 1
+                if not self.nodes and event.node is not None:
+                    self.nodes = [event.node]
+            case Fresh() | Resumed():
+                if not self.launched:
+                    self.exit = None  # the script goes on with another fit
+            case FitInterrupted() | Finished() | Fault() if not self.launched:
+                self.exit = event
+            case WorkloadRequest(action="exclude_this_node"):
+                node = str(event.node)
+                self.suspects = [*(each for each in self.suspects if each != node), node]
+            case LaunchExit():
+                self.exit = event
+            case AllocationEnd():
+                self.ended, self.how = event.time, str(event.how)
+                self.then = "requeue" if event.then == "requeue" else "end"
+                self.excluded = list(event.excluded or ())
+
+
+class FailureCounts:
+    """What counts against the budget.
+
+    Attributes:
+        at: How many failures came when, in seconds since the epoch.
+        in_job: Failures in the last job since the last progress.
+        job_retries: Job retries since the last progress.
+        job_spent: Whether the launcher gave the workers up although nothing had advanced since it started them.
+        tries: How often each failure that is not overcome has come.
+        times: How often each failure has come at all.
+        last: The last failure.
+    """
+
+    def __init__(self) -> None:
+        self.at: Counter[float] = Counter()
+        self.in_job = 0
+        self.job_retries = 0
+        self.job_spent = False
+        self.tries: Counter[Failure] = Counter()
+        self.times: Counter[Failure] = Counter()
+        self.last: Failure | None = None
+        self._advanced = False  # since the launcher last started the workers
+        self._previous_start: WorkersStart | None = None
+        self._group: list[Event] | None = None  # since workers of this job last recorded their start
+
+    @property
+    def recurrence(self) -> str | None:
+        """A clause about the last failure if it was not the first of its kind."""
+        if self.last is None or self.times[self.last] < 2:
+            return None
+        return recurrence(self.last, self.times[self.last])
+
+    def add(self, event: Event, verified: tuple[int, int] | None, has_advanced: bool) -> None:
+        """Counts the next event.
+
+        Args:
+            event: The event.
+            verified: What :func:`verified_step` says of it.
+            has_advanced: Whether that is further than ever before.
+        """
+        if has_advanced:
+            self._advanced = True
+            self._refill()
+        if verified is not None:
+            fit, step = verified
+            for failure in list(self.tries):
+                if failure.fit == fit and failure.step is not None and failure.step < step:
+                    del self.tries[failure]
+        match event:
+            case JobStart():
+                self._advanced = False
+                self._previous_start = None
+                self._group = None
+                if event.retry:
+                    self.job_retries += 1
+                    self.in_job = 0
+                    self.job_spent = False
+            case WorkersStart():
+                self._fail(event, _failed_before(event, self._previous_start))
+                self._previous_start = event
+                self._group = []
+            case JobFailed():
+                self._fail(event, 1)
+                self.job_spent = not self._advanced
+            case LauncherKilled():  # by a person or with its node: counts per day only
+                self.at[event.time] += 1
+            case GiveUp():  # a launch after that begins with a fresh budget
+                self._refill()
+                self.tries.clear()
+                self.at.clear()
+        if self._group is not None:
+            self._group.append(event)
+
+    def _refill(self) -> None:
+        self.in_job = 0
+        self.job_retries = 0
+        self.job_spent = False
+
+    def _fail(self, event: Event, count: int) -> None:
+        self.in_job += count
+        self.at[event.time] += count
+        if not count:
+            return
+        # If it is more than one, the others were gone before they could record anything.
+        self.last = Failure.of(self._group) if self._group is not None else None
+        if self.last is not None:
+            self.tries[self.last] += 1
+            self.times[self.last] += 1
+
+
+def _failed_before(start: WorkersStart, previous: WorkersStart | None) -> int:
+    """How many worker groups of the same job failed between two starts; those that got far enough have recorded one.
+
+    The elastic launcher's restart count says so, but it counts per node: with several nodes any start after the first
+    is a failure, unless a node has merely joined.
+    """
+    restarts = start.restart_count or 0
+    if previous is None:
+        return restarts
+    more_restarts = restarts - (previous.restart_count or 0)
+    joined = (start.world_size or 1) > (previous.world_size or 1)
+    return 0 if more_restarts <= 0 and joined else max(1, more_restarts)
+
+
+_TROUBLES = {
+    "save_failed": ("{} save failed", "{} saves failed"),
+    "save_refused": ("{} state was not fit to be saved", "{} states were not fit to be saved"),
+    "bad_step": ("{} step was bad", "{} steps were bad"),
+    "rollback": ("the run went back {} time", "the run went back {} times"),
+    "quarantined": ("{} checkpoint was set aside", "{} checkpoints were set aside"),
+}
+
+
+def troubles(events: Iterable[Event], fit: int | None = None) -> str:
+    """What went wrong in a run although it went on, as a clause; empty if nothing did.
+
+    Args:
+        events: Its ledger.
+        fit: Only in this fit; default: in all.
+    """
+    found = set()
+    for event in events:
+        where = getattr(event, "fit", None)
+        if event.name in _TROUBLES and fit in (None, where):  # several ranks may record the same bad step
+            when = None if isinstance(event, BadStep) else event.time
+            found.add((event.name, where, getattr(event, "step", None), when))
+    counts = Counter(name for name, *_ in found)
+    return ", ".join(_TROUBLES[name][counts[name] > 1].format(counts[name]) for name in _TROUBLES if counts[name])
