@@ -12,12 +12,13 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import lightning_resilience
 from lightning_resilience import faults, recipes
 from lightning_resilience.launch import cli
 from lightning_resilience.recipes import RECIPES
+from lightning_resilience.run import events
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -130,6 +131,44 @@ def _recipe() -> str:
     return _table(["field", "meaning"], ([f"`{name}`", _markdown(text)] for name, text in described.items()))
 
 
+def _fields_of(kind: type[events.Event]) -> Iterator[tuple[str, str, str]]:
+    """Name, type and meaning of each field that a kind of event adds."""
+    hints = get_type_hints(kind, include_extras=True)
+    for each in events.own_fields(kind):
+        (hint,) = [part for part in get_args(hints[each.name]) if part is not type(None)]
+        if get_origin(hint) is not Annotated:
+            raise ValueError(f"{kind.__name__}.{each.name} has no meaning")
+        own, meaning, *_ = get_args(hint)
+        yield each.name, (str(own) if get_args(own) else own.__name__).replace("typing.", ""), meaning
+
+
+def _events() -> str:
+    def rows() -> Iterator[list[str]]:
+        for name, kind in events.EVENTS.items():
+            fields = [f"`{each.name}`" + ("" if events.is_required(each) else "?") for each in events.own_fields(kind)]
+            yield [
+                f"`{name}`",
+                f"`{kind.__name__}`",
+                _markdown(" ".join((kind.__doc__ or "").split())),
+                ", ".join(fields),
+            ]
+
+    return _table(["event", "class", "recorded when", "fields"], rows())
+
+
+def _event_fields() -> str:
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for name, kind in events.EVENTS.items():
+        for field in _fields_of(kind):
+            found.setdefault(field, []).append(name)
+    names = [name for name, _, _ in found]
+    rows = []
+    for (name, own, meaning), where in sorted(found.items()):
+        only = f" (`{'`, `'.join(where)}`)" if names.count(name) > 1 else ""
+        rows.append([f"`{name}`{only}", f"`{own}`", _markdown(meaning)])
+    return _table(["field", "type", "meaning"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{f"options of {name}": _of_class(getattr(lightning_resilience, name)) for name in CALLBACKS},
     "options of SimulatedFault": _of_class(faults.SimulatedFault),
@@ -137,6 +176,8 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"options of {name}": _of_command(name) for name in ("launch", "slurm")},
     "recipes": _recipes,
     "fields of Recipe": _recipe,
+    "events of the ledger": _events,
+    "fields of events": _event_fields,
 }
 """Every table, by the name in its comment."""
 

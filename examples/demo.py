@@ -21,11 +21,11 @@ from typing import Any
 
 import psutil
 
+from lightning_resilience import read_ledger
 from lightning_resilience._formatting import table
 from lightning_resilience.detect.hangs.rank_probe import own_directories
 from lightning_resilience.detect.hangs.verdict import Verdict
-from lightning_resilience.launch.report import interruptions
-from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.interruptions import interruptions
 from lightning_resilience.run.run_directory import RunDirectory
 
 GPT = Path(__file__).with_name("gpt.py")
@@ -170,12 +170,12 @@ class ResilientTraining(Training):
         super().__init__([*command, f"--section-timeouts={SECTION_TIMEOUTS}", *script], log)
         self.run_directory = RunDirectory(run_dir)
 
-    def events(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in read_ledger(self.run_directory.ledger) if event["event"] == name]
+    def events(self, name: str) -> list[Any]:
+        return [event for event in read_ledger(self.run_directory.path) if event.name == name]
 
-    def hangs(self) -> list[dict[str, Any]]:
+    def hangs(self) -> list[Any]:
         """The hangs that the run's watchdog has found."""
-        return [event for event in self.events("fault") if event["kind"] == "hang"]
+        return [event for event in self.events("fault") if event.kind == "hang"]
 
     def relaunch(self) -> None:
         say_more("the same command again")
@@ -205,7 +205,7 @@ def terminate(training: ResilientTraining) -> None:
     training.launcher.terminate()
     if (exit_code := training.wait_for_end()) != 75:
         raise Failed(f"the launcher ended with {exit_code}, not with 75")
-    step = training.events("interrupted")[-1]["step"]
+    step = training.events("interrupted")[-1].step
     say_more(f"all ranks stopped together and saved step {step}; exit code 75: interrupted, run me again")
 
 
@@ -228,7 +228,7 @@ def kill_launcher(training: ResilientTraining) -> None:
 
 def corrupt_newest_checkpoint_and_relaunch(training: ResilientTraining) -> None:
     terminate(training)
-    newest = Path(training.events("saved")[-1]["path"])
+    newest = Path(training.events("saved")[-1].path)
     byte = flip_bit(newest)
     say_more(f"one bit of the newest checkpoint flipped: {newest.name}, byte {byte}")
     training.relaunch()
@@ -361,13 +361,13 @@ def drill(training: ResilientTraining, fault: Fault, title: str, at_step: int) -
     if fault.is_hang:
         training.wait_until(lambda: len(training.hangs()) > hangs, "the hang is found")
         hang = training.hangs()[-1]
-        found_after_s = hang["noticed"] - inflicted_at
+        found_after_s = hang.noticed - inflicted_at
         say(f"         found after {found_after_s:.1f} s, with {STEP_LIMIT_S} s allowed for a step:")
-        say_more(hang["reason"])
+        say_more(hang.reason)
     training.wait_until(lambda: len(training.events("resumed") + training.events("fresh")) > starts, "a resume")
     reached = training.furthest_step
     resumed = training.events("resumed")[-1]
-    resumed_from, tier = int(resumed["step"]), str(resumed["tier"])
+    resumed_from, tier = resumed.step, resumed.tier
     say_more(f"resumed from step {resumed_from}, {tier} checkpoint; it had got to step {reached}")
     training.wait_until(lambda: training.furthest_step > reached, f"the training gets beyond step {reached}")
     seconds_lost = time.time() - inflicted_at
@@ -379,13 +379,13 @@ def drill(training: ResilientTraining, fault: Fault, title: str, at_step: int) -
 def what_was_found(training: ResilientTraining, fault: Fault, since: float) -> str:
     """The run's own words for what has happened to it last."""
     if fault.is_hang:
-        verdict = Path(training.hangs()[-1]["diagnostics"]) / "verdict.json"
+        verdict = Path(training.hangs()[-1].diagnostics) / "verdict.json"
         culprits = Verdict.from_json(json.loads(verdict.read_bytes())).culprits
         if [culprit.rank for culprit in culprits] != [HUNG_RANK]:
             raise Failed(f"rank {HUNG_RANK} hangs, and another verdict is in {verdict}")
         return f"hang: rank {HUNG_RANK}, {culprits[0].kind.replace('_', ' ')}"
-    quarantined = any(event["time"] > since for event in training.events("quarantined"))
-    kind = interruptions(read_ledger(training.run_directory.ledger))[-1].kind
+    quarantined = any(event.time > since for event in training.events("quarantined"))
+    kind = interruptions(read_ledger(training.run_directory.path))[-1].kind
     return f"{kind}, bad checkpoint" if quarantined else kind
 
 

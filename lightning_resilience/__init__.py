@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_resilience.fit.session import report_progress
     from lightning_resilience.launch.job_info import log_job_info
     from lightning_resilience.launch.schedulers.slurm import get_slurm_info
+    from lightning_resilience.run.ledger import read_ledger
     from lightning_resilience.signals import Interrupted
 
 __version__ = "0.1.0.dev0"
@@ -44,6 +45,7 @@ _WHERE = {
     "TrainingDiverged": "callbacks.nan_guard",
     "get_slurm_info": "launch.schedulers.slurm",
     "log_job_info": "launch.job_info",
+    "read_ledger": "run.ledger",
     "report_progress": "fit.session",
     "resolve_resume_path": "checkpoint.resume",
 }
@@ -61,6 +63,7 @@ __all__ = [
     "TrainingDiverged",
     "get_slurm_info",
     "log_job_info",
+    "read_ledger",
     "recipes",
     "report_progress",
     "resolve_resume_path",
