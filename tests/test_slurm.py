@@ -239,6 +239,19 @@ def test_what_is_given_goes_before_what_is_derived(
     assert "no time to train" in capsys.readouterr().err
 
 
+def test_a_fresh_run_has_a_script_and_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    Ledger(tmp_path / "run" / "ledger", rank=None).record("launch", command=["train.py"])
+    cli.main(["slurm", "--fresh", "--run-dir=run", "train.py"])
+    script = capsys.readouterr().out
+    assert f"--run-dir={tmp_path}/run-2 " in script
+    assert f"--output={tmp_path}/run-2/slurm/%j.out" in sbatch_options(script)
+    assert (tmp_path / "run-2" / "slurm").is_dir()
+
+
 def test_launch_reads_its_rank_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_NODEID", "3")
