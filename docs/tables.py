@@ -18,7 +18,7 @@ import lightning_resilience
 from lightning_resilience import faults, recipes
 from lightning_resilience.launch import cli
 from lightning_resilience.recipes import RECIPES
-from lightning_resilience.run import events
+from lightning_resilience.run import events, exit_codes
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -169,6 +169,11 @@ def _event_fields() -> str:
     return _table(["field", "type", "meaning"], rows)
 
 
+def _exit_codes() -> str:
+    rows = ([str(code), _markdown(text)] for code, text in exit_codes.OF_LAUNCH.items())
+    return _table(["code", "meaning"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{f"options of {name}": _of_class(getattr(lightning_resilience, name)) for name in CALLBACKS},
     "options of SimulatedFault": _of_class(faults.SimulatedFault),
@@ -176,6 +181,9 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"options of {name}": _of_command(name) for name in ("launch", "slurm")},
     "recipes": _recipes,
     "fields of Recipe": _recipe,
+    "exit codes of launch": lambda: _table(
+        ["code", "meaning"], ([f"{code}", _markdown(text)] for code, text in exit_codes.OF_LAUNCH.items())
+    ),
     "events of the ledger": _events,
     "fields of events": _event_fields,
 }

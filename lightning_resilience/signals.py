@@ -34,6 +34,7 @@ from types import FrameType
 from typing import Any
 
 from lightning_resilience.launch.output import flush, signed, write_line
+from lightning_resilience.run import exit_codes
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +57,6 @@ _EXITS_WITHIN_S = 5.0  # after that C code ends the process, with another exit c
 DEFAULT_GRACE_PERIOD_S = 600.0
 """KempnerForge's shutdown deadline."""
 
-EXIT_INTERRUPTED = 75
-"""``EX_TEMPFAIL`` of sysexits.h: interrupted, run me again."""
-
 
 class Interrupted(SystemExit):
     """Ends the process of a run that was stopped on purpose and can be resumed.
@@ -78,7 +76,7 @@ class Interrupted(SystemExit):
 def exit_code() -> int:
     """The exit code of an interrupted process: 75, or 0 for a worker, whose launcher would restart anything else."""
     is_worker = "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("LOCAL_RANK", "0")) != 0
-    return 0 if is_worker else EXIT_INTERRUPTED
+    return exit_codes.FINISHED if is_worker else exit_codes.INTERRUPTED
 
 
 def grace_period(requested: float = DEFAULT_GRACE_PERIOD_S) -> float:

@@ -18,8 +18,8 @@ import pytest
 from lightning_resilience._files import write_json
 from lightning_resilience.detect.hangs import deaths
 from lightning_resilience.detect.hangs.deaths import Death, Deathbed, MemoryShortage, is_ending
-from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG
 from lightning_resilience.detect.hangs.watchdog import Watchdog
+from lightning_resilience.run import exit_codes
 from lightning_resilience.run.interruptions import interruptions
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, samples
@@ -169,7 +169,7 @@ def test_the_survivors_of_a_dead_rank_are_ended_and_it_is_named(tmp_path: Path, 
     config = dies(tmp_path, do)
     ranks = Ranks(config, tmp_path / "run")
     codes = ranks.wait(60, kill_rest=False)
-    assert codes == [EXIT_HUNG, code], ranks.text()
+    assert codes == [exit_codes.HUNG, code], ranks.text()
     nothing_left(config)  # the watchdog has said all it has to say
     died = ended(config)
     assert (died["rank"], died["step"], died["section"]) == (1, 20, "step")
@@ -184,7 +184,7 @@ def test_the_survivors_of_a_dead_rank_are_ended_and_it_is_named(tmp_path: Path, 
 def test_the_survivors_of_a_failed_rank_are_ended(tmp_path: Path) -> None:
     config = dies(tmp_path, "raise")
     ranks = Ranks(config, tmp_path / "run")
-    assert ranks.wait(60, kill_rest=False) == [EXIT_HUNG, 1], ranks.text()
+    assert ranks.wait(60, kill_rest=False) == [exit_codes.HUNG, 1], ranks.text()
     nothing_left(config)
     assert [(fault["rank"], fault["kind"]) for fault in events(config, "fault")] == [(1, "RuntimeError")]
     assert re.search("Ended 1 rank of .+, blocked without rank 1 of .+, which has failed", ranks.text())

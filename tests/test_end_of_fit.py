@@ -16,7 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_resilience import AutoResume
 from lightning_resilience.checkpoint import checkpoint_file, resume
-from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG
+from lightning_resilience.run import exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, run, samples
 from tests.ledgers import read_ledger
@@ -142,7 +142,7 @@ def test_a_hook_that_sleeps_at_the_end_loses_nothing_and_is_told_what_to_do(tmp_
         fault_tolerance={"section_timeouts": limits, "calculate_timeouts": False},
     )
     codes, text = run(config, tmp_path / "run")
-    assert codes == [EXIT_HUNG], text
+    assert codes == [exit_codes.HUNG], text
     assert re.search(rf"Hang: rank 0 .* is stuck in do \(program\.py:\d+\) at step {STEPS}\.", text), text
     assert "section out_of_section allows 2 s" in text
     assert 'FaultTolerance(section_timeouts="out_of_section:SECONDS")' in text

@@ -25,8 +25,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_resilience import FaultTolerance
 from lightning_resilience.callbacks import fault_tolerance
 from lightning_resilience.detect.hangs import watchdog
-from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG, own_directories
+from lightning_resilience.detect.hangs.rank_probe import own_directories
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
+from lightning_resilience.run import exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, command, result, run, samples
 from tests.ledgers import read_ledger
@@ -150,7 +151,7 @@ def test_a_hang_under_lightnings_own_launcher_ends_with_its_code(tmp_path: Path)
     options = {"trainer": {"devices": 2}}
     config = watched(tmp_path, events=[{**HANG, "rank": 1}], **options)
     output = tmp_path / "output"
-    assert finish(start(lightnings_own(config), output), output) == EXIT_HUNG, output.read_text()
+    assert finish(start(lightnings_own(config), output), output) == exit_codes.HUNG, output.read_text()
     assert finish(start(lightnings_own(config), output), output) == 0, output.read_text()
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
     assert len(hangs(config)) == 1
@@ -292,7 +293,7 @@ def test_waiting_for_a_save_in_the_background_counts_as_checkpointing(tmp_path: 
         trainer={"max_epochs": 1},
     )
     codes, output = run(config, tmp_path / "run")
-    assert codes == [EXIT_HUNG if ended else 0], output
+    assert codes == [exit_codes.HUNG if ended else 0], output
     if ended:
         assert the_culprit(config).section == "checkpointing"
     else:
@@ -412,7 +413,7 @@ def test_a_hang_when_lightning_has_put_the_signals_back(tmp_path: Path) -> None:
     """It sets every signal to what Python knew when the fit began, and Python does not know of handlers in C."""
     config = watched(tmp_path, events=[{**HANG, "at": "fit_end", "step": 0}], trainer={"max_epochs": 1})
     codes, output = run(config, tmp_path / "run")
-    assert codes == [EXIT_HUNG], output
+    assert codes == [exit_codes.HUNG], output
     assert "on_fit_end" in stacks_of(config, 0)
     runs(config)
     nothing_left(config)
@@ -428,7 +429,7 @@ def test_sigterm_to_everybody_during_a_hang(tmp_path: Path) -> None:
     time.sleep(0.5)
     ranks.kill(signal.SIGTERM)
     codes = ranks.wait()
-    assert set(codes) <= {EXIT_HUNG, -signal.SIGKILL}, ranks.text()
+    assert set(codes) <= {exit_codes.HUNG, -signal.SIGKILL}, ranks.text()
     assert the_culprit(config).rank == 1
     runs(config)
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
@@ -444,7 +445,7 @@ def test_storage_that_does_not_work_does_not_save_a_hung_rank(tmp_path: Path, wh
         Path(config["run_dir"]).mkdir()
         Path(config["run_dir"], "diagnostics").touch()
     codes, output = run(config, tmp_path / "run")
-    assert codes == [EXIT_HUNG], output
+    assert codes == [exit_codes.HUNG], output
     assert "Hang: rank 0" in output
     assert "cannot be written" in output
     assert ("has not answered" in output) == (what == "no answer")

@@ -34,8 +34,9 @@ from lightning_resilience._processes import is_running
 from lightning_resilience.callbacks import fault_tolerance
 from lightning_resilience.detect.hangs import process_probe, rank_probe, watchdog
 from lightning_resilience.detect.hangs.progress import Progress, read_progress
-from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG, Witness, node_directory
+from lightning_resilience.detect.hangs.rank_probe import Witness, node_directory
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
+from lightning_resilience.run import exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
 from tests import harness
 from tests import test_hangs_verdict as verdicts
@@ -110,7 +111,7 @@ def test_a_calculated_limit_that_has_ended_the_run_is_not_calculated_again(tmp_p
         trace=str(tmp_path / "trace"),
     )
     codes, output = run(config, tmp_path / "run", environment=STARTED_AGAIN)
-    assert set(codes) <= {EXIT_HUNG, -signal.SIGKILL}, output
+    assert set(codes) <= {exit_codes.HUNG, -signal.SIGKILL}, output
     (hang,) = hangs(config)
     assert (hang["section"], hang["limit"]) == ("step", 2.0), "the calculated limit has not ended it"
     state = json.loads(Path(config["run_dir"], "ft_state.json").read_text())["fits"]["0"]["calculated"]
@@ -241,7 +242,7 @@ def test_the_other_ranks_of_the_node_are_watched(tmp_path: Path, monkeypatch: py
         trainer={"devices": 2},
     )
     codes, output = run(config, tmp_path / "run")
-    assert codes[1] == EXIT_HUNG, output
+    assert codes[1] == exit_codes.HUNG, output
     assert output.count("Rank 0 is not watched") == 1
     assert (1, "stuck") in [(each.rank, each.kind) for each in verdict_of(config).culprits]
     nothing_left(config)
@@ -539,7 +540,7 @@ def test_what_advances_inside_of_a_fit_lives(tmp_path: Path, what: str) -> None:
     process.join(100)
     config = {"run_dir": str(tmp_path / "run")}
     output = (tmp_path / "output").read_text()
-    assert process.exitcode == (EXIT_HUNG if what == "nothing" else 0), output
+    assert process.exitcode == (exit_codes.HUNG if what == "nothing" else 0), output
     assert len(hangs(config)) == (what == "nothing")
     if what == "nothing":
         culprit = the_culprit(config)
@@ -565,7 +566,8 @@ class SignalsHandled(L.Callback):
         self.seen.append(self.are_handled())
 
     def are_handled(self) -> bool:
-        return all(process_probe._handles(os.getpid(), signum) for signum in (EXIT_HUNG, rank_probe.STACKS_SIGNAL))
+        signums = (exit_codes.HUNG, rank_probe.STACKS_SIGNAL)
+        return all(process_probe._handles(os.getpid(), signum) for signum in signums)
 
 
 def test_a_trainer_inside_of_a_fit_does_not_take_the_watchdogs_signals_away(tmp_path: Path) -> None:

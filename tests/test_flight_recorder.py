@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.detect.hangs.flight_recorder import collectives, merge, shorten
-from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG, Witness, node_directory
+from lightning_resilience.detect.hangs.rank_probe import Witness, node_directory
 from lightning_resilience.detect.hangs.verdict import Verdict, diagnose
+from lightning_resilience.run import exit_codes
 from tests.test_hangs_verdict import entry as gloo_entry
 from tests.test_hangs_verdict import evidence, gloo, pending
 
@@ -219,7 +220,7 @@ def verdict_of(tmp_path: Path) -> Iterator[Callable[[Scenario], Verdict]]:
             each.start()
         for each in ranks:
             each.join(60)
-        assert [each.exitcode for each in ranks] == [EXIT_HUNG] * 3, run_dir.with_suffix(".log").read_text()
+        assert [each.exitcode for each in ranks] == [exit_codes.HUNG] * 3, run_dir.with_suffix(".log").read_text()
         (verdict,) = (run_dir / "diagnostics").glob("*/verdict.json")
         return Verdict.from_json(json.loads(verdict.read_text()))
 

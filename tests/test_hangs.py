@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG
 from lightning_resilience.detect.hangs.verdict import Finding, Verdict
+from lightning_resilience.run import exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, run, samples
 from tests.ledgers import read_ledger
@@ -118,7 +118,7 @@ def test_hang_is_found_explained_and_survived(tmp_path: Path, name: str) -> None
     world_size, event, options, kind, where = CASES[name]
     config, reference = hanging(tmp_path, world_size, {**event, "seconds": FOREVER}, **options)
     codes, output = run(config, tmp_path / "hanging")
-    assert set(codes) <= {EXIT_HUNG, -signal.SIGKILL}, output
+    assert set(codes) <= {exit_codes.HUNG, -signal.SIGKILL}, output
     culprit = the_culprit(config)
     assert (culprit.rank, culprit.kind) == (event["rank"], kind), output
     assert where in culprit.text or where in stacks_of(config, culprit.rank), output
@@ -182,7 +182,7 @@ def test_who_was_ended_in_vain_for_being_slow_gets_more_time(tmp_path: Path) -> 
     config = make(tmp_path, "slow", events=events, callbacks=callbacks, fault_tolerance=SLOW)
     again = {"TORCHELASTIC_MAX_RESTARTS": "3"}
     codes, output = run(config, tmp_path / "slow", environment=again)
-    assert codes == [EXIT_HUNG], output
+    assert codes == [exit_codes.HUNG], output
     assert "section step allows 1.5 s, and more with FaultTolerance(section_timeouts=" in output
     ranks = Ranks(config, tmp_path / "slow", again)
     await_line(ranks, "Slow rather than hung: it gets 3 s in all, since it was ended here before, just as busy.")

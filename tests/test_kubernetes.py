@@ -29,8 +29,8 @@ from lightning_resilience.launch import job as launch_job
 from lightning_resilience.launch.cli import launch_settings
 from lightning_resilience.launch.job import LaunchSettings
 from lightning_resilience.recipes import JOBS
+from lightning_resilience.run import exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
-from lightning_resilience.signals import EXIT_INTERRUPTED
 from tests.harness import PROGRAM, result, samples
 from tests.ledgers import read_ledger
 from tests.test_exact_resume import make, undisturbed
@@ -190,7 +190,7 @@ def test_a_pod_is_given_the_time_that_launch_may_take(name: str) -> None:
 @each_manifest
 def test_every_exit_code_has_its_rule(name: str) -> None:
     what = manifest(name)
-    assert what.action(EXIT_INTERRUPTED) == "Ignore"
+    assert what.action(exit_codes.INTERRUPTED) == "Ignore"
     for exit_code in (1, *launch_job._VERDICT_EXIT_CODES, EXIT_USAGE):
         assert what.action(exit_code) == "FailJob"
         assert what.action(exit_code, {"DisruptionTarget": "True"}) == "FailJob"
@@ -366,11 +366,11 @@ def test_a_run_that_is_evicted_and_killed_ends_as_if_undisturbed(
     assert cluster.run_until(trains(cluster, config, 5)) is None, cluster.output()
     cluster.evict(last)
     assert cluster.run_until(trains(cluster, config, 15)) is None, cluster.output()
-    assert sorted(cluster.ended) == [(node, EXIT_INTERRUPTED, "Ignore") for node in range(what.nodes)]
+    assert sorted(cluster.ended) == [(node, exit_codes.INTERRUPTED, "Ignore") for node in range(what.nodes)]
     cluster.kill(last)
     assert cluster.run_until() == "complete", cluster.output()
     assert cluster.ended[what.nodes] == (last, 128 + signal.SIGKILL, "Count")
-    assert {end[1] for end in cluster.ended[what.nodes + 1 :]} <= {0, EXIT_INTERRUPTED}
+    assert {end[1] for end in cluster.ended[what.nodes + 1 :]} <= {0, exit_codes.INTERRUPTED}
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
 
 
@@ -384,7 +384,7 @@ def test_a_run_that_keeps_failing_is_not_replaced_for_ever(tmp_path: Path, clust
     cluster.start()
     assert cluster.run_until() == "failed", cluster.output()
     retries = JOBS["preemptible"].budget.job_retries
-    assert [end[1:] for end in cluster.ended] == [(EXIT_INTERRUPTED, "Ignore")] * retries + [(1, "FailJob")]
+    assert [end[1:] for end in cluster.ended] == [(exit_codes.INTERRUPTED, "Ignore")] * retries + [(1, "FailJob")]
     assert (
         len([event for event in read_ledger(cluster.run_directory.ledger) if event["event"] == "failure"])
         == 1 + retries
@@ -403,5 +403,5 @@ cli.main()
     options = ["--nnodes=2", "--node-rank=1", "--rdzv-endpoint=127.0.0.1:1", f"--run-dir={tmp_path / 'run'}"]
     command = [sys.executable, "-c", code, "launch", *options, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == EXIT_INTERRUPTED, done.stderr
+    assert done.returncode == exit_codes.INTERRUPTED, done.stderr
     assert "Interrupted: the first node has written nothing" in done.stderr

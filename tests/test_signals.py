@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_resilience import Interrupted, Preemption, signals
+from lightning_resilience.run import exit_codes
 from lightning_resilience.run.events import Event, SignalReceived
 from lightning_resilience.run.ledger import Ledger
 from tests.harness import run_command
@@ -143,7 +144,7 @@ def test_whatever_is_raised_in_the_listener_the_grace_period_ends_the_process(tr
         time.sleep(20)
         """
     )
-    assert done.returncode == signals.EXIT_INTERRUPTED, done.stderr
+    assert done.returncode == exit_codes.INTERRUPTED, done.stderr
 
 
 def test_last_words_that_find_no_end_do_not_keep_the_process() -> None:
@@ -156,7 +157,7 @@ def test_last_words_that_find_no_end_do_not_keep_the_process() -> None:
         time.sleep(20)
         """
     )
-    assert done.returncode == signals.EXIT_INTERRUPTED, done.stderr
+    assert done.returncode == exit_codes.INTERRUPTED, done.stderr
 
 
 # -- in a fit ----------------------------------------------------------------------------------------------------------

@@ -22,9 +22,10 @@ from lightning_resilience._files import read_json
 from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.detect.hangs.evidence import Frame, ProcessEvidence, RankEvidence, Thread
 from lightning_resilience.detect.hangs.progress import read_progress
-from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG, Witness, node_directory, of_worker
+from lightning_resilience.detect.hangs.rank_probe import Witness, node_directory, of_worker
 from lightning_resilience.detect.hangs.verdict import diagnose
 from lightning_resilience.launch.view import ranks_now
+from lightning_resilience.run import exit_codes
 from tests.test_launch import Launcher
 from tests.test_launch import launcher as launcher
 from tests.test_signals import Module
@@ -69,7 +70,7 @@ def run(run_dir: Path, *do: str) -> list[int | None]:
 
 
 def test_one_that_is_stopped_before_its_first_fit_is_found(run_dir: Path) -> None:
-    assert run(run_dir, "waits", "stops") == [EXIT_HUNG] * 2
+    assert run(run_dir, "waits", "stops") == [exit_codes.HUNG] * 2
     (fault,) = hangs(run_dir)
     assert (fault["kind"], fault["rank"], fault["section"], fault["limit"]) == ("hang", 1, "start", LIMIT_S)
     assert "is stopped (SIGSTOP) before the first fit" in fault["reason"]
@@ -87,7 +88,7 @@ def test_one_that_waits_while_another_is_in_its_fit_is_left_alone(run_dir: Path)
 
 
 def test_one_that_nobody_waits_for_is_found_late(run_dir: Path) -> None:
-    assert run(run_dir, "waits for ever", "waits for ever") == [EXIT_HUNG] * 2
+    assert run(run_dir, "waits for ever", "waits for ever") == [exit_codes.HUNG] * 2
     (fault,) = hangs(run_dir)
     assert fault["section"] == "start"
     assert "No hang: " in run_dir.with_suffix(".log").read_text()

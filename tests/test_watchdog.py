@@ -24,13 +24,13 @@ from lightning_resilience._files import read_json, write_json
 from lightning_resilience._processes import describe_process, is_running
 from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.detect.hangs.rank_probe import (
-    EXIT_HUNG,
     Witness,
     node_directory,
     own_directories,
     remove_abandoned,
 )
 from lightning_resilience.launch.view import diagnoses, ranks_now
+from lightning_resilience.run import exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.ledgers import read_ledger
 
@@ -126,7 +126,7 @@ def test_a_rank_in_another_container_is_not_taken_for_dead(run_dir: Path) -> Non
 def test_a_rank_that_does_not_is_ended(run_dir: Path) -> None:
     job = Job(run_dir)
     job.start(0, pause_s=60)
-    assert job.wait() == [EXIT_HUNG]
+    assert job.wait() == [exit_codes.HUNG]
     (hang,) = hangs(run_dir)
     assert (hang["kind"], hang["section"], hang["limit"], hang["step"]) == ("hang", "step", LIMIT_S, 20)
     assert "_rank (test_watchdog.py" in hang["reason"]
@@ -152,7 +152,7 @@ def test_a_log_that_takes_nothing_changes_nothing(run_dir: Path, tmp_path: Path,
             os.close(reader)
     else:
         job.start(0, pause_s=60, stderr=stderr)
-    assert job.wait() == [EXIT_HUNG]
+    assert job.wait() == [exit_codes.HUNG]
 
 
 def test_node_memory_that_is_cleaned_up_is_no_hang(run_dir: Path) -> None:
@@ -165,7 +165,7 @@ def test_two_nodes_one_hangs(run_dir: Path) -> None:
     job = Job(run_dir, nodes=2)
     job.start(0, pause_s=0.5, seconds=20)
     job.start(1, pause_s=60)
-    assert job.wait() == [EXIT_HUNG, EXIT_HUNG]
+    assert job.wait() == [exit_codes.HUNG, exit_codes.HUNG]
     (hang,) = hangs(run_dir)
     assert "rank 1 (node-1" in hang["reason"]
 
@@ -174,7 +174,7 @@ def test_two_nodes_a_rank_of_one_dies(run_dir: Path) -> None:
     job = Job(run_dir, nodes=2)
     job.start(0, seconds=20)  # it may go on for a while, but not for ever
     job.start(1, dies=True)
-    assert job.wait() == [EXIT_HUNG, -signal.SIGKILL]
+    assert job.wait() == [exit_codes.HUNG, -signal.SIGKILL]
     (death,) = hangs(run_dir)
     assert (death["kind"], death["rank"], death["step"]) == ("died", 1, 20)
     deadline = time.monotonic() + 20  # it is said when the ranks have gone
@@ -232,7 +232,7 @@ def test_the_second_hang_of_an_attempt_is_a_case_of_its_own(run_dir: Path) -> No
     job.start(0, pause_s=LIMIT_S + 0.3, seconds=4)  # slow, and excused
     job.start(1, pause_s=60, seconds=4)
     codes = job.wait()
-    assert codes[1] == EXIT_HUNG
+    assert codes[1] == exit_codes.HUNG
 
 
 def test_one_whose_ranks_have_gone_before_it_watches_ends_without_a_word(tmp_path: Path) -> None:
@@ -325,10 +325,10 @@ def test_late_signals_of_the_watchdog_are_ignored(run_dir: Path) -> None:
     witness = Witness(Job(run_dir).directory(), 0, {}, {"run_dir": str(run_dir)})
     directory = witness.directory
     witness.close()
-    os.kill(os.getpid(), EXIT_HUNG)  # the signal has the number of the exit code
-    os.kill(os.getpid(), EXIT_HUNG - 1)
+    os.kill(os.getpid(), exit_codes.HUNG)  # the signal has the number of the exit code
+    os.kill(os.getpid(), exit_codes.HUNG - 1)
     shutil.rmtree(directory)
-    for signum in (EXIT_HUNG, EXIT_HUNG - 1):
+    for signum in (exit_codes.HUNG, exit_codes.HUNG - 1):
         signal.signal(signum, signal.SIG_DFL)
 
 

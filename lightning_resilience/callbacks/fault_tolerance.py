@@ -25,7 +25,6 @@ from lightning_resilience.detect import health
 from lightning_resilience.detect.hangs import timeouts, watchdog
 from lightning_resilience.detect.hangs.progress import Section
 from lightning_resilience.detect.hangs.rank_probe import (
-    EXIT_HUNG,
     Witness,
     handle_signals_again,
     node_directory,
@@ -36,6 +35,7 @@ from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE
 from lightning_resilience.faults import FaultInjector, SimulatedFault
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
+from lightning_resilience.run import exit_codes
 from lightning_resilience.run.events import Fault, Unhealthy, WorkloadRequest
 from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, is_started_again
@@ -521,7 +521,7 @@ class _Watching(Participant):
                 log.info(
                     "A hung run is ended with exit code %d, and nothing here starts it again, as lightning-resilience "
                     "launch would.",
-                    EXIT_HUNG,
+                    exit_codes.HUNG,
                 )
         if is_restarted and self._monitor is None and trainer.world_size > 1 and _shares_the_rendezvous_store():
             log.warning(

@@ -22,6 +22,7 @@ from lightning_resilience.fit import checkpoint_io
 from lightning_resilience.fit.participant import Participant, Stateful
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
 from lightning_resilience.run.events import BadStep, RerunVerdict, Rollback
+from lightning_resilience.run.exit_codes import FAILED, RERUN_FAILED, TRY_ELSEWHERE
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -50,7 +51,7 @@ class TrainingDiverged(RuntimeError):
             beginning, the run passes the bad batches over.
     """
 
-    exit_code = 1
+    exit_code = FAILED
     is_final = True
 
 
@@ -69,7 +70,7 @@ class RerunElsewhere(SystemExit):
     suspects_this_node = ""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(16)
+        super().__init__(TRY_ELSEWHERE)
         self.reason = reason
 
     def __str__(self) -> str:
@@ -719,7 +720,7 @@ class _Guarding(Participant):
         self._hold(False)
         self._report()
 
-    def _end(self, reason: str, exit_code: int = 1, is_final: bool = True) -> None:
+    def _end(self, reason: str, exit_code: int = FAILED, is_final: bool = True) -> None:
         diverged = TrainingDiverged(reason)
         diverged.exit_code, diverged.is_final = exit_code, is_final
         raise diverged
@@ -776,7 +777,7 @@ class _Guarding(Participant):
         why = f"{reason}, after step {step}, twice on the same devices"
         if decision == "elsewhere":
             elsewhere = RerunElsewhere(why)
-            log.warning("%s (exit code 16).", elsewhere)
+            log.warning("%s (exit code %d).", elsewhere, TRY_ELSEWHERE)
             nodes = {device.split(" ")[0] for device in self._devices}
             if len(nodes) > 1 and self._is_mine:
                 elsewhere.suspects_this_node = "a bad step came again on this node, and is tried on others"
@@ -784,18 +785,25 @@ class _Guarding(Participant):
         if decision == "older":
             loaded = session.tiers.loaded
             if loaded is None or session.tiers.mark_bad_together(why, loaded.step) is not None:
-                self._end(f"{why}, and there are no others", 17)
+                self._end(f"{why}, and there are no others", RERUN_FAILED)
             if is_end:
-                self._end(f"{why}; started again, the run goes on from an older checkpoint", 17, is_final=False)
-            session.go_back(window.step, lambda: self._end(f"{why}, and from no older checkpoint is it better", 17))
+                self._end(
+                    f"{why}; started again, the run goes on from an older checkpoint",
+                    RERUN_FAILED,
+                    is_final=False,
+                )
+            session.go_back(
+                window.step,
+                lambda: self._end(f"{why}, and from no older checkpoint is it better", RERUN_FAILED),
+            )
         elif decision == "end":
-            self._end(f"{why}, from an older checkpoint too, and there are no others", 17)
+            self._end(f"{why}, from an older checkpoint too, and there are no others", RERUN_FAILED)
         else:
             self._write_verdict("correct result", window, f"{reason}, on other devices too")
             follows = None if is_end else self._follows()
             if follows == _STOP:
                 session.saver.save("bad step")
-                self._end(f"{reason}, after step {step}, on other devices too", 17)
+                self._end(f"{reason}, after step {step}, on other devices too", RERUN_FAILED)
             elif follows == _ROLL_BACK:
                 self._go_back(reason, step)
             else:

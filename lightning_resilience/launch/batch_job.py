@@ -52,6 +52,7 @@ from lightning_resilience.launch.schedulers.base import (
     Scheduler,
 )
 from lightning_resilience.launch.status import progress_line
+from lightning_resilience.run import exit_codes
 from lightning_resilience.run.events import (
     AllocationEnd,
     AllocationStart,
@@ -63,7 +64,6 @@ from lightning_resilience.run.events import (
 from lightning_resilience.run.history import Allocation, LiveHistory, Then
 from lightning_resilience.run.ledger import Ledger, node_name
 from lightning_resilience.run.run_directory import RunDirectory
-from lightning_resilience.signals import EXIT_INTERRUPTED
 
 COMMENT_EVERY_S = 30.0
 """Seconds between two comments: the scheduler's controller serves all users."""
@@ -72,7 +72,6 @@ _POLL_S = 1.0
 _EXCLUDE_TRIES = 10
 _COMMENT_LENGTH = 400
 _LIMIT_IS_NEAR_S = 90.0  # schedulers check time limits only now and then: Slurm warns up to 60 s too early
-_EXIT_USAGE = 2  # argparse's
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ class BatchJob:
             launch_settings(self.arguments)
         except SystemExit:
             reason = "launch has refused its command line; see the output above"
-            return self._end(End("refused", "end", _EXIT_USAGE, reason))
+            return self._end(End("refused", "end", exit_codes.USAGE, reason))
         nodes = self.scheduler.node_names()
         start = AllocationStart(
             slurm_job_id=self.scheduler.job_id, restart_count=self.scheduler.restart_count, node_list=nodes
@@ -195,7 +194,7 @@ class BatchJob:
         # Not by their number: what another node has recorded before may have turned up meanwhile.
         end = self._how_it_ended(exit_code, self._history.now().since(AllocationStart), status)
         if end.then == "requeue" and status.is_cancelled:
-            end = End("cancelled", "end", EXIT_INTERRUPTED, "the job was cancelled")
+            end = End("cancelled", "end", exit_codes.INTERRUPTED, "the job was cancelled")
         return self._follow(end)
 
     def launch_command(self) -> list[str]:
@@ -250,7 +249,7 @@ class BatchJob:
             recorded = 1
         if recorded == 0:
             return End("finished", "end", 0, reason)
-        if recorded != EXIT_INTERRUPTED:
+        if recorded != exit_codes.INTERRUPTED:
             return End(f"failed, exit code {recorded}", "end", recorded, reason)
         if exits[-1].new_job:
             return End("failed", "requeue", 1, reason)
@@ -308,19 +307,19 @@ class BatchJob:
         listed = self.scheduler.excluded_nodes()
         while not (status := self.scheduler.status()).is_requeued:
             if status.is_cancelled:
-                return self._end(End("cancelled", "end", EXIT_INTERRUPTED, "the job was cancelled"))
+                return self._end(End("cancelled", "end", exit_codes.INTERRUPTED, "the job was cancelled"))
             self._terms = 0
             if (refusal := self.scheduler.requeue()) is None:
                 break
             if time.monotonic() > deadline:
                 reason = f"the job could not be requeued ({refusal}); submit it again, and it goes on"
-                return self._end(End(end.how, "end", EXIT_INTERRUPTED, reason))
+                return self._end(End(end.how, "end", exit_codes.INTERRUPTED, reason))
             # The SIGTERM that takes the job back may have ended the scheduler's command, too.
             self._wait_for_term(min(deadline, time.monotonic() + REQUEUE_EVERY_S))
         if is_new and listed is not None:  # else its user's own would be forgotten
             self._exclude([*(node for node in listed if node not in before), *excluded])
         self._wait_for_term(deadline)  # the scheduler's, which has taken the job back
-        return EXIT_INTERRUPTED
+        return exit_codes.INTERRUPTED
 
     def _wait_for_term(self, deadline: float) -> None:
         while not self._terms and time.monotonic() < deadline:

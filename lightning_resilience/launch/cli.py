@@ -7,6 +7,7 @@ import difflib
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,19 +25,18 @@ from lightning_resilience.launch.schedulers.base import AFTER_GRACE_S, PREEMPT_T
 from lightning_resilience.launch.status import overview, runs_in, status
 from lightning_resilience.launch.view import diagnoses, ranks_now, watch
 from lightning_resilience.recipes import JOBS
+from lightning_resilience.run import exit_codes
 from lightning_resilience.run.ledger import is_ledger, node_name
 from lightning_resilience.run.run_directory import RunDirectory
 
 _SCHEDULERS: dict[str, Scheduler] = {kind.name: kind() for kind in KINDS}
 
-_EXIT_CODES = """exit codes of launch:
-  0   the run has finished
-  75  interrupted (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2), or the first of several nodes is gone; the same command
-      resumes it
-  1   failed for good: the budget of restarts and retries is spent, or the launch could not begin
-  16  failed for good, and a bad step has to be tried on other devices (NaNGuard with a rerun)
-  17  a bad step was tried again, on other devices or from an older checkpoint, and that does not help
-"""
+
+def _exit_codes() -> str:
+    lines = ["exit codes of launch:"]
+    for code, meaning in exit_codes.OF_LAUNCH.items():
+        lines += textwrap.wrap(meaning, 112, initial_indent=f"  {code:<4}", subsequent_indent=" " * 6)
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -239,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run a script until it has finished, restarting what fails",
         description="Runs a training script and restarts it, inside the job and as a new job, until it has finished or "
         "keeps failing without progress. The same command again resumes a run that was interrupted.",
-        epilog=_EXIT_CODES,
+        epilog=_exit_codes(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     here.add_argument("--nnodes", type=_nodes, default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")

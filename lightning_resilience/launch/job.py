@@ -47,9 +47,9 @@ from lightning_resilience.launch.temporary import launch_folder
 from lightning_resilience.launch.worker import (
     FIRST_LAUNCH_VARIABLE,
     JOB_ATTEMPT_VARIABLE,
-    TRY_ELSEWHERE,
 )
 from lightning_resilience.recipes import RECIPE_VARIABLE
+from lightning_resilience.run import exit_codes
 from lightning_resilience.run.events import (
     FitInterrupted,
     GiveUp,
@@ -76,7 +76,6 @@ from lightning_resilience.run.run_directory import (
 )
 from lightning_resilience.run.wandb_runs import RUN_ID_VARIABLE, wandb_run_id
 
-_VERDICT_EXIT_CODES = (TRY_ELSEWHERE, 17)  # Megatron's: to be tried on other devices, and validated there
 _LEFTOVERS_PATIENCE_S = 5.0
 _TERM_MARGIN_S = 5.0  # the workers keep to the grace period themselves; the elastic launcher comes after them...
 _KILL_MARGIN_S = 20.0  # ...and this launch after both
@@ -232,8 +231,8 @@ class Launch:
         self._identity = Patience()(self._run_directory.identity)  # a copy is told first: what it holds is another's
         try:
             if not self._register():
-                say(f"Interrupted: nothing was started (exit code {signals.EXIT_INTERRUPTED})")
-                return signals.EXIT_INTERRUPTED
+                say(f"Interrupted: nothing was started (exit code {exit_codes.INTERRUPTED})")
+                return exit_codes.INTERRUPTED
             reaper = Reaper(self.launch_id)
             with launch_folder() as self._folder:
                 try:
@@ -264,9 +263,8 @@ class Launch:
             if decision.action == "give_up":
                 self._ledger.record(GiveUp(reason=decision.reason))
                 said = self._run_directory.outcome
-                details = (
-                    {"exit_code": TRY_ELSEWHERE} if said and said.details.get("exit_code") == TRY_ELSEWHERE else {}
-                )
+                is_verdict = said is not None and said.details.get("exit_code") == exit_codes.TRY_ELSEWHERE
+                details = {"exit_code": exit_codes.TRY_ELSEWHERE} if is_verdict else {}
                 return self._end(Outcome("failed", self._with_last_fault(decision.reason), details=details))
             run_id = uuid.uuid4().hex[:12]
             self._ledger.record(
@@ -519,8 +517,9 @@ class Launch:
         return [int(end["exit_code"]) for end in ends if end.get("run_id") == run_id]
 
     def _end(self, outcome: Outcome) -> int:
-        exit_code = {"finished": 0, "interrupted": signals.EXIT_INTERRUPTED, "failed": 1, "halted": 1}[outcome.status]
-        if outcome.status in ("halted", "failed") and outcome.details.get("exit_code") in _VERDICT_EXIT_CODES:
+        ends_with = {"finished": exit_codes.FINISHED, "interrupted": exit_codes.INTERRUPTED}
+        exit_code = ends_with.get(outcome.status, exit_codes.FAILED)
+        if outcome.status in ("halted", "failed") and outcome.details.get("exit_code") in exit_codes.OF_VERDICT:
             exit_code = outcome.details["exit_code"]
         new_job = True if outcome.details.get("new_job") else None
         self._ledger.record(
@@ -561,10 +560,10 @@ class Launch:
             raise self._refused(str(other), "wait for it, stop it, or use another --run-dir") from None
         except FirstNodeMissing as missing:
             # Whether the run has failed is the first node's to say: with a new one it goes on.
-            say(f"Interrupted: {missing} (exit code {signals.EXIT_INTERRUPTED})")
-            return signals.EXIT_INTERRUPTED
+            say(f"Interrupted: {missing} (exit code {exit_codes.INTERRUPTED})")
+            return exit_codes.INTERRUPTED
         if decision is None or decision.exit_code is None:
-            return signals.EXIT_INTERRUPTED
+            return exit_codes.INTERRUPTED
         say(f"The first node ended the run (exit code {decision.exit_code}).")
         return decision.exit_code
 

@@ -33,6 +33,7 @@ from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.record import FIRST, newest
 from lightning_resilience.launch.script_errors import describe, show
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
+from lightning_resilience.run import exit_codes
 from lightning_resilience.run.events import Fault, ScriptOutcome, WorkersStart
 from lightning_resilience.run.failures import cause_of_end
 from lightning_resilience.run.history import read_history
@@ -50,9 +51,6 @@ JOB_ATTEMPT_VARIABLE = "LIGHTNING_RESILIENCE_JOB_ATTEMPT"
 
 FIRST_LAUNCH_VARIABLE = "LIGHTNING_RESILIENCE_FIRST_LAUNCH"
 """Environment variable with the id of the launch that decides for all workers of a run."""
-
-TRY_ELSEWHERE = 16
-"""Megatron's exit code of a script that has to be tried on other devices; ``launch`` ends with it when it gives up."""
 
 
 _FIRST_STARTS_WATCHDOG_WITHIN_S = 5.0
@@ -120,7 +118,8 @@ def main() -> None:
             reason = str(exit_request)  # an exception of ours that ends the process says why
             if reason == str(exit_request.code):
                 reason = f"the script ended by sys.exit({exit_request.code!r})"
-            details = {"exit_code": TRY_ELSEWHERE} if exit_request.code == TRY_ELSEWHERE else {}
+            is_verdict = exit_request.code == exit_codes.TRY_ELSEWHERE
+            details = {"exit_code": exit_codes.TRY_ELSEWHERE} if is_verdict else {}
             outcome = Outcome("failed", reason, details=details)
             fault = describe(exit_request)
             if not isinstance(exit_request.code, int):

@@ -15,7 +15,7 @@ import torch
 
 from lightning_resilience import AutoResume, FaultTolerance
 from lightning_resilience.detect.hangs.process_probe import ask
-from lightning_resilience.detect.hangs.rank_probe import EXIT_HUNG
+from lightning_resilience.run import exit_codes
 from tests.gpu.device import Device, nvml
 from tests.gpu.runner import Bench, check, text, wait
 from tests.gpu.training import Module, Times, batches, network
@@ -86,7 +86,7 @@ def hang(bench: Bench, ranks: int) -> str:
     assert (folder / "hang").exists(), f"it ended before it hung: {codes}: {text(processes).strip().splitlines()[-1:]}"
     bench.figure(f"s to its end, limit {limit_s:g} s", ended - float((folder / "hang").read_text()))
     bench.figure("exit codes", codes)
-    bench.expect(EXIT_HUNG in codes, f"it ended with {codes}, not with {EXIT_HUNG}")
+    bench.expect(exit_codes.HUNG in codes, f"it ended with {codes}, not with {exit_codes.HUNG}")
     said = [each for each in text(processes).splitlines() if "stuck" in each or "wait" in each]
     verdict = re.sub(r" \(\w+, pid \d+\)|\. Diagnosis: .*|^\[.*?\] ", "", said[0]) if said else "none"
     bench.figure("verdict", verdict)

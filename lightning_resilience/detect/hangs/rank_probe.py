@@ -28,6 +28,7 @@ from lightning_resilience._files import read_json, write_json
 from lightning_resilience._processes import describe_process, is_running, pid_namespace
 from lightning_resilience.detect.hangs import terminal_input
 from lightning_resilience.detect.hangs.progress import Progress, Section
+from lightning_resilience.run import exit_codes
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +37,8 @@ _FIRST_REAL_TIME_SIGNAL = getattr(signal, "SIGRTMIN", 34)  # schedulers, launche
 STACKS_SIGNAL: int = _FIRST_REAL_TIME_SIGNAL + 9
 """On this signal a rank writes its stacks."""
 
-EXIT_SIGNAL: int = _FIRST_REAL_TIME_SIGNAL + 10
+EXIT_SIGNAL: int = exit_codes.HUNG
 """On this signal a rank ends, whatever it does."""
-
-EXIT_HUNG: int = EXIT_SIGNAL
-"""The exit code of a rank that its watchdog has ended: 44 on Linux."""
 
 _SOCKET_PATH_MAX = 107  # bytes, sockaddr_un
 _SERVES_WITHIN_S = 5.0

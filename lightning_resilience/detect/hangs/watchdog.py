@@ -43,12 +43,12 @@ from lightning_resilience.detect.hangs.flight_recorder import shorten
 from lightning_resilience.detect.hangs.process_probe import examine, usage, usage_of_all
 from lightning_resilience.detect.hangs.progress import Stay, read_record
 from lightning_resilience.detect.hangs.rank_probe import (
-    EXIT_HUNG,
     EXIT_SIGNAL,
     remove_abandoned,
 )
 from lightning_resilience.detect.hangs.verdict import Verdict, diagnose
 from lightning_resilience.launch import output
+from lightning_resilience.run import exit_codes
 from lightning_resilience.run.events import Fault, Killed
 from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
@@ -733,7 +733,7 @@ class Watchdog:
                             os.kill(int(rank.about["pid"]), signum)
             _wait_until(lambda: not any(is_running(rank.about) for rank in alive), _EXIT_WITHIN_S)
         count = f"{len(alive)} rank{'s' if len(alive) != 1 else ''}"
-        self._speaker.say(f"Ended {count} of {platform.node()} (exit code {EXIT_HUNG}){why}.")
+        self._speaker.say(f"Ended {count} of {platform.node()} (exit code {exit_codes.HUNG}){why}.")
 
 
 def _is_gone(rank: Rank) -> bool:

@@ -34,7 +34,7 @@ from lightning_resilience.launch.schedulers.base import (
     JobStatus,
     Scheduler,
 )
-from lightning_resilience.signals import EXIT_INTERRUPTED
+from lightning_resilience.run import exit_codes
 
 # No node is ended because another one has: the launches tell each other. Each may use all cores of the job.
 SRUN_OPTIONS = ("--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none")
@@ -655,7 +655,7 @@ def requeue_trap(verdict: str, head_node_ip: str, max_requeues: int) -> str:
         verdict=shlex.quote(verdict),
         head_node_ip=head_node_ip,
         head_variable=HEAD_NODE_VARIABLE,
-        interrupted=EXIT_INTERRUPTED,
+        interrupted=exit_codes.INTERRUPTED,
         begin_tries=_BEGIN_TRIES,
         max_requeues=max_requeues,
         requeue_tries=REQUEUE_WITHIN_S // REQUEUE_EVERY_S,

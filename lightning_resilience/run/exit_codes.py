@@ -1,0 +1,40 @@
+"""The exit codes of a run's processes and what they mean. No torch, no Lightning.
+
+The two of Megatron are kept, since its users' scripts know them.
+"""
+
+from __future__ import annotations
+
+import signal
+
+FINISHED = 0
+FAILED = 1
+USAGE = 2
+"""The command line makes no sense; argparse's."""
+
+TRY_ELSEWHERE = 16
+"""Megatron's: a bad step came again, and is to be tried on other devices."""
+
+RERUN_FAILED = 17
+"""Megatron's: a bad step was tried on other devices, and is bad there too."""
+
+HUNG: int = getattr(signal, "SIGRTMIN", 34) + 10
+"""A rank that its watchdog has ended: 44 on Linux. It is the number of the signal by which it is ended, since the C
+function ``_exit`` is the handler, and is called with that number."""
+
+INTERRUPTED = 75
+"""``EX_TEMPFAIL`` of sysexits.h: stopped, to be resumed by the same command."""
+
+OF_LAUNCH = {
+    FINISHED: "the run has finished",
+    INTERRUPTED: "interrupted (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2), or the first of several nodes is gone; the "
+    "same command resumes the run",
+    FAILED: "failed: the budget is spent, the launch could not begin, or another has taken the run over; the last line "
+    "says which and why",
+    TRY_ELSEWHERE: "failed, and a bad step is to be tried on other devices (NaNGuard with a rerun)",
+    RERUN_FAILED: "failed: a bad step was tried again, on other devices or from an older checkpoint, and is still bad",
+}
+"""What each exit code of ``launch`` means."""
+
+OF_VERDICT = (TRY_ELSEWHERE, RERUN_FAILED)
+"""Those with which a fit tells ``launch`` to end."""
