@@ -146,7 +146,7 @@ def read_ledger(path: str | os.PathLike[str]) -> list[Event]:
 
     Returns:
         The events in their order; none where there is no ledger. Their classes are in
-        :mod:`lightning_resilience.run.events`.
+        ``lightning_resilience.run.events``.
 
     Raises:
         OSError: If it cannot be read.
