@@ -18,10 +18,10 @@ import torch
 import xxhash
 
 from lightning_resilience.checkpoint import shard
+from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
 from lightning_resilience.checkpoint.safe_serialization import pack, unpack
 from lightning_resilience.checkpoint.shard import (
     ALIGNMENT,
-    CorruptShard,
     Identity,
     arrange,
     load,
@@ -59,9 +59,9 @@ def to_bytes(tensor):
 
 def rejects(path, match=".", expected=None):
     """All readers refuse it, and none with another error; returns the reason given."""
-    with pytest.raises(CorruptShard, match=match) as caught:
+    with pytest.raises(CorruptCheckpoint, match=match) as caught:
         load(path, expected)
-    with pytest.raises(CorruptShard):
+    with pytest.raises(CorruptCheckpoint):
         verify(path, expected)
     return str(caught.value)
 
@@ -335,7 +335,7 @@ def test_bytes_from_elsewhere_may_begin_anywhere():
     data = make([torch.ones(5), torch.ones(5, dtype=torch.complex128)])
     memory = in_memory(b"xyz" + data)[3:]
     assert load_bytes(memory)[1][1].tolist() == [1.0] * 5
-    with pytest.raises(CorruptShard, match="shard of rank 3 cannot be used"):
+    with pytest.raises(CorruptCheckpoint, match="shard of rank 3 cannot be used"):
         load_bytes(memory[:-1], source="of rank 3")
     with pytest.raises(ValueError, match="bytes"):
         load_bytes(torch.ones(3))
@@ -367,7 +367,7 @@ def test_in_whatever_pieces_it_is_read(path, piece, threads, monkeypatch):
                 f"from byte {next(s.offset for s in reversed(header.tensors) if s.nbytes and s.offset <= position)} on"
                 in reason
             )
-        with pytest.raises(CorruptShard):
+        with pytest.raises(CorruptCheckpoint):
             load_bytes(in_memory(damaged))
 
 
@@ -401,7 +401,7 @@ def test_no_descriptor_is_left_open(path, tmp_path):
     for reader in (load, verify, read_identity):
         reader(path)
         for bad in (tmp_path / "bad", tmp_path, tmp_path / "missing"):
-            with pytest.raises(CorruptShard):
+            with pytest.raises(CorruptCheckpoint):
                 reader(bad)
     assert set(os.listdir("/proc/self/fd")) == before
 
@@ -420,7 +420,7 @@ def test_a_file_that_is_cut_while_it_is_read(path, when, monkeypatch):
         return preadv(file, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", cut)
-    with pytest.raises(CorruptShard, match="shorter while it was read"):
+    with pytest.raises(CorruptCheckpoint, match="shorter while it was read"):
         load(path)
     assert len(calls) in (when + 1, when + 2)
 
@@ -438,7 +438,7 @@ def test_a_file_that_is_written_over_while_it_is_read(path, monkeypatch):
         return preadv(file, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", overwrite)
-    with pytest.raises(CorruptShard, match=r"tensor 0 .*is damaged"):
+    with pytest.raises(CorruptCheckpoint, match=r"tensor 0 .*is damaged"):
         load(path)
 
 
@@ -494,7 +494,7 @@ def test_what_is_no_shard_is_refused(tmp_path):
     for name, path in names.items():
         reason = rejects(path)
         assert os.fspath(path) in reason, name
-        with pytest.raises(CorruptShard):
+        with pytest.raises(CorruptCheckpoint):
             read_identity(path)
     server.close()
 
@@ -566,7 +566,7 @@ def test_a_foreign_shard_is_refused_with_what_is_foreign(field, path):
         assert f"{field} is {vars(IDENTITY)[field]!r}, not {FOREIGN[field]!r}" in reason
         assert reason.count(" is ") == 2, "nothing else is said to differ"
         for attempt in (lambda e=expected: read_identity(path, e), lambda e=expected: load_bytes(in_memory(data), e)):
-            with pytest.raises(CorruptShard, match=field):
+            with pytest.raises(CorruptCheckpoint, match=field):
                 attempt()
 
 
@@ -688,7 +688,7 @@ def campaign(path, count, seed=20260301):
                 load_bytes(in_memory(damaged) if damaged else torch.empty(0, dtype=torch.uint8), identities[number])
             else:
                 load(path, identities[number])
-        except CorruptShard:
+        except CorruptCheckpoint:
             noticed[kind] += 1
         else:
             missed[kind] += 1
@@ -743,20 +743,20 @@ def test_every_single_byte_is_covered(path):
     for position in range(len(data)):
         damaged = bytearray(data)
         damaged[position] ^= 1 << position % 8
-        with pytest.raises(CorruptShard):
+        with pytest.raises(CorruptCheckpoint):
             load_bytes(in_memory(damaged))
         path.write_bytes(damaged)
-        with pytest.raises(CorruptShard):
+        with pytest.raises(CorruptCheckpoint):
             verify(path)
         if not 64 <= position < header:
-            with pytest.raises(CorruptShard):
+            with pytest.raises(CorruptCheckpoint):
                 read_identity(path)
 
 
 def test_every_truncation_is_noticed(path):
     data = make([torch.ones(9), torch.arange(3)], structure={"a": 1})
     for length in range(len(data)):
-        with pytest.raises(CorruptShard):
+        with pytest.raises(CorruptCheckpoint):
             load_bytes(in_memory(data[:length]) if length else torch.empty(0, dtype=torch.uint8))
     path.write_bytes(data)
     for length in range(len(data) - 1, 0, -7):

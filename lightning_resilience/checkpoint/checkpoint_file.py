@@ -85,14 +85,23 @@ class Stamp:
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint is missing, incomplete, damaged or none at all; the message says which, and what is wrong with it.
+    """A checkpoint or a shard is missing, incomplete, damaged, foreign or none at all; the message says which and why.
 
-    A storage that fails to answer raises its ``OSError`` instead: that says nothing about the checkpoint.
+    Storage that does not answer raises its ``OSError`` instead, as a lack of memory does: that says nothing about the
+    checkpoint.
+
+    Args:
+        message: Names the file, too.
+        reason: What is wrong, without the file's name. Default: the message.
     """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
 
 
 def _corrupt(path: str | os.PathLike[str], reason: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(f"checkpoint {os.fspath(path)} cannot be used: {reason}")
+    return CorruptCheckpoint(f"checkpoint {os.fspath(path)} cannot be used: {reason}", reason)
 
 
 # Files: writing

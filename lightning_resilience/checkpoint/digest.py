@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from lightning_resilience.checkpoint import devices
+from lightning_resilience.checkpoint.tensor_bytes import as_words, flat, is_dense
 
 _COLUMNS = 1 << 16
 """How many words a row has, and how many numbers there are to multiply with."""
@@ -49,8 +50,8 @@ class Digest:
                 on_device.setdefault(device, []).append(_flat(tensor))
             else:
                 self._host.update(_flat(tensor).view(torch.uint8).numpy().data)
-        for device, flat in on_device.items():
-            total = _weighted_sum(flat, device)
+        for device, elements in on_device.items():
+            total = _weighted_sum(elements, device)
             before = self._sums.get(device)
             self._sums[device] = total if before is None else before * 31 + total
 
@@ -81,20 +82,9 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor as they lie in memory if that is one piece, else in their order."""
     tensor = tensor.detach()
-    last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.is_conj() or tensor.is_neg() or tensor.numel() != last + 1:
+    if tensor.is_conj() or tensor.is_neg() or not is_dense(tensor.shape, tensor.stride()):
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _words(flat: torch.Tensor) -> torch.Tensor:
-    """The content as words of 32 bits; of what is no multiple of that each smaller word as one."""
-    for word in (torch.int32, torch.int16, torch.uint8):
-        if flat.nbytes % word.itemsize == 0:
-            break
-    if flat.data_ptr() % word.itemsize:
-        flat = flat.clone()
-    return flat.view(word).to(torch.int32)
+    return flat(tensor)
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -102,7 +92,7 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     together: list[torch.Tensor] = []
     count = 0
     for tensor in tensors:
-        for piece in torch.split(_words(tensor), _ROWS * _COLUMNS):
+        for piece in torch.split(as_words(tensor).to(torch.int32), _ROWS * _COLUMNS):
             if count + piece.numel() > _ROWS * _COLUMNS:
                 yield torch.cat(together)
                 together, count = [], 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from lightning_resilience._formatting import table
 from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.capacity import format_bytes
+from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
 from lightning_resilience.checkpoint.generations import GENERATION_FOLDER, SHARD_SUFFIX
 from lightning_resilience.checkpoint.safe_serialization import tensor_names
 
@@ -92,18 +93,18 @@ def _look_at(path: Path, expected: shard.Expected = None) -> _Part:
     try:
         part.size = path.lstat().st_size
         part.header = shard.verify(path, expected)
-    except (shard.CorruptShard, OSError) as error:
+    except (CorruptCheckpoint, OSError) as error:
         part.gone = not os.path.lexists(path)
         part.problem = _reason(error)
         try:
             part.header = shard.read_identity(path)  # damaged or foreign: whose is it?
-        except (shard.CorruptShard, OSError):
+        except (CorruptCheckpoint, OSError):
             pass
     return part
 
 
-def _reason(error: shard.CorruptShard | OSError) -> str:
-    return error.reason if isinstance(error, shard.CorruptShard) else error.strerror or str(error)
+def _reason(error: CorruptCheckpoint | OSError) -> str:
+    return error.reason if isinstance(error, CorruptCheckpoint) else error.strerror or str(error)
 
 
 def _shard(path: Path) -> tuple[list[str], bool]:
@@ -165,7 +166,7 @@ def _names(path: Path, header: shard.Header) -> dict[int, str]:
         for other in sorted(path.parent.glob(f"rank-*{SHARD_SUFFIX}"))[:1]:
             try:
                 documents.append(shard.read_identity(other, {"generation": header.identity.generation}).structure)
-            except (shard.CorruptShard, OSError):
+            except (CorruptCheckpoint, OSError):
                 pass
     names: dict[int, str] = {}
     for document in documents:

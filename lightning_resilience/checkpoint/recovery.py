@@ -17,6 +17,7 @@ import torch
 
 from lightning_resilience._files import Patience
 from lightning_resilience.checkpoint import shard
+from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
 from lightning_resilience.checkpoint.generations import (
     Generation,
     RankLocation,
@@ -136,7 +137,7 @@ class LocalTier:
             expected = {**self.owner, "step": file.step, "generation": file.generation, "part": file.part}
             try:
                 header = self._patiently(partial(shard.read_identity, file.path, expected))
-            except shard.CorruptShard as error:
+            except CorruptCheckpoint as error:
                 self._quarantine(file.path, error)
                 continue
             except OSError as error:
@@ -208,7 +209,7 @@ class LocalTier:
                 shard.load_bytes(content, self._expected(generation, each.part), what)
                 # Written here too: what has lost a copy has two again.
                 writer.publish(generation.step, generation.name, each.size, b"")
-            except shard.CorruptShard as error:
+            except CorruptCheckpoint as error:
                 writer.abandon()
                 self.bad.append((what, str(error)))
                 mine.append(_Lost(source, each.part))
@@ -230,7 +231,7 @@ class LocalTier:
             path = self._path(generation, part)
             try:
                 header, tensors = self._patiently(partial(shard.load, path, self._expected(generation, part)))
-            except shard.CorruptShard as error:
+            except CorruptCheckpoint as error:
                 self._quarantine(path, error)
                 return None, [_Lost(self.location.node, part)]
             except OSError as error:
@@ -243,7 +244,7 @@ class LocalTier:
             return unpack(document["state"], tensors), []
         except (ValueError, KeyError, IndexError, TypeError) as error:
             path = self._path(generation, rank_shard(self.location.rank))
-            self._quarantine(path, shard.CorruptShard(f"shard {path} does not fit its generation ({error})"))
+            self._quarantine(path, CorruptCheckpoint(f"shard {path} does not fit its generation ({error})"))
             return None, [_Lost(self.location.node, rank_shard(self.location.rank))]
 
     def _expected(self, generation: Generation, part: str) -> dict[str, Any]:
@@ -265,7 +266,7 @@ class LocalTier:
     def _path(self, generation: Generation, part: str) -> Path:
         return self.store.path(generation.step, generation.name, part)
 
-    def _quarantine(self, path: Path, error: shard.CorruptShard) -> None:
+    def _quarantine(self, path: Path, error: CorruptCheckpoint) -> None:
         self.bad.append((str(path), str(error)))
         with suppress(OSError):  # another rank of this node has done it
             self.store.quarantine(path, str(error))

@@ -38,6 +38,7 @@ import torch
 import xxhash
 
 from lightning_resilience.checkpoint.generations import Transfer
+from lightning_resilience.checkpoint.tensor_bytes import host_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -171,13 +172,8 @@ def _discarding(*sizes: int) -> list[torch.Tensor]:
 
 
 def _require_bytes(memory: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """The first ``nbytes`` of what a caller offers to receive a part in."""
-    if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous() or memory.device.type != "cpu":
-        raise ValueError(
-            f"a part needs one contiguous dimension of bytes in host memory, not {memory.dtype} of shape "
-            f"{tuple(memory.shape)} on {memory.device}"
-        )
-    if memory.numel() < nbytes:
+    """The first ``nbytes`` of what a caller offers to receive a shard in."""
+    if len(host_bytes(memory)) < nbytes:
         raise ValueError(f"{memory.numel()} bytes were offered for a part of {nbytes}")
     return memory[:nbytes]
 

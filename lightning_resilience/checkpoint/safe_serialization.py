@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from lightning_resilience.checkpoint.tensor_bytes import dtype_named
+
 _TAG = "__resilience_type__"
 _LEFT_OUT = object()
 
@@ -502,13 +504,6 @@ def _bytes_of(data: str | bytes) -> bytes:
     return data if type(data) is bytes else base64.b64decode(data)  # as such in files of earlier versions
 
 
-def _unpack_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this version of torch has no type {name!r}")
-    return dtype
-
-
 def _unpack_complex(real: str, imaginary: str) -> complex:
     return complex(float.fromhex(real), float.fromhex(imaginary))
 
@@ -535,7 +530,7 @@ _UNPACKED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "complex": lambda value: _unpack_complex(*value["data"]),
     "scalar": lambda value: _made_array(_bytes_of(value["data"]), value["dtype"], [1])[0],
     "size": lambda value: torch.Size(value["data"]),
-    "dtype": lambda value: _unpack_dtype(value["data"]),
+    "dtype": lambda value: dtype_named(value["data"]),
     "device": lambda value: torch.device(value["data"]),
     "timedelta": lambda value: datetime.timedelta(*value["data"]),
     "datetime": lambda value: datetime.datetime.fromisoformat(value["data"]),

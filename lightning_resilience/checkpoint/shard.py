@@ -30,6 +30,9 @@ from typing import Any
 import torch
 import xxhash
 
+from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
+from lightning_resilience.checkpoint.tensor_bytes import DTYPES, host_bytes, is_dense
+
 ALIGNMENT = 64
 """Tensors begin at multiples of this many bytes."""
 
@@ -46,28 +49,8 @@ _THREADS = 4  # of a load; one reads at half the speed of the memory
 _ZEROS = bytes(ALIGNMENT)
 
 # Quantized tensors have more than their bytes, and torch cannot copy integers of less than one byte.
-_NOT_KEPT = re.compile(r"torch\.(u?int[1-7]|qu?int\d.*)")
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not _NOT_KEPT.fullmatch(str(dtype))
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-class CorruptShard(ValueError):
-    """A shard is missing, incomplete, damaged, foreign or none at all; the message says which, and what is wrong.
-
-    A storage that fails to answer raises its ``OSError`` instead, as a lack of memory does.
-
-    Args:
-        message: Names the shard, too.
-        reason: What is wrong, without the shard's name. Default: the message.
-    """
-
-    def __init__(self, message: str, reason: str = "") -> None:
-        super().__init__(message)
-        self.reason = reason or message
+_NOT_KEPT = re.compile(r"u?int[1-7]|qu?int\d.*")
+_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not _NOT_KEPT.fullmatch(name)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +162,9 @@ def arrange(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], int]:
     specs = []
     position = len(_PREAMBLE)
     for index, tensor in enumerate(tensors):
-        name = _NAMES.get(tensor.dtype)
+        name = str(tensor.dtype).removeprefix("torch.")
         if (
-            name is None
+            name not in _DTYPES
             or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
             or tensor.layout != torch.strided
             or tensor.is_nested
@@ -192,22 +175,12 @@ def arrange(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], int]:
         if tensor.is_meta:
             specs.append(TensorSpec(name, shape, stride, position, 0, "meta"))
             continue
-        if not tensor.is_contiguous() and not _is_dense(shape, stride):
+        if not tensor.is_contiguous() and not is_dense(shape, stride):
             stride = _contiguous(shape)
         nbytes = tensor.numel() * tensor.element_size()
         specs.append(TensorSpec(name, shape, stride, position, nbytes))
         position += _padded(nbytes)
     return specs, position
-
-
-def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill a piece of memory, each once."""
-    expected = 1
-    for step, length in sorted(pair for pair in zip(stride, shape, strict=True) if pair[1] != 1):
-        if step != expected:
-            return False
-        expected *= length
-    return True
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -252,7 +225,7 @@ def seal(
         raise ValueError(f"these tensors take {_end_of(specs)} bytes before the header, not {data_size}")
     if memory.numel() < data_size:
         raise ValueError(f"the memory has {memory.numel()} bytes; the tensors take {data_size}")
-    content = _bytes_of(memory)
+    content = host_bytes(memory)
     content[: len(_PREAMBLE)] = _PREAMBLE
     rows = []  # as text: thousands of lists would have Python's collector look at everything there is, now and then
     for spec in specs:
@@ -283,15 +256,6 @@ def _end_of(specs: Sequence[TensorSpec]) -> int:
     return specs[-1].offset + _padded(specs[-1].nbytes) if specs else len(_PREAMBLE)
 
 
-def _bytes_of(memory: torch.Tensor) -> memoryview:
-    if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous() or memory.device.type != "cpu":
-        raise ValueError(
-            f"bytes (uint8) of one dimension in host memory are needed, not {memory.dtype} of shape "
-            f"{list(memory.shape)} on {memory.device}"
-        )
-    return memory.numpy().data
-
-
 def _digest(preamble: bytes, header: bytes, place: bytes) -> bytes:
     hasher = xxhash.xxh3_128(preamble)
     hasher.update(header)
@@ -312,7 +276,7 @@ def read_identity(path: str | os.PathLike[str], expected: Expected = None) -> He
         expected: What is known of its identity.
 
     Raises:
-        CorruptShard: If it is no shard, its ends are damaged, or it is another one than expected.
+        CorruptCheckpoint: If it is no shard, its ends are damaged, or it is another one than expected.
     """
     with _opened(path) as (file, size):
         return _read_header(_reader(file, path), size, path, expected)
@@ -326,7 +290,7 @@ def verify(path: str | os.PathLike[str], expected: Expected = None) -> Header:
         expected: What is known of its identity.
 
     Raises:
-        CorruptShard: If it is not intact, or another one than expected.
+        CorruptCheckpoint: If it is not intact, or another one than expected.
     """
     with _opened(path) as (file, size):
         read = _reader(file, path, memoryview(bytearray(_PIECE)))
@@ -350,7 +314,7 @@ def load(path: str | os.PathLike[str], expected: Expected = None) -> tuple[Heade
         memory with each other.
 
     Raises:
-        CorruptShard: If it is not intact, or another one than expected. Nothing has been loaded then.
+        CorruptCheckpoint: If it is not intact, or another one than expected. Nothing has been loaded then.
     """
     with _opened(path) as (file, size):
         header = _read_header(_reader(file, path), size, path, expected)
@@ -358,7 +322,7 @@ def load(path: str | os.PathLike[str], expected: Expected = None) -> tuple[Heade
 
         def load_batch(start: int, end: int, first: int, last: int) -> None:
             memory = _allocate(end - start, path)
-            content = _bytes_of(memory)
+            content = host_bytes(memory)
 
             def read(start_of_piece: int, end_of_piece: int) -> memoryview:
                 piece = content[start_of_piece - start : end_of_piece - start]
@@ -390,9 +354,9 @@ def load_bytes(
         As :func:`load`, but for the tensors, which are views of ``memory``.
 
     Raises:
-        CorruptShard: If it is not intact, or another one than expected.
+        CorruptCheckpoint: If it is not intact, or another one than expected.
     """
-    content = _bytes_of(memory)
+    content = host_bytes(memory)
     header = _read_header(lambda start, end: content[start:end], len(content), source, expected)
 
     def check_batch(start: int, end: int, first: int, last: int) -> None:
@@ -404,8 +368,8 @@ def load_bytes(
     return header, [view(memory, spec) for spec in header.tensors]
 
 
-def _corrupt(source: str | os.PathLike[str], reason: str) -> CorruptShard:
-    return CorruptShard(f"shard {os.fspath(source)} cannot be used: {reason}", reason)
+def _corrupt(source: str | os.PathLike[str], reason: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(f"shard {os.fspath(source)} cannot be used: {reason}", reason)
 
 
 @contextlib.contextmanager
@@ -517,7 +481,7 @@ def _check_spec(spec: TensorSpec, position: int) -> None:
     count = prod(spec.shape)
     if spec.device == "meta":
         count = 0
-    elif spec.device != "cpu" or (count and not _is_dense(spec.shape, spec.stride)):
+    elif spec.device != "cpu" or (count and not is_dense(spec.shape, spec.stride)):
         raise ValueError(f"a tensor cannot be kept on {spec.device} with shape {spec.shape} and strides {spec.stride}")
     if spec.offset != position or spec.nbytes != count * _DTYPES[spec.dtype].itemsize:
         raise ValueError(f"a tensor of shape {spec.shape} is not at its place, {position}")

@@ -5,7 +5,7 @@ DTensors of FSDP2 and tensor parallelism; what FSDP1 saves is in tensors of an o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,13 +65,22 @@ def _plain_name(name: str) -> str:
 
 def to_local(value: Any) -> Any:
     """Replaces every DTensor in nested dicts and lists by this rank's part of it, with its layout."""
-    if DTensor is not None and isinstance(value, DTensor):
-        return {_LOCAL: local(value.detach()), "layout": {**_layout(value), "stride": list(value.stride())}}
+
+    def replaced(item: Any) -> Any:
+        if DTensor is None or not isinstance(item, DTensor):
+            return item
+        return {_LOCAL: local(item.detach()), "layout": {**_layout(item), "stride": list(item.stride())}}
+
+    return _map(value, replaced)
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with all for which ``change`` returns something else replaced by that, in nested dicts and lists."""
+    if (changed := change(value)) is not value:
+        return changed
     if isinstance(value, Mapping):
-        return {key: to_local(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(to_local(item) for item in value)
-    return value
+        return {key: _map(item, change) for key, item in value.items()}
+    return type(value)(_map(item, change) for item in value) if type(value) in (list, tuple) else value
 
 
 def from_local(value: Any, like: torch.Tensor | None) -> Any:
@@ -141,13 +150,7 @@ def optimizer_state_from_local(optimizer: torch.optim.Optimizer, state: dict[str
 
 
 def _rebuild_all(value: Any, near: torch.Tensor | None) -> Any:
-    if _is_part(value):
-        return _rebuild(value, near)
-    if isinstance(value, Mapping):
-        return {key: _rebuild_all(item, near) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_rebuild_all(item, near) for item in value)
-    return value
+    return _map(value, lambda item: _rebuild(item, near) if _is_part(item) else item)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

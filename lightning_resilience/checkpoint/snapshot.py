@@ -29,6 +29,7 @@ from lightning_resilience.checkpoint import devices
 from lightning_resilience.checkpoint.digest import Digest
 from lightning_resilience.checkpoint.safe_serialization import pack
 from lightning_resilience.checkpoint.sharded import local
+from lightning_resilience.checkpoint.tensor_bytes import as_words, flat, is_dense
 
 _LOOKED_AT_ALL = 1e-3
 """The share of the time that may go into looking at all of the parameters."""
@@ -135,7 +136,7 @@ class Snapshots:
             return True
         if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():  # torch counts nothing, or shows no bits
             return True
-        return not (tensor.is_contiguous() or _fills_its_memory(tensor))
+        return not (tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()))
 
     def _look(self, late: Mapping[int, torch.Tensor]) -> _Look:
         started = time.monotonic()
@@ -224,7 +225,12 @@ class _Copier:
 
     def _to_host(self, index: int, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         self.through_host[index] = tensor.nbytes
-        if tensor.layout != torch.strided or not _fills_its_memory(tensor) or tensor.is_conj() or tensor.is_neg():
+        if (
+            tensor.layout != torch.strided
+            or not is_dense(tensor.shape, tensor.stride())
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
             return tensor.to("cpu", copy=True)  # takes more than one copy: the host waits for it
         kept, registration = self._before.get(index, (None, None))
         if kept is None or not _is_alike(kept, tensor, torch.device("cpu")):
@@ -246,12 +252,6 @@ def _is_alike(first: torch.Tensor, second: torch.Tensor, device: torch.device) -
         and (type(first), first.dtype, first.device) == (type(second), second.dtype, device)
         and (first.shape, first.stride()) == (second.shape, second.stride())
     )
-
-
-def _fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie side by side, in any order. What overlaps in a strange way may pass, and is noticed."""
-    last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() == last + 1
 
 
 class _Look:
@@ -313,13 +313,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    for word in (torch.int64, torch.int32, torch.int16, torch.uint8):  # long words make it fast
-        if flat.nbytes % word.itemsize == 0:
-            break
-    if flat.data_ptr() % word.itemsize:
-        flat = flat.clone()
-    return flat.view(word).sum().reshape(1)
+    return as_words(flat(tensor), widest=8).sum().reshape(1)
 
 
 _Copy = tuple[torch.Tensor, torch.Tensor]
