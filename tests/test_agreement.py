@@ -93,12 +93,12 @@ def test_four_processes_act_on_every_event_at_the_same_boundary(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("nodes", "scenario", "victim", "told"),
     [
-        (ONE_NODE, "a rank dies", 2, r"ranks \[2\] did not answer"),
+        pytest.param(ONE_NODE, "a rank dies", 2, r"ranks \[2\] did not answer", marks=pytest.mark.slow),
         (ONE_NODE, "the store's owner dies", 0, "lost touch with the other"),
-        (ONE_NODE, "a rank raises", 2, "rank 2 stopped: out of memory"),
-        (TWO_NODES, "a node's second rank dies", 3, r"ranks \[3\] did not answer"),
+        pytest.param(ONE_NODE, "a rank raises", 2, "rank 2 stopped: out of memory", marks=pytest.mark.slow),
+        pytest.param(TWO_NODES, "a node's second rank dies", 3, r"ranks \[3\] did not answer", marks=pytest.mark.slow),
         (TWO_NODES, "a rank dies", 2, r"ranks \[2, 3\] did not answer|rank 3 lost touch with the other"),
-        (TWO_NODES, "a rank raises", 2, "rank 2 stopped: out of memory"),
+        pytest.param(TWO_NODES, "a rank raises", 2, "rank 2 stopped: out of memory", marks=pytest.mark.slow),
     ],
 )
 def test_survivors_are_told(tmp_path: Path, nodes: list[list[int]], scenario: str, victim: int, told: str) -> None:

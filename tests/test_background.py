@@ -307,6 +307,7 @@ def test_killed_at_any_time(tmp_path: Path) -> None:
         pytest.param({"trainer": {"devices": 2, "accumulate_grad_batches": 3}}, marks=pytest.mark.campaign),
     ],
 )
+@pytest.mark.slow
 def test_shards_killed_and_resumed_exactly(tmp_path: Path, options: dict[str, Any]) -> None:
     """FSDP2: each rank writes its own behind the training, and nothing is published before all have."""
     options = {"sharded": True, "trainer": {"devices": 2}, **options}

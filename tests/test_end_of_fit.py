@@ -179,6 +179,7 @@ CHANGED_AT_THE_END: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], int
 
 
 @pytest.mark.parametrize("case", CHANGED_AT_THE_END)
+@pytest.mark.slow_but_for("averaged")
 def test_ends_that_change_the_weights(tmp_path: Path, case: str) -> None:
     """Killed behind what changes them: they are changed once, and a larger limit knows nothing of it."""
     callbacks, options, trained_again = CHANGED_AT_THE_END[case]

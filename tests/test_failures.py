@@ -69,6 +69,7 @@ def test_real_what_always_fails_gets_four_attempts_in_each_of_three_jobs(launche
     assert clause(launcher, "12th") in report_of(launcher)
 
 
+@pytest.mark.slow
 def test_what_fails_after_progress_each_time_goes_on_until_it_is_finished(launcher: Launcher) -> None:
     launcher.script(
         """
@@ -88,6 +89,7 @@ def test_what_fails_after_progress_each_time_goes_on_until_it_is_finished(launch
     assert "same failure" not in launcher.stderr() + report_of(launcher)
 
 
+@pytest.mark.slow
 def test_what_advances_elsewhere_does_not_keep_a_failure_alive(launcher: Launcher) -> None:
     launcher.script(ELSEWHERE + ALWAYS)
     assert launcher.run("--in-job-restarts=1", "--job-retries=2", "script.py") == 1

@@ -100,6 +100,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
 # -- a calculated limit that was too short -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_calculated_limit_that_has_ended_the_run_is_not_calculated_again(tmp_path: Path) -> None:
     config = watched(
         tmp_path,

@@ -30,6 +30,7 @@ def test_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options", some(TRAINERS, "accumulation", "hooks", "max_steps", "a schedule", "plateau", "loaders")
 )
+@pytest.mark.slow_but_for("validation within the epoch", "manual optimization that accumulates")
 def test_what_the_trainer_does_beside(tmp_path: Path, options: dict[str, Any]) -> None:
     assert gone_back(tmp_path, 21, **options) == undisturbed(tmp_path, **options)
 

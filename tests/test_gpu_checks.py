@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(as_on_gpu.missing() is not None, reason=str(as_o
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.campaign if name in COVERED_ELSEWHERE else ()) for name in CHECKS]
 )
+@pytest.mark.slow
 def test_a_check_runs_on_the_simulated_accelerator(name: str) -> None:
     found = runner.run_check(name, FAKE, quick=True, context=CONTEXT)
     expected = "SKIPPED" if CHECKS[name].needs_gpu else "PASS"

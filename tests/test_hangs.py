@@ -173,6 +173,7 @@ def test_a_healthy_run_that_nobody_starts_again_is_not_ended(tmp_path: Path) -> 
     nothing_left(config)
 
 
+@pytest.mark.slow
 def test_who_was_ended_in_vain_for_being_slow_gets_more_time(tmp_path: Path) -> None:
     """Where somebody starts again, a busy rank is ended once at the same place, and that counts once."""
     reference = undisturbed(tmp_path, callbacks=["auto_resume"])

@@ -514,6 +514,7 @@ def test_a_finished_run_is_not_taken_for_one_with_other_arguments(launcher: Laun
     assert (launcher.folder / "said").read_text() == "0.1 0.2 0.3 0.4 0.5 "
 
 
+@pytest.mark.slow
 def test_other_arguments_of_a_run_that_was_stopped_are_said(launcher: Launcher) -> None:
     launcher.script("if sys.argv[-1] == '1': raise signals.Interrupted('told to')")
     assert launcher.run("script.py", "--size", "1") == 75
@@ -655,6 +656,7 @@ def test_a_run_directory_in_use_is_refused(launcher: Launcher) -> None:
 NODES = ["--nnodes=2", "--rdzv-endpoint=127.0.0.1:1", "--in-job-restarts=0"]
 
 
+@pytest.mark.slow
 def test_a_node_that_fails_after_the_first_one_has_finished_takes_the_whole_job_along(launcher: Launcher) -> None:
     launcher.script(
         """

@@ -332,6 +332,7 @@ GUARDED: dict[str, Any] = {"callbacks": ["preemption", "auto_resume", "nan_guard
         for case in itertools.product(["loss", "gradient"], [5, 1], [0, 1])
     ],
 )
+@pytest.mark.slow_but_for("gradient-1-1")
 def test_as_if_the_bad_batches_had_never_been_there(what: str, save_every: int, workers: int, tmp_path: Path) -> None:
     options = {**GUARDED, "save_every": save_every, "workers": workers, "augment": workers == 0, "without": []}
     spoils = [{"step": step, "what": what} for step in (13, 29)]
@@ -348,6 +349,7 @@ def test_as_if_the_bad_batches_had_never_been_there(what: str, save_every: int, 
 
 @pytest.mark.parametrize("action", ["skip", "rollback"])
 @pytest.mark.parametrize("spoil", [nan_loss, nan_gradient, nan_input])
+@pytest.mark.slow_but_for("nan_loss-skip", "nan_gradient-rollback", "nan_input-skip")
 def test_a_verdict_that_comes_too_late_is_gone_back_from(
     spoil: Spoil, action: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +386,7 @@ def test_a_bad_batch_costs_one_checkpoint_whatever_is_killed_in_between(tmp_path
     assert result(config) == result(reference)
 
 
+@pytest.mark.slow
 def test_as_if_the_bad_batches_had_never_been_there_with_ranks(tmp_path: Path) -> None:
     options = {**GUARDED, "without": [], "trainer": {"devices": 2, "use_distributed_sampler": False}}
     spoils = [{"step": 13, "what": "loss", "rank": 1}, {"step": 29, "what": "gradient", "rank": 0}]
@@ -632,6 +635,9 @@ RANKS: dict[str, dict[str, Any]] = {
 @pytest.mark.also_as_on_gpu("ddp-loss", "sharded-gradient", "sharded and clipped-masked")
 @pytest.mark.parametrize("what", ["loss", "gradient", "masked"])
 @pytest.mark.parametrize("options", RANKS.values(), ids=RANKS.keys())
+@pytest.mark.slow_but_for(
+    "cpu-ddp-loss", "cpu-sharded-gradient", "cpu-sharded and clipped by hand-masked", "as on a GPU-ddp-loss"
+)
 def test_what_one_rank_sees_all_skip(options: dict[str, Any], what: str, tmp_path: Path) -> None:
     if what == "gradient" and "nan_guard" in options:
         pytest.skip("nobody looks")
@@ -660,6 +666,7 @@ GOING_BACK = {
 @pytest.mark.also_as_on_gpu("ddp-local", "sharded-global")
 @pytest.mark.parametrize("tier", ["global", "local"])
 @pytest.mark.parametrize("options", GOING_BACK.values(), ids=GOING_BACK.keys())
+@pytest.mark.slow_but_for("cpu-ddp-local", "as on a GPU-sharded-global")
 def test_ranks_go_back_together(options: dict[str, Any], tier: str, tmp_path: Path) -> None:
     """With the bad batches passed over on all ranks, the run is that of a resume."""
     local = {"every_n_train_steps": 4, "dir": str(tmp_path / "local")}
@@ -724,6 +731,7 @@ def test_warnings_change_nothing_on_any_rank(tmp_path: Path) -> None:
     assert {each["step"] for each in found} == {13, 14, 15}
 
 
+@pytest.mark.slow
 def test_the_last_step_of_one_rank_ends_all(tmp_path: Path) -> None:
     config = make(
         tmp_path,
@@ -753,6 +761,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", some(HEALTHY, "ddp, losses", "sharded, by"))
+@pytest.mark.slow_but_for("ddp", "sharded and clipped")
 def test_a_healthy_step_has_no_collective_more(options: dict[str, Any], tmp_path: Path) -> None:
     """Of all callbacks of the recipe ``nemo``; recorded by torch, in all of its process groups."""
     recorded = []

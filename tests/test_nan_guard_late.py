@@ -101,6 +101,9 @@ TRAININGS: dict[str, tuple[dict[int, Any], Callable[..., Any], dict[str, Any], d
 
 @pytest.mark.parametrize("batches", [1, 3, 8])
 @pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.slow_but_for(
+    "skipped-8", "too many in a row-3", "accumulated-3", "gone back from-3", "spikes-1", "the last step-8"
+)
 def test_however_late_a_verdict_is_the_weights_are_the_same(
     name: str, batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +119,7 @@ def test_however_late_a_verdict_is_the_weights_are_the_same(
 
 @pytest.mark.parametrize("tier", ["global", "local"])
 @pytest.mark.parametrize("batches", [3, 8])
+@pytest.mark.slow_but_for("3-local", "8-global")
 def test_the_last_good_state_is_kept_until_the_verdict_is_there(
     tier: str, batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +406,7 @@ def test_the_smallest_parameter_tells(removed: list[StepGuard]) -> None:
     [({}, [1, 5]), ({"sharded": True, "trainer": {"gradient_clip_val": math.inf}}, [5, 1])],
     ids=["ddp", "sharded and clipped"],
 )
+@pytest.mark.slow_but_for("sharded and clipped")
 def test_ranks_that_learn_at_different_times_skip_the_same_steps(
     options: dict[str, Any], late: list[int], tmp_path: Path
 ) -> None:
@@ -428,6 +433,7 @@ def test_ranks_that_learn_at_different_times_skip_the_same_steps(
 
 
 @pytest.mark.parametrize("late", [[6, 1], [1, 6]])
+@pytest.mark.slow_but_for("late0")
 def test_the_first_bad_step_is_to_blame_whoever_learns_of_it_first(late: list[int], tmp_path: Path) -> None:
     """One rank has seen the gradient, and the other what the step has made of the weights."""
     options = {

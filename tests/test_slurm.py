@@ -533,6 +533,7 @@ def test_it_says_who_has_stopped_the_run(batch: Batch, says: dict[str, str], how
     assert read_history(batch.ledger.path).allocations[-1].how == how
 
 
+@pytest.mark.slow
 def test_it_says_how_near_the_time_limit_was_or_which_node_is_lost(batch: Batch) -> None:
     """SIGTERM comes ``--lead`` seconds before the limit, and up to a minute and a half earlier."""
     hows = []
@@ -599,6 +600,7 @@ def test_a_signal_does_not_end_the_batch_step_before_its_steps(batch: Batch, sig
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_job_is_requeued_so_often_and_not_more(batch: Batch) -> None:
     for restarts in range(3):
         assert batch.run({**SAVED, "step": restarts}, exits(75), exit_code=75, restarts=restarts)[0] == 75

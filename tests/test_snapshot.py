@@ -998,6 +998,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, An
 
 
 @pytest.mark.parametrize("case", ["zero", "fsdp2", "tensor_parallel", "fsdp1"])
+@pytest.mark.slow_but_for("fsdp2")
 def test_ranks(case: str, job: dict[str, list[dict[str, Any]]]) -> None:
     assert_resumed_exactly(job[case])
 

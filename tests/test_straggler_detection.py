@@ -258,6 +258,7 @@ SHORT = {"in its data": 3, "because of its node": 2}
         *(pytest.param(each, 20, id=f"{name}, often", marks=pytest.mark.campaign) for name, each in WHO.items()),
     ],
 )
+@pytest.mark.slow_but_for("because of its node")
 def test_a_rank_is_named_that_is_half_as_fast(scenario: dict[str, Any], windows: int, tmp_path: Path) -> None:
     found = reports({**scenario, "windows": windows}, tmp_path)
     assert len(found) == windows
@@ -369,6 +370,7 @@ def test_a_resumed_run_knows_how_fast_it_was(tmp_path: Path) -> None:
     assert "Some GPUs performance dropped. Affected ranks: {StragglerId(rank=0, node=" in text
 
 
+@pytest.mark.slow
 def test_a_run_stops_once_for_a_node_that_is_too_slow(tmp_path: Path) -> None:
     options = {"trainer": {"devices": 1, "num_nodes": 2, "max_epochs": 5}, "own_nodes": True}
     config = make(

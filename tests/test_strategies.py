@@ -212,7 +212,7 @@ SHORT = [(False, True), (False, "fsdp1 full")]
     ("first", "then"),
     [pytest.param(*case, marks=() if case in SHORT else pytest.mark.campaign) for case in READ_BY_OTHERS],
 )
-@pytest.mark.slow_but_for("False-True")
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy(tmp_path: Path, first: Any, then: Any) -> None:
     """A state in one file is taken by every strategy, with weights and optimizers: this was lost without a word."""
     options = {"trainer": {"devices": 2}}
@@ -226,6 +226,7 @@ def test_a_run_goes_on_under_another_strategy(tmp_path: Path, first: Any, then: 
     assert found["metrics"] == expected["metrics"]
 
 
+@pytest.mark.slow
 def test_a_planted_object_is_refused_before_the_strategy_reads_the_file(tmp_path: Path) -> None:
     config = make(tmp_path, "run", trainer={"devices": 2})
     run({**config, "events": [{"at": "train", "step": 23, "rank": 1, "do": "SIGKILL"}]}, tmp_path / "run")

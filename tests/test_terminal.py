@@ -131,6 +131,7 @@ if told:
 
 
 @pytest.mark.parametrize("how", ["close", "tee", "full", "nohup", "ctrl-c"])
+@pytest.mark.slow_but_for("close", "full")
 def test_a_launch_outlives_its_terminal(case: Case, how: str) -> None:
     (case.folder / "script.py").write_text(DRAWS)
     (case.folder / "launch.py").write_text(FAKE)
@@ -346,6 +347,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("how", "where", "ranks"), CASES)
+@pytest.mark.slow
 def test_a_training_outlives_its_terminal(case: Case, how: str, where: str, ranks: int) -> None:
     if how == "tmux" and shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")

@@ -145,6 +145,7 @@ def test_a_launch_in_a_container_with_the_name_of_its_host_is_left_alive(launche
         container.wait()
 
 
+@pytest.mark.slow
 def test_nodes_of_another_job_do_not_join(launcher: Launcher) -> None:
     launcher.script(
         """
@@ -203,6 +204,7 @@ def test_a_record_that_cannot_be_read_is_watched_too(tmp_path: Path, monkeypatch
     mine.release()
 
 
+@pytest.mark.slow
 def test_a_default_run_directory_is_not_shared_by_other_arguments(launcher: Launcher) -> None:
     """A sweep would end with the first one's weights, again and again."""
     launcher.script("open('said', 'a').write(sys.argv[-1][-1])")
