@@ -22,7 +22,7 @@ from datetime import timedelta
 from multiprocessing.sharedctypes import RawValue
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightning_resilience.launch.output import say
+from lightning_resilience.launch.output import log_line
 from lightning_resilience.run.events import FaultInjected
 from lightning_resilience.run.ledger import Ledger, read_ledger
 
@@ -326,7 +326,7 @@ class FaultInjector:
         if not self._has_happened():
             self._leave_out(f"{self._ledger.path} does not take it, so it would happen again after every restart")
             return
-        say(f"Simulated fault: {self.fault_type} on rank {self._rank} at step {self._step}.")
+        log_line(f"Simulated fault: {self.fault_type} on rank {self._rank} at step {self._step}.")
         match self.fault_type:
             case "rank_killed":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -41,7 +41,7 @@ from lightning_resilience.launch.allocations import (
     why_it_must_end,
 )
 from lightning_resilience.launch.cli import launch_settings
-from lightning_resilience.launch.output import introduce, say
+from lightning_resilience.launch.output import introduce, log_line
 from lightning_resilience.launch.schedulers import current_scheduler
 from lightning_resilience.launch.schedulers.base import (
     PORTS,
@@ -164,7 +164,7 @@ class BatchJob:
         before = list(self._history.now().allocations)
         if (other := self._other_job(before)) is not None:
             refusal = f"job {other} is at work in {self._ledger.path.parent}; cancel one of the two"
-            say(f"Refused: {refusal}.")  # not recorded: the allocation in the ledger is the other job's
+            log_line(f"Refused: {refusal}.")  # not recorded: the allocation in the ledger is the other job's
             self._comment.show(refusal, now=True)
             return 1
         if reason := self._why_not(before):
@@ -184,7 +184,7 @@ class BatchJob:
             return self._without_ledger(f"{self._ledger.path} cannot be written")
         on_every_node, environment = self.scheduler.run_on_every_node()
         command = [*on_every_node, *self.launch_command()]
-        say(f"Allocation {len(before) + 1} on {', '.join(nodes) or 'unknown nodes'}.")
+        log_line(f"Allocation {len(before) + 1} on {', '.join(nodes) or 'unknown nodes'}.")
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
         self._has_run = True
         while (exit_code := process.poll()) is None:
@@ -227,7 +227,7 @@ class BatchJob:
         restarts = self.scheduler.restart_count
         if (self._has_run or restarts > 0) and restarts < self.max_requeues:
             return self._requeue(End("storage lost", "requeue", 1, reason), [], [])
-        say(f"The job ends with 1: {reason}.")
+        log_line(f"The job ends with 1: {reason}.")
         self._comment.show(reason, now=True)
         return 1
 
@@ -295,14 +295,14 @@ class BatchJob:
     def _end(self, end: End) -> int:
         self._ledger.record(AllocationEnd(how=end.how, then="end", exit_code=end.exit_code, reason=end.reason))
         self._comment.show(f"{end.how}: {end.reason}" if end.exit_code else f"finished: {end.reason}", now=True)
-        say(f"The job ends with {end.exit_code} ({end.how}): {end.reason}.")
+        log_line(f"The job ends with {end.exit_code} ({end.how}): {end.reason}.")
         return end.exit_code
 
     def _requeue(self, end: End, before: Sequence[str], excluded: Sequence[str]) -> int:
         """Requeues the job, which has excluded the nodes ``before`` so far, beside those that its user excludes."""
         is_new = list(excluded) != list(before)
         without = f", without {', '.join(excluded)}" if is_new else ""
-        say(f"Requeuing the job{without} ({end.how}): {end.reason}.")
+        log_line(f"Requeuing the job{without} ({end.how}): {end.reason}.")
         deadline = time.monotonic() + REQUEUE_WITHIN_S
         listed = self.scheduler.excluded_nodes()
         while not (status := self.scheduler.status()).is_requeued:
@@ -332,7 +332,7 @@ class BatchJob:
             if (refusal := self.scheduler.exclude(nodes)) is None:
                 return
             time.sleep(0.2)
-        say(f"{self.scheduler.title} does not exclude {', '.join(nodes)}: {refusal}")
+        log_line(f"{self.scheduler.title} does not exclude {', '.join(nodes)}: {refusal}")
         self._ledger.record(ExclusionFailed(node_list=list(nodes), reason=refusal))
 
 

@@ -18,7 +18,7 @@ from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.launch import naming
 from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, other_command
 from lightning_resilience.launch.lookup import why_not_found
-from lightning_resilience.launch.output import introduce, say
+from lightning_resilience.launch.output import introduce, log_line
 from lightning_resilience.launch.report import report
 from lightning_resilience.launch.schedulers import KINDS, current_scheduler
 from lightning_resilience.launch.schedulers.base import AFTER_GRACE_S, PREEMPT_TIME_S, Scheduler
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (Refused, OSError) as error:
-        say(f"Refused: {error}.")
+        log_line(f"Refused: {error}.")
         sys.exit(1)
 
 
@@ -138,7 +138,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.script = script
         ours = _options_of(options.parser) - {"--help"}
         if late := [word for word in options.args if word.partition("=")[0] in ours]:
-            say(
+            log_line(
                 f"{late[0]} stands behind {script}: it goes to the script. Options of {options.action} stand before it."
             )
     return options
@@ -414,7 +414,7 @@ def _directory(options: argparse.Namespace) -> Path:
 
 def _begin_afresh(options: argparse.Namespace) -> Path:
     path = naming.begin_afresh(_directory(options))
-    say(f"A new run begins in {path}. The same command without --fresh goes on with it.")
+    log_line(f"A new run begins in {path}. The same command without --fresh goes on with it.")
     return path
 
 
@@ -429,7 +429,7 @@ def _batch(options: argparse.Namespace, scheduler: Scheduler) -> None:
     path.write_text(script)
     job_id = scheduler.submit(path)
     print(job_id)
-    say(f"Submitted job {job_id}. lightning-resilience status {run_dir} shows its state.")
+    log_line(f"Submitted job {job_id}. lightning-resilience status {run_dir} shows its state.")
 
 
 def _batch_script(options: argparse.Namespace, scheduler: Scheduler) -> tuple[Path, str]:

@@ -39,7 +39,7 @@ from lightning_resilience.launch.nodes import (
     FirstNodeMissing,
     is_this_host,
 )
-from lightning_resilience.launch.output import Relay, say
+from lightning_resilience.launch.output import Relay, log_line
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
 from lightning_resilience.launch.record import InUse, LaunchRecord, Spares, TakenOver, records
 from lightning_resilience.launch.schedulers import current_scheduler
@@ -231,7 +231,7 @@ class Launch:
         self._identity = Patience()(self._run_directory.identity)  # a copy is told first: what it holds is another's
         try:
             if not self._register():
-                say(f"Interrupted: nothing was started (exit code {exit_codes.INTERRUPTED})")
+                log_line(f"Interrupted: nothing was started (exit code {exit_codes.INTERRUPTED})")
                 return exit_codes.INTERRUPTED
             reaper = Reaper(self.launch_id)
             with launch_folder() as self._folder:
@@ -243,7 +243,7 @@ class Launch:
         except TakenOver as lost:
             # Not even an exit is recorded: what is in the ledger, and in the run directory, is the other's.
             self._ledger.record(RunRefused(reason=str(lost)))
-            say(f"Ended: {lost}; this launch has ended its workers (exit code 1)")
+            log_line(f"Ended: {lost}; this launch has ended its workers (exit code 1)")
             return 1
         finally:
             self._record.release()
@@ -252,7 +252,7 @@ class Launch:
 
     def _own(self) -> int:
         if (outcome := self._finished_before()) is not None:
-            say(
+            log_line(
                 f"The run in {self._run_directory.path} has finished already ({outcome.reason}); nothing to do. "
                 "To train on, raise its end (max_epochs, max_steps, max_time); --fresh begins a new run beside it."
             )
@@ -295,7 +295,7 @@ class Launch:
             if (reason := self._why_in_a_new_job(following, run_id)) is not None:
                 return self._end(Outcome("interrupted", f"{reason} ({outcome.reason})", details={"new_job": True}))
             if following.action != "give_up":
-                say(f"Failed: {outcome.reason}. Next: {following.reason}.")
+                log_line(f"Failed: {outcome.reason}. Next: {following.reason}.")
                 self._leave_out(run_id)
 
     def _plan(self, run_id: str, decision: budget.Decision) -> Decision:
@@ -330,7 +330,7 @@ class Launch:
                 able.append(node)
                 continue
             self._kept.add(node)
-            say(f"The run goes on with {node}, which it was asked to leave out: {reason}.")
+            log_line(f"The run goes on with {node}, which it was asked to leave out: {reason}.")
         return able
 
     def _leave_out(self, run_id: str) -> None:
@@ -345,7 +345,7 @@ class Launch:
                 least, _, most = self._nnodes.partition(":")
                 self._nnodes = f"{least}:{int(most) - 1}"
                 then = "the run goes on with fewer nodes"
-            say(f"{node} is left out from here on, and {then}.")
+            log_line(f"{node} is left out from here on, and {then}.")
             self._ledger.record(NodesExcluded(excluded=[node], reason=then))
 
     def _count_nodes(self, run_id: str) -> int:
@@ -431,16 +431,18 @@ class Launch:
         )
         safe = "no checkpoint yet" if step is None else f"step {step} is safe"
         state = f"continuing, {safe}" if events else "new run"
-        say(f"Run directory {self._run_directory.path} ({state}). The same command again resumes it.")
+        log_line(f"Run directory {self._run_directory.path} ({state}). The same command again resumes it.")
         log = _nvrx.elastic_log(self._run_directory.path / _ELASTIC)
-        say(f"What the elastic launcher says is in {log}.")
+        log_line(f"What the elastic launcher says is in {log}.")
         if found or edited:
             edits = f"edited: {', '.join(edited)}" if edited else ""
-            say(f"Changed since the last start: {'; '.join(filter(None, (say_changes(found), edits)))}.")
+            log_line(f"Changed since the last start: {'; '.join(filter(None, (say_changes(found), edits)))}.")
         with suppress(OSError):  # for whoever looks for a run among many
             (self._run_directory.path / "command.txt").write_text(shlex.join(self.settings.command) + "\n")
         if _nvrx.installed_version() is None:
-            say("nvidia-resiliency-ext is not installed: torchrun starts the workers, without NVRx's rank monitors.")
+            log_line(
+                "nvidia-resiliency-ext is not installed: torchrun starts the workers, without NVRx's rank monitors."
+            )
 
     def _verdict(self, exit_code: int, run_id: str) -> Outcome:
         """How the workers ended: what rank 0 recorded, as far as the exit code agrees."""
@@ -505,7 +507,7 @@ class Launch:
         deadline = time.monotonic() + _OTHERS_END_WITHIN_S
         while len(exit_codes := self._other_nodes(run_id)) < others and not self._stop:
             if time.monotonic() > deadline:
-                say(f"Of {others} other nodes only {len(exit_codes)} have said how their workers ended.")
+                log_line(f"Of {others} other nodes only {len(exit_codes)} have said how their workers ended.")
                 return 1
             self._board.beat()
             time.sleep(_POLL_S)
@@ -538,14 +540,14 @@ class Launch:
         reason = outcome.reason.removesuffix(".")
         if trouble := troubles(self._history.now().events):
             reason += f" ({trouble})"
-        say(f"{outcome.status.capitalize()}: {reason}.{then[outcome.status]} (exit code {exit_code})")
+        log_line(f"{outcome.status.capitalize()}: {reason}.{then[outcome.status]} (exit code {exit_code})")
         return exit_code
 
     # The nodes that follow
 
     def _follow(self) -> int:
         if self._finished_before() is not None:
-            say("The run has finished already; nothing to do.")
+            log_line("The run has finished already; nothing to do.")
             return 0
         try:
             decision = self._board.wait_for(None, FIRST_NODE_WITHIN_S, lambda: bool(self._stop))
@@ -560,11 +562,11 @@ class Launch:
             raise self._refused(str(other), "wait for it, stop it, or use another --run-dir") from None
         except FirstNodeMissing as missing:
             # Whether the run has failed is the first node's to say: with a new one it goes on.
-            say(f"Interrupted: {missing} (exit code {exit_codes.INTERRUPTED})")
+            log_line(f"Interrupted: {missing} (exit code {exit_codes.INTERRUPTED})")
             return exit_codes.INTERRUPTED
         if decision is None or decision.exit_code is None:
             return exit_codes.INTERRUPTED
-        say(f"The first node ended the run (exit code {decision.exit_code}).")
+        log_line(f"The first node ended the run (exit code {decision.exit_code}).")
         return decision.exit_code
 
     def _has_place(self, decision: Decision) -> bool:
@@ -577,7 +579,7 @@ class Launch:
             why = ""
         if why != self._waits_because:
             self._waits_because = why
-            say(f"{why or f'{node_name()} takes the place of a node that is left out'}.")
+            log_line(f"{why or f'{node_name()} takes the place of a node that is left out'}.")
         return not why
 
     def _is_superseded(self, run_id: str) -> bool:
@@ -599,7 +601,7 @@ class Launch:
             Whether the launch can begin; not if it was told to stop meanwhile.
         """
         try:
-            if not self._record.take(lambda: self._stop, say):
+            if not self._record.take(lambda: self._stop, log_line):
                 return False
         except InUse as in_use:
             raise self._refused(str(in_use), "wait for it, stop it with SIGTERM, or use another --run-dir") from None
@@ -607,7 +609,7 @@ class Launch:
             raise self._refused(*other)
         for record in records(self._launches):
             if record.is_dead and (count := end_processes(record.launch_id)):
-                say(f"Ended {count} processes that an earlier launch of this run had left.")
+                log_line(f"Ended {count} processes that an earlier launch of this run had left.")
             if record.is_dead or self._record.follows(record):
                 record.path.unlink(missing_ok=True)
         if (pid := self._run_directory.trained_by(LAUNCHED)) is not None:
@@ -674,13 +676,13 @@ class Launch:
             if self._stop.signum is not None and deadline is None:
                 deadline = now + self.settings.grace_period_s + _KILL_MARGIN_S
                 process.send_signal(signal.SIGTERM)
-                say(
+                log_line(
                     f"Received {self._stop.signum.name}: the workers have {self.settings.grace_period_s:g} s to "
                     "save and stop. A second signal ends them at once."
                 )
             if self._stop.now or (deadline is not None and now > deadline):
                 end_processes(self.launch_id)
-                say("Ending the workers now: " + ("a second signal." if self._stop.now else "their time is up."))
+                log_line("Ending the workers now: " + ("a second signal." if self._stop.now else "their time is up."))
             elif self._record.is_lost:
                 end_processes(self.launch_id)
             elif now - nodes_checked_at >= _CHECK_NODES_EVERY_S and deadline is None:

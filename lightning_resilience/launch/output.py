@@ -28,6 +28,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from lightning_resilience._formatting import timestamp
+
 NAME = "[lightning-resilience]"
 
 _OURS = re.compile(rb"\[lightning-resilience[ \]]")
@@ -125,7 +127,7 @@ def signed(text: str, at: float | None = None, level: str = "") -> str:
         return f"{NAME} {text}"
     # LOCAL_RANK: Lightning's own launcher.
     who = _speaker or "rank " + os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-    return f"{NAME[:-1]} {time.strftime('%H:%M:%S', time.localtime(at))} {who}{level and f' {level}'}] {text}"
+    return f"{NAME[:-1]} {timestamp(time.time() if at is None else at)[11:]} {who}{level and f' {level}'}] {text}"
 
 
 class Formatter(logging.Formatter):
@@ -147,7 +149,7 @@ def write_line(text: str) -> None:
     Args:
         text: Without its end.
     """
-    if _relay is not None and _relay.say(text):
+    if _relay is not None and _relay.show_line(text):
         return
     stream = sys.stderr
     if stream is None:
@@ -158,7 +160,7 @@ def write_line(text: str) -> None:
         _forget(stream)
 
 
-def say(line: str) -> None:
+def log_line(line: str) -> None:
     """One readable line of ours; never raises: nobody may be there to read it.
 
     Args:
@@ -342,7 +344,7 @@ class Relay:
             self._process.kill()
             self._process.wait()
 
-    def say(self, line: str) -> bool:
+    def show_line(self, line: str) -> bool:
         """A line of this process's own; whether it is on its way."""
         if self.stderr is None:
             return False

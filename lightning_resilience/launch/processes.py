@@ -18,7 +18,7 @@ from contextlib import suppress
 import psutil
 
 from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE
-from lightning_resilience.launch.output import say
+from lightning_resilience.launch.output import log_line
 
 LAUNCH_ID_VARIABLE = "LIGHTNING_RESILIENCE_LAUNCH_ID"
 """Environment variable that marks every process of a launch."""
@@ -145,7 +145,7 @@ def main() -> None:
     while os.read(0, 1024):
         pass
     if count := end_processes(launch_id):
-        say(f"The launcher is gone: ended the {count} processes it left. Run the same command again to resume.")
+        log_line(f"The launcher is gone: ended the {count} processes it left. Run the same command again to resume.")
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ class LaunchRecord:
     def _path(self) -> Path:
         return _path(self._folder, self._place, self._number)
 
-    def take(self, stop: Callable[[], object], say: Callable[[str], None]) -> bool:
+    def take(self, stop: Callable[[], object], log_line: Callable[[str], None]) -> bool:
         """Takes the place and keeps it until :meth:`release`.
 
         A record of which it cannot be seen here whether its launch lives is watched until its counter would have moved
@@ -191,7 +191,7 @@ class LaunchRecord:
 
         Args:
             stop: Ends the watching.
-            say: Told that there is something to watch.
+            log_line: Called with a line if there is another record to watch.
 
         Returns:
             Whether it was taken: not if ``stop`` said so.
@@ -203,7 +203,7 @@ class LaunchRecord:
         self._folder.mkdir(parents=True, exist_ok=True)
         while not stop():
             found = newest(self._folder, self._place)
-            is_free = found is None or found.is_dead or self._stands_still(found, stop, say)
+            is_free = found is None or found.is_dead or self._stands_still(found, stop, log_line)
             if is_free and self._create(1 if found is None else found.number + 1):
                 if self._beats:
                     self._beating.start()
@@ -211,11 +211,11 @@ class LaunchRecord:
             time.sleep(_POLL_S)
         return False
 
-    def _stands_still(self, found: Record, stop: Callable[[], object], say: Callable[[str], None]) -> bool:
+    def _stands_still(self, found: Record, stop: Callable[[], object], log_line: Callable[[str], None]) -> bool:
         if found.is_here:
             raise InUse(f"{found} runs {self._folder.parent} already")
         wait_s = DEAD_AFTER_BEATS * BEAT_INTERVAL_S
-        say(f"{found} has left no word of its end here: watching its record for {wait_s:g} s.")
+        log_line(f"{found} has left no word of its end here: watching its record for {wait_s:g} s.")
         until = time.monotonic() + wait_s
         while time.monotonic() < until:
             if stop():

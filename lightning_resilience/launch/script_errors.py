@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_resilience.launch.output import say
+from lightning_resilience._formatting import timestamp
+from lightning_resilience.launch.output import log_line
 from lightning_resilience.run.failures import normalised
 from lightning_resilience.run.ledger import node_name
 
@@ -90,16 +91,16 @@ def show(error: BaseException, folder: Path, launch_id: str, rank: int) -> None:
     words = traceback.format_exception_only(type(error), error)[-1].strip()
     same = f"{launch_id} {about['kind']} {about['place']} {normalised(words)}"
     path = folder / f"{hashlib.sha256(same.encode()).hexdigest()[:12]}.log"
-    is_first, is_kept = _keep(path, f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank} on {node_name()}", whole)
+    is_first, is_kept = _keep(path, f"{timestamp(time.time())} rank {rank} on {node_name()}", whole)
     if not is_first:
         place = f" ({about['place']})" if about["place"] else ""
         line = f"{words[:200]}{place}"
-        say(f"Rank {rank}, again: {line}; its traceback: {path}")
+        log_line(f"Rank {rank}, again: {line}; its traceback: {path}")
         return
     count = _cut(error, set())
     sys.excepthook(type(error), error, error.__traceback__)
     if count and is_kept:
-        say(f"The traceback with {count} more frames, which are not yours: {path}")
+        log_line(f"The traceback with {count} more frames, which are not yours: {path}")
 
 
 def _keep(path: Path, head: str, whole: str) -> tuple[bool, bool]:

@@ -28,7 +28,7 @@ from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE
 from lightning_resilience.detect.hangs.watchdog import start_soon
 from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.launch.nodes import Board
-from lightning_resilience.launch.output import say, write_line
+from lightning_resilience.launch.output import log_line, write_line
 from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.record import FIRST, newest
 from lightning_resilience.launch.script_errors import describe, show
@@ -86,7 +86,7 @@ def main() -> None:
     ledger = Ledger(run_directory.ledger, rank=int(os.environ.get("RANK", "0")))
     _begin_watch(run_directory, ledger.rank or 0)
     if (count := end_what_earlier_ranks_left()) and os.environ.get("LOCAL_RANK", "0") == "0":
-        say(f"Ended {count} processes that the ranks of before had left on {node_name()}.")
+        log_line(f"Ended {count} processes that the ranks of before had left on {node_name()}.")
     began = time.time()
     fault: dict[str, Any] = {}
     first = newest(run_directory.path / "launches", FIRST)
@@ -168,7 +168,7 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
         # The first one's affair, and another one's only if that has not, because it is stopped already.
         start_soon(directory, local_rank and _FIRST_STARTS_WATCHDOG_WITHIN_S + local_rank)
     except OSError as error:
-        say(f"Rank {rank} is not watched before its first fit ({error}).")
+        log_line(f"Rank {rank} is not watched before its first fit ({error}).")
 
 
 def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
@@ -204,7 +204,7 @@ def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:
         line = f"Restart {info['restart_count']} inside the job, {safe}. Before: {cause or 'a worker was killed'}."
         if again := read_history(run_directory.ledger).failures.recurrence:
             line += f" This is {again}."
-        say(line)
+        log_line(line)
 
 
 def _record_end(
