@@ -15,7 +15,7 @@ from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.launch.schedulers import current_scheduler
 from lightning_resilience.launch.schedulers.base import JobStatus, Scheduler
 from lightning_resilience.launch.status import status
-from lightning_resilience.run.ledger import read_ledger
+from tests.ledgers import read_ledger
 
 
 class Lsf(Scheduler):
