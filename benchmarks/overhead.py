@@ -28,8 +28,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume, FaultTolerance, LocalCheckpoint, NaNGuard, Preemption, StragglerDetection
 from lightning_resilience.detect.hangs.progress import Progress
-from lightning_resilience.detect.stragglers.step_timer import Bursts
+from lightning_resilience.detect.stragglers.step_timer import SamplingWindow
 from lightning_resilience.fit import session
+from lightning_resilience.fit.participant import Participant
 
 TOGGLE = 10
 BACKWARD = torch.autograd.backward
@@ -38,10 +39,11 @@ BACKWARD = torch.autograd.backward
 class EveryStepWithSeveralRanks(StragglerDetection):
     """Times every step, and looks for waits at the end of its backward pass, as where there is somebody to wait for."""
 
-    def _started(self, session: session.FitSession) -> None:
-        super()._started(session)
-        self._participant._time._bursts = Bursts()
-        self._participant._waiting.start()
+    def _participate(self, fit: session.FitSession) -> Participant:
+        participant: Any = super()._participate(fit)
+        participant._time._sampling = SamplingWindow()
+        participant._waiting.start()
+        return participant
 
 
 class Model(L.LightningModule):

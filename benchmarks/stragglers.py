@@ -28,11 +28,11 @@ import torch
 from overhead import EveryStepWithSeveralRanks, measure, ours_on, row
 
 from lightning_resilience import Preemption, StragglerDetection, wandb_panels
-from lightning_resilience.callbacks.straggler_detection import _formatted
-from lightning_resilience.detect.device_id import Place
+from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.stragglers.scores import fastest, scores
 from lightning_resilience.detect.stragglers.step_timer import SECTIONS, Sample
 from lightning_resilience.detect.stragglers.stragglers import Exchange, History, Kernels, Report, make_report
+from lightning_resilience.fit.straggler_reports import _formatted
 
 
 def step(steps: int, repeat: int) -> None:
@@ -64,7 +64,7 @@ class Ranks:
         ]
         self.medians = [chosen.uniform(1e-5, 1e-3) for _ in self.names]
         self.totals = [median * chosen.randint(100, 1000) for median in self.medians]
-        self.places = [Place(f"node-{rank // 8:05}", f"GPU 00000000-{rank % 8}") for rank in range(count)]
+        self.places = [DeviceId(f"node-{rank // 8:05}", f"GPU 00000000-{rank % 8}") for rank in range(count)]
         generator = torch.Generator().manual_seed(1)
         self.speed = torch.rand(count, generator=generator, dtype=torch.float64) * 0.2 + 0.8
         self.speed[torch.randperm(count, generator=generator)[:slow]] = 0.5

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
         ReplicaCheck,
         StragglerDetection,
     )
-    from lightning_resilience.callbacks.nan_guard import TrainingDiverged
     from lightning_resilience.callbacks.replica_check import ReplicasDiverged
     from lightning_resilience.checkpoint.resume import resolve_resume_path
+    from lightning_resilience.fit.numerics_policy import TrainingDiverged
     from lightning_resilience.fit.session import report_progress
     from lightning_resilience.launch.job_info import log_job_info
     from lightning_resilience.launch.schedulers.slurm import get_slurm_info
@@ -42,7 +42,7 @@ _WHERE = {
     "ReplicaCheck": "callbacks",
     "ReplicasDiverged": "callbacks.replica_check",
     "StragglerDetection": "callbacks",
-    "TrainingDiverged": "callbacks.nan_guard",
+    "TrainingDiverged": "fit.numerics_policy",
     "get_slurm_info": "launch.schedulers.slurm",
     "log_job_info": "launch.job_info",
     "read_ledger": "run.ledger",

@@ -46,15 +46,15 @@ from torchmetrics import MeanMetric
 
 from lightning_resilience import _files
 from lightning_resilience.agreement import Needs
-from lightning_resilience.callbacks import fault_tolerance, nan_guard
+from lightning_resilience.callbacks import fault_tolerance
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.node_store import ShardWriter
 from lightning_resilience.detect import health
-from lightning_resilience.detect.device_id import Place
+from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.hangs import progress, timeouts
 from lightning_resilience.detect.hangs.rank_probe import node_directory
 from lightning_resilience.detect.numerics import numerics
-from lightning_resilience.fit import session
+from lightning_resilience.fit import numerics_policy, session
 from lightning_resilience.run.ledger import node_name
 from lightning_resilience.run.run_directory import RunDirectory
 
@@ -800,12 +800,12 @@ def sabotage(config: dict[str, Any]) -> None:
         ShardWriter.publish = no_publish
 
     if config["late"]:
-        nan_guard._reads_cost_nothing = lambda device: False
+        numerics_policy._reads_cost_nothing = lambda device: False
         numerics._send = Travelling(config["late"][rank])
     if config["device"] is not None:
         node = os.environ.get("GROUP_RANK", "0")
         name = f"node-{node}" if config["device"] == "by node" else config["device"]
-        Place.of = lambda device: Place(name, "cpu")
+        DeviceId.of = lambda device: DeviceId(name, "cpu")
     if config["own_nodes"]:
         name = f"node-{os.environ.get('GROUP_RANK', '0')}"
         platform.node = lambda: name

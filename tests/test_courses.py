@@ -13,11 +13,11 @@ import pytest
 
 from lightning_resilience import NaNGuard
 from lightning_resilience.agreement import Needs
-from lightning_resilience.callbacks.nan_guard import TrainingDiverged
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.generations import ShardInfo, generations, is_on_course
 from lightning_resilience.fit import session
 from lightning_resilience.fit.checkpoint_selector import MAX_CONDEMNED, BadCheckpoint
+from lightning_resilience.fit.numerics_policy import TrainingDiverged
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.participants import GoesBack
 from tests.test_local_checkpoint import Run, ends_well, ledger, parts_in, spoil, steps_in, watched

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_resilience.detect.hangs.comm_wait import Waiting
+from lightning_resilience.detect.hangs.comm_wait import CommWaitTimer
 from lightning_resilience.detect.hangs.evidence import Frame, ProcessEvidence, RankEvidence, Thread
 from lightning_resilience.detect.hangs.flight_recorder import Collective, collectives
 from lightning_resilience.detect.hangs.stacks import parse_stacks, place
@@ -123,7 +123,7 @@ def test_the_stopwatch_around_a_wait_is_not_where_a_rank_is(tmp_path: Path) -> N
         def wait() -> None:
             faulthandler.dump_traceback(file, all_threads=False)
 
-        Waiting()._timed(wait)()
+        CommWaitTimer()._timed(wait)()
         file.seek(0)
         text = file.read().decode()
     assert "in timed" in text

@@ -22,11 +22,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume, LocalCheckpoint, NaNGuard, TrainingDiverged
-from lightning_resilience.callbacks import nan_guard
 from lightning_resilience.checkpoint import checkpoint_file, shard
 from lightning_resilience.checkpoint.node_store import ShardWriter
 from lightning_resilience.checkpoint.safe_serialization import unpack
-from lightning_resilience.fit import session
+from lightning_resilience.fit import numerics_policy, session
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import CONTEXT, command, free_port, result, run, run_command, weights
 from tests.ledgers import read_ledger
@@ -327,7 +326,7 @@ def test_whatever_goes_wrong(seed: int, files: Files, tmp_path: Path, monkeypatc
     about = case(seed)
     print(f"seed {seed}: {about}")  # shown if the test fails
     if about.late:
-        monkeypatch.setattr(nan_guard, "_reads_cost_nothing", lambda device: False)
+        monkeypatch.setattr(numerics_policy, "_reads_cost_nothing", lambda device: False)
     threads = set(threading.enumerate())
     model = Model(about, files)
     trainer, before, diverged = fit(about, model, tmp_path)
@@ -395,7 +394,7 @@ def test_while_steps_are_bad_nothing_takes_the_place_of_what_was_good(
 ) -> None:
     """Saved after every step, and few are kept: skipped steps must not be among them."""
     if late:
-        monkeypatch.setattr(nan_guard, "_reads_cost_nothing", lambda device: False)
+        monkeypatch.setattr(numerics_policy, "_reads_cost_nothing", lambda device: False)
     about = plain_case(action="skip", max_consecutive=4, max_rollbacks=1, at=5, times=4, **saves)
     assert fit(about, Model(about, files), tmp_path)[2] is None
     assert [(each["tier"], each["step"]) for each in ledger(tmp_path, "went_back")] == [(tier, 5)]

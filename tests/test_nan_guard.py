@@ -27,8 +27,8 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from lightning_resilience import AutoResume, LocalCheckpoint, NaNGuard, TrainingDiverged
 from lightning_resilience.callbacks import nan_guard
 from lightning_resilience.detect.numerics.numerics import SpikeReference
-from lightning_resilience.detect.numerics.rollback_history import Troubles
-from lightning_resilience.fit import session
+from lightning_resilience.detect.numerics.rollback_history import RollbackHistory
+from lightning_resilience.fit import numerics_policy, session
 from lightning_resilience.launch.report import report
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run, weights
@@ -149,7 +149,7 @@ def first_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """As on an accelerator, where the host may not wait for a verdict; or as on the CPU."""
     if request.param:
-        monkeypatch.setattr(nan_guard, "_reads_cost_nothing", lambda device: False)
+        monkeypatch.setattr(numerics_policy, "_reads_cost_nothing", lambda device: False)
     return bool(request.param)
 
 
@@ -354,7 +354,7 @@ def test_a_verdict_that_comes_too_late_is_gone_back_from(
     spoil: Spoil, action: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By an optimizer that cannot skip a step on its device."""
-    monkeypatch.setattr(nan_guard, "_reads_cost_nothing", lambda device: False)
+    monkeypatch.setattr(numerics_policy, "_reads_cost_nothing", lambda device: False)
     model = Model({9: spoil})
     fit(model, tmp_path / "late", NaNGuard(action), saving(2), max_epochs=4)
     (event,) = events(tmp_path / "late", "bad_step")
@@ -493,7 +493,7 @@ def test_what_cannot_be_written_down_is_kept_in_mind(tmp_path: Path, monkeypatch
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Troubles, "write", full)
+    monkeypatch.setattr(RollbackHistory, "write", full)
     model = Model({9: nan_loss, 30: nan_loss})
     fit(model, tmp_path, NaNGuard("rollback"), saving(2), max_epochs=5)
     assert len(events(tmp_path, "rollback")) == 2

@@ -22,7 +22,7 @@ from lightning_resilience.callbacks import nan_guard
 from lightning_resilience.detect.numerics import numerics
 from lightning_resilience.detect.numerics.numerics import ChangingBuffers
 from lightning_resilience.detect.numerics.step_guard import StepGuard
-from lightning_resilience.fit import session
+from lightning_resilience.fit import numerics_policy, session
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run
 from tests.late import Travelling
@@ -48,7 +48,7 @@ FUSED = OPTIMIZERS["fused AdamW"]
 @pytest.fixture(autouse=True)
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_fits_begun", {})
-    monkeypatch.setattr(nan_guard, "_reads_cost_nothing", lambda device: False)
+    monkeypatch.setattr(numerics_policy, "_reads_cost_nothing", lambda device: False)
 
 
 # -- what the host reads, and when -------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def trained(
     with monkeypatch.context() as patched:
         patched.setattr(session, "_fits_begun", {})
         if batches is None:
-            patched.setattr(nan_guard, "_reads_cost_nothing", lambda device: True)
+            patched.setattr(numerics_policy, "_reads_cost_nothing", lambda device: True)
         else:
             model.travelling = Travelling(batches)
             patched.setattr(numerics, "_send", model.travelling)

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_resilience import NaNGuard
-from lightning_resilience.detect.numerics.reruns import Suspect, faulty, weigh
+from lightning_resilience.detect.numerics.reruns import PendingRerun, blamed_devices, decide_rerun
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run, weights
 from tests.ledgers import read_ledger
@@ -23,34 +23,34 @@ BATCH, A, B = (1, 5), ("node-a (GPU 1)", "node-a (GPU 2)"), ("node-a (GPU 1)", "
 
 
 def test_the_first_time_it_is_to_be_tried_elsewhere() -> None:
-    assert weigh(None, BATCH, A, "nan", 2) == ("elsewhere", Suspect(BATCH, A, "nan", 1))
-    other = Suspect((0, 3), A, "inf", 2, True)
-    assert weigh(other, BATCH, A, "nan", 2) == ("elsewhere", Suspect(BATCH, A, "nan", 1))
+    assert decide_rerun(None, BATCH, A, "nan", 2) == ("elsewhere", PendingRerun(BATCH, A, "nan", 1))
+    other = PendingRerun((0, 3), A, "inf", 2, True)
+    assert decide_rerun(other, BATCH, A, "nan", 2) == ("elsewhere", PendingRerun(BATCH, A, "nan", 1))
 
 
 def test_bad_on_other_devices_too_is_a_correct_result() -> None:
-    assert weigh(Suspect(BATCH, A, "nan"), BATCH, B, "nan", 2) == ("correct", None)
+    assert decide_rerun(PendingRerun(BATCH, A, "nan"), BATCH, B, "nan", 2) == ("correct", None)
 
 
 @pytest.mark.parametrize("max_reruns", [1, 2, 5])
 def test_without_other_devices_it_ends(max_reruns: int) -> None:
     """Megatron's machine ends with 16 again and again here."""
-    suspect: Suspect | None = None
+    suspect: PendingRerun | None = None
     decisions = []
     for _ in range(max_reruns + 2):
-        decision, suspect = weigh(suspect, BATCH, A, "nan", max_reruns)
+        decision, suspect = decide_rerun(suspect, BATCH, A, "nan", max_reruns)
         decisions.append(decision)
     assert decisions == ["elsewhere"] * max_reruns + ["older", "end"]
 
 
 def test_those_that_were_exchanged_are_to_blame() -> None:
-    assert faulty(Suspect(BATCH, A, "nan"), B) == ["rank 1 on node-a (GPU 2)"]
-    assert faulty(Suspect(BATCH, A, "nan"), A) == []
+    assert blamed_devices(PendingRerun(BATCH, A, "nan"), B) == ["rank 1 on node-a (GPU 2)"]
+    assert blamed_devices(PendingRerun(BATCH, A, "nan"), A) == []
 
 
-@pytest.mark.parametrize("suspect", [Suspect(BATCH, A, "nan", 2, True), None])
-def test_what_is_known_survives_a_restart(suspect: Suspect | None) -> None:
-    assert Suspect.from_json(None if suspect is None else suspect.to_json()) == suspect
+@pytest.mark.parametrize("suspect", [PendingRerun(BATCH, A, "nan", 2, True), None])
+def test_what_is_known_survives_a_restart(suspect: PendingRerun | None) -> None:
+    assert PendingRerun.from_json(None if suspect is None else suspect.to_json()) == suspect
 
 
 # -- in fits: the table of Megatron's machine, and ours ----------------------------------------------------------------

@@ -8,34 +8,34 @@ from pathlib import Path
 
 import pytest
 
-from lightning_resilience.detect.numerics.reruns import Suspect
-from lightning_resilience.detect.numerics.rollback_history import REFILL_STEPS, Troubles, Window
+from lightning_resilience.detect.numerics.reruns import PendingRerun
+from lightning_resilience.detect.numerics.rollback_history import REFILL_STEPS, RollbackHistory, Window
 
-FULL = Troubles(
+FULL = RollbackHistory(
     2,
     rollbacks=1,
     trouble=40,
     went_back_from=Window(0, 3, 4, 3),
     passed_over=[Window(0, 3, 4, 3), Window(1, 8, 12, 20)],
     validated=[Window(2, 0, 1, 30)],
-    suspect=Suspect((2, 0), ("a", "b"), "the loss is nan", 2, True),
-    unfit_from_birth=["mask"],
+    suspect=PendingRerun((2, 0), ("a", "b"), "the loss is nan", 2, True),
+    initially_nonfinite=["mask"],
 )
 
 
-@pytest.mark.parametrize("troubles", [FULL, Troubles(2)], ids=["much", "nothing"])
-def test_nothing_is_forgotten(troubles: Troubles, tmp_path: Path) -> None:
+@pytest.mark.parametrize("troubles", [FULL, RollbackHistory(2)], ids=["much", "nothing"])
+def test_nothing_is_forgotten(troubles: RollbackHistory, tmp_path: Path) -> None:
     troubles.write(tmp_path / "file")
-    assert Troubles.read(tmp_path / "file", 2) == troubles
+    assert RollbackHistory.read(tmp_path / "file", 2) == troubles
 
 
 def test_with_other_ranks_the_batches_are_others(tmp_path: Path) -> None:
     FULL.write(tmp_path / "file")
-    assert Troubles.read(tmp_path / "file", 4) == Troubles(4, 1, 40, unfit_from_birth=["mask"])
+    assert RollbackHistory.read(tmp_path / "file", 4) == RollbackHistory(4, 1, 40, initially_nonfinite=["mask"])
 
 
 def test_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert Troubles.read(tmp_path / "file", 2) == Troubles(2)
+    assert RollbackHistory.read(tmp_path / "file", 2) == RollbackHistory(2)
     assert not caplog.text
 
 
@@ -55,11 +55,11 @@ def test_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
                 }
             )
             for wrong in (
-                {"passed_over": 3, "validated": [], "suspect": None, "unfit_from_birth": None},
-                {"passed_over": [[0, 1, 2, 3]], "validated": [], "suspect": None, "unfit_from_birth": None},
-                {"passed_over": [], "validated": [], "suspect": {"batch": 3}, "unfit_from_birth": None},
-                {"passed_over": [], "validated": [], "suspect": None, "unfit_from_birth": None, "went_back_from": 3},
-                {"passed_over": [], "validated": [], "suspect": None, "unfit_from_birth": 5},
+                {"passed_over": 3, "validated": [], "suspect": None, "initially_nonfinite": None},
+                {"passed_over": [[0, 1, 2, 3]], "validated": [], "suspect": None, "initially_nonfinite": None},
+                {"passed_over": [], "validated": [], "suspect": {"batch": 3}, "initially_nonfinite": None},
+                {"passed_over": [], "validated": [], "suspect": None, "initially_nonfinite": None, "went_back_from": 3},
+                {"passed_over": [], "validated": [], "suspect": None, "initially_nonfinite": 5},
             )
         ),
     ],
@@ -67,12 +67,12 @@ def test_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_what_cannot_be_understood_is_said(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text(content)
     with caplog.at_level(logging.WARNING):
-        assert Troubles.read(tmp_path / "file", 2) == Troubles(2)
+        assert RollbackHistory.read(tmp_path / "file", 2) == RollbackHistory(2)
     assert "cannot be understood" in caplog.text
 
 
 def test_a_trouble_has_its_own_count() -> None:
-    troubles = Troubles(1)
+    troubles = RollbackHistory(1)
     for step, rollbacks in [(0, 1), (5, 2), (3, 3), (5 + REFILL_STEPS, 4), (6 + 2 * REFILL_STEPS, 1)]:
         troubles.count(step, [Window(0, step, step + 1, step)], True)
         assert (step, troubles.rollbacks) == (step, rollbacks)
@@ -97,16 +97,16 @@ def test_a_state_from_which_the_training_has_come_far_enough_is_not_to_blame(
     def at(step: int) -> Window:
         return Window(step // 8, step % 8, step % 8 + 1, step)
 
-    troubles = Troubles(1)
+    troubles = RollbackHistory(1)
     if last is not None:
         troubles.count(last, [at(last), at(last + 1)], pass_over=False)
         assert not troubles.passed_over
     troubles.write(tmp_path / "file")
-    assert Troubles.read(tmp_path / "file", 1).is_first(at(window), loaded_step) is is_first
+    assert RollbackHistory.read(tmp_path / "file", 1).is_first(at(window), loaded_step) is is_first
 
 
 def test_what_is_passed_over_is_kept_for_all_troubles() -> None:
-    troubles = Troubles(1)
+    troubles = RollbackHistory(1)
     troubles.count(3, [Window(0, 3, 4, 3)], pass_over=True)
     troubles.count(90, [Window(9, 0, 1, 90)], pass_over=True)
     assert troubles.passed_over == [Window(0, 3, 4, 3), Window(9, 0, 1, 90)]

@@ -31,11 +31,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_resilience import AutoResume, StragglerDetection, _nvrx
 from lightning_resilience.agreement import Needs
-from lightning_resilience.callbacks import straggler_detection
-from lightning_resilience.detect.device_id import Place
+from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.stragglers.step_timer import DeviceTime, HostTime, Sample
 from lightning_resilience.detect.stragglers.stragglers import Straggler
-from lightning_resilience.fit import session
+from lightning_resilience.fit import session, straggler_reports
+from lightning_resilience.fit.straggler_reports import StragglerReports
 from lightning_resilience.launch.nodes import Board, Decision
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import CONTEXT, Ranks, free_port, result, run, samples
@@ -615,14 +615,14 @@ def test_nothing_is_left_on_the_collectives(
             if error is not None and batch_idx == 20:
                 raise error("on purpose")
 
-    class Measuring(straggler_detection._Measuring):
+    class Measuring(StragglerReports):
         """One rank waits for nobody, and has nothing replaced."""
 
         def start(self) -> None:
             super().start()
             self._waiting.start()
 
-    monkeypatch.setattr(straggler_detection, "_Measuring", Measuring)
+    monkeypatch.setattr("lightning_resilience.callbacks.straggler_detection.StragglerReports", Measuring)
     before = vars(torch.distributed.Work)["wait"]
     detection = StragglerDetection(1e6)
     with contextlib.nullcontext() if error is None else pytest.raises(error):
@@ -662,7 +662,7 @@ def test_those_that_are_not_new_count_for_what_most_ranks_are(
 ) -> None:
     """Of four ranks; for the devices of some of them the run was stopped before."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    places = [Place("n", f"GPU {rank}") for rank in range(4)]
+    places = [DeviceId("n", f"GPU {rank}") for rank in range(4)]
     requests: list[dict[str, Any]] = []
     agreement = SimpleNamespace(request=lambda kind, payload, needs: requests.append(payload))
     measuring = SimpleNamespace(
@@ -675,7 +675,7 @@ def test_those_that_are_not_new_count_for_what_most_ranks_are(
         ),
     )
     stragglers = [Straggler(rank, places[rank], "relative", 0.5, "compute") for rank in slow]
-    straggler_detection._Measuring._consider_stopping(measuring, stragglers)
+    StragglerReports._consider_stopping(measuring, stragglers)
     assert [payload["ranks"] for payload in requests] == ([asked] if asked else [])
 
 
@@ -698,11 +698,11 @@ def test_a_run_is_stopped_only_for_what_another_node_can_cure(
         tiers=SimpleNamespace(uses_global=True),
         run=RunDirectory(tmp_path),
     )
-    places = [Place(f"n{rank % nodes}", f"GPU {rank}") for rank in range(2)]
+    places = [DeviceId(f"n{rank % nodes}", f"GPU {rank}") for rank in range(2)]
     measuring = SimpleNamespace(
         _stopped_for=set(), _places=places, _nodes=nodes, _say_once=said.append, session=session
     )
-    straggler_detection._Measuring._consider_stopping(measuring, [Straggler(0, places[0], "relative", 0.5, cause)])
+    StragglerReports._consider_stopping(measuring, [Straggler(0, places[0], "relative", 0.5, cause)])
     assert len(requests) == (why is None)
     assert all(str(why) in line for line in said)
     assert len(said) == len(requests) ^ 1
@@ -722,9 +722,9 @@ def test_a_run_that_needs_its_slow_node_is_not_stopped_for_nothing(
         tiers=SimpleNamespace(uses_global=True),
         run=RunDirectory(tmp_path),
     )
-    places = [Place("n0", "cpu"), Place("n1", "cpu")]
+    places = [DeviceId("n0", "cpu"), DeviceId("n1", "cpu")]
     measuring = SimpleNamespace(_stopped_for=set(), _places=places, _nodes=2, _say_once=said.append, session=session)
-    straggler_detection._Measuring._consider_stopping(measuring, [Straggler(1, places[1], "relative", 0.5, "compute")])
+    StragglerReports._consider_stopping(measuring, [Straggler(1, places[1], "relative", 0.5, "compute")])
     assert len(requests) == len(spares)
     needs = "it needs 2 nodes, and no launch --spare waits"
     assert said == ([] if spares else [f"The run is not stopped, and goes on with its stragglers: {needs}."])
@@ -775,8 +775,8 @@ def test_fast_dev_run_measures_nothing(tmp_path: Path) -> None:
 
 def test_scores_are_printed_in_the_layout_of_nvrx() -> None:
     scores = torch.tensor([0.9, math.nan, 0.4, 1.0, 0.5, 0.8])
-    places = [Place(f"n{rank // 2}", "cpu") for rank in range(6)]
-    assert straggler_detection._formatted(scores, places, 2) == (
+    places = [DeviceId(f"n{rank // 2}", "cpu") for rank in range(6)]
+    assert straggler_reports._formatted(scores, places, 2) == (
         " Worst performing 2/5 ranks:\n"
         "  Rank=2 Node=n1 Score=0.40\n"
         "  Rank=4 Node=n2 Score=0.50\n"
@@ -784,7 +784,7 @@ def test_scores_are_printed_in_the_layout_of_nvrx() -> None:
         "  Rank=3 Node=n1 Score=1.00\n"
         "  Rank=0 Node=n0 Score=0.90\n"
     )
-    assert straggler_detection._formatted(scores, places, 3).splitlines() == [
+    assert straggler_reports._formatted(scores, places, 3).splitlines() == [
         f"  Rank={rank} Node=n{rank // 2} Score={scores[rank]:.2f}" for rank in (2, 4, 5, 0, 3)
     ]
 
@@ -924,7 +924,7 @@ class Fit:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, tmp: Path, others: list[Any], device: str = "cuda", **module: Any
     ) -> None:
-        monkeypatch.setattr(straggler_detection.Place, "of", staticmethod(lambda device: Place("n", "GPU 1")))
+        monkeypatch.setattr(straggler_reports.DeviceId, "of", staticmethod(lambda device: DeviceId("n", "GPU 1")))
         module = module or {"Event": Event, "current_stream": lambda: None}
         monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**module))
         strategy = SimpleNamespace(root_device=torch.device(device, 0))
@@ -938,7 +938,10 @@ class Fit:
 
 def measuring(fit: Fit, **settings: Any) -> Any:
     settings = {"enable_logging": False, "stop_if_detected": False, **settings}
-    return straggler_detection._Measuring(StragglerDetection(**settings), fit)
+    detection = StragglerDetection(**settings)
+    measured: Any = detection._participate(fit)
+    measured.callback = detection
+    return measured
 
 
 def a_step(measured: Any, *seconds: float) -> None:
@@ -1006,7 +1009,7 @@ def test_slow_kernels_are_told_of_though_the_steps_are_as_before(
         measured._report(None)
         assert manager.calls == ["start", "stop"] * (6 if factor == 1.0 else 7), "only for steps that are timed"
         assert [*measured._history.kernels.values()] == [3.0]
-        report = measured.settings.report
+        report = measured.callback.report
         assert report.seconds[0].tolist() == [0.25, 1.0, 0.5]
         assert (report.individual.tolist(), report.step_individual.tolist()) == ([1 / factor], [1.0])
     (named,) = read_ledger(tmp_path / "ledger")
@@ -1063,7 +1066,7 @@ def test_a_run_goes_on_where_kernels_are_profiled_no_more(
             for _ in range(4):
                 a_step(measured, 0.25, 0.5, 1.0)
             measured._report(None)
-    report = measured.settings.report
+    report = measured.callback.report
     assert not report.of_kernels
     assert report.relative.tolist() == report.individual.tolist() == [1.0]
     assert caplog.text.count(f"Kernels are not profiled any more on rank 0: {what}") == 1

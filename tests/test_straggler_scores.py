@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_resilience.detect.device_id import Place
+from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.hangs import comm_wait as waits
-from lightning_resilience.detect.hangs.comm_wait import Waiting
+from lightning_resilience.detect.hangs.comm_wait import CommWaitTimer
 from lightning_resilience.detect.stragglers.scores import PerformanceScores, fastest, lost, scores
 from lightning_resilience.detect.stragglers.step_timer import (
     CALLBACKS,
@@ -40,10 +40,10 @@ from lightning_resilience.detect.stragglers.step_timer import (
     DATA,
     NO_PART,
     SECTIONS,
-    Bursts,
     DeviceTime,
     HostTime,
     Sample,
+    SamplingWindow,
 )
 from lightning_resilience.detect.stragglers.stragglers import (
     Exchange,
@@ -75,8 +75,8 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
-def places(count: int) -> list[Place]:
-    return [Place(f"node-{rank // 2}", f"device {rank}") for rank in range(count)]
+def places(count: int) -> list[DeviceId]:
+    return [DeviceId(f"node-{rank // 2}", f"device {rank}") for rank in range(count)]
 
 
 class Together:
@@ -525,7 +525,7 @@ def test_a_rank_whose_steps_were_measured_is_not_missing() -> None:
 
 
 def straggler(rank: int, kind: Any = "relative") -> Straggler:
-    return Straggler(rank, Place("node", f"device {rank}"), kind, 0.5, "compute")
+    return Straggler(rank, DeviceId("node", f"device {rank}"), kind, 0.5, "compute")
 
 
 def test_once_is_enough() -> None:
@@ -687,7 +687,7 @@ def test_a_rank_without_steps_is_missing_and_nobody_else_minds() -> None:
 
 def test_a_sample_of_no_steps_is_of_the_same_type_as_others() -> None:
     clock = Clock()
-    idle = HostTime(Waiting(clock=clock), Bursts(), clock).take()
+    idle = HostTime(CommWaitTimer(clock=clock), SamplingWindow(), clock).take()
     close(idle.typical, of(nan, nan, nan))
     made = reports([[None] * 2], [Sample.of(rows([1, 1, 1])), idle])[0]
     close(made.relative, of(1, nan))
@@ -715,8 +715,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def waiting(clock: Clock) -> Waiting:
-    return Waiting(clock=clock)
+def waiting(clock: Clock) -> CommWaitTimer:
+    return CommWaitTimer(clock=clock)
 
 
 def step(clock: Clock, timed: HostTime, data: float, compute: float, callbacks: float) -> None:
@@ -730,8 +730,8 @@ def step(clock: Clock, timed: HostTime, data: float, compute: float, callbacks: 
     clock.sleep(callbacks * 3 / 4)
 
 
-def test_the_host_tells_sections_apart(clock: Clock, waiting: Waiting) -> None:
-    timed = HostTime(waiting, Bursts(), clock)
+def test_the_host_tells_sections_apart(clock: Clock, waiting: CommWaitTimer) -> None:
+    timed = HostTime(waiting, SamplingWindow(), clock)
     for data, compute, callbacks in ((1, 2, 4), (3, 2, 8), (2, 8, 16)):
         step(clock, timed, data, compute, callbacks)
     timed.begin()
@@ -740,8 +740,8 @@ def test_the_host_tells_sections_apart(clock: Clock, waiting: Waiting) -> None:
     assert sample.steps == 3
 
 
-def test_a_step_is_complete_when_the_next_one_begins(clock: Clock, waiting: Waiting) -> None:
-    timed = HostTime(waiting, Bursts(), clock)
+def test_a_step_is_complete_when_the_next_one_begins(clock: Clock, waiting: CommWaitTimer) -> None:
+    timed = HostTime(waiting, SamplingWindow(), clock)
     step(clock, timed, 1, 2, 4)
     assert timed.take().steps == 0
     clock.sleep(3)  # such as a validation
@@ -751,8 +751,8 @@ def test_a_step_is_complete_when_the_next_one_begins(clock: Clock, waiting: Wait
     assert (sample.steps, timed.take().steps) == (1, 0)
 
 
-def test_waiting_is_nobodys_own_time(clock: Clock, waiting: Waiting) -> None:
-    timed = HostTime(waiting, Bursts(), clock)
+def test_waiting_is_nobodys_own_time(clock: Clock, waiting: CommWaitTimer) -> None:
+    timed = HostTime(waiting, SamplingWindow(), clock)
     timed.begin()
     for section, own in ((DATA, 1), (COMPUTE, 2), (CALLBACKS, 4)):
         timed.enter(section)
@@ -762,8 +762,8 @@ def test_waiting_is_nobodys_own_time(clock: Clock, waiting: Waiting) -> None:
     close(timed.take().typical, of(1, 2, 4))
 
 
-def test_every_third_step(clock: Clock, waiting: Waiting) -> None:
-    timed = HostTime(waiting, Bursts(every=3), clock)
+def test_every_third_step(clock: Clock, waiting: CommWaitTimer) -> None:
+    timed = HostTime(waiting, SamplingWindow(every=3), clock)
     for number in range(1, 10):
         step(clock, timed, number, 1, 0)
     timed.begin()
@@ -777,10 +777,10 @@ def test_every_third_step(clock: Clock, waiting: Waiting) -> None:
 )
 def test_of_short_steps_as_many_are_timed_as_a_report_needs(clock: Clock, seconds: float, share: float) -> None:
     """And 32 of them in a row."""
-    bursts = Bursts(until_report=300.0, clock=clock)
+    sampling = SamplingWindow(until_report=300.0, clock=clock)
     taken = []
     for _ in range(10_000):
-        taken.append(bursts.takes_next())
+        taken.append(sampling.takes_next())
         clock.sleep(seconds)
     assert sum(taken) == pytest.approx(len(taken) * share, rel=0.12)
     lengths = [len(list(group)) for timed, group in itertools.groupby(taken) if timed]
@@ -789,16 +789,16 @@ def test_of_short_steps_as_many_are_timed_as_a_report_needs(clock: Clock, second
 
 
 def test_a_report_is_made_of_no_more_than_is_remembered(clock: Clock) -> None:
-    bursts = Bursts(until_report=300.0, clock=clock)
+    sampling = SamplingWindow(until_report=300.0, clock=clock)
     taken = 0
     for _ in range(300_000):
-        taken += bursts.takes_next()
+        taken += sampling.takes_next()
         clock.sleep(0.001)
     assert 7_900 < taken <= 8192
 
 
-def test_a_dropped_step_does_not_count(clock: Clock, waiting: Waiting) -> None:
-    timed = HostTime(waiting, Bursts(), clock)
+def test_a_dropped_step_does_not_count(clock: Clock, waiting: CommWaitTimer) -> None:
+    timed = HostTime(waiting, SamplingWindow(), clock)
     timed.enter(COMPUTE)  # before any step began
     step(clock, timed, 1, 1, 1)
     step(clock, timed, 1000, 1, 1)
@@ -811,8 +811,8 @@ def test_a_dropped_step_does_not_count(clock: Clock, waiting: Waiting) -> None:
     assert sample.steps == 2
 
 
-def test_the_host_remembers_so_many_steps(clock: Clock, waiting: Waiting) -> None:
-    timed = HostTime(waiting, Bursts(), clock)
+def test_the_host_remembers_so_many_steps(clock: Clock, waiting: CommWaitTimer) -> None:
+    timed = HostTime(waiting, SamplingWindow(), clock)
     for number in range(10_001):
         timed.begin()
         clock.sleep(number)
@@ -828,8 +828,8 @@ def test_what_else_a_node_has_to_do_does_not_count() -> None:
     close(Sample.of(rows(*steps)).typical, of(1, 1, 1))
 
 
-def test_a_validation_is_no_part_of_a_step(clock: Clock, waiting: Waiting) -> None:
-    timed = HostTime(waiting, Bursts(), clock)
+def test_a_validation_is_no_part_of_a_step(clock: Clock, waiting: CommWaitTimer) -> None:
+    timed = HostTime(waiting, SamplingWindow(), clock)
     step(clock, timed, 1, 2, 4)
     timed.enter(NO_PART)
     clock.sleep(50)
@@ -889,7 +889,7 @@ def device_step(device: Device, timed: DeviceTime, data: float, compute: float, 
 
 def test_the_device_tells_sections_apart() -> None:
     device = Device()
-    timed = DeviceTime(device.event, Bursts())
+    timed = DeviceTime(device.event, SamplingWindow())
     for numbers in ((1, 2, 4), (3, 2, 8), (2, 8, 16)):
         device_step(device, timed, *numbers)
     timed.begin()
@@ -903,7 +903,7 @@ def test_the_device_tells_sections_apart() -> None:
 
 def test_steps_are_taken_as_far_as_the_device_is() -> None:
     device = Device()
-    timed = DeviceTime(device.event, Bursts())
+    timed = DeviceTime(device.event, SamplingWindow())
     for number in range(4):
         device_step(device, timed, number, 1, 1)
     device.catch_up(6)  # all of the second step but for its end
@@ -956,7 +956,7 @@ class LateDevice:
 @pytest.mark.parametrize("late", [0, 1, 3, 8])
 def test_delays_of_a_device_that_is_steps_behind_the_host(late: int) -> None:
     device = LateDevice()
-    timed = DeviceTime(device.event, Bursts())
+    timed = DeviceTime(device.event, SamplingWindow())
     known, in_a_step = [], 0
     for _ in range(20):
         timed.begin()
@@ -985,7 +985,7 @@ def test_delays_of_a_device_that_is_steps_behind_the_host(late: int) -> None:
 
 def test_a_later_step_that_is_ready_waits_for_an_earlier_one() -> None:
     device = Device()
-    timed = DeviceTime(device.event, Bursts())
+    timed = DeviceTime(device.event, SamplingWindow())
     for number in range(3):
         device_step(device, timed, number, 1, 1)
     timed.begin()
@@ -999,7 +999,7 @@ def test_a_later_step_that_is_ready_waits_for_an_earlier_one() -> None:
 
 def test_a_host_that_is_far_ahead_loses_the_oldest() -> None:
     device = Device()
-    timed = DeviceTime(device.event, Bursts())
+    timed = DeviceTime(device.event, SamplingWindow())
     for number in range(100):
         device_step(device, timed, number, 1, 1)
     timed.begin()
@@ -1011,7 +1011,7 @@ def test_a_host_that_is_far_ahead_loses_the_oldest() -> None:
 
 def test_a_device_that_waits_does_not_compute() -> None:
     device = Device()
-    timed = DeviceTime(device.event, Bursts())
+    timed = DeviceTime(device.event, SamplingWindow())
     timed.wait(True)  # a backward pass of nobody's step, which has failed
     timed.begin()
     device.compute(1)
@@ -1039,7 +1039,7 @@ def test_a_device_that_waits_does_not_compute() -> None:
 
 def test_every_other_step_of_a_device() -> None:
     device = Device()
-    timed = DeviceTime(device.event, Bursts(every=2))
+    timed = DeviceTime(device.event, SamplingWindow(every=2))
     for number in range(1, 7):
         device_step(device, timed, number, 1, 0)
         timed.wait(True)
@@ -1054,7 +1054,7 @@ def test_every_other_step_of_a_device() -> None:
 
 def test_a_dropped_step_of_a_device_does_not_count() -> None:
     device = Device()
-    timed = DeviceTime(device.event, Bursts())
+    timed = DeviceTime(device.event, SamplingWindow())
     device_step(device, timed, 1, 1, 1)
     device_step(device, timed, 1000, 1, 1)
     timed.drop()
@@ -1068,7 +1068,7 @@ def test_a_dropped_step_of_a_device_does_not_count() -> None:
 
 def test_a_device_is_remembered_for_so_many_steps() -> None:
     device = Device()
-    timed = DeviceTime(device.event, Bursts())
+    timed = DeviceTime(device.event, SamplingWindow())
     for number in range(8200):
         device_step(device, timed, number, 1, 1)
         device.catch_up()
@@ -1116,8 +1116,8 @@ def test_a_stream_that_waits_for_a_collective_in_another_one_does_not_compute(mo
         streams.current.now += 0.5 + others_s
 
     monkeypatch.setattr(functional, "wait_tensor", gather)
-    timed = DeviceTime(streams.event, Bursts(), lambda: streams.current)
-    waiting = Waiting(timed.wait, streams=streams.kind)
+    timed = DeviceTime(streams.event, SamplingWindow(), lambda: streams.current)
+    waiting = CommWaitTimer(timed.wait, streams=streams.kind)
     before = vars(streams.kind)["wait_event"]
     waiting.start()
 
@@ -1156,7 +1156,7 @@ def test_a_stream_that_waits_for_a_collective_in_another_one_does_not_compute(mo
 
 
 def test_streams_that_are_written_in_c_are_left_alone() -> None:
-    waiting = Waiting(lambda begins: None, streams=torch.Stream)
+    waiting = CommWaitTimer(lambda begins: None, streams=torch.Stream)
     waiting.start()
     waiting.stop()
 
@@ -1175,7 +1175,7 @@ def slow_wait(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("slow_wait")
-def test_collectives_count_from_start_to_stop(waiting: Waiting) -> None:
+def test_collectives_count_from_start_to_stop(waiting: CommWaitTimer) -> None:
     before = torch.distributed.Work.wait, functional.wait_tensor
     dist.barrier()
     waiting.start()
@@ -1190,7 +1190,7 @@ def test_collectives_count_from_start_to_stop(waiting: Waiting) -> None:
     dist.barrier()
     assert waiting.seconds == 8
     assert before == (torch.distributed.Work.wait, functional.wait_tensor)
-    other = Waiting()
+    other = CommWaitTimer()
     other.start()
     its = torch.distributed.Work.wait, functional.wait_tensor
     waiting.stop()
@@ -1200,7 +1200,7 @@ def test_collectives_count_from_start_to_stop(waiting: Waiting) -> None:
 
 
 @pytest.mark.usefixtures("slow_wait")
-def test_what_another_thread_waits_for_does_not_count(waiting: Waiting) -> None:
+def test_what_another_thread_waits_for_does_not_count(waiting: CommWaitTimer) -> None:
     waiting.start()
     thread = threading.Thread(target=dist.barrier)
     thread.start()
@@ -1262,7 +1262,7 @@ def test_a_backward_pass_in_a_thread_of_autograd_counts(clock: Clock, monkeypatc
                 functional.wait_tensor(gradient)
             return gradient, None
 
-    waiting = Waiting(marks.append, clock)
+    waiting = CommWaitTimer(marks.append, clock)
     waiting.start()
     Within.apply(torch.ones(1, requires_grad=True), 70).sum().backward()
     waiting.stop()
@@ -1286,7 +1286,7 @@ def test_waits_of_two_threads_of_autograd_count_as_long_as_either_waits(
 
     monkeypatch.setattr(functional, "wait_tensor", wait_tensor)
     monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 7)
-    waiting = Waiting(clock=clock)
+    waiting = CommWaitTimer(clock=clock)
     waiting.start()
     thread = threading.Thread(target=lambda: functional.wait_tensor("outer"))
     thread.start()
@@ -1298,7 +1298,7 @@ def test_waits_of_two_threads_of_autograd_count_as_long_as_either_waits(
     assert waiting.seconds == 4
 
 
-def test_a_wait_that_fails_counts_too(clock: Clock, waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_fails_counts_too(clock: Clock, waiting: CommWaitTimer, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(tensor: Any) -> None:
         clock.sleep(3)
         raise RuntimeError("a rank has died")
@@ -1334,7 +1334,7 @@ class Reduced:
 
 def test_what_comes_behind_the_own_gradients_is_waiting(clock: Clock) -> None:
     marks: list[tuple[bool, float]] = []
-    waiting = Waiting(lambda begins: marks.append((begins, clock())), clock)
+    waiting = CommWaitTimer(lambda begins: marks.append((begins, clock())), clock)
     module = Reduced(clock, lambda: clock.sleep(5))
     waiting.start()
     for number in (1, 2):
@@ -1349,7 +1349,7 @@ def test_what_comes_behind_the_own_gradients_is_waiting(clock: Clock) -> None:
 
 def test_two_passes_from_one_loss(clock: Clock) -> None:
     marks: list[tuple[bool, float]] = []
-    waiting = Waiting(lambda begins: marks.append((begins, clock())), clock)
+    waiting = CommWaitTimer(lambda begins: marks.append((begins, clock())), clock)
     module = Reduced(clock, lambda: clock.sleep(5))
     clock.now = 0
     loss = module.loss()
@@ -1363,7 +1363,7 @@ def test_two_passes_from_one_loss(clock: Clock) -> None:
 
 
 @pytest.mark.usefixtures("slow_wait")
-def test_collectives_in_a_backward_pass_count_once(clock: Clock, waiting: Waiting) -> None:
+def test_collectives_in_a_backward_pass_count_once(clock: Clock, waiting: CommWaitTimer) -> None:
     def wait() -> None:
         dist.barrier()
         clock.sleep(1)
@@ -1377,7 +1377,7 @@ def test_collectives_in_a_backward_pass_count_once(clock: Clock, waiting: Waitin
     assert waiting.seconds == 2 + 3
 
 
-def test_a_backward_pass_that_fails_is_forgotten(clock: Clock, waiting: Waiting) -> None:
+def test_a_backward_pass_that_fails_is_forgotten(clock: Clock, waiting: CommWaitTimer) -> None:
     module = Reduced(clock, lambda: clock.sleep(5))
 
     def fails() -> None:
@@ -1399,7 +1399,7 @@ def test_collectives_work_as_before_when_it_is_over(mark: Any) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for _ in range(2):
-            waiting = Waiting(mark)
+            waiting = CommWaitTimer(mark)
             waiting.start()
             dist.barrier()
             waiting.stop()
@@ -1414,7 +1414,7 @@ def test_collectives_work_as_before_when_it_is_over(mark: Any) -> None:
         dist.destroy_process_group()
 
 
-def test_a_pass_within_a_pass(clock: Clock, waiting: Waiting) -> None:
+def test_a_pass_within_a_pass(clock: Clock, waiting: CommWaitTimer) -> None:
     """Reentrant checkpointing: what DDP waits for is then part of the inner one."""
     module = Reduced(clock, lambda: clock.sleep(5))
 
@@ -1439,7 +1439,7 @@ def test_a_pass_within_a_pass(clock: Clock, waiting: Waiting) -> None:
 
 
 @pytest.mark.parametrize("given", [iter, tuple, list, lambda roots: map(torch.clone, roots)])
-def test_roots_in_any_form(clock: Clock, waiting: Waiting, given: Callable[[Any], Any]) -> None:
+def test_roots_in_any_form(clock: Clock, waiting: CommWaitTimer, given: Callable[[Any], Any]) -> None:
     modules = [Reduced(clock, lambda: clock.sleep(5)) for _ in range(2)]
     waiting.start()
     torch.autograd.backward(given([module.loss() for module in modules]))
@@ -1450,7 +1450,7 @@ def test_roots_in_any_form(clock: Clock, waiting: Waiting, given: Callable[[Any]
 
 
 @pytest.mark.parametrize("within", [lambda edge: edge, lambda edge: [edge]])
-def test_a_pass_that_begins_at_an_edge(clock: Clock, waiting: Waiting, within: Callable[[Any], Any]) -> None:
+def test_a_pass_that_begins_at_an_edge(clock: Clock, waiting: CommWaitTimer, within: Callable[[Any], Any]) -> None:
     """As in pipelines."""
     module = Reduced(clock, lambda: clock.sleep(5))
     waiting.start()
@@ -1460,7 +1460,7 @@ def test_a_pass_that_begins_at_an_edge(clock: Clock, waiting: Waiting, within: C
     close(module.weight.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
 
 
-def test_a_leaf_and_a_tensor_without_gradients(waiting: Waiting) -> None:
+def test_a_leaf_and_a_tensor_without_gradients(waiting: CommWaitTimer) -> None:
     leaf = torch.ones((), requires_grad=True)
     waiting.start()
     leaf.backward()
@@ -1471,7 +1471,9 @@ def test_a_leaf_and_a_tensor_without_gradients(waiting: Waiting) -> None:
 
 
 @pytest.mark.usefixtures("slow_wait")
-def test_a_pass_while_it_waits_counts_once(clock: Clock, waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_while_it_waits_counts_once(
+    clock: Clock, waiting: CommWaitTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = Reduced(clock, lambda: clock.sleep(5))
     monkeypatch.setattr(functional, "wait_tensor", lambda tensor: module.loss().backward())
     waiting.start()
@@ -1483,7 +1485,7 @@ def test_a_pass_while_it_waits_counts_once(clock: Clock, waiting: Waiting, monke
 def test_what_others_have_put_around_it_stays(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """And goes on without ours, as two of ours do that stop in the order in which they have started."""
     monkeypatch.setattr(functional, "wait_tensor", original := lambda tensor: clock.sleep(2))
-    first, second = Waiting(clock=clock), Waiting(clock=clock)
+    first, second = CommWaitTimer(clock=clock), CommWaitTimer(clock=clock)
     first.start()
     second.start()
     first.stop()
@@ -1491,7 +1493,7 @@ def test_what_others_have_put_around_it_stays(clock: Clock, monkeypatch: pytest.
     assert (first.seconds, second.seconds) == (0, 2)
     second.stop()
     monkeypatch.setattr(functional, "wait_tensor", original)
-    first = Waiting(clock=clock)
+    first = CommWaitTimer(clock=clock)
     first.start()
     ours = functional.wait_tensor
     monkeypatch.setattr(functional, "wait_tensor", others := lambda tensor: ours(tensor))
@@ -1502,7 +1504,7 @@ def test_what_others_have_put_around_it_stays(clock: Clock, monkeypatch: pytest.
 
 
 def test_compiled_backward_passes_are_left_alone(
-    clock: Clock, waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, waiting: CommWaitTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = Reduced(clock, lambda: clock.sleep(5))
     monkeypatch.setitem(sys.modules, "torch._dynamo.compiled_autograd", SimpleNamespace(compiled_autograd_enabled=True))
@@ -1514,7 +1516,7 @@ def test_compiled_backward_passes_are_left_alone(
 
 def test_collectives_of_compiled_code_compile_as_before() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    waiting = Waiting()
+    waiting = CommWaitTimer()
     waiting.start()
     try:
 
@@ -1532,7 +1534,7 @@ def test_collectives_of_compiled_code_compile_as_before() -> None:
 # -- waiting: real ranks -----------------------------------------------------------------------------------------------
 
 NAP_S = 0.3
-Step = Callable[[Callable[[], None], Waiting], None]
+Step = Callable[[Callable[[], None], CommWaitTimer], None]
 """One step: naps where it is told to nap."""
 
 
@@ -1562,7 +1564,7 @@ class Napper(nn.Module):
 
 
 def reduces() -> Step:
-    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+    def run(nap: Callable[[], None], waiting: CommWaitTimer) -> None:
         nap()
         dist.all_reduce(torch.ones(2))
 
@@ -1570,7 +1572,7 @@ def reduces() -> Step:
 
 
 def reduces_later() -> Step:
-    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+    def run(nap: Callable[[], None], waiting: CommWaitTimer) -> None:
         nap()
         work = dist.all_reduce(torch.ones(2), async_op=True)
         work.wait()
@@ -1579,7 +1581,7 @@ def reduces_later() -> Step:
 
 
 def gathers_objects() -> Step:
-    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+    def run(nap: Callable[[], None], waiting: CommWaitTimer) -> None:
         nap()
         dist.all_gather_object([None, None], {"some": "thing"})
 
@@ -1587,7 +1589,7 @@ def gathers_objects() -> Step:
 
 
 def waits_for_a_future() -> Step:
-    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+    def run(nap: Callable[[], None], waiting: CommWaitTimer) -> None:
         nap()
         dist.all_reduce(torch.ones(2), async_op=True).get_future().wait()
 
@@ -1595,7 +1597,7 @@ def waits_for_a_future() -> Step:
 
 
 def is_functional() -> Step:
-    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+    def run(nap: Callable[[], None], waiting: CommWaitTimer) -> None:
         nap()
         tensor = functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
         assert (tensor * 2).tolist() == [4, 4]  # waits at first use
@@ -1606,7 +1608,7 @@ def is_functional() -> Step:
 def ddp() -> Step:
     model = DistributedDataParallel(Napper())
 
-    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+    def run(nap: Callable[[], None], waiting: CommWaitTimer) -> None:
         loss = model(torch.ones(2, 4), nap)
         loss.backward()
 
@@ -1617,7 +1619,7 @@ def accumulates() -> Step:
     """A nap in the first pass; only in the last one do the ranks meet."""
     model = DistributedDataParallel(Napper())
 
-    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+    def run(nap: Callable[[], None], waiting: CommWaitTimer) -> None:
         for number in range(3):
             with model.no_sync() if number < 2 else nullcontext():
                 loss = model(torch.ones(2, 4), nap if number == 0 else lambda: None)
@@ -1630,7 +1632,7 @@ def recomputes() -> Step:
     """With reentrant checkpointing DDP waits in a backward pass within the backward pass."""
     model = DistributedDataParallel(Recomputed())
 
-    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+    def run(nap: Callable[[], None], waiting: CommWaitTimer) -> None:
         loss = model(torch.ones(2, 4, requires_grad=True), nap)
         loss.backward()
 
@@ -1651,7 +1653,7 @@ def has_buffers() -> Step:
     """DDP hands out rank 0's buffers when a forward pass begins."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
 
-    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+    def run(nap: Callable[[], None], waiting: CommWaitTimer) -> None:
         nap()
         loss = model(torch.ones(2, 4)).sum()
         loss.backward()
@@ -1660,7 +1662,7 @@ def has_buffers() -> Step:
 
 
 def coalesces() -> Step:
-    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+    def run(nap: Callable[[], None], waiting: CommWaitTimer) -> None:
         nap()
         with dist._coalescing_manager():
             dist.all_reduce(torch.ones(2))
@@ -1670,7 +1672,7 @@ def coalesces() -> Step:
 
 
 def sends_and_receives() -> Step:
-    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+    def run(nap: Callable[[], None], waiting: CommWaitTimer) -> None:
         nap()
         other = 1 - dist.get_rank()
         sent, received = dist.P2POp(dist.isend, torch.ones(2), other), dist.P2POp(dist.irecv, torch.ones(2), other)
@@ -1683,7 +1685,7 @@ def sends_and_receives() -> Step:
 def redistributes() -> Step:
     mesh = dist.init_device_mesh("cpu", (2,))
 
-    def run(nap: Callable[[], None], waiting: Waiting) -> None:
+    def run(nap: Callable[[], None], waiting: CommWaitTimer) -> None:
         nap()
         whole = DTensor.from_local(torch.ones(2), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
         assert (whole.to_local() * 2).tolist() == [2] * 4
@@ -1697,7 +1699,7 @@ def fsdp2(where: str) -> Callable[[], Step]:
         for each in (model.one, model.two, model):
             fully_shard(each, mesh=dist.init_device_mesh("cpu", (2,)))
 
-        def run(nap: Callable[[], None], waiting: Waiting) -> None:
+        def run(nap: Callable[[], None], waiting: CommWaitTimer) -> None:
             if where == "forward":
                 nap()
             model(torch.ones(2, 4), nap if where == "backward" else lambda: None).backward()
@@ -1750,11 +1752,11 @@ CALLS: dict[str, Callable[[], object]] = {
     "scatter_object_list": lambda: dist.scatter_object_list([None], [*OBJECTS], 0),
     "send and recv": lambda: dist.recv(ONE.clone(), 1) if not dist.get_rank() else dist.send(ONE, 0),
     "recv of anybody": lambda: dist.recv(ONE.clone()) if not dist.get_rank() else dist.send(ONE, 0),
-    "batch_isend_irecv": lambda: sends_and_receives()(lambda: None, Waiting()),
-    "coalesced all_reduce": lambda: coalesces()(lambda: None, Waiting()),
-    "DTensor": lambda: redistributes()(lambda: None, Waiting()),
-    "DDP": lambda: ddp()(lambda: None, Waiting()),
-    "FSDP2": lambda: fsdp2("forward")()(lambda: None, Waiting()),
+    "batch_isend_irecv": lambda: sends_and_receives()(lambda: None, CommWaitTimer()),
+    "coalesced all_reduce": lambda: coalesces()(lambda: None, CommWaitTimer()),
+    "DTensor": lambda: redistributes()(lambda: None, CommWaitTimer()),
+    "DDP": lambda: ddp()(lambda: None, CommWaitTimer()),
+    "FSDP2": lambda: fsdp2("forward")()(lambda: None, CommWaitTimer()),
 }
 """Calls of the public API of torch.distributed, as far as gloo can."""
 
@@ -1778,7 +1780,7 @@ def unmarked(call: Callable[[], object]) -> list[str]:
         called.__doc__ = method.__doc__
         return called
 
-    waiting = Waiting(mark)
+    waiting = CommWaitTimer(mark)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in [*vars(dist.ProcessGroup).items()]:
             method = getattr(dist.ProcessGroup, name)
@@ -1805,11 +1807,11 @@ def rank_of_two(rank: int, folder: Path) -> None:
     for name, (prepare, napper) in STEPS.items():
         run = prepare()
         for _ in range(3):  # DDP makes its buckets anew in the second step
-            run(lambda: None, Waiting())
+            run(lambda: None, CommWaitTimer())
         for _ in range(5):  # a busy machine makes a rank nap that should not
             dist.barrier()
             before = torch.distributed.Work.wait, functional.wait_tensor
-            waiting = Waiting()
+            waiting = CommWaitTimer()
             waiting.start()
             try:
                 run((lambda: time.sleep(NAP_S)) if rank == napper else (lambda: None), waiting)

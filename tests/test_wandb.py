@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lightning_resilience import wandb_panels
-from lightning_resilience.detect.device_id import Place
+from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.stragglers.stragglers import Report
 from lightning_resilience.fit import session
 from lightning_resilience.run.run_directory import RunDirectory
@@ -318,7 +318,7 @@ class WandbLogger:
 def report_of(scores: list[float]) -> Report:
     numbers = torch.tensor(scores)
     table = torch.rand(len(scores), 3)
-    places = [Place(f"node-{rank // 2}", f"GPU {rank}") for rank in range(len(scores))]
+    places = [DeviceId(f"node-{rank // 2}", f"GPU {rank}") for rank in range(len(scores))]
     return Report(1, places, *[numbers] * 4, torch.zeros_like(numbers), *[table] * 3)
 
 

@@ -10,7 +10,7 @@ from lightning_resilience.run.ledger import node_name
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceId:
     """A node and a device on it.
 
     Attributes:
@@ -22,12 +22,12 @@ class Place:
     device: str
 
     @staticmethod
-    def of(device: torch.device) -> Place:
+    def of(device: torch.device) -> DeviceId:
         """That of this process, which computes on ``device``."""
         name = str(device)
         if device.type == "cuda":
             name = f"GPU {torch.cuda.get_device_properties(device).uuid}"
-        return Place(node_name(), name)
+        return DeviceId(node_name(), name)
 
     def __str__(self) -> str:
         return f"{self.node} ({self.device})"

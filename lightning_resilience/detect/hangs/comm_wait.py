@@ -41,7 +41,7 @@ def collectives() -> list[str]:
 _GIVES_WORK = re.compile(r"\) -> (?:\w+(?:::|\.))*Work\b")
 
 
-class Waiting:
+class CommWaitTimer:
     """Adds up how long the thread that made this has waited for other ranks, and its backward passes in theirs.
 
     Counted are collectives that Python code waits for (``torch.distributed``, FSDP2, DTensor, torchmetrics), and what

@@ -22,7 +22,7 @@ weights are to blame; from an older checkpoint. ``end``: that has not helped eit
 
 
 @dataclass(frozen=True)
-class Suspect:
+class PendingRerun:
     """A step that was bad twice on the same devices.
 
     Attributes:
@@ -44,19 +44,19 @@ class Suspect:
         return asdict(self)
 
     @staticmethod
-    def from_json(content: Mapping[str, Any] | None) -> Suspect | None:
+    def from_json(content: Mapping[str, Any] | None) -> PendingRerun | None:
         """What :meth:`to_json` has made, or ``None``."""
         if not content:
             return None
         epoch, batch = content["batch"]
-        return Suspect(
+        return PendingRerun(
             (epoch, batch), tuple(content["devices"]), content["reason"], content["reruns"], content["older"]
         )
 
 
-def weigh(
-    suspect: Suspect | None, batch: tuple[int, int], devices: Sequence[str], reason: str, max_reruns: int
-) -> tuple[Decision, Suspect | None]:
+def decide_rerun(
+    suspect: PendingRerun | None, batch: tuple[int, int], devices: Sequence[str], reason: str, max_reruns: int
+) -> tuple[Decision, PendingRerun | None]:
     """Decides about a step that was bad twice.
 
     Args:
@@ -70,7 +70,7 @@ def weigh(
         The decision, and what has to be known after a restart.
     """
     if suspect is None or suspect.batch != batch:
-        return "elsewhere", Suspect(batch, tuple(devices), reason)
+        return "elsewhere", PendingRerun(batch, tuple(devices), reason)
     if suspect.devices != tuple(devices):
         return "correct", None
     if suspect.reruns < max_reruns:
@@ -78,7 +78,7 @@ def weigh(
     return ("end", suspect) if suspect.older else ("older", replace(suspect, older=True))
 
 
-def faulty(suspect: Suspect, devices: Sequence[str]) -> list[str]:
+def blamed_devices(suspect: PendingRerun, devices: Sequence[str]) -> list[str]:
     """The devices to blame, now that the step was good: those that are others than before; none if all are the same.
 
     Args:

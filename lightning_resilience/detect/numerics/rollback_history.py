@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from lightning_resilience._files import load_json, write_json
-from lightning_resilience.detect.numerics.reruns import Suspect
+from lightning_resilience.detect.numerics.reruns import PendingRerun
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Window:
 
 
 @dataclass
-class Troubles:
+class RollbackHistory:
     """The file's content.
 
     Attributes:
@@ -66,7 +66,7 @@ class Troubles:
         passed_over: Windows that are not trained on.
         validated: Windows whose steps are bad on other devices too.
         suspect: What is to be tried on other devices.
-        unfit_from_birth: What was not finite when the fit began, and is meant so.
+        initially_nonfinite: What was not finite when the fit began, and is meant so.
         of_global: Whether the local tier has had its tries against the last trouble, and ``rollbacks`` counts those of
             the global one.
     """
@@ -77,12 +77,12 @@ class Troubles:
     went_back_from: Window | None = None
     passed_over: list[Window] = field(default_factory=list)
     validated: list[Window] = field(default_factory=list)
-    suspect: Suspect | None = None
-    unfit_from_birth: list[str] | None = None
+    suspect: PendingRerun | None = None
+    initially_nonfinite: list[str] | None = None
     of_global: bool = False
 
     @staticmethod
-    def read(path: str | os.PathLike[str], world_size: int) -> Troubles:
+    def read(path: str | os.PathLike[str], world_size: int) -> RollbackHistory:
         """What is known; nothing if there is no file, or none that can be understood (which is said).
 
         Raises:
@@ -90,26 +90,28 @@ class Troubles:
         """
         written = load_json(path)
         if written is None and not os.path.lexists(path):
-            return Troubles(world_size)
+            return RollbackHistory(world_size)
         try:
             content: dict[str, Any] = written or {}
-            found = Troubles(
+            found = RollbackHistory(
                 int(content["world_size"]),
                 int(content["rollbacks"]),
                 int(content["trouble"]),
                 None if content["went_back_from"] is None else _window(content["went_back_from"]),
                 [_window(each) for each in content["passed_over"]],
                 [_window(each) for each in content["validated"]],
-                Suspect.from_json(content["suspect"]),
+                PendingRerun.from_json(content["suspect"]),
                 None if content["unfit_from_birth"] is None else [str(each) for each in content["unfit_from_birth"]],
                 content.get("of_global") is True,
             )
         except (KeyError, TypeError, ValueError):
             log.warning("%s cannot be understood: what it said about bad steps is forgotten.", path)
-            return Troubles(world_size)
+            return RollbackHistory(world_size)
         if found.world_size != world_size:
-            of_global, unfit = found.of_global, found.unfit_from_birth
-            return Troubles(world_size, found.rollbacks, found.trouble, unfit_from_birth=unfit, of_global=of_global)
+            of_global, unfit = found.of_global, found.initially_nonfinite
+            return RollbackHistory(
+                world_size, found.rollbacks, found.trouble, initially_nonfinite=unfit, of_global=of_global
+            )
         return found
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -118,7 +120,9 @@ class Troubles:
         Raises:
             OSError: If it cannot be written.
         """
-        write_json(path, {**asdict(self), "suspect": self.suspect and self.suspect.to_json()})
+        content = asdict(self)
+        content["unfit_from_birth"] = content.pop("initially_nonfinite")  # the file's name for it
+        write_json(path, content)
 
     def is_first(self, window: Window, loaded_step: int) -> bool:
         """Whether the run has not yet come as far as ``window`` and gone back from there, to before what was loaded.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lightning_resilience.detect.hangs.comm_wait import Waiting
+from lightning_resilience.detect.hangs.comm_wait import CommWaitTimer
 
 SECTIONS = ("data loading", "compute", "callbacks")
 """``compute``: forward and backward pass and optimizer. ``callbacks``: whatever else happens between two batches."""
@@ -71,7 +71,7 @@ class Sample:
         return Sample(means[(len(means) - 1) // 4], error, count)
 
 
-class Bursts:
+class SamplingWindow:
     """Says which steps are timed: with short steps not all of them, but always some in a row.
 
     Single ones at regular distances would know nothing of, or nothing but, what comes back at that distance: the one
@@ -108,13 +108,15 @@ class HostTime:
 
     Args:
         waiting: Whose time does not count.
-        bursts: Which steps are timed.
+        sampling: Which steps are timed.
         clock: Gives seconds; the same as that of ``waiting``.
     """
 
-    def __init__(self, waiting: Waiting, bursts: Bursts, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, waiting: CommWaitTimer, sampling: SamplingWindow, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._waiting = waiting
-        self._bursts = bursts
+        self._sampling = sampling
         self._clock = clock
         self._steps: deque[tuple[float, ...]] = deque(maxlen=_LIMIT)
         self._section = DATA
@@ -127,7 +129,7 @@ class HostTime:
             self.enter(DATA)
             self._steps.append(tuple(spent[:-1]))
             self._spent = None
-        if self._bursts.takes_next():
+        if self._sampling.takes_next():
             self._section, self._since = DATA, self._clock() - self._waiting.seconds
             self._spent = [0.0] * (len(SECTIONS) + 1)
 
@@ -173,18 +175,20 @@ class DeviceTime:
 
     Args:
         event: Makes an event that keeps its time, see :func:`timing_events`.
-        bursts: Which steps are timed.
+        sampling: Which steps are timed.
         stream: Gives the stream of this moment. Waits of others than that of the step do not hold it up.
     """
 
     _UNDER_WAY = 64
     """Steps whose events may not have happened yet. A host that is further ahead loses the oldest."""
 
-    def __init__(self, event: Callable[[], Any], bursts: Bursts, stream: Callable[[], Any] = lambda: None) -> None:
+    def __init__(
+        self, event: Callable[[], Any], sampling: SamplingWindow, stream: Callable[[], Any] = lambda: None
+    ) -> None:
         self._make = event
         self._get_stream = stream
         self._stream: Any = None
-        self._bursts = bursts
+        self._sampling = sampling
         self._marks: list[tuple[Any, int]] = []
         self._section = DATA
         self._waits = 0
@@ -194,7 +198,7 @@ class DeviceTime:
 
     def begin(self) -> None:
         """A step begins, with its data; the one before it is complete."""
-        is_timed = self._bursts.takes_next()
+        is_timed = self._sampling.takes_next()
         if self._marks or is_timed:
             event = self._event()
             if self._marks:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_resilience.detect.device_id import Place
+from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.stragglers.scores import lost, scores
 from lightning_resilience.detect.stragglers.step_timer import COMPUTE, SECTIONS, Sample
 
@@ -38,7 +38,7 @@ class Straggler:
     """
 
     rank: int
-    place: Place
+    place: DeviceId
     kind: Kind
     score: float
     cause: str
@@ -70,7 +70,7 @@ class Report:
     """
 
     step: int
-    places: Sequence[Place]
+    places: Sequence[DeviceId]
     relative: torch.Tensor
     individual: torch.Tensor
     step_relative: torch.Tensor
@@ -202,7 +202,7 @@ class History:
 
 
 def make_report(
-    step: int, places: Sequence[Place], sample: Sample, kernels: Kernels | None, history: History, exchange: Exchange
+    step: int, places: Sequence[DeviceId], sample: Sample, kernels: Kernels | None, history: History, exchange: Exchange
 ) -> Report | None:
     """Makes the report; a collective.
 

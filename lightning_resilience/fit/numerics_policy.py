@@ -1,0 +1,709 @@
+"""What follows a bad step: it is skipped, run again, or the run goes back; and always ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+
+from lightning_resilience import _lightning
+from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.detect.device_id import DeviceId
+from lightning_resilience.detect.numerics.numerics import ChangingBuffers, SpikeReference, all_finite, nonfinite_names
+from lightning_resilience.detect.numerics.reruns import PendingRerun, blamed_devices, decide_rerun
+from lightning_resilience.detect.numerics.rollback_history import RollbackHistory, Window
+from lightning_resilience.detect.numerics.step_guard import Reruns, StepGuard, Verdict, can_skip, on_host
+from lightning_resilience.fit import checkpoint_io
+from lightning_resilience.fit.participant import Participant, Stateful
+from lightning_resilience.fit.session import FitSession
+from lightning_resilience.run.events import BadStep, RerunVerdict, Rollback
+from lightning_resilience.run.exit_codes import FAILED, RERUN_FAILED, TRY_ELSEWHERE
+
+log = logging.getLogger("lightning_resilience.callbacks.nan_guard")  # users configure the callback's logger
+
+Action = Literal["skip", "rollback", "stop", "warn"]
+Rerun = Literal["disabled", "validate_results", "report_determinism_stats"]
+
+_ROLL_BACK = "rollback"
+_STOP = "stop after a bad step"
+_HOLD = "hold saves"
+_RERUN = "rerun"
+_NOWHERE = "there is no checkpoint to go back to, but from its beginning the run would pass these batches over"
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class NumericsOptions:
+    """Options of ``NaNGuard``, validated there.
+
+    Attributes:
+        optional: Whether an optimizer that cannot be guarded turns the policy off, instead of an error.
+    """
+
+    action: Action
+    max_consecutive: int
+    max_rollbacks: int
+    check_grads: bool
+    rerun: Rerun
+    max_reruns: int
+    optional: bool
+
+
+@dataclass
+class StepCounts:
+    """Steps of one fit, restarts included.
+
+    Attributes:
+        skipped_steps: Bad steps.
+        steps_run_again: Steps whose batch was run twice.
+        differing_steps: Those of them whose second run had another result than the first.
+    """
+
+    skipped_steps: int = 0
+    steps_run_again: int = 0
+    differing_steps: int = 0
+
+
+class TrainingDiverged(RuntimeError):
+    """The training cannot go on: its numbers are not finite, or spike, and all that was allowed against it was done.
+
+    Attributes:
+        exit_code: What ``launch`` ends with; 17 after a rerun (Megatron's: a result that has been validated).
+        is_final: Whether to try again would end the same way. Not where there was no checkpoint to go back to: from its
+            beginning, the run passes the bad batches over.
+    """
+
+    exit_code = FAILED
+    is_final = True
+
+
+class RerunElsewhere(SystemExit):
+    """A bad step came again on the same devices: the run ends here, to be resumed on others.
+
+    With Megatron's exit code 16. ``launch`` restarts the workers, and ends with this code when it gives up; others
+    restart what ends with it.
+
+    Attributes:
+        reason: What was bad.
+        suspects_this_node: Why a launcher that can should go on without the node of this rank, one of several, where it
+            began (:class:`~lightning_resilience.FaultTolerance` asks it to); empty: it need not.
+    """
+
+    suspects_this_node = ""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(TRY_ELSEWHERE)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.reason}: to be tried on others"
+
+
+class NumericsPolicy(Participant):
+    """What follows a bad step of one fit: skip, rerun, rollback, or the end."""
+
+    def __init__(
+        self, session: FitSession, options: NumericsOptions, counts: StepCounts, spikes: SpikeReference | None
+    ) -> None:
+        self.session = session
+        self._options = options
+        self._counts = counts
+        self._spikes = spikes
+        self._file = session.fit.path / "nan_guard.json"
+        self._history = RollbackHistory(session.trainer.world_size)
+        """Rank 0's, read once: what cannot be written holds at least until the process ends."""
+        self._prevents = self._options.action != "warn"
+        self._guard: StepGuard | None = None
+        self._window = Window(0, 0, 0, 0)
+        self._samples = _lightning.SampleIds(session.trainer)
+        self._logged: _lightning.LoggedValues | None = None
+        self._consecutive = 0
+        self._bad: list[Window] = []
+        self._requested_pause = False
+        self._loss: float | None = None
+        """Of the last bad step, on this rank."""
+        self._is_mine = False
+        """Whether the last bad step is known to have begun on this rank."""
+        self._log_rollback: Callable[[], None] = lambda: None
+        self._late = self._options.rerun == "disabled" and not _reads_cost_nothing(session.trainer.strategy.root_device)
+        """Whether verdicts come some steps later, since the host must not wait for them."""
+        self._lost: Window | None = None
+        """The first window whose step was bad and has happened, on this rank."""
+        self._waiting = False
+        """Whether the fit will go back: what was good before must not be lost until then."""
+        self._rolled_back_at = 0
+        self._asked = -1
+        self._answered = -1
+        self._rollbacks = 0
+        self._initially_nonfinite: set[str] = set()
+        """What was not finite from the beginning, and is meant so: masks of attention, say."""
+        self._skipped: dict[int, list[tuple[int, int]]] = {}
+        self._devices: list[str] = []
+        """Of all ranks."""
+        self._pending_rerun: PendingRerun | None = None
+        """The batch whose step was bad twice on the same devices, and is to be tried on others."""
+        self._is_paused = False
+
+    def extra_state(self) -> Mapping[str, Stateful]:
+        """What losses were like, of each rank its own."""
+        return {} if self._spikes is None else {"losses": self._spikes}
+
+    def on_event(self, event: Event) -> None:
+        """Goes back, stops, decides what a bad second run means, or pauses saves."""
+        if event.kind == _ROLL_BACK:
+            self._on_rollback(event)
+        elif event.kind == _STOP:
+            self._stop(event)
+        elif event.kind == _RERUN:
+            self._answer_rerun(event)
+        elif event.kind == _HOLD:
+            self._pause_as_requested(event)
+
+    def on_event_at_end(self, event: Event) -> bool:
+        """The same for what a bad second run means; what else was asked for is nothing at the end."""
+        if event.kind != _RERUN:
+            return False
+        self._answer_rerun(event, is_end=True)
+        return True
+
+    def start(self) -> None:
+        """The training begins."""
+        session, trainer = self.session, self.session.trainer
+        if self._prevents and any(isinstance(each, torch.optim.LBFGS) for each in trainer.optimizers):
+            problem = (
+                "LBFGS changes the parameters while it evaluates them, and a step of it cannot be skipped: "
+                "NaNGuard(action='warn') only reports."
+            )
+            if not self._options.optional:
+                raise ValueError(problem)
+            if session.rank == 0:
+                log.warning("NaNGuard is off: %s", problem)
+            session.participants.withdraw(self)
+            return
+        several = trainer.world_size > 1
+        sharded = several and _lightning.traits_of(trainer.strategy).all_ranks_write
+        self._guard = StepGuard(
+            lambda: trainer.optimizers,
+            trainer.lightning_module.named_parameters,
+            ChangingBuffers(trainer.lightning_module),
+            trainer.strategy.root_device,
+            prevents=self._prevents,
+            late=self._late,
+            tells=several and not sharded,
+            sharded=sharded,
+            checks_grads=self._options.check_grads,
+            spikes=self._spikes,
+            judges=not _lightning.has_grad_scaler(trainer),
+            reruns=self._reruns(),
+        )
+        if sharded:
+            _lightning.on_clipping_by_norm(trainer, session.patches, self._guard.before_norm, self._guard.take_norm)
+        if self._options.rerun == "validate_results":
+            self._devices = session.gather(str(DeviceId.of(trainer.strategy.root_device)))
+        if self._prevents:
+            self._logged = _lightning.LoggedValues(trainer, session.patches)
+        _lightning.on_batch_done(trainer, session.patches, self._batch_done)
+        self._initially_nonfinite = self._find_initially_nonfinite()
+        _lightning.on_save(trainer, session.save_patches, self._may_save)
+        self._read()
+        if session.rank == 0 and self._prevents:
+            self._log_exceptions_to_skipping(sharded)
+
+    def _log_exceptions_to_skipping(self, sharded: bool) -> None:
+        """Where a bad step is not simply skipped."""
+        trainer = self.session.trainer
+        scaler = _lightning.has_grad_scaler(trainer)
+        if scaler:
+            log.info(
+                "NaNGuard leaves infinite gradients to the gradient scaler, which skips such steps in its normal work: "
+                "bad are losses and running statistics that are not finite."
+            )
+        elif sharded and not _lightning.clips_by_norm(trainer):
+            log.warning(
+                "NaNGuard: sharded gradients are not clipped by their norm, so no rank can know of another's bad ones "
+                "before the step: the run goes back instead of skipping it. %s, which changes nothing, has it skipped, "
+                "for one reduction in every step.",
+                "Trainer(gradient_clip_val=float('inf'))"
+                if trainer.lightning_module.automatic_optimization
+                else "clip_gradients(optimizer, float('inf')) before a step",
+            )
+        elif self._late and (names := self._unable_to_skip()):
+            log.warning(
+                "NaNGuard: %s cannot skip a step on %s; by the time that a bad one is known it has happened, and the "
+                "run goes back. With fused=True it is skipped (Adam, AdamW, SGD, Adagrad).",
+                names,
+                trainer.strategy.root_device.type,
+            )
+        if self._late and _lightning.callbacks_named(trainer, ("WeightAveraging",)):
+            log.info("WeightAveraging averages the same weights once more in a step that NaNGuard skips on the device.")
+
+    def _unable_to_skip(self) -> str:
+        """The optimizers that cannot leave out a step on their device, by their names."""
+        trainer = self.session.trainer
+        device = trainer.strategy.root_device
+        names = {type(each).__name__ for each in trainer.optimizers if not can_skip(each) and not on_host(each, device)}
+        return " and ".join(sorted(names))
+
+    def _find_initially_nonfinite(self) -> set[str]:
+        """What is not finite when the fit begins for the first time: a checkpoint may bring along what should be."""
+        session = self.session
+        now = {name for name, tensor in _lightning.named_state(session.trainer) if not bool(all_finite([tensor]))}
+        names = sorted(set().union(*session.gather(now)))
+
+        def recorded() -> list[str]:
+            self._history = RollbackHistory.read(self._file, session.trainer.world_size)
+            if self._history.initially_nonfinite is None:
+                self._history.initially_nonfinite = names
+                self._write()
+            return self._history.initially_nonfinite
+
+        return set(session.from_rank_0(recorded))
+
+    def _reruns(self) -> Reruns | None:
+        if self._options.rerun == "disabled":
+            return None
+        always = self._options.rerun == "report_determinism_stats"
+        return Reruns(self.session.get_random_state, self.session.set_random_state, always)
+
+    def after_save(self, is_end: bool) -> None:
+        """Says how deterministic the training was, when it has ended."""
+        if is_end and self.session.rank == 0 and self._options.rerun == "report_determinism_stats":
+            again, differing = self._counts.steps_run_again, self._counts.differing_steps
+            log.info("%d of %d steps had another result when their batch was run again.", differing, again)
+
+    def leave(self) -> None:
+        """The fit has ended, one way or another."""
+        if self._guard is not None:
+            self._guard.remove()
+
+    # -- every step ----------------------------------------------------------------------------------------------------
+
+    def look_at(self, loss: torch.Tensor) -> None:
+        """Before a backward pass."""
+        if self._guard is not None:
+            automatic = self.session.module.automatic_optimization
+            self._guard.look_at(loss, self.session.trainer.accumulate_grad_batches if automatic else 1)
+
+    def _batch_done(self) -> None:
+        assert self._guard is not None
+        trainer = self.session.trainer
+        self._window.end = _lightning.batches_begun(trainer)
+        if not _lightning.accumulation_window_complete(trainer):
+            return
+        if not self.session.module.automatic_optimization:  # there may be a step to come in the hook of the batch's end
+            self._guard.settle()
+        elif self._guard.end() and self._prevents:
+            _lightning.hold_weight_averaging(trainer)
+
+    def at_end_of_epoch(self) -> None:
+        """The hooks to come look at the metrics of the whole epoch."""
+        if self._prevents:
+            self._learn()
+
+    def after_batch(self, window_complete: bool) -> None:
+        """A step has ended, and the next one begins."""
+        if not window_complete:
+            return
+        assert self._guard is not None
+        trainer = self.session.trainer
+        self._guard.end()
+        self._learn(wait=False)
+        self._samples.look()
+        begun = _lightning.batches_begun(trainer)
+        self._window = Window(trainer.current_epoch, begun, begun, trainer.global_step)
+        self._guard.begin(self._window)
+
+    def _learn(self, wait: bool = True) -> None:
+        """Takes note of what has become of the windows so far; waits for what is still on its way if that is asked."""
+        assert self._guard is not None
+        if self._window.end > self._window.begin:  # the next one may have begun
+            self._guard.end()
+        for verdict in self._guard.verdicts(wait):
+            self._judge(verdict)
+
+    def looks_bad(self) -> bool:
+        """Whether the last steps of this rank were bad."""
+        if not self._prevents:
+            return False
+        self._learn()
+        return self._consecutive > 0
+
+    def before_end(self) -> bool:
+        """There is no boundary any more at which the fit could go back."""
+        session = self.session
+        self._learn()
+        windows, is_lost = self._bad_windows()
+        if is_lost:
+            if session.rank == 0:
+                self._count(windows[-1].step, windows, True)
+            self._end("a step of the last ones was bad; started again, the run passes its batches over", is_final=False)
+        if self._prevents and not session.saver.may_save(session.fit.checkpoints):
+            self._end("the final state is not finite; started again, the run goes on from an older one", is_final=False)
+        return self._waiting and self._options.rerun == "validate_results"
+
+    def skips_batch(self) -> bool:
+        """Whether the next batch has made a step bad before."""
+        if not self._skipped:
+            return False
+        trainer = self.session.trainer
+        batch = _lightning.batches_begun(trainer)
+        return any(begin <= batch < end for begin, end in self._skipped.get(trainer.current_epoch, ()))
+
+    # -- bad steps -----------------------------------------------------------------------------------------------------
+
+    def _judge(self, verdict: Verdict) -> None:
+        session, window = self.session, verdict.tag
+        if self._options.rerun != "disabled" or self._pending_rerun is not None:
+            self._note_rerun(verdict)
+        if self._logged is not None:
+            if verdict.problem is not None and not verdict.has_happened:
+                self._logged.leave_out(window.epoch, window.begin, window.end)
+            self._logged.forget(window.epoch, window.end)
+        if verdict.problem is None:
+            if self._consecutive and not self._waiting:
+                self._request_pause(False, verdict)
+                self._consecutive = 0
+                self._bad.clear()
+            return
+        if self._lost is not None:
+            return  # the weights are bad since then, and no batch is to blame
+        if verdict.has_happened:
+            self._lost = window
+        if not self._consecutive:
+            self._request_pause(True, verdict)
+        self._consecutive += 1
+        self._bad.append(window)
+        self._is_mine, self._loss = verdict.is_here, verdict.loss
+        self._counts.skipped_steps += 1
+        prevented = self._prevents and not verdict.has_happened
+        action = "is skipped" if prevented else "has happened"
+        if session.rank == 0 or verdict.is_here:
+            log.warning("Rank %d: %s; the step after step %d %s.", session.rank, verdict.problem, window.step, action)
+            session.ledger.record(
+                BadStep(
+                    fit=session.index,
+                    step=window.step,
+                    epoch=window.epoch,
+                    batches=[window.begin, window.end],
+                    reason=verdict.problem,
+                    skipped=prevented,
+                    samples=self._samples.of(range(window.begin, window.end)),
+                    loss=_written(verdict.loss),
+                    grad_norm=_written(verdict.grad_norm),
+                )
+            )
+        self._report({} if verdict.grad_norm is None else {"nan_guard/grad_norm": verdict.grad_norm})
+        if self._options.rerun == "validate_results":
+            self._waiting = True
+            self._ask(_RERUN, verdict)
+        elif (follows := self._follows(verdict.has_happened)) is not None:
+            self._waiting = True
+            self._ask(follows, verdict)
+
+    def _follows(self, has_happened: bool = False) -> str | None:
+        """What the policy has all ranks do now."""
+        if self._options.action == "stop":
+            return _STOP
+        if self._options.action == "warn":
+            return None
+        too_many = self._consecutive >= self._options.max_consecutive
+        return _ROLL_BACK if self._options.action == "rollback" or has_happened or too_many else None
+
+    def _request_pause(self, hold: bool, verdict: Verdict) -> None:
+        """While steps are bad nothing is saved: soon there would be no state left from before the first of them."""
+        if not self._prevents:
+            return
+        if verdict.is_common:
+            self._pause(hold)
+        elif self.session.rank == 0 or verdict.is_here or self._requested_pause:
+            self._requested_pause = hold
+            payload = {"hold": hold, "asked_at": self.session.steps_counted}
+            self.session.agreement.request(_HOLD, payload, Needs.CLEAN | Needs.TRAINING)
+
+    def _pause_as_requested(self, event: Event) -> None:
+        if int(event.payload["asked_at"]) >= self._rolled_back_at:  # not because of what has been undone meanwhile
+            self._pause(bool(event.payload["hold"]))
+
+    def _pause(self, hold: bool) -> None:
+        self._is_paused = hold
+
+    def pauses_saves(self) -> bool:
+        """Whether the last steps were bad."""
+        return self._is_paused
+
+    def _report(self, more: Mapping[str, float] | None = None) -> None:
+        trainer = self.session.trainer
+        if trainer.is_global_zero:
+            metrics = {
+                "nan_guard/skipped_steps": float(self._counts.skipped_steps),
+                "nan_guard/rollbacks": float(self._rollbacks),
+                "nan_guard/differing_steps": float(self._counts.differing_steps),
+                **(more or {}),
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=_lightning.logged_step(trainer))
+
+    def _ask(self, kind: str, verdict: Verdict) -> None:
+        # All ranks have the same verdict. Should one of them alone have a bad one after all, its word counts too.
+        if self._asked > self._answered or not (self.session.rank == 0 or verdict.is_here):
+            return
+        self._asked = self.session.steps_counted
+        payload = {"reason": verdict.problem, "step": verdict.tag.step, "asked_at": self._asked}
+        self.session.agreement.request(kind, payload, Needs.CLEAN | Needs.TRAINING)
+
+    def _is_news(self, event: Event) -> bool:
+        """Whether an event is not answered yet: several ranks may have asked."""
+        if int(event.payload["asked_at"]) <= self._answered:
+            return False
+        self._answered = self.session.steps_counted
+        return True
+
+    def _stop(self, event: Event) -> None:
+        if self._is_news(event):
+            self._save_and_end(f"{event.payload['reason']}, after step {event.payload['step']}")
+
+    def _save_and_end(self, reason: str) -> None:
+        self.session.saver.save("bad step")
+        self._end(reason)
+
+    def _on_rollback(self, event: Event) -> None:
+        if self._is_news(event):
+            self._rollback(str(event.payload["reason"]), int(event.payload["step"]))
+
+    def _rollback(self, reason: str, step: int) -> None:
+        session = self.session
+        self._learn()  # what the others know may still be on its way to this rank
+        windows, _ = self._bad_windows()
+        if not windows or any(blames() for blames in session.participants.implement(Participant.blames_replicas)):
+            return
+        begun_at = session.tiers.loaded.step if session.tiers.loaded is not None else 0
+        is_suspect = session.tiers.is_suspect(windows[0].step) and self._from_rank_0(
+            lambda: self._history.is_first(windows[0], begun_at)
+        )
+        # Where the checkpoint is to blame, the batches are not.
+        times = self._from_rank_0(lambda: self._count(step, windows, not is_suspect))
+        losses = session.gather(self._loss)
+        why = f"{reason}, after step {step}"
+        if times > self._options.max_rollbacks:
+            if not self._turns_to_global(windows[0].step):
+                self._end(f"{why}; the run has gone back {self._options.max_rollbacks} times because of it")
+            times = 1
+        self._read()
+        if is_suspect and (too_many := session.tiers.mark_bad_together(why, windows[0].step)) is not None:
+            self._end(too_many)
+        only_global = self._from_rank_0(lambda: self._history.of_global)
+        session.go_back(windows[0].step, lambda: self._keep_going(f"{why}; {_NOWHERE}"), only_global)
+
+        def say() -> None:
+            log.warning(
+                "Gone back to the newest good checkpoint (%d of %d times): %s. Batches passed over, of each rank: %d.",
+                times,
+                self._options.max_rollbacks,
+                why,
+                0 if is_suspect else sum(each.end - each.begin for each in windows),
+            )
+            session.ledger.record(
+                Rollback(fit=session.index, step=step, reason=reason, times=times, losses=[*map(_written, losses)])
+            )
+
+        self._log_rollback = say
+
+    def _turns_to_global(self, step: int) -> bool:
+        """Whether a global checkpoint from before ``step`` is left that the local ones have not let have its turn."""
+        tiers = self.session.tiers
+        was_local = self._options.max_rollbacks > 0 and tiers.loaded is not None and tiers.loaded.path is None
+
+        def decide() -> bool:
+            if self._history.of_global or not was_local or not tiers.has_global(step):
+                return False
+            self._history.turn_to_global()
+            self._write()
+            return True
+
+        return self.session.from_rank_0(decide)
+
+    def _keep_going(self, why: str) -> None:
+        """There is nowhere to go back to."""
+        if self._lost is not None or self._consecutive >= self._options.max_consecutive:
+            self._end(why, is_final=False)
+        self._waiting = False  # the bad step was skipped, and that has to do
+        self._consecutive = 0
+        self._bad.clear()
+        self._pause(False)
+
+    def _from_rank_0(self, decide: Callable[[], _T]) -> _T:
+        """What rank 0, which alone knows the file, decides for all."""
+        return checkpoint_io.from_rank_zero(self.session.trainer.strategy, decide)
+
+    def _bad_windows(self) -> tuple[list[Window], bool]:
+        """The windows whose steps were bad, in order, of all ranks; and whether one of them has happened.
+
+        None after that one: where only one rank has seen it, the others have seen what became of their losses.
+        """
+        everywhere = self.session.gather((self._bad, self._lost))
+        lost = min((lost for _, lost in everywhere if lost is not None), default=None)
+        windows = sorted({each for troubled, _ in everywhere for each in troubled})
+        return [each for each in windows if lost is None or each <= lost], lost is not None
+
+    def _count(self, step: int, windows: Sequence[Window], pass_over: bool) -> int:
+        """Writes down that the run goes back; returns how many times it has because of this trouble."""
+        self._history.count(step, windows, pass_over)
+        self._write()
+        return self._history.rollbacks
+
+    def _write(self) -> None:
+        try:
+            self.session.check_owner()
+            self._history.write(self._file)
+        except OSError as error:
+            log.error("What a restart must know of bad steps could not be written (%s).", error)
+
+    def _read(self) -> None:
+        """On all ranks, what rank 0 knows."""
+        history: RollbackHistory = self.session.trainer.strategy.broadcast(self._history)
+        self._rollbacks, self._pending_rerun = history.rollbacks, history.suspect
+        self._skipped = {}
+        for window in history.passed_over:
+            self._skipped.setdefault(window.epoch, []).append((window.begin, window.end))
+
+    def check_state(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """What is not finite, and was so from the beginning, may be saved."""
+        tensors = [(name, tensor) for name, tensor in named if name not in self._initially_nonfinite]
+        if not bool(all_finite(tensor for _, tensor in tensors)):
+            raise ValueError(f"it is not finite: {', '.join(nonfinite_names(tensors))}")
+
+    def _may_save(self, path: str) -> bool:
+        trainer = self.session.trainer
+        if self.session.saver.may_save(path):
+            return True
+        checkpoint_io.keep_all(trainer)
+        return False
+
+    def after_rollback(self) -> None:
+        """Nothing is bad any more."""
+        assert self._guard is not None
+        self._guard.forget()
+        self._consecutive = 0
+        if self.session.rank == 0:
+            self._log_rollback()
+        self._waiting, self._lost, self._requested_pause = False, None, False
+        self._rolled_back_at = self.session.steps_counted
+        self._bad.clear()
+        self._pause(False)
+        self._report()
+
+    def _end(self, reason: str, exit_code: int = FAILED, is_final: bool = True) -> None:
+        diverged = TrainingDiverged(reason)
+        diverged.exit_code, diverged.is_final = exit_code, is_final
+        raise diverged
+
+    # -- reruns --------------------------------------------------------------------------------------------------------
+
+    def _note_rerun(self, verdict: Verdict) -> None:
+        """What a second run, here or elsewhere, has shown."""
+        session, window = self.session, verdict.tag
+        if verdict.first is not None:  # and then it was good
+            self._write_verdict("transient fault", window, f"{verdict.first}; not so when the batch was run again")
+        if verdict.reproducible is not None:
+            self._counts.steps_run_again += 1
+        if verdict.reproducible is False:
+            self._counts.differing_steps += 1
+            self._report()
+        suspect, batch = self._pending_rerun, (window.epoch, window.begin)
+        if suspect is None or suspect.batch != batch or verdict.problem is not None:
+            return
+        self._pending_rerun = None
+        if devices := blamed_devices(suspect, self._devices):
+            self._write_verdict("faulty device", window, f"{suspect.reason}, twice; not so on others", devices)
+        else:
+            self._write_verdict("transient fault", window, f"{suspect.reason}; not so after a restart")
+        if session.rank == 0:
+            self._history.suspect = None
+            self._write()
+
+    def _write_verdict(self, verdict: str, window: Window, reason: str, devices: Sequence[str] = ()) -> None:
+        session = self.session
+        if session.rank == 0:
+            log.warning(
+                "After reruns of the step after step %d: %s%s (%s).",
+                window.step,
+                verdict,
+                f", {', '.join(devices)}" if devices else "",
+                reason,
+            )
+            session.ledger.record(
+                RerunVerdict(fit=session.index, step=window.step, verdict=verdict, reason=reason, devices=list(devices))
+            )
+
+    def _answer_rerun(self, event: Event, is_end: bool = False) -> None:
+        """A step was bad twice on the same devices.
+
+        At the end of the fit there is nothing to go back to without a restart, and a step that is skipped is done with.
+        """
+        if not self._is_news(event):
+            return
+        session = self.session
+        window = self._bad_windows()[0][0]
+        reason, step = str(event.payload["reason"]), int(event.payload["step"])
+        decision = self._from_rank_0(lambda: self._decide_rerun(window, reason))
+        why = f"{reason}, after step {step}, twice on the same devices"
+        if decision == "elsewhere":
+            elsewhere = RerunElsewhere(why)
+            log.warning("%s (exit code %d).", elsewhere, TRY_ELSEWHERE)
+            nodes = {device.split(" ")[0] for device in self._devices}
+            if len(nodes) > 1 and self._is_mine:
+                elsewhere.suspects_this_node = "a bad step came again on this node, and is tried on others"
+            raise elsewhere
+        if decision == "older":
+            loaded = session.tiers.loaded
+            if loaded is None or session.tiers.mark_bad_together(why, loaded.step) is not None:
+                self._end(f"{why}, and there are no others", RERUN_FAILED)
+            if is_end:
+                self._end(
+                    f"{why}; started again, the run goes on from an older checkpoint", RERUN_FAILED, is_final=False
+                )
+            session.go_back(
+                window.step, lambda: self._end(f"{why}, and from no older checkpoint is it better", RERUN_FAILED)
+            )
+        elif decision == "end":
+            self._end(f"{why}, from an older checkpoint too, and there are no others", RERUN_FAILED)
+        else:
+            self._write_verdict("correct result", window, f"{reason}, on other devices too")
+            follows = None if is_end else self._follows()
+            if follows == _STOP:
+                session.saver.save("bad step")
+                self._end(f"{reason}, after step {step}, on other devices too", RERUN_FAILED)
+            elif follows == _ROLL_BACK:
+                self._rollback(reason, step)
+            else:
+                self._waiting = False
+
+    def _decide_rerun(self, window: Window, reason: str) -> str:
+        """Decides, and writes down what must be known after a restart."""
+        history, batch = self._history, (window.epoch, window.begin)
+        if any((each.epoch, each.begin) == batch for each in history.validated):
+            return "correct"
+        decision, history.suspect = decide_rerun(
+            history.suspect, batch, self._devices, reason, self._options.max_reruns
+        )
+        if decision == "correct":
+            history.validated.append(window)
+        self._write()
+        return decision
+
+    def on_failure(self, exception: BaseException) -> str | None:
+        """A training that has diverged for good halts the run."""
+        return str(exception) if isinstance(exception, TrainingDiverged) and exception.is_final else None
+
+
+def _written(number: float | None) -> str | None:
+    """In the ledger, since JSON knows no NaN."""
+    return None if number is None else f"{number:.6g}"
+
+
+def _reads_cost_nothing(device: torch.device) -> bool:
+    """Whether a number on ``device`` can be read without waiting for work that the host is ahead of."""
+    return device.type == "cpu"

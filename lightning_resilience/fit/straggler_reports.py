@@ -1,0 +1,467 @@
+"""Straggler reports: what the steps of all ranks take is compared now and then, and slow ranks may end the run."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lightning_resilience import _lightning, _nvrx, wandb_panels
+from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.detect.device_id import DeviceId
+from lightning_resilience.detect.hangs.comm_wait import CommWaitTimer
+from lightning_resilience.detect.stragglers.step_timer import (
+    CALLBACKS,
+    COMPUTE,
+    SECTIONS,
+    DeviceTime,
+    HostTime,
+    SamplingWindow,
+    timing_events,
+)
+from lightning_resilience.detect.stragglers.stragglers import (
+    Exchange,
+    History,
+    Kernels,
+    Report,
+    Straggler,
+    Streaks,
+    make_report,
+)
+from lightning_resilience.fit.participant import Participant, Stateful
+from lightning_resilience.fit.session import FitSession
+from lightning_resilience.launch.nodes import why_it_keeps
+from lightning_resilience.run.events import Stragglers, StragglerStop
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import is_started_again
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+log = logging.getLogger("lightning_resilience.callbacks.straggler_detection")  # as documented
+
+Backend = Literal["auto", "timer", "device_events", "cupti"]
+
+_REPORT = "straggler report"
+_STOP = "stop for stragglers"
+_KEPT = "stragglers"
+_LEAST_STEPS = 10  # in a report: what is typical of less is noise
+_STOPS_AFTER = 2  # reports in a row: one may have met a moment of the script's own work
+_MOST = 100  # that are named in one line or event
+
+
+@dataclass(frozen=True)
+class StragglerOptions:
+    """Options of ``StragglerDetection``, validated there; ``report_time_interval`` in seconds."""
+
+    report_time_interval: float
+    calc_relative_gpu_perf: bool
+    calc_individual_gpu_perf: bool
+    num_gpu_perf_scores_to_print: int
+    gpu_relative_perf_threshold: float
+    gpu_individual_perf_threshold: float
+    stop_if_detected: bool
+    enable_logging: bool
+    profiling_interval: int
+    backend: Backend
+    min_consecutive_reports: int
+
+
+class StragglersFound(SystemExit):
+    """The run ends, saved, because of ranks that are too slow; it can go on without their nodes.
+
+    With exit code 1, as NeMo's. ``launch`` restarts the workers, with NVRx's launcher and several nodes without those.
+
+    Attributes:
+        reason: Which ranks, where they run, and how slow they are.
+        suspects_this_node: Why a launcher that can should go on without the node of this rank; empty: it need not.
+    """
+
+    def __init__(self, reason: str, suspects_this_node: str = "") -> None:
+        super().__init__(1)
+        self.reason = reason
+        self.suspects_this_node = suspects_this_node
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class StragglerReports(Participant):
+    """Measures the steps of one fit, compares the ranks now and then, and ends the run because of slow ones.
+
+    Args:
+        session: The fit.
+        options: Those of the callback.
+        on_report: Called on rank 0 with every report.
+    """
+
+    def __init__(self, session: FitSession, options: StragglerOptions, on_report: Callable[[Report], None]) -> None:
+        self.session = session
+        self._options = options
+        self._on_report = on_report
+        device = session.trainer.strategy.root_device
+        place = DeviceId.of(device)
+        self._places: list[DeviceId] = session.gather(place)
+        self._nodes = len({each.node for each in self._places})
+        events = timing_events(device) if options.backend != "timer" else None
+        self._profiler = self._choose(has_events=events is not None)
+        sampling = SamplingWindow(options.profiling_interval, options.report_time_interval)
+        self._time: HostTime | DeviceTime
+        if events is None:
+            self._waiting = CommWaitTimer()
+            self._time = HostTime(self._waiting, sampling)
+        else:
+            make, current_stream = events
+            self._time = DeviceTime(make, sampling, current_stream)
+            self._waiting = CommWaitTimer(self._time.wait, streams=type(current_stream()))
+        self._exchange = _exchange(session.trainer) if session.trainer.world_size > 1 else Exchange()
+        self._history = History(f"{place}, {self.backend}, {session.trainer.world_size} ranks")
+        self._streaks = Streaks(options.min_consecutive_reports)
+        self._lasting = Streaks(max(_STOPS_AFTER, options.min_consecutive_reports))
+        self._panels = wandb_panels.Panels()
+        self._stopped_for: set[str] = set()
+        self._said: set[str] = set()
+        self._due = math.inf
+        self._is_cold = True
+
+    def extra_state(self) -> Mapping[str, Stateful]:
+        """The history of scores, and on rank 0 what the panels have shown."""
+        panels: dict[str, Stateful] = {wandb_panels.KEPT: self._panels} if self.session.rank == 0 else {}
+        return {_KEPT: self._history, **panels}
+
+    def on_event(self, event: Event) -> None:
+        """Gathers the scores, or stops because of a slow rank."""
+        if event.kind == _REPORT:
+            self._report(event)
+        elif event.kind == _STOP:
+            self._stop(event)
+
+    def _choose(self, has_events: bool) -> _nvrx.KernelProfiler | None:
+        """Decides on the backend, the same on all ranks; returns the profiler if there is one."""
+        asked, device = self._options.backend, self.session.trainer.strategy.root_device
+        if asked == "device_events" and not has_events:
+            raise ValueError(f"backend={asked!r} needs a device with events that keep their time, not {device.type}.")
+        if asked == "cupti" and device.type != "cuda":
+            raise ValueError(f"backend={asked!r} measures CUDA devices, and this fit runs on {device.type}.")
+        self.backend: Backend = "device_events" if has_events else "timer"
+        if asked != "cupti":
+            return None
+        is_rank_0 = self.session.rank == 0
+        if _lightning.has_pytorch_profiler(self.session.trainer):
+            if is_rank_0:
+                log.warning("Kernels are not profiled: CUPTI serves one profiler, and the Trainer has PyTorch's.")
+            return None
+        profiler, problem = _nvrx.kernel_profiler()
+        problems = [each for each in self.session.gather(problem) if each is not None]
+        if profiler is None or problems:
+            raise ValueError(f"backend='cupti' does not work here: {problems[0]}")
+        steps, seconds = profiler.allow(self._options.report_time_interval)
+        if is_rank_0:
+            log.info("Kernels are profiled by CUPTI, in at most %d steps and %.3g s of each report.", steps, seconds)
+        self.backend = "cupti"
+        return profiler
+
+    def start(self) -> None:
+        """The training begins."""
+        session, trainer = self.session, self.session.trainer
+        _lightning.on_sections_of_step(
+            trainer,
+            session.patches,
+            ready=partial(self._time.enter, CALLBACKS),
+            begin=self._begin_kernels if self._profiler is not None else partial(self._time.enter, COMPUTE),
+            end=self._end_kernels if self._profiler is not None else partial(self._time.enter, CALLBACKS),
+        )
+        if trainer.world_size > 1:
+            self._waiting.start()
+        if session.rank == 0:
+            self._stopped_for = {
+                device
+                for event in read_ledger(session.run.ledger)
+                if isinstance(event, StragglerStop)
+                for device in event.devices or ()
+            }
+            self._due = time.monotonic() + self._options.report_time_interval
+
+    def leave(self) -> None:
+        """The fit has ended, one way or another."""
+        self._waiting.stop()
+        if self._profiler is not None:
+            self._profiler.close()
+
+    # -- every step ----------------------------------------------------------------------------------------------------
+
+    def before_batch(self) -> None:
+        """A step begins."""
+        if self._is_cold:
+            self._is_cold = False  # the first step is slow in its own way
+        else:
+            self._time.begin()
+            self._waiting.counts = self._time.is_timed
+
+    def enter(self, section: int) -> None:
+        """The step goes on to something else."""
+        self._time.enter(section)
+
+    def after_rollback(self) -> None:
+        """The next step is slow in its own way."""
+        self._time.drop()
+        self._is_cold = True
+
+    def _begin_kernels(self) -> None:
+        self._time.enter(COMPUTE)
+        if self._profiler is not None and self._time.is_timed:
+            self._profiler.start()
+
+    def _end_kernels(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+        self._time.enter(CALLBACKS)
+
+    def at_boundary(self, may_save: bool) -> None:
+        """Asks for a report when it is due; on rank 0 only, as ``_due`` is infinite elsewhere."""
+        if time.monotonic() >= self._due and len(self._time) >= _LEAST_STEPS:
+            self._due = math.inf  # until it is made
+            self.session.agreement.request(_REPORT, {}, Needs.TRAINING)
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    def _report(self, event: Event) -> None:
+        session = self.session
+        kernels = self._take_kernels(self._profiler) if self._profiler is not None else None
+        report = make_report(
+            session.trainer.global_step, self._places, self._time.take(), kernels, self._history, self._exchange
+        )
+        if report is not None:
+            self._due = time.monotonic() + self._options.report_time_interval
+            self._on_report(report)
+            self._publish(report)
+
+    def _take_kernels(self, profiler: _nvrx.KernelProfiler) -> Kernels:
+        kernels = Kernels.of(profiler.take())
+        profiler.allow(self._options.report_time_interval)
+        if profiler.problem is not None:  # perhaps on this rank alone
+            self._say_once(f"Kernels are not profiled any more on rank {self.session.rank}: {profiler.problem}.")
+        return kernels
+
+    def _publish(self, report: Report) -> None:
+        options, session = self._options, self.session
+        began = time.perf_counter()
+        slow: list[Straggler] = []
+        if options.calc_relative_gpu_perf:
+            slow += report.slow("relative", options.gpu_relative_perf_threshold)
+        if options.calc_individual_gpu_perf:
+            slow += report.slow("individual", options.gpu_individual_perf_threshold)
+        stragglers, lasting = self._streaks.of(slow), self._lasting.of(slow)
+        self._print(report, stragglers)
+        if stragglers:
+            session.ledger.record(
+                Stragglers(
+                    fit=session.index,
+                    step=report.step,
+                    ranks=sorted({each.rank for each in stragglers})[:_MOST],
+                    devices=_devices(stragglers)[:_MOST],
+                    reason=_named(stragglers),
+                )
+            )
+        if options.enable_logging:
+            self._log(report, stragglers)
+        took = f"Straggler report processing time: {report.elapsed + time.perf_counter() - began:.3f} sec."
+        if stragglers:
+            log.info("%s", took)
+        else:  # in one line: most reports are of this kind, and nobody has to do anything
+            log.info("No stragglers after step %d%s. %s", report.step, self._range(report), took)
+        if lasting and options.stop_if_detected:
+            self._consider_stopping(lasting)
+
+    def _print(self, report: Report, stragglers: Sequence[Straggler]) -> None:
+        """In the words of NVRx's callback: people have programs that read them."""
+        options = self._options
+        for kind, words in (
+            ("relative", "Some GPUs have worse relative performance."),
+            ("individual", "Some GPUs performance dropped."),
+        ):
+            if affected := [each for each in stragglers if each.kind == kind]:
+                ids = [f"StragglerId(rank={each.rank}, node={each.place.node!r})" for each in affected[:_MOST]]
+                more = [f"and {len(affected) - _MOST} more"] if len(affected) > _MOST else []
+                log.warning("STRAGGLER DETECTION WARNING: %s Affected ranks: {%s}", words, ", ".join([*ids, *more]))
+        if stragglers:
+            log.warning("Slow after step %d: %s.", report.step, _named(stragglers))
+        if report.missing:
+            log.warning("No steps were measured on rank %s.", _some(report.missing))
+        if stragglers and options.num_gpu_perf_scores_to_print > 0:
+            for kind, scores in self._scores(report):
+                if lines := _formatted(scores, report.places, options.num_gpu_perf_scores_to_print):
+                    log.info("\nGPU %s performance:\n%s", kind, lines)
+
+    def _scores(self, report: Report) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._options.calc_relative_gpu_perf and len(report.places) > 1:
+            yield "relative", report.relative
+        if self._options.calc_individual_gpu_perf:
+            yield "individual", report.individual
+
+    def _range(self, report: Report) -> str:
+        """The worst score of each kind and whose it is, for a line that goes on."""
+        if self._options.num_gpu_perf_scores_to_print == 0:
+            return ""
+        text = ""
+        for kind, scores in self._scores(report):
+            known = torch.isfinite(scores).nonzero().flatten()
+            if len(known):
+                rank = int(known[scores[known].argmin()])
+                node = report.places[rank].node
+                text += f"; GPU {kind} performance: at least {float(scores[rank]):.2f} (Rank={rank} Node={node})"
+        return text
+
+    def _log(self, report: Report, stragglers: Sequence[Straggler]) -> None:
+        trainer = self.session.trainer
+        metrics = {}
+        if self._options.calc_relative_gpu_perf:
+            metrics.update(_extremes("gpu_relative_perf", report.relative))
+        if self._options.calc_individual_gpu_perf:
+            metrics.update(_extremes("gpu_individual_perf", report.individual))
+        step = _lightning.logged_step(trainer)
+        try:
+            for logger in trainer.loggers:
+                if metrics:
+                    logger.log_metrics(metrics, step=step)
+            self._panels.show(trainer.loggers, report, stragglers, step, self._options.gpu_relative_perf_threshold)
+        except Exception:  # a report is not worth the training
+            log.exception("A logger could not take the straggler report.")
+
+    # -- stopping ------------------------------------------------------------------------------------------------------
+
+    def _consider_stopping(self, stragglers: Sequence[Straggler]) -> None:
+        new = [each for each in stragglers if str(each.place) not in self._stopped_for]
+        if not new:
+            self._say_once("The run has been stopped for these devices before, and goes on with them.")
+            return
+        if 2 * len({each.rank for each in stragglers}) > len(self._places):  # also those that are not new
+            self._say_once("More than half of the ranks are slow: that is no straggler, and the run is not stopped.")
+            return
+        if not self.session.tiers.uses_global:
+            self._say_once("The run is not stopped: without AutoResume it would begin anew.")
+            return
+        if not is_started_again():
+            self._say_once("The run is not stopped: nothing would start it again, as lightning-resilience launch does.")
+            return
+        if all(each.cause == SECTIONS[CALLBACKS] for each in new):
+            self._say_once("The run is not stopped: its callbacks would take as long on any other node.")
+            return
+        nodes = {each.place.node for each in new}
+        if reason := why_it_keeps(self.session.run.path, nodes, self._nodes):
+            self._say_once(f"The run is not stopped, and goes on with its stragglers: {reason}.")
+            return
+        log.error("Detected stragglers. Terminating training...")
+        self.session.agreement.request(
+            _STOP,
+            {
+                "reason": _named(new),
+                "devices": _devices(new),
+                "ranks": sorted({each.rank for each in new}),
+            },
+            Needs.CLEAN | Needs.TRAINING,
+        )
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            log.warning(line)
+
+    def _stop(self, event: Event) -> None:
+        session = self.session
+        path = session.saver.save("straggler")
+        if path is None:  # on all ranks
+            if session.rank == 0:
+                log.error("The run goes on with its stragglers, since it cannot be saved.")
+            return
+        reason, ranks = str(event.payload["reason"]), event.payload["ranks"]
+        if session.rank == 0:
+            session.ledger.record(
+                StragglerStop(
+                    fit=session.index,
+                    step=session.trainer.global_step,
+                    ranks=ranks,
+                    devices=event.payload["devices"],
+                    reason=reason,
+                )
+            )
+            log.error("Saved: %s. Started again, the run goes on from there.", path)
+        session.gather(None)  # no rank leaves, and has the others killed, before that is written
+        nodes = {self._places[rank].node for rank in ranks}
+        is_suspect = 2 * len(nodes) <= self._nodes and session.rank in ranks
+        raise StragglersFound(f"too slow: {reason}", reason if is_suspect else "")
+
+
+def _named(stragglers: Sequence[Straggler]) -> str:
+    shown = "; ".join(map(str, stragglers[:5]))
+    return shown if len(stragglers) <= 5 else f"{shown}; and {len(stragglers) - 5} more"
+
+
+def _devices(stragglers: Sequence[Straggler]) -> list[str]:
+    return sorted({str(each.place) for each in stragglers})
+
+
+def _some(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:10]))
+    return shown if len(ranks) <= 10 else f"{shown} and {len(ranks) - 10} more"
+
+
+def _formatted(scores: torch.Tensor, places: Sequence[DeviceId], count: int) -> str:
+    """The worst and the best scores, in the layout of NVRx's callback."""
+    known = torch.isfinite(scores).nonzero().flatten()
+    order = known[scores[known].argsort(stable=True)].tolist()
+
+    def lines(ranks: Sequence[int]) -> str:
+        return "".join(f"  Rank={rank} Node={places[rank].node} Score={float(scores[rank]):.2f}\n" for rank in ranks)
+
+    if len(order) <= 2 * count:
+        return lines(order)
+    return (
+        f" Worst performing {count}/{len(order)} ranks:\n{lines(order[:count])}"
+        f" Best performing {count}/{len(order)} ranks:\n{lines(order[: -count - 1 : -1])}"
+    )
+
+
+def _extremes(prefix: str, scores: torch.Tensor) -> dict[str, float]:
+    known = scores[torch.isfinite(scores)]
+    if not len(known):
+        return {}
+    return {
+        f"{prefix}/min": float(known.min()),
+        f"{prefix}/median": float(known.median()),
+        f"{prefix}/max": float(known.max()),
+    }
+
+
+def _exchange(trainer: Trainer) -> Exchange:
+    """By the process group of the training, on its device."""
+    device = trainer.strategy.root_device
+
+    def on_device(send: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def sent(tensor: torch.Tensor) -> torch.Tensor:
+            there = tensor.to(device, copy=True)
+            send(there)
+            return there.cpu()
+
+        return sent
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor | None:
+        there = tensor.to(device)
+        if not trainer.is_global_zero:
+            torch.distributed.gather(there)
+            return None
+        matrix = there.new_empty(trainer.world_size, len(there))
+        torch.distributed.gather(there, list(matrix.unbind()))
+        return matrix.cpu()
+
+    return Exchange(
+        on_device(lambda tensor: torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)),
+        gather,
+        on_device(lambda tensor: torch.distributed.broadcast(tensor, 0)),
+    )
