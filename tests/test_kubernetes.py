@@ -29,7 +29,7 @@ from lightning_resilience.launch import job as launch_job
 from lightning_resilience.launch.cli import launch_settings
 from lightning_resilience.launch.job import LaunchSettings
 from lightning_resilience.recipes import JOBS
-from lightning_resilience.run import exit_codes
+from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import PROGRAM, result, samples
 from tests.ledgers import read_ledger
@@ -179,12 +179,12 @@ def test_the_two_for_several_nodes_start_the_same() -> None:
 @each_manifest
 def test_a_pod_is_given_the_time_that_launch_may_take(name: str) -> None:
     what, grace = manifest(name), JOBS[PRESETS[name]].grace_period_s
-    assert launch_job._TERM_MARGIN_S < launch_job._KILL_MARGIN_S
-    longest = grace + launch_job._KILL_MARGIN_S + launch_job._LEFTOVERS_PATIENCE_S
+    assert deadlines.TERM_MARGIN_S < deadlines.KILL_MARGIN_S
+    longest = grace + deadlines.KILL_MARGIN_S + deadlines.LEFTOVERS_PATIENCE_S
     assert longest < what.pod["terminationGracePeriodSeconds"] <= longest + 60
     comments = re.sub(r"\s*\n\s*#\s*", " ", what.text)
-    said = f"({grace:g} s), up to {launch_job._KILL_MARGIN_S:g} s more for their launcher, "
-    assert said + f"{launch_job._LEFTOVERS_PATIENCE_S:g} s for what is left" in comments
+    said = f"({grace:g} s), up to {deadlines.KILL_MARGIN_S:g} s more for their launcher, "
+    assert said + f"{deadlines.LEFTOVERS_PATIENCE_S:g} s for what is left" in comments
 
 
 @each_manifest

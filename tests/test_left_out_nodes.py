@@ -24,7 +24,7 @@ from tests.test_launch import PATIENCE_S, REAL, WITHOUT_NVRX, Launcher, wait_unt
 from tests.test_two_launches import HERE
 
 # As many nodes as are told to meet do so.
-MEETING = "from lightning_resilience.launch import job\njob._CHECK_NODES_EVERY_S = 0.2\n" + HERE.replace(
+MEETING = "from lightning_resilience.launch import job\njob.CHECK_NODES_EVERY_S = 0.2\n" + HERE.replace(
     "{}\n", '{"GROUP_WORLD_SIZE": settings.nnodes.rpartition(":")[2]}\n', 1
 )
 MEET = "--rdzv-endpoint=127.0.0.1:1"

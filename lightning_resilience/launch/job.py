@@ -31,8 +31,6 @@ from lightning_resilience.launch import budget
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.naming import last_launch
 from lightning_resilience.launch.nodes import (
-    FIRST_NODE_WITHIN_S,
-    OWNER_LOST_AFTER_S,
     AnotherLaunch,
     Board,
     Decision,
@@ -50,6 +48,15 @@ from lightning_resilience.launch.worker import (
 )
 from lightning_resilience.recipes import RECIPE_VARIABLE
 from lightning_resilience.run import exit_codes
+from lightning_resilience.run.deadlines import (
+    CHECK_NODES_EVERY_S,
+    FIRST_NODE_WITHIN_S,
+    KILL_MARGIN_S,
+    LEFTOVERS_PATIENCE_S,
+    OTHERS_END_WITHIN_S,
+    OWNER_LOST_AFTER_S,
+    TERM_MARGIN_S,
+)
 from lightning_resilience.run.events import (
     FitInterrupted,
     GiveUp,
@@ -76,13 +83,8 @@ from lightning_resilience.run.run_directory import (
 )
 from lightning_resilience.run.wandb_runs import RUN_ID_VARIABLE, wandb_run_id
 
-_LEFTOVERS_PATIENCE_S = 5.0
-_TERM_MARGIN_S = 5.0  # the workers keep to the grace period themselves; the elastic launcher comes after them...
-_KILL_MARGIN_S = 20.0  # ...and this launch after both
 _POLL_S = 0.1
 _ELASTIC = "elastic"  # the folder of the elastic launcher's own files in a run directory
-_CHECK_NODES_EVERY_S = 2.0
-_OTHERS_END_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def elastic_command(settings: LaunchSettings, run_id: str, max_restarts: int) ->
     """The command that runs the workers under NVRx's launcher, or under torch's where NVRx is not installed."""
     command, environment = _nvrx.elastic_launcher(
         max_restarts,
-        settings.grace_period_s + _TERM_MARGIN_S,
+        settings.grace_period_s + TERM_MARGIN_S,
         settings.section_timeouts.by_section(),
         settings.run_dir / _ELASTIC,
         _nvrx.installed_version(),
@@ -238,7 +240,7 @@ class Launch:
                 try:
                     return self._own() if self.settings.is_owner else self._follow()
                 finally:
-                    end_processes(self.launch_id, _LEFTOVERS_PATIENCE_S)
+                    end_processes(self.launch_id, LEFTOVERS_PATIENCE_S)
                     reaper.dismiss()
         except TakenOver as lost:
             # Not even an exit is recorded: what is in the ledger, and in the run directory, is the other's.
@@ -504,7 +506,7 @@ class Launch:
     def _wait_for_nodes(self, run_id: str) -> int:
         """How the other nodes' workers ended: their launchers do not tell each other."""
         others = self._count_nodes(run_id) - 1
-        deadline = time.monotonic() + _OTHERS_END_WITHIN_S
+        deadline = time.monotonic() + OTHERS_END_WITHIN_S
         while len(exit_codes := self._other_nodes(run_id)) < others and not self._stop:
             if time.monotonic() > deadline:
                 log_line(f"Of {others} other nodes only {len(exit_codes)} have said how their workers ended.")
@@ -590,7 +592,7 @@ class Launch:
             return False
         if self._over_since is None:
             self._over_since = time.monotonic()
-        return time.monotonic() - self._over_since > _OTHERS_END_WITHIN_S
+        return time.monotonic() - self._over_since > OTHERS_END_WITHIN_S
 
     # Every node
 
@@ -674,7 +676,7 @@ class Launch:
         while (exit_code := process.poll()) is None:
             now = time.monotonic()
             if self._stop.signum is not None and deadline is None:
-                deadline = now + self.settings.grace_period_s + _KILL_MARGIN_S
+                deadline = now + self.settings.grace_period_s + KILL_MARGIN_S
                 process.send_signal(signal.SIGTERM)
                 log_line(
                     f"Received {self._stop.signum.name}: the workers have {self.settings.grace_period_s:g} s to "
@@ -685,12 +687,12 @@ class Launch:
                 log_line("Ending the workers now: " + ("a second signal." if self._stop.now else "their time is up."))
             elif self._record.is_lost:
                 end_processes(self.launch_id)
-            elif now - nodes_checked_at >= _CHECK_NODES_EVERY_S and deadline is None:
+            elif now - nodes_checked_at >= CHECK_NODES_EVERY_S and deadline is None:
                 nodes_checked_at = now
                 if must_go(run_id):
                     end_processes(self.launch_id)
             time.sleep(_POLL_S)
-        end_processes(self.launch_id, _LEFTOVERS_PATIENCE_S)
+        end_processes(self.launch_id, LEFTOVERS_PATIENCE_S)
         return exit_code
 
     def _defaults(self) -> dict[str, str]:

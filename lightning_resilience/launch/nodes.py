@@ -16,10 +16,7 @@ from pathlib import Path
 import psutil
 
 from lightning_resilience._files import read_json, write_json
-
-BEAT_INTERVAL_S = 5.0
-OWNER_LOST_AFTER_S = 120.0
-FIRST_NODE_WITHIN_S = 600.0
+from lightning_resilience.run.deadlines import BEAT_INTERVAL_S
 
 
 class FirstNodeMissing(Exception):

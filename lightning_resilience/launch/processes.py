@@ -19,6 +19,7 @@ import psutil
 
 from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE
 from lightning_resilience.launch.output import log_line
+from lightning_resilience.run.deadlines import LEFTOVERS_PATIENCE_S
 
 LAUNCH_ID_VARIABLE = "LIGHTNING_RESILIENCE_LAUNCH_ID"
 """Environment variable that marks every process of a launch."""
@@ -41,7 +42,6 @@ def processes_of(launch_id: str) -> list[psutil.Process]:
 
 
 _GROUP_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-_LEFTOVERS_PATIENCE_S = 5.0
 _LEFTOVERS_WITHIN_S = 20.0
 
 
@@ -75,7 +75,7 @@ def left_by_earlier_ranks() -> list[psutil.Process]:
 
 def end_what_earlier_ranks_left() -> int:
     """Ends it, and returns how many processes there were. To be called by a rank before it does anything else."""
-    return _end(left_by_earlier_ranks, _LEFTOVERS_PATIENCE_S, _LEFTOVERS_WITHIN_S)
+    return _end(left_by_earlier_ranks, LEFTOVERS_PATIENCE_S, _LEFTOVERS_WITHIN_S)
 
 
 def end_processes(launch_id: str, patience_s: float = 0.0, give_up_after_s: float = 60.0) -> int:

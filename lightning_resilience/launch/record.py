@@ -21,13 +21,12 @@ from typing import Any
 
 from lightning_resilience._files import create_json, read_json, write_json
 from lightning_resilience._processes import describe_process, is_on_this_system, is_running, pid_namespace
+from lightning_resilience.run.deadlines import BEAT_INTERVAL_S, DEAD_AFTER_BEATS
 from lightning_resilience.run.ledger import node_name
 
 FIRST = "first"
 """The place of the launch that decides."""
 
-BEAT_INTERVAL_S = 5.0
-DEAD_AFTER_BEATS = 2.5
 
 _POLL_S = 0.1
 _FILE = re.compile(r"(?P<place>.+)\.(?P<number>[0-9]{6,})\.json")

@@ -34,6 +34,7 @@ from lightning_resilience.launch.record import FIRST, newest
 from lightning_resilience.launch.script_errors import describe, show
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
 from lightning_resilience.run import exit_codes
+from lightning_resilience.run.deadlines import ENDED_WITHIN_S
 from lightning_resilience.run.events import Fault, ScriptOutcome, WorkersStart
 from lightning_resilience.run.failures import cause_of_end
 from lightning_resilience.run.history import read_history
@@ -66,9 +67,6 @@ _IN_VAIN = {
     ): "the run in {run_dir} has come to epoch {epoch}, and the script's Trainer ends at max_epochs={end}: give it "
     "more, or launch another --run-dir if this is another run",
 }
-
-
-_ENDED_WITHIN_S = 15.0
 
 
 def main() -> None:
@@ -104,7 +102,7 @@ def main() -> None:
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             _record_end(run_directory, ledger, Outcome("halted", reason), fault, command)
             sys.exit(0)
-        time.sleep(_ENDED_WITHIN_S)
+        time.sleep(ENDED_WITHIN_S)
     del history
     try:
         _run_script(command)
@@ -182,7 +180,7 @@ def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
     nodes = read_history(run_directory.ledger).nodes_to_avoid(run_id)
     count = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if decision.run_id != run_id or (nodes and decision.why_it_keeps(nodes, count) is None):
-        time.sleep(_ENDED_WITHIN_S)
+        time.sleep(ENDED_WITHIN_S)
 
 
 def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:

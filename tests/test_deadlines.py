@@ -1,0 +1,24 @@
+"""How the launcher's times must fit each other."""
+
+from __future__ import annotations
+
+from lightning_resilience.run import deadlines as at
+
+
+def test_the_launcher_ends_workers_after_they_had_time_to_end_themselves() -> None:
+    assert 0 < at.TERM_MARGIN_S < at.KILL_MARGIN_S
+
+
+def test_the_launch_ends_a_worker_before_it_stops_waiting_for_that() -> None:
+    assert at.CHECK_NODES_EVERY_S + at.LEFTOVERS_PATIENCE_S < at.ENDED_WITHIN_S < at.OTHERS_END_WITHIN_S
+
+
+def test_a_launch_that_lives_is_not_taken_for_dead() -> None:
+    """It misses a beat on a busy machine, and its storage may show another one late."""
+    assert at.DEAD_AFTER_BEATS > 2
+    assert at.OWNER_LOST_AFTER_S > 4 * at.DEAD_AFTER_BEATS * at.BEAT_INTERVAL_S
+    assert at.FIRST_NODE_WITHIN_S > at.OWNER_LOST_AFTER_S
+
+
+def test_other_nodes_outlive_the_end_of_the_first_nodes_workers() -> None:
+    assert at.KILL_MARGIN_S + at.LEFTOVERS_PATIENCE_S < at.OTHERS_END_WITHIN_S < at.OWNER_LOST_AFTER_S
