@@ -25,7 +25,6 @@ import psutil
 import pytest
 import yaml
 
-from lightning_resilience.launch import job as launch_job
 from lightning_resilience.launch.cli import launch_settings
 from lightning_resilience.launch.job import LaunchSettings
 from lightning_resilience.recipes import JOBS
@@ -38,7 +37,6 @@ from tests.test_exact_resume import make, undisturbed
 FOLDER = Path(__file__).parents[1] / "recipes" / "kubernetes"
 PRESETS = {"job": "preemptible", "jobset": "nemo", "trainjob": "nemo"}
 PATIENCE_S = 180.0
-EXIT_USAGE = 2  # argparse's
 
 each_manifest = pytest.mark.parametrize("name", PRESETS)
 
@@ -191,7 +189,7 @@ def test_a_pod_is_given_the_time_that_launch_may_take(name: str) -> None:
 def test_every_exit_code_has_its_rule(name: str) -> None:
     what = manifest(name)
     assert what.action(exit_codes.INTERRUPTED) == "Ignore"
-    for exit_code in (1, *launch_job._VERDICT_EXIT_CODES, EXIT_USAGE):
+    for exit_code in (1, *exit_codes.OF_VERDICT, exit_codes.USAGE):
         assert what.action(exit_code) == "FailJob"
         assert what.action(exit_code, {"DisruptionTarget": "True"}) == "FailJob"
     for exit_code in (128 + signal.SIGKILL, 128 + signal.SIGTERM, 127):
