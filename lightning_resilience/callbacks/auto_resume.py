@@ -24,7 +24,7 @@ _SAVE = "save"
 
 
 class AutoResume(SessionCallback):
-    """Makes ``trainer.fit()`` go on where the run stood, bitwise exactly, however its last process ended.
+    """Saves the state of a run and resumes ``fit()`` exactly where it left off, however the last process ended.
 
     State is saved into the run directory between batches, when all that was due after a batch (validation, scheduler
     steps, early stopping) has happened, and never in the middle of an accumulation window. It holds what Lightning

@@ -54,7 +54,7 @@ FINISHED_FLAG_VARIABLE = "FAULT_TOL_FINISHED_FLAG_FILE"
 
 
 class FaultTolerance(SessionCallback):
-    """Finds a rank that does not advance, says which one it is and where it is stuck, and has the job restarted.
+    """Finds a rank that makes no progress, logs which one and where it is stuck, and has the run restarted.
 
     Every rank notes in shared memory which section of the run it is in, and moves a counter at every boundary between
     two batches, of training and of validation. A watchdog, one process for each node, reads that: it needs neither the

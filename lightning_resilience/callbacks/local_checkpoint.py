@@ -53,7 +53,7 @@ _RECORD_EVERY_S = 60.0  # the ledger is on shared storage, and read as a whole
 
 
 class LocalCheckpoint(SessionCallback):
-    """Saves the state of every rank to storage of its own node, so that a fault costs seconds of work.
+    """Saves the state of every rank to memory or storage of its own node every few seconds.
 
     Parameters and optimizer state are copied while the next batch is computed, checked, written and replicated behind
     the training; a save holds the training up only for what cannot wait. On a restart ``fit()`` resumes from the

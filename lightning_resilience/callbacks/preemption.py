@@ -32,7 +32,7 @@ _SAFETY_FACTOR = 1.5  # storage is slowest when many jobs are stopped at once
 
 
 class Preemption(SessionCallback):
-    """Stops the run at the next boundary when a scheduler asks for it by a signal.
+    """Saves and stops the run between two batches when a scheduler sends a signal.
 
     The signal may reach any rank, at any time: it is noticed at once, even while the main thread is blocked in a
     collective, and all ranks stop between the same two batches, in training or in validation. They save one checkpoint

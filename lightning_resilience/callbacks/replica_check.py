@@ -40,7 +40,7 @@ class ReplicasDiverged(RuntimeError):
 
 
 class ReplicaCheck(SessionCallback):
-    """Finds a rank whose weights are no longer those of the others, names it, and has the run go back.
+    """Finds a rank whose weights differ from those of the others, names it, and rolls back.
 
     In DDP all ranks hold the same parameters and optimizer state, bit for bit. After a silent error (a bit that flips
     in memory, a core that miscalculates) one does not, and nothing in DDP notices: it averages the gradients of

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StragglerDetection(SessionCallback):
-    """Names the ranks that the others wait for.
+    """Names the slow ranks that the others wait for.
 
     What counts is a rank's own work: the time that it does not wait for others. A score of 0.5 says that a rank takes
     twice as long for it as the others (relative), or as itself at its best (individual). Data loading, computing and
