@@ -39,7 +39,7 @@ class NaNGuard(SessionCallback):
     Where reading a number costs the host nothing (CPU) all of this happens at once. On an accelerator the host waits
     for nothing: an optimizer with ``fused=True`` skips the step on the device, and the host counts it some steps later.
     With any other a bad step has happened by then, and the run rolls back, whatever ``action`` says but ``"stop"``.
-    The same holds where sharded gradients are not clipped by their norm: ranks could agree in time only by a collective in
+    The same holds where sharded gradients are not clipped by norm: ranks could agree in time only by a collective in
     every step. Which of these holds is logged at the start.
 
     Args:
