@@ -21,6 +21,8 @@ AND_TESTS := tests/test_exact_resume.py::test_ranks_with_callbacks_that_change_w
 
 # One thread for each process: the ranks share the cores, and results do not depend on how many there are.
 export OMP_NUM_THREADS := 1
+# Tests start hundreds of Python processes: compiled files are kept, also where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-gpu test-kills test-slurm test-nvrx-latest test-nemo-run test-versions check bench docs clean
