@@ -228,7 +228,7 @@ def test_a_snapshot_that_was_spoilt_is_taken_again(tmp_path: Path) -> None:
     for path in saved:
         weight = checkpoint_file.load(path)["state_dict"]["layer.weight"]
         assert torch.equal(weight, at_step.weights[resume.step_of(path)])
-    assert [resume.step_of(path) for path in saved] != [40], "the first was spoilt, and taken again later"
+    assert [resume.step_of(path) for path in saved] != [40], "the first was invalidated, and taken again later"
 
 
 def test_what_goes_wrong_is_raised_once() -> None:

@@ -1608,8 +1608,8 @@ def test_if_one_rank_hears_too_late_none_saves(
             steps.append(step), take(planned, step, *args)
         ))  # fmt: skip
     job.train(9)
-    assert late._rounds is not None
-    hear = late._rounds.hear
+    assert late._coordinator is not None
+    hear = late._coordinator.wait_for_plan
 
     def hear_late(number: int) -> Any:
         planned = hear(number)
@@ -1617,7 +1617,7 @@ def test_if_one_rank_hears_too_late_none_saves(
             until(lambda: late._passed >= planned.step)
         return planned
 
-    monkeypatch.setattr(late._rounds, "hear", hear_late)
+    monkeypatch.setattr(late._coordinator, "wait_for_plan", hear_late)
     for rank in job.ranks:
         until(lambda rank=rank: rank.saves._planned is not None)
         rank.saves._changed.__class__ = condition
@@ -1639,8 +1639,8 @@ def test_a_rank_that_waits_for_the_answer_no_longer(
 ) -> None:
     job.train(9)
     slow, heard = job.ranks[1].saves, []
-    assert slow._rounds is not None
-    agree = slow._rounds.agree
+    assert slow._coordinator is not None
+    agree = slow._coordinator.agree
 
     def agree_late(number: int, in_time: bool) -> bool | None:
         found = agree(number, in_time and (all_are_in_time or bool(heard)))
@@ -1657,7 +1657,7 @@ def test_a_rank_that_waits_for_the_answer_no_longer(
             rank.await_save()
 
     with monkeypatch.context() as patch:
-        patch.setattr(slow._rounds, "agree", agree_late)
+        patch.setattr(slow._coordinator, "agree", agree_late)
         four_steps()
         until(lambda: bool(heard))  # the others know; this rank does not, and reaches step 16 before it does
         patch.setattr(local_saves, "_ANSWER_WITHIN_S", 0.05)
@@ -1695,7 +1695,7 @@ def test_the_end_waits_for_no_round_that_is_still_to_come(tmp_path: Path) -> Non
 
 def test_the_end_comes_at_any_moment(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right before rank 0's thread would wait for the time of the next save, for one."""
-    rounds, here = job.ranks[0].saves._rounds, threading.Event()
+    rounds, here = job.ranks[0].saves._coordinator, threading.Event()
     assert rounds is not None
     ready = rounds.all_are_ready
 
@@ -1974,8 +1974,8 @@ def test_a_training_that_waits_for_its_storage_does_not_hang(job: Job, monkeypat
     """At the fence, while going back and at the end."""
     slow, said = job.ranks[2], []
     job.train(7)
-    monkeypatch.setattr(slow.saves._fence, "_waiting", lambda: said.append("fence"))
-    monkeypatch.setattr(slow.saves, "_waiting", lambda: said.append("saves"))
+    monkeypatch.setattr(slow.saves._fence, "_heartbeat", lambda: said.append("fence"))
+    monkeypatch.setattr(slow.saves, "_heartbeat", lambda: said.append("saves"))
     copy_all = Snapshot.copy
 
     def slowly(self: Snapshot, *args: Any) -> None:
@@ -1994,17 +1994,17 @@ def test_a_step_that_came_too_late_is_not_announced_again_and_again(
 ) -> None:
     """Rank 0 is slow in a hook of its own while another rank is a step ahead."""
     job = Job(tmp_path)
-    ahead, first = job.ranks[3].saves, job.ranks[0].saves._rounds
-    assert ahead._rounds is not None
+    ahead, first = job.ranks[3].saves, job.ranks[0].saves._coordinator
+    assert ahead._coordinator is not None
     assert first is not None
-    hear, announce, announced = ahead._rounds.hear, first.announce, []
+    hear, announce, announced = ahead._coordinator.wait_for_plan, first.announce, []
 
     def hear_ahead(number: int) -> Any:
         if (planned := hear(number)) is not None:
             ahead._passed = planned.step
         return planned
 
-    monkeypatch.setattr(ahead._rounds, "hear", hear_ahead)
+    monkeypatch.setattr(ahead._coordinator, "wait_for_plan", hear_ahead)
     monkeypatch.setattr(first, "announce", lambda planned: (announced.append(planned.step), announce(planned)))
     for _ in range(4):  # then rank 0 knows how long a step takes
         for rank in job.ranks:

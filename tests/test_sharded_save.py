@@ -118,8 +118,8 @@ def refuse(*args: Any) -> Any:
 
 
 FAILURES: dict[str, Any] = {
-    "one rank's copy was no good": (lambda rank, own: None if rank == 1 else own, "spoilt", ""),
-    "rank 0's copy was no good": (lambda rank, own: None if rank == 0 else own, "spoilt", ""),
+    "one rank's copy was no good": (lambda rank, own: None if rank == 1 else own, "invalidated", ""),
+    "rank 0's copy was no good": (lambda rank, own: None if rank == 0 else own, "invalidated", ""),
     "a value is missing": (lambda rank, own: {} if rank == 2 else own, "failed", "rank 2: KeyError"),
     "both": (lambda rank, own: [own, None, {}][rank], "failed", "rank 2: KeyError"),
 }

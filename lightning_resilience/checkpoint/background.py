@@ -39,16 +39,16 @@ class BackgroundSaves:
     """Takes snapshots of a state and hands the copies to whoever writes them, in another thread.
 
     Args:
-        waiting: Called now and then while the training waits for a copy; see :func:`~.snapshot.wait_with_heartbeat`.
+        heartbeat: Called now and then while the training waits for a copy; see :func:`~.snapshot.wait_with_heartbeat`.
     """
 
-    def __init__(self, waiting: Callable[[], None] = lambda: None) -> None:
-        self._fence = Fence(waiting)
+    def __init__(self, heartbeat: Callable[[], None] = lambda: None) -> None:
+        self._fence = Fence(heartbeat)
         self._snapshots = Snapshots()
         self._buffers: dict[int, _Buffer] = {}  # reused: memory that is new takes three times as long to fill
         self._thread: threading.Thread | None = None
         self._trouble: BaseException | None = None
-        self.spoilt = False
+        self.invalidated = False
         """Whether the last snapshot was thrown away, because something else than an optimizer has changed its state."""
 
     @property
@@ -73,7 +73,7 @@ class BackgroundSaves:
                 By default what was raised is raised by :meth:`check`.
         """
         snapshot = self._fence.pending = self._snapshots.take(state, stable)
-        self.spoilt = False
+        self.invalidated = False
         self._thread = threading.Thread(
             target=self._run, args=(snapshot, write, missed or _raise), name="background-checkpoint", daemon=True
         )
@@ -89,7 +89,7 @@ class BackgroundSaves:
                 missed(error)
                 return
             if copies is None:
-                self.spoilt = True
+                self.invalidated = True
                 missed(None)
             else:
                 write(Copy(snapshot.structure, copies, snapshot.left_out))

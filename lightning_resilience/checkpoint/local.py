@@ -83,7 +83,7 @@ class LocalSaves:
         identity: Fields that all parts of this fit have: run, fit, layout.
         schedule: When to save; rank 0's decides.
         keep: How many complete generations are kept.
-        rounds: The messages between the ranks; ``None`` for a single process.
+        coordinator: The messages between the ranks; ``None`` for a single process.
         replicas: Keeps copies on other nodes, if there are any.
         complete: Generations that are complete already, newest first.
         published: Told about every generation that this rank knows to be complete, from the thread.
@@ -92,7 +92,7 @@ class LocalSaves:
             first save should not wait for it.
         kept_here: The ranks whose own parts this node keeps; default: those on it.
         check: Looks at every state before it is published; see :meth:`.RankState.publish`.
-        waiting: Called now and then while the training thread waits; see :func:`~.snapshot.wait_with_heartbeat`.
+        heartbeat: Called now and then while the training thread waits; see :func:`~.snapshot.wait_with_heartbeat`.
         device: The accelerator that the state is copied from; ``None`` for the host.
         diverged: Told, on rank 0 and from the thread, of ranks that should have saved the same state, and have not.
     """
@@ -105,7 +105,7 @@ class LocalSaves:
         identity: dict[str, Any],
         schedule: Schedule,
         keep: int,
-        rounds: SaveCoordinator | None = None,
+        coordinator: SaveCoordinator | None = None,
         replicas: Replicas | None = None,
         complete: Sequence[str] = (),
         published: Callable[[int, str], None] = lambda step, generation: None,
@@ -113,7 +113,7 @@ class LocalSaves:
         expected: Mapping[str, int] | None = None,
         kept_here: Collection[int] = (),
         check: Check | None = None,
-        waiting: Callable[[], None] = lambda: None,
+        heartbeat: Callable[[], None] = lambda: None,
         device: torch.device | None = None,
         diverged: Callable[[Divergence], None] = lambda divergence: None,
     ) -> None:
@@ -126,13 +126,13 @@ class LocalSaves:
         self._identity = identity
         self._schedule = schedule
         self._keep = keep
-        self._rounds = rounds
+        self._coordinator = coordinator
         self._replicas = replicas
         self._complete = list(complete)
         self._published = published
         self._check_owner = check_owner
         self._check = check
-        self._waiting = waiting
+        self._heartbeat = heartbeat
         self._expected = dict(expected or {})
         self._device = device
         self._diverged = diverged
@@ -166,7 +166,7 @@ class LocalSaves:
     def start(self, step: int) -> None:
         """Begins to save; ``step`` is saved already, or is the first."""
         self._last = self._passed = step
-        self._fence = Fence(self._waiting)
+        self._fence = Fence(self._heartbeat)
         self._retire()
         self._schedule.begin()
         self._busy = True
@@ -182,7 +182,9 @@ class LocalSaves:
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Waits in the training thread, which holds the lock."""
-        return wait_with_heartbeat(lambda seconds: self._changed.wait_for(condition, seconds), timeout_s, self._waiting)
+        return wait_with_heartbeat(
+            lambda seconds: self._changed.wait_for(condition, seconds), timeout_s, self._heartbeat
+        )
 
     def go_on_from(self, step: int, complete: Sequence[str], identity: dict[str, Any]) -> None:
         """The training has gone back to an older state.
@@ -206,7 +208,7 @@ class LocalSaves:
         """Called at every boundary; returns the round for which the state has to be handed over to :meth:`take` now."""
         if self.trouble is not None:
             raise self.trouble
-        if self._rounds is None:
+        if self._coordinator is None:
             if not clean or not self._schedule.is_due(step, self._last):
                 return None
             if self._busy:
@@ -269,7 +271,7 @@ class LocalSaves:
         assert self._fence is not None
         snapshot = self._snapshots.take(state, stable)
         taken = RankState(snapshot, step, planned.generation, self._location, common, self._identity)
-        if (n := self._schedule.every_n_train_steps) is not None and self._rounds is not None:
+        if (n := self._schedule.every_n_train_steps) is not None and self._coordinator is not None:
             self.figures.skipped += max(0, (step - self._last) // n - 1)
         self._schedule.begin()
         with self._changed:  # nothing fails from here on: what is handed over is handed over
@@ -298,7 +300,7 @@ class LocalSaves:
         """This boundary cannot be saved: its state could not be taken."""
         self.fail(step, error)
         with self._changed:
-            self._last, self._missed = step, self._rounds is not None
+            self._last, self._missed = step, self._coordinator is not None
             self._busy = self._busy or self._missed
             self._changed.notify_all()
         self._schedule.begin()
@@ -346,7 +348,7 @@ class LocalSaves:
 
         thread = threading.Thread(target=save, name="local-checkpoint-now", daemon=True)
         thread.start()
-        wait_with_heartbeat(lambda s: _has_ended(thread, s), max(0.0, deadline - time.monotonic()), self._waiting)
+        wait_with_heartbeat(lambda s: _has_ended(thread, s), max(0.0, deadline - time.monotonic()), self._heartbeat)
         return published[0] if published else None
 
     def fence(self) -> None:
@@ -362,13 +364,13 @@ class LocalSaves:
             self._wait_for(lambda: not self._busy, _SETTLE_S)  # in a run that has failed it never will be
             self._stopping = True
             self._changed.notify_all()
-        if self._rounds is not None:
-            self._rounds.end()
+        if self._coordinator is not None:
+            self._coordinator.end()
         if self._fence is not None:
             self._fence.remove()
         started = self._thread.ident is not None
         if started and not wait_with_heartbeat(
-            lambda seconds: _has_ended(self._thread, seconds), timeout_s, self._waiting
+            lambda seconds: _has_ended(self._thread, seconds), timeout_s, self._heartbeat
         ):
             log.warning("Rank %d: the local save in progress is stuck and is left behind.", self._location.rank)
 
@@ -381,18 +383,18 @@ class LocalSaves:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-            if self._rounds is not None:
-                self._rounds.be_ready(-1)
-            while not self._stopping and not (self._rounds is not None and self._rounds.over):
+            if self._coordinator is not None:
+                self._coordinator.be_ready(-1)
+            while not self._stopping and not (self._coordinator is not None and self._coordinator.over):
                 planned = None
-                if self._rounds is not None and (planned := self._plan(self._rounds, number)) is None:
+                if self._coordinator is not None and (planned := self._plan(self._coordinator, number)) is None:
                     continue
                 taken = self._await_state() if planned is None or self._agreed else None
                 if taken is not None or self._missed:
                     self._missed = False
                     self._round(taken, planned)
-                if self._rounds is not None and planned is not None:
-                    self._rounds.be_ready(number)
+                if self._coordinator is not None and planned is not None:
+                    self._coordinator.be_ready(number)
                     number += 1
         except BaseException as error:
             log.debug("The thread of the local saves has ended", exc_info=True)
@@ -404,10 +406,10 @@ class LocalSaves:
                 self._busy = self._writing = False
                 self._changed.notify_all()
 
-    def _plan(self, rounds: SaveCoordinator, number: int) -> PlannedSave | None:
+    def _plan(self, coordinator: SaveCoordinator, number: int) -> PlannedSave | None:
         """Has the next round announced, or hears of it; ``None`` if it is too early."""
         if self._location.rank == 0:
-            if not rounds.all_are_ready(number - 1):
+            if not coordinator.all_are_ready(number - 1):
                 return None
             with self._changed:
                 # Somebody is ahead while this rank is slow: the same step again would be too late again.
@@ -422,15 +424,15 @@ class LocalSaves:
                     if not self._stopping:  # else nobody would wake this thread any more
                         self._changed.wait(self._schedule.seconds_left())
                     return None
-            rounds.announce(PlannedSave(number, step, new_generation()))
-        if (planned := rounds.hear(number)) is None:
+            coordinator.announce(PlannedSave(number, step, new_generation()))
+        if (planned := coordinator.wait_for_plan(number)) is None:
             return None
         with self._changed:
             in_time = self._passed < planned.step
             if in_time:
                 self._planned = planned
             self._agreed = None
-        agreed = rounds.agree(number, in_time)
+        agreed = coordinator.agree(number, in_time)
         with self._changed:
             self._agreed = bool(agreed)
             if not agreed:
@@ -464,13 +466,13 @@ class LocalSaves:
         if taken is not None and parts:
             self.figures.stall_s = self._at_boundary.seconds() + taken.snapshot.waited_s
         complete: bool | None = bool(parts)
-        if self._rounds is not None and planned is not None:
+        if self._coordinator is not None and planned is not None:
             step = taken.step if taken is not None else planned.step
             self._replicate(step, planned.generation, parts)
             digest = taken.replicated_digest() if taken is not None else ""
-            complete = self._rounds.finish(planned.number, bool(parts), digest)
+            complete = self._coordinator.finish(planned.number, bool(parts), digest)
             if complete is False and self._identity["layout"].get("commons"):
-                self._compare(self._rounds, planned.number, step, taken, digest)
+                self._compare(self._coordinator, planned.number, step, taken, digest)
         if taken is not None and complete:
             self._complete.insert(0, taken.generation)
             self.figures.published += 1
@@ -483,10 +485,12 @@ class LocalSaves:
             self._taken, self._busy = None, False
             self._changed.notify_all()
 
-    def _compare(self, rounds: SaveCoordinator, number: int, step: int, taken: RankState | None, digest: str) -> None:
+    def _compare(
+        self, coordinator: SaveCoordinator, number: int, step: int, taken: RankState | None, digest: str
+    ) -> None:
         """Looks whether a generation is not complete because ranks hold different states; rank 0 says so."""
         written = taken.written() if taken is not None else []
-        if (found := rounds.compare(number, self._location.rank, digest, written)) is None:
+        if (found := coordinator.compare(number, self._location.rank, digest, written)) is None:
             return
         digests, learned = found
         if taken is not None:

@@ -94,7 +94,7 @@ class SaveCoordinator:
         """Rank 0: waits until every rank has done with a round; returns whether there can be another."""
         return self._get(f"round/{number}/ready") is not None
 
-    def hear(self, number: int) -> PlannedSave | None:
+    def wait_for_plan(self, number: int) -> PlannedSave | None:
         """The announcement of a round, as soon as it is there, or ``None`` if there will be no more."""
         heard = self._get(f"round/{number}")
         return None if heard is None else PlannedSave(number, *json.loads(heard))

@@ -68,12 +68,12 @@ class Outcome:
     """How a save has ended, the same on all ranks.
 
     Args:
-        how: ``published``; ``spoilt``: a rank's copy was no good, and another save may succeed; ``failed``; or
+        how: ``published``; ``invalidated``: a rank's copy was no good, and another save may succeed; ``failed``; or
             ``stale``: another attempt owns the run.
         reason: Of anything but ``published``.
     """
 
-    how: Literal["published", "spoilt", "failed", "stale"]
+    how: Literal["published", "invalidated", "failed", "stale"]
     reason: str = ""
 
 
@@ -167,7 +167,7 @@ class ShardedSaves:
 
     def _write_part(self, save: Save, part: dict[str, Any] | None, missed: str | None) -> _Report:
         if part is None:
-            outcome = Outcome("spoilt") if missed is None else Outcome("failed", f"rank {self._rank}: {missed}")
+            outcome = Outcome("invalidated") if missed is None else Outcome("failed", f"rank {self._rank}: {missed}")
             return _Report(outcome, [], {})
         make_directory(save.written)
         copies_ahead = 0 if all(each.is_cpu for each in part.values() if isinstance(each, torch.Tensor)) else 10_000_000
@@ -201,7 +201,7 @@ class ShardedSaves:
     def _publish(self, save: Save, reports: list[_Report], rest: Any, read_back: bool) -> Outcome:
         bad = [each.outcome for each in reports if each.outcome.how != "published"]
         if bad:
-            return min(bad, key=lambda each: each.how)  # failed before spoilt
+            return min(bad, key=lambda each: each.how)  # failed before invalidated
         try:
             writer = _Describer(save)
             writer.finish(replace(self._metadata), [each.results for each in reports])

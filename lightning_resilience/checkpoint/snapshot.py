@@ -46,20 +46,20 @@ LONGEST_WAIT_S = 60.0
 """How long the training waits for a snapshot to be copied."""
 
 
-def wait_with_heartbeat(wait: Callable[[float], bool], timeout_s: float, waiting: Callable[[], None]) -> bool:
+def wait_with_heartbeat(wait: Callable[[float], bool], timeout_s: float, heartbeat: Callable[[], None]) -> bool:
     """Waits for as long as that, in pieces: a wait that ends by itself must not be taken for a hang.
 
     Args:
         wait: Waits for so many seconds at most; returns whether it has come.
         timeout_s: How long to wait.
-        waiting: Called once a second; says that this is no hang.
+        heartbeat: Called once a second; says that this is no hang.
 
     Returns:
         Whether it has come.
     """
     deadline = time.monotonic() + timeout_s
     while not (come := wait(max(0.0, min(1.0, deadline - time.monotonic())))) and time.monotonic() < deadline:
-        waiting()
+        heartbeat()
     return come
 
 
@@ -432,20 +432,20 @@ class Snapshot:
         """To be called when everything is copied, or nothing will be: the training may change its tensors again."""
         self._copied.set()
 
-    def fence(self, waiting: Callable[[], None] = lambda: None) -> None:
+    def fence(self, heartbeat: Callable[[], None] = lambda: None) -> None:
         """Waits until everything is copied; called by the training thread before it changes what was said to be stable.
 
         Costs nothing when called again.
 
         Args:
-            waiting: Called now and then meanwhile; see :func:`wait_with_heartbeat`.
+            heartbeat: Called now and then meanwhile; see :func:`wait_with_heartbeat`.
         """
         if self._fenced.is_set():
             return
         in_time = True
         if not self._copied.is_set():
             at_fence = devices.Standstill(self._before)
-            in_time = wait_with_heartbeat(self._copied.wait, LONGEST_WAIT_S, waiting)
+            in_time = wait_with_heartbeat(self._copied.wait, LONGEST_WAIT_S, heartbeat)
             at_fence.over()
             self._at_fence = at_fence
         if not in_time:  # storage that does not answer must not stop the training: what is copied from here on is bad
@@ -533,12 +533,12 @@ class Fence:
     which may change something too.
 
     Args:
-        waiting: Called now and then while the training waits; see :func:`wait_with_heartbeat`.
+        heartbeat: Called now and then while the training waits; see :func:`wait_with_heartbeat`.
     """
 
-    def __init__(self, waiting: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, heartbeat: Callable[[], None] = lambda: None) -> None:
         self.pending: Snapshot | None = None
-        self._waiting = waiting
+        self._heartbeat = heartbeat
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -547,7 +547,7 @@ class Fence:
     def now(self) -> None:
         """The fence itself; also for whatever else is about to change the state."""
         if self.pending is not None:
-            self.pending.fence(self._waiting)
+            self.pending.fence(self._heartbeat)
             self.pending = None
 
     def remove(self) -> None:

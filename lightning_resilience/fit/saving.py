@@ -212,7 +212,7 @@ class Saver:
             elif outcome.how == "failed":
                 self._report_failed(step, outcome.reason)
             else:
-                background.spoilt = True
+                background.invalidated = True
 
         live = _lightning.live_tensors(self._session.trainer)
         # What has been gathered is a copy already; it is not copied again.
@@ -406,8 +406,8 @@ class Saver:
         """Raises what has gone wrong behind the training."""
         if (background := self._background) is not None:
             background.check()
-            if background.spoilt and not background.busy:
-                background.spoilt = False
+            if background.invalidated and not background.busy:
+                background.invalidated = False
                 self._lost()
 
     @property
