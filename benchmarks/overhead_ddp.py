@@ -4,7 +4,7 @@ The callbacks, everything that they have replaced and Lightning's broadcast of S
 unnecessary) are switched every 10 steps, on both ranks at the same step. Threads run all the time: the agreement's
 watchers, and local saves, which the recipe takes every few seconds.
 
-    python benchmarks/overhead_ddp.py [--steps 4000] [--width 256]
+    PYTHONPATH=. python benchmarks/overhead_ddp.py [--steps 4000] [--width 256]
 """
 
 from __future__ import annotations
