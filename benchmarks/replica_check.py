@@ -29,7 +29,8 @@ warnings.filterwarnings("ignore")
 import lightning.pytorch as L  # noqa: E402
 import torch  # noqa: E402
 
-from lightning_resilience import LocalCheckpoint, NaNGuard, ReplicaCheck, _lightning  # noqa: E402
+from lightning_resilience import LocalCheckpoint, NaNGuard, ReplicaCheck  # noqa: E402
+from lightning_resilience._lightning import lightning_strategies  # noqa: E402
 from lightning_resilience.checkpoint.digest import digest_of  # noqa: E402
 from lightning_resilience.checkpoint.local import LocalSaves  # noqa: E402
 from lightning_resilience.checkpoint.snapshot import Snapshot  # noqa: E402
@@ -105,7 +106,7 @@ def rank(number: int, port: int, folder: str, arguments: argparse.Namespace, res
         module = Layers(arguments.width, arguments.layers)
         trainer.fit(module, data)
         steps[checks] += watch.seconds[4:]
-        tensors = _lightning.trained_tensors(trainer, list(module.parameters()))
+        tensors = lightning_strategies.trained_tensors(trainer, list(module.parameters()))
         for _ in range(3):
             began = time.perf_counter()
             digest_of(tensors)

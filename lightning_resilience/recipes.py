@@ -219,11 +219,11 @@ class Recipe:
         """
         if self.run_dir is None:
             raise ValueError("wandb_logger() needs the recipe's run_dir: the identity of the W&B run is kept there.")
-        from lightning_resilience import _lightning
+        from lightning_resilience._lightning import lightning_loggers
 
         directory = RunDirectory(self.run_dir)
         kept = {"id": directory.identity(), "resume": "allow", "save_dir": os.fspath(directory.path)}
-        logger: WandbLogger = _lightning.wandb_logger(**kept | settings)
+        logger: WandbLogger = lightning_loggers.wandb_logger(**kept | settings)
         return logger
 
     def __str__(self) -> str:

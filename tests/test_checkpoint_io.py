@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience import _lightning
+from lightning_resilience._lightning import lightning_checkpoint_io, lightning_strategies
 from lightning_resilience.checkpoint import checkpoint_file
 from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
 from lightning_resilience.fit.checkpoint_io import DurableCheckpointIO, make_durable, undo
@@ -242,7 +242,7 @@ def pending(namespace: Namespace, tmp_path: Path) -> tuple[Any, Gate]:
     gate = Gate(io.checkpoint_io)
     gate.open.set()
     io.save_checkpoint({"global_step": 1}, tmp_path / "1.ckpt")
-    assert _lightning.wait_for_async_saves(io, 60)
+    assert lightning_checkpoint_io.wait_for_async_saves(io, 60)
     gate.open.clear()
     return trainer, gate
 
@@ -484,18 +484,18 @@ def test_sharded_directories(tmp_path: Path) -> None:
 def test_lightning_still_has_the_names(namespace: Namespace) -> None:
     inner = namespace.torch_io()
     io = namespace.async_io(inner)
-    assert _lightning.is_plain_checkpoint_io(inner)
-    assert not _lightning.is_plain_checkpoint_io(io)
-    assert _lightning.is_async_checkpoint_io(io)
-    assert not _lightning.is_async_checkpoint_io(inner)
-    assert not _lightning.is_plain_checkpoint_io(type("Own", (namespace.torch_io,), {})())
-    assert _lightning.is_async_checkpoint_io(type("Own", (namespace.async_io,), {})())
+    assert lightning_checkpoint_io.is_plain_checkpoint_io(inner)
+    assert not lightning_checkpoint_io.is_plain_checkpoint_io(io)
+    assert lightning_checkpoint_io.is_async_checkpoint_io(io)
+    assert not lightning_checkpoint_io.is_async_checkpoint_io(inner)
+    assert not lightning_checkpoint_io.is_plain_checkpoint_io(type("Own", (namespace.torch_io,), {})())
+    assert lightning_checkpoint_io.is_async_checkpoint_io(type("Own", (namespace.async_io,), {})())
 
-    _lightning.set_inner_checkpoint_io(io, other := namespace.torch_io())
+    lightning_checkpoint_io.set_inner_checkpoint_io(io, other := namespace.torch_io())
     assert io.checkpoint_io is other
     ran = []
-    _lightning.after_async_saves(io, lambda: ran.append(1))
-    assert _lightning.wait_for_async_saves(io, 60)
+    lightning_checkpoint_io.after_async_saves(io, lambda: ran.append(1))
+    assert lightning_checkpoint_io.wait_for_async_saves(io, 60)
     assert ran == [1]
     io.teardown()
     assert io._error is None
@@ -503,18 +503,18 @@ def test_lightning_still_has_the_names(namespace: Namespace) -> None:
     signature = inspect.signature(namespace.checkpoint._link_checkpoint)
     assert list(signature.parameters) == ["trainer", "filepath", "linkpath"]
     checkpoint = namespace.checkpoint()
-    _lightning.replace_link_checkpoint(checkpoint, print)
+    lightning_checkpoint_io.replace_link_checkpoint(checkpoint, print)
     assert checkpoint._link_checkpoint is print
-    _lightning.restore_link_checkpoint(checkpoint)
+    lightning_checkpoint_io.restore_link_checkpoint(checkpoint)
     assert checkpoint._link_checkpoint is namespace.checkpoint._link_checkpoint
     source = inspect.getsource(namespace.checkpoint._save_last_checkpoint)
     assert "self._link_checkpoint(" in source, "ModelCheckpoint links last.ckpt in another way now"
 
     strategies = importlib.import_module(f"{namespace.pytorch}.strategies")
-    assert not _lightning.traits_of(strategies.DDPStrategy()).all_ranks_write
-    assert not _lightning.traits_of(strategies.SingleDeviceStrategy()).all_ranks_write
-    assert _lightning.traits_of(strategies.ModelParallelStrategy()).all_ranks_write
-    assert _lightning.traits_of(strategies.FSDPStrategy()).all_ranks_write
+    assert not lightning_strategies.traits_of(strategies.DDPStrategy()).all_ranks_write
+    assert not lightning_strategies.traits_of(strategies.SingleDeviceStrategy()).all_ranks_write
+    assert lightning_strategies.traits_of(strategies.ModelParallelStrategy()).all_ranks_write
+    assert lightning_strategies.traits_of(strategies.FSDPStrategy()).all_ranks_write
 
 
 def test_durable_checkpoint_io_is_one(lightning: Namespace) -> None:

@@ -38,7 +38,11 @@ def test_what_hinders_one_rank_leaves_no_other_behind(tmp_path: Path) -> None:
     config = settings(
         tmp_path,
         {"rank": 1, "what": "lightning_resilience.run.run_directory:load_json", "of": "fingerprint"},
-        {"rank": 1, "what": "lightning_resilience._lightning:named_state", "call": 1},  # the check of the first save
+        {
+            "rank": 1,
+            "what": "lightning_resilience._lightning.lightning_strategies:named_state",
+            "call": 1,
+        },  # the check of the first save
         {"rank": 1, "what": "lightning_resilience.callbacks.replica_check:digest_of"},
         {"rank": 0, "what": "lightning_resilience.callbacks.preemption:read_history", "call": 1},
         events=[{"at": "train", "step": 12, "rank": 1, "do": "SIGTERM"}],
@@ -57,7 +61,7 @@ def test_what_hinders_one_rank_leaves_no_other_behind(tmp_path: Path) -> None:
 
     config = settings(
         tmp_path / "again",
-        {"rank": 1, "what": "lightning_resilience._lightning:load_checkpoint"},
+        {"rank": 1, "what": "lightning_resilience._lightning.lightning_checkpoints:load_checkpoint"},
         ckpt_path=str(newest),
     )
     codes, text = start(tmp_path / "again", config)

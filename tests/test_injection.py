@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume, Preemption, recipes
-from lightning_resilience._lightning import ResilienceCallback
+from lightning_resilience._lightning.lightning_callbacks import ResilienceCallback
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.fit import session
 from lightning_resilience.recipes import RECIPE_VARIABLE

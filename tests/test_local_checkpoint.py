@@ -31,7 +31,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed import PrefixStore, TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import AutoResume, LocalCheckpoint, Preemption, _lightning, signals
+from lightning_resilience import AutoResume, LocalCheckpoint, Preemption, signals
+from lightning_resilience._lightning import lightning_checkpoints
 from lightning_resilience.callbacks import local_checkpoint, preemption
 from lightning_resilience.checkpoint import capacity, checkpoint_file, resume, shard
 from lightning_resilience.checkpoint import local as local_saves
@@ -963,7 +964,7 @@ def hooks() -> Iterator[tuple[Any, bool]]:
 @pytest.mark.parametrize(("hook", "may"), hooks())
 def test_whether_a_hook_may_have_a_state_in_the_checkpoint(hook: Any, may: bool) -> None:
     bound = functools.partial(hook, None) if isinstance(hook, functools.partial) else MethodType(hook, Net({}))
-    assert _lightning._uses_last_argument(bound, 1) == may
+    assert lightning_checkpoints._uses_last_argument(bound, 1) == may
 
 
 def test_where_states_are_kept(memory: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,8 @@ from lightning_resilience import (
     Preemption,
     ReplicaCheck,
     StragglerDetection,
-    _lightning,
 )
+from lightning_resilience._lightning import lightning_strategies
 from lightning_resilience.agreement import Agreement, Event
 from lightning_resilience.fit import session
 
@@ -164,7 +164,7 @@ def recorded(frame: FrameType) -> str:
 def run(tmp: Path, monkeypatch: pytest.MonkeyPatch, factor: Callable[[int], float] = lambda calls: 1.0) -> list[str]:
     monkeypatch.setattr(session, "_fits_begun", {})
     monkeypatch.setattr(
-        _lightning, "replicated_parameters", lambda trainer: list(trainer.lightning_module.parameters())
+        lightning_strategies, "replicated_parameters", lambda trainer: list(trainer.lightning_module.parameters())
     )
     trace: list[str] = []
     ours = [

@@ -266,7 +266,7 @@ def life(seed: int, folder: Path, intact: Path, monkeypatch: pytest.MonkeyPatch)
     for step in steps:
         path = job.fit.checkpoints / resume.checkpoint_name(step)
         path.write_bytes(intact.read_bytes()[: None if step not in corrupt else -20])
-    monkeypatch.setattr(checkpoint_selector._lightning, "traits_of", lambda strategy: StrategyTraits())
+    monkeypatch.setattr(checkpoint_selector.lightning_strategies, "traits_of", lambda strategy: StrategyTraits())
     monkeypatch.setattr(resume, "checkpoints", job.lists)
     monkeypatch.setattr(resume, "verify", job.reads(VERIFY))
     monkeypatch.setattr(checkpoint_file, "load", job.reads(LOAD))
@@ -327,7 +327,7 @@ def test_a_file_is_hashed_once_on_each_node(
 ) -> None:
     job = Job(tmp_path, nodes, Faults(), Clock(monkeypatch))
     job.fit.create()
-    monkeypatch.setattr(checkpoint_selector._lightning, "traits_of", lambda strategy: StrategyTraits())
+    monkeypatch.setattr(checkpoint_selector.lightning_strategies, "traits_of", lambda strategy: StrategyTraits())
     path = job.fit.checkpoints / resume.checkpoint_name(10)
     size = checkpoint_file.save({"loops": {}, "state_dict": {"weight": torch.rand(1 << 20)}}, path, {"fit": 0}).size
     reads = Reads(job, monkeypatch)
@@ -343,7 +343,7 @@ def test_a_file_that_another_one_has_replaced_meanwhile_is_verified_by_who_loads
 ) -> None:
     job = Job(tmp_path, [[0, 1, 2]], Faults(), Clock(monkeypatch))
     job.fit.create()
-    monkeypatch.setattr(checkpoint_selector._lightning, "traits_of", lambda strategy: StrategyTraits())
+    monkeypatch.setattr(checkpoint_selector.lightning_strategies, "traits_of", lambda strategy: StrategyTraits())
     for step in (10, 20):
         checkpoint_file.save({"loops": {}}, job.fit.checkpoints / resume.checkpoint_name(step), {"fit": 0})
 

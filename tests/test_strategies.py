@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume
-from lightning_resilience._lightning import traits_of
+from lightning_resilience._lightning.lightning_strategies import traits_of
 from lightning_resilience.checkpoint.sharded import whole_parameters
 from lightning_resilience.fit.strategies import STRATEGIES, name_of
 from lightning_resilience.run.run_directory import RunDirectory

@@ -8,8 +8,8 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from lightning_resilience import _lightning
 from lightning_resilience._arguments import checked, duration
+from lightning_resilience._lightning import lightning_strategies
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.checkpoint import resume
 from lightning_resilience.fit.participant import Participant
@@ -120,7 +120,7 @@ class _Saving(Participant):
     def start(self) -> None:
         """Says how it saves, and starts the clock."""
         trainer = self.session.trainer
-        traits = _lightning.traits_of(trainer.strategy)
+        traits = lightning_strategies.traits_of(trainer.strategy)
         if self.settings.async_save and trainer.is_global_zero and not traits.can_write_behind:
             log.info("%s saves in collectives: the training waits for its saves.", type(trainer.strategy).__name__)
         self.after_rollback()

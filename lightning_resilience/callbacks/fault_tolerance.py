@@ -17,8 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_resilience import _lightning, _nvrx
+from lightning_resilience import _nvrx
 from lightning_resilience._arguments import checked
+from lightning_resilience._lightning import (
+    lightning_callbacks,
+    lightning_checkpoint_io,
+    lightning_loops,
+    lightning_strategies,
+)
 from lightning_resilience._processes import is_running
 from lightning_resilience.callbacks.auto_resume import AutoResume
 from lightning_resilience.detect import health
@@ -225,7 +231,7 @@ class _Watching(Participant):
                 shutil.rmtree(self._directory, ignore_errors=True)
                 self._directory = None
         self._keep_watchdog()
-        _lightning.on_other_trainers(trainer, session.patches, session.advanced, handle_signals_again)
+        lightning_loops.on_other_trainers(trainer, session.patches, session.advanced, handle_signals_again)
         return witness
 
     def _keep_watchdog(self) -> None:
@@ -382,7 +388,8 @@ class _Watching(Participant):
             has_validated="validation" in longest,
             has_saved="checkpointing" in longest,
             saves_in_background=(
-                _lightning.is_async_checkpoint_io(trainer.strategy.checkpoint_io) or self.session.saver.writes_behind
+                lightning_checkpoint_io.is_async_checkpoint_io(trainer.strategy.checkpoint_io)
+                or self.session.saver.writes_behind
             ),
             is_end=is_end,
         )
@@ -528,7 +535,7 @@ class _Watching(Participant):
                 "Restarted gloo ranks may meet the addresses of the attempt before, and hang. Set "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, or use lightning-resilience launch."
             )
-        gives_up, limit = _lightning.collective_timeout(trainer), self.timeouts.by_section()["step"]
+        gives_up, limit = lightning_strategies.collective_timeout(trainer), self.timeouts.by_section()["step"]
         if watching and gives_up is not None and gives_up <= limit:
             log.warning(
                 "torch gives a collective up after %g s (the strategy's timeout), before a step of %g s counts as "
@@ -536,7 +543,9 @@ class _Watching(Participant):
                 gives_up,
                 limit,
             )
-        if self.settings.autoresume and not any(isinstance(c, AutoResume) for c in _lightning.callbacks(trainer)):
+        if self.settings.autoresume and not any(
+            isinstance(c, AutoResume) for c in lightning_callbacks.callbacks(trainer)
+        ):
             log.warning(
                 "There is no AutoResume in this Trainer: a restarted fit begins from the start, unless the script "
                 "resumes it. FaultTolerance(autoresume=False) is silent about that."

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 import torch
 
-from lightning_resilience import _lightning
 from lightning_resilience._arguments import checked, duration
+from lightning_resilience._lightning import lightning_callbacks, lightning_steps, lightning_strategies
 from lightning_resilience.callbacks.auto_resume import AutoResume
 from lightning_resilience.checkpoint import capacity, shard
 from lightning_resilience.checkpoint.devices import accelerator
@@ -256,7 +256,7 @@ class _Local(Participant):
     def start(self) -> None:
         """Begins to save; the resume is complete."""
         session, trainer = self.session, self.session.trainer
-        self._common = _lightning.replicated_parameters(trainer)
+        self._common = lightning_strategies.replicated_parameters(trainer)
         if (problem := self._why_it_does_not_fit()) is not None:
             if not self.settings._injected:
                 raise ValueError(problem)
@@ -290,7 +290,7 @@ class _Local(Participant):
             self._device,
             session.diverged,
         )
-        _lightning.on_batch_done(trainer, session.patches, self._saves.fence)
+        lightning_steps.on_batch_done(trainer, session.patches, self._saves.fence)
         self._saves.start(step)
         if trainer.is_global_zero:
             self._say_what_is_done()
@@ -346,8 +346,12 @@ class _Local(Participant):
 
     def _state(self) -> tuple[Entries, list[torch.Tensor], list[torch.Tensor]]:
         """This rank's checkpoint; what of it only optimizers change; what of it all ranks of the node have alike."""
-        live = _lightning.live_tensors(self.session.trainer)
-        return self.session.saver.capture(), live, _lightning.trained_tensors(self.session.trainer, self._common)
+        live = lightning_strategies.live_tensors(self.session.trainer)
+        return (
+            self.session.saver.capture(),
+            live,
+            lightning_strategies.trained_tensors(self.session.trainer, self._common),
+        )
 
     def save_locally(self, reason: str, within_s: float) -> bool:
         """Saves at this boundary, the same on all ranks; returns whether every rank has published its parts in time."""
@@ -431,7 +435,7 @@ class _Local(Participant):
 
     def _why_it_does_not_fit(self) -> str | None:
         trainer = self.session.trainer
-        live = _lightning.live_tensors(trainer)
+        live = lightning_strategies.live_tensors(trainer)
         self._device = next(filter(None, map(accelerator, live)), None)
         mine = sum(tensor.nbytes for tensor in {id(each): local(each) for each in live}.values())
         if not any(optimizer.state for optimizer in trainer.optimizers):
@@ -551,7 +555,7 @@ class _Local(Participant):
 def _waits(settings: LocalCheckpoint, trainer: Trainer) -> bool:
     if settings.async_save != "auto":
         return not settings.async_save
-    return any(isinstance(each, AutoResume) and not each.async_save for each in _lightning.callbacks(trainer))
+    return any(isinstance(each, AutoResume) and not each.async_save for each in lightning_callbacks.callbacks(trainer))
 
 
 def _directory(given: str | os.PathLike[str] | None, node: str, run_id: str, fit: int) -> Path:
@@ -568,7 +572,7 @@ def _node_memory() -> Path:
 def _kind(trainer: Trainer) -> str:
     """How ranks share out the state: what one kind has saved no other can read."""
     strategy = trainer.strategy
-    if not _lightning.traits_of(strategy).all_ranks_write:
+    if not lightning_strategies.traits_of(strategy).all_ranks_write:
         return "whole"
     mesh = getattr(getattr(strategy, "device_mesh", None), "shape", ())
     how = getattr(getattr(strategy, "sharding_strategy", None), "name", "")  # of FSDP1

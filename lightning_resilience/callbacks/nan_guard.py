@@ -8,8 +8,8 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lightning_resilience import _lightning
 from lightning_resilience._arguments import checked
+from lightning_resilience._lightning import lightning_progress, lightning_steps, lightning_strategies
 from lightning_resilience.detect.numerics.numerics import SpikeReference
 from lightning_resilience.fit.numerics_policy import Action, NumericsOptions, NumericsPolicy, Rerun, StepCounts
 from lightning_resilience.fit.participant import Participant
@@ -172,17 +172,17 @@ class NaNGuard(SessionCallback):
 
 
 def _why_not(settings: NaNGuard, trainer: Trainer) -> str | None:
-    if _lightning.has_grad_scaler(trainer) and settings.spiky_loss_factor is not None:
+    if lightning_steps.has_grad_scaler(trainer) and settings.spiky_loss_factor is not None:
         return "in precision 16-mixed losses are scaled, and spikes cannot be seen; use bf16-mixed."
     if settings.rerun != "disabled":
-        if _lightning.accumulates(trainer) or not trainer.lightning_module.automatic_optimization:
+        if lightning_progress.accumulates(trainer) or not trainer.lightning_module.automatic_optimization:
             return "rerun needs automatic optimization without accumulation; use rerun='disabled'."
-        if _lightning.has_grad_scaler(trainer):
+        if lightning_steps.has_grad_scaler(trainer):
             return (
                 "with a gradient scaler (16-mixed) infinite gradients are normal; use rerun='disabled', or bf16-mixed."
             )
-        sharded = trainer.world_size > 1 and _lightning.traits_of(trainer.strategy).all_ranks_write
-        if settings.rerun == "validate_results" and sharded and not _lightning.clips_by_norm(trainer):
+        sharded = trainer.world_size > 1 and lightning_strategies.traits_of(trainer.strategy).all_ranks_write
+        if settings.rerun == "validate_results" and sharded and not lightning_steps.clips_by_norm(trainer):
             return (
                 "a batch is run again by all ranks or by none, and with sharded gradients they all know of a bad step "
                 "only if gradients are clipped by their norm: rerun='validate_results' needs gradient_clip_val (inf "

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from lightning_resilience import _lightning, signals
+from lightning_resilience import signals
 from lightning_resilience._arguments import checked, duration, shown
+from lightning_resilience._lightning import lightning_signals
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
@@ -97,7 +98,7 @@ class Preemption(SessionCallback):
 
     def _participate(self, session: FitSession) -> Participant | None:
         """Starts to listen for signals."""
-        requeue = _lightning.requeue_signal(session.trainer)
+        requeue = lightning_signals.requeue_signal(session.trainer)
         signums = {*self.signals, *([requeue] if requeue is not None else [])}
         installed_here = signals.installed() is None
         listener = signals.install(sorted(signums), signals.grace_period(self.grace_period_s))
@@ -162,8 +163,8 @@ class _Stopping(Participant):
             session.run.path / NOT_SHOWN, others_draw=session.rank > 0 and not is_launched
         )
         put_back = listener.take_over, listener.handle
-        _lightning.keep_signal_handlers(session.trainer, session.patches, listener.signums, *put_back)
-        requeue = _lightning.requeue_signal(session.trainer)
+        lightning_signals.keep_signal_handlers(session.trainer, session.patches, listener.signums, *put_back)
+        requeue = lightning_signals.requeue_signal(session.trainer)
         listener.subscribe(
             lambda signum: _request(session, signum, requeue=signum == requeue),
             before_exit=lambda reason: _end_now(session, reason),

@@ -10,9 +10,9 @@ from typing import NoReturn
 
 import torch
 
-from lightning_resilience import _lightning
 from lightning_resilience._arguments import checked
 from lightning_resilience._files import read_json, write_json
+from lightning_resilience._lightning import lightning_progress, lightning_strategies
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.detect.numerics.divergence import Divergence
@@ -102,7 +102,7 @@ class _Checking(Participant):
     def start(self) -> None:
         """Starts to compare: what is compared exists only now."""
         session, trainer = self.session, self.session.trainer
-        self._parameters = _lightning.replicated_parameters(trainer)
+        self._parameters = lightning_strategies.replicated_parameters(trainer)
         if not self._parameters:
             session.participants.withdraw(self)
             if session.rank == 0 and trainer.world_size > 1:  # that a single rank has none goes without saying
@@ -115,7 +115,7 @@ class _Checking(Participant):
         """Of the parameters, and of what optimizers keep for them."""
         if self._is_off or not self._parameters:
             return ""
-        return digest_of(_lightning.trained_tensors(self.session.trainer, self._parameters))
+        return digest_of(lightning_strategies.trained_tensors(self.session.trainer, self._parameters))
 
     def on_divergence(self, divergence: Divergence) -> None:
         """Rank 0 has learned of it, in any thread: has all ranks go back."""
@@ -175,7 +175,7 @@ class _Checking(Participant):
             )
             metrics = {"replica_check/rollbacks": float(times)}
             for logger in session.trainer.loggers:
-                logger.log_metrics(metrics, step=_lightning.logged_step(session.trainer))
+                logger.log_metrics(metrics, step=lightning_progress.logged_step(session.trainer))
 
         self._say = say
 

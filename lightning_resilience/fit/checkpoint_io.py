@@ -18,8 +18,8 @@ import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from lightning_resilience import _lightning
 from lightning_resilience._files import make_directory
+from lightning_resilience._lightning import lightning_checkpoint_io, lightning_strategies
 from lightning_resilience.checkpoint import checkpoint_file
 
 if TYPE_CHECKING:
@@ -212,14 +212,14 @@ def on_every_rank(strategy: Any, action: Callable[[], T]) -> T:
 
 def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
     """``ModelCheckpoint._link_checkpoint`` without the moment in which there is no ``last.ckpt``."""
-    asynchronous = _lightning.is_async_checkpoint_io(trainer.strategy.checkpoint_io)
+    asynchronous = lightning_checkpoint_io.is_async_checkpoint_io(trainer.strategy.checkpoint_io)
     is_there = asynchronous or os.path.lexists(filepath)  # not if it was refused
 
     def link() -> None:
         if not is_there or os.path.abspath(filepath) == os.path.abspath(linkpath):
             return
         if asynchronous:  # then it is not written yet
-            _lightning.after_async_saves(
+            lightning_checkpoint_io.after_async_saves(
                 trainer.strategy.checkpoint_io, partial(checkpoint_file.link, filepath, linkpath)
             )
         else:
@@ -234,12 +234,12 @@ def keep_all(trainer: Trainer) -> None:
     ``ModelCheckpoint`` takes it for saved, and removes the one before.
     """
     io: Any = trainer.strategy.checkpoint_io
-    if not _lightning.is_async_checkpoint_io(io):
+    if not lightning_checkpoint_io.is_async_checkpoint_io(io):
         if isinstance(io, DurableCheckpointIO):
             io.keeps_all = True
     elif isinstance(inner := io.checkpoint_io, DurableCheckpointIO):
         # In its place among the saves: one that was asked for before may not have been written yet.
-        _lightning.after_async_saves(io, lambda: setattr(inner, "keeps_all", True))
+        lightning_checkpoint_io.after_async_saves(io, lambda: setattr(inner, "keeps_all", True))
 
 
 def make_durable(
@@ -257,18 +257,20 @@ def make_durable(
     """
     strategy: Any = trainer.strategy
     io = strategy.checkpoint_io
-    inner = io.checkpoint_io if _lightning.is_async_checkpoint_io(io) else io
+    inner = io.checkpoint_io if lightning_checkpoint_io.is_async_checkpoint_io(io) else io
     if isinstance(inner, DurableCheckpointIO):
         inner.before_publish = before_publish or inner.before_publish
         inner.metadata.update(metadata or {})
-    elif _lightning.is_plain_checkpoint_io(inner):
+    elif lightning_checkpoint_io.is_plain_checkpoint_io(inner):
         ours = DurableCheckpointIO(inner, before_publish, dict(metadata or {}))
         if inner is io:
             strategy.checkpoint_io = ours
         else:
-            _lightning.set_inner_checkpoint_io(io, ours)
+            lightning_checkpoint_io.set_inner_checkpoint_io(io, ours)
             # Lightning removes the previous checkpoint right after it has submitted the new one.
-            io.remove_checkpoint = lambda path: _lightning.after_async_saves(io, partial(ours.remove_checkpoint, path))
+            io.remove_checkpoint = lambda path: lightning_checkpoint_io.after_async_saves(
+                io, partial(ours.remove_checkpoint, path)
+            )
     elif trainer.is_global_zero:
         log.warning(
             "Checkpoints are saved by %s, which this package leaves as it is: they are not verified, and only as "
@@ -279,11 +281,11 @@ def make_durable(
     if isinstance(sealed := vars(strategy).get("save_checkpoint"), _SealedSave):
         sealed.before_publish = before_publish or sealed.before_publish
         sealed.metadata.update(metadata or {})
-    elif _lightning.traits_of(strategy).all_ranks_write:
+    elif lightning_strategies.traits_of(strategy).all_ranks_write:
         strategy.save_checkpoint = _SealedSave(strategy, before_publish, dict(metadata or {}))
 
     for callback in trainer.checkpoint_callbacks:
-        _lightning.replace_link_checkpoint(callback, _link_checkpoint)
+        lightning_checkpoint_io.replace_link_checkpoint(callback, _link_checkpoint)
 
 
 def undo(trainer: Trainer) -> None:
@@ -295,15 +297,15 @@ def undo(trainer: Trainer) -> None:
     io = strategy.checkpoint_io
     if isinstance(io, DurableCheckpointIO):
         strategy.checkpoint_io = io.inner
-    elif _lightning.is_async_checkpoint_io(io) and isinstance(io.checkpoint_io, DurableCheckpointIO):
-        if not _lightning.wait_for_async_saves(io, _LAST_SAVES_WITHIN_S):
+    elif lightning_checkpoint_io.is_async_checkpoint_io(io) and isinstance(io.checkpoint_io, DurableCheckpointIO):
+        if not lightning_checkpoint_io.wait_for_async_saves(io, _LAST_SAVES_WITHIN_S):
             log.error(
                 "Saves of AsyncCheckpointIO have not ended within %.0f s: they are left behind.", _LAST_SAVES_WITHIN_S
             )
             return  # they use what would be taken off
-        _lightning.set_inner_checkpoint_io(io, io.checkpoint_io.inner)
+        lightning_checkpoint_io.set_inner_checkpoint_io(io, io.checkpoint_io.inner)
         del io.remove_checkpoint
     if isinstance(vars(strategy).get("save_checkpoint"), _SealedSave):
         del strategy.save_checkpoint
     for callback in trainer.checkpoint_callbacks:
-        _lightning.restore_link_checkpoint(callback)
+        lightning_checkpoint_io.restore_link_checkpoint(callback)

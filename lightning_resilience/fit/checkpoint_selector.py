@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from lightning_resilience import _lightning
 from lightning_resilience._files import clean_temporaries
+from lightning_resilience._lightning import lightning_callbacks, lightning_strategies
 from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
 from lightning_resilience.checkpoint.generations import Generation, is_on_course
 from lightning_resilience.checkpoint.recovery import LocalTier
@@ -237,7 +237,7 @@ class Tiers:
             return False  # where this fit once began: it goes on from its own newer checkpoint
         # ckpt_path="last" and "hpc" mean "resume": Lightning has made paths of them before it calls us. By itself it
         # takes what an OnExceptionCheckpoint has saved, which is a state in the middle of a step.
-        of_exception = explicit in _lightning.exception_checkpoints(self._session.trainer)
+        of_exception = explicit in lightning_callbacks.exception_checkpoints(self._session.trainer)
         means_resume = of_exception or Path(explicit).stem.startswith(("last", "hpc_ckpt_"))
         if own and not means_resume and self._is_newest_of_this_fit(Path(explicit)):
             means_resume = True
@@ -398,7 +398,7 @@ class Tiers:
                 finished |= bool(ended and ended["is_over"] and session.ends_there(ended["by"], ended["limits"]))
                 self._restored(path, finished and resume.is_final(path))
                 # Such a strategy reads a file of its own by itself, and takes nothing from what it is given.
-                return path, None if _lightning.traits_of(strategy).loads_state else loaded
+                return path, None if lightning_strategies.traits_of(strategy).loads_state else loaded
             reason = corrupt.get(0)
         if reason is None:  # rank 0 has read every byte of it, and some other one reads something else
             self._left_lying += corrupt.values()
@@ -705,7 +705,7 @@ def _says_something_about_the_state(error: BaseException) -> bool:
 def _check_parts(path: Path, is_directory: bool, saved_by: str | None, strategy: Any) -> None:
     """One file is read by every strategy; parts in a directory only by the one that has written them."""
     now = name_of(strategy)
-    if is_directory and (not _lightning.traits_of(strategy).loads_state or saved_by not in (None, now)):
+    if is_directory and (not lightning_strategies.traits_of(strategy).loads_state or saved_by not in (None, now)):
         raise AnotherFit(
             f"{path} was saved in parts by {saved_by or 'a strategy that shards'}, and is not what "
             f"{now or type(strategy).__name__} reads. Go on with the strategy that has saved it, or give the run "

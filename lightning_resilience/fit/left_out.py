@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_resilience import _lightning
+from lightning_resilience._lightning import lightning_callbacks, lightning_strategies
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -45,7 +45,7 @@ def complete_training_state(trainer: Trainer, checkpoint: dict[str, Any], paths:
     """Completes what Lightning restores last: optimizers and schedulers; see :func:`complete`."""
     made: dict[str, Any] = {
         "optimizer_states": []
-        if _lightning.shards_state(trainer)
+        if lightning_strategies.shards_state(trainer)
         else [each.state_dict() for each in trainer.optimizers],
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
     }
@@ -66,7 +66,11 @@ def complete_extra_states(module: torch.nn.Module, saved: dict[str, Any]) -> Non
 def _made_anew(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """What a save would hold now, as far as hooks of the user's make it; tensors and objects are the live ones."""
     module, datamodule = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    callbacks = [each for each in _lightning.callbacks(trainer) if not isinstance(each, _lightning.ResilienceCallback)]
+    callbacks = [
+        each
+        for each in lightning_callbacks.callbacks(trainer)
+        if not isinstance(each, lightning_callbacks.ResilienceCallback)
+    ]
     made: dict[str, Any] = _own_containers(checkpoint)  # hooks look at what is there, and change it
     made["callbacks"] = {}
 

@@ -15,8 +15,8 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lightning_resilience import _lightning
 from lightning_resilience._files import publish
+from lightning_resilience._lightning import lightning_loggers, lightning_patches
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -43,9 +43,9 @@ class Logs:
         patches: Undone after the fit.
     """
 
-    def __init__(self, trainer: Trainer, patches: _lightning.Patches) -> None:
+    def __init__(self, trainer: Trainer, patches: lightning_patches.Patches) -> None:
         self._logs: dict[str, _Log] = {}
-        for logger in _lightning.file_loggers(trainer):
+        for logger in lightning_loggers.file_loggers(trainer):
             if "://" in logger.log_dir:
                 continue
             writer = logger.experiment
@@ -79,13 +79,13 @@ def _say_left_alone(folder: str, error: Exception) -> None:
 class _Csv:
     """Rows in the file, and those that are not written yet: up to 99 steps, which a kill would take."""
 
-    def __init__(self, writer: Any, patches: _lightning.Patches) -> None:
+    def __init__(self, writer: Any, patches: lightning_patches.Patches) -> None:
         self._writer = writer
         self._rows = len(self._read()[1])
         self._save = writer.save
         # Functions, not methods: of a Trainer that is pickled or copied they are left out.
         patches.set(writer, "save", lambda: self._count())
-        _lightning.on_new_columns(writer, patches, lambda columns: self._write(columns, self._read()[1]))
+        lightning_loggers.on_new_columns(writer, patches, lambda columns: self._write(columns, self._read()[1]))
 
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
         try:
@@ -151,7 +151,7 @@ class _Events:
     logged before, and nothing in a folder in which something else than this fit has logged.
     """
 
-    def __init__(self, writer: Any, patches: _lightning.Patches, folder: str, is_used: bool) -> None:
+    def __init__(self, writer: Any, patches: lightning_patches.Patches, folder: str, is_used: bool) -> None:
         self._writer = writer
         self._patches = patches
         files = glob.glob(os.path.join(glob.escape(folder), "events.out.tfevents.*"))
@@ -160,7 +160,7 @@ class _Events:
         self._follow()
 
     def _follow(self) -> None:
-        file = _lightning.event_file(self._writer)
+        file = lightning_loggers.event_file(self._writer)
         add_event = file.add_event
 
         def note(event: Any, step: Any = None, *arguments: Any, **options: Any) -> None:

@@ -9,7 +9,15 @@ from typing import Literal, TypeVar
 
 import torch
 
-from lightning_resilience import _lightning
+from lightning_resilience._lightning import (
+    lightning_callbacks,
+    lightning_checkpoints,
+    lightning_data,
+    lightning_metrics,
+    lightning_progress,
+    lightning_steps,
+    lightning_strategies,
+)
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.numerics.numerics import ChangingBuffers, SpikeReference, all_finite, nonfinite_names
@@ -118,8 +126,8 @@ class NumericsPolicy(Participant):
         self._prevents = self._options.action != "warn"
         self._guard: StepGuard | None = None
         self._window = Window(0, 0, 0, 0)
-        self._samples = _lightning.SampleIds(session.trainer)
-        self._logged: _lightning.LoggedValues | None = None
+        self._samples = lightning_data.SampleIds(session.trainer)
+        self._logged: lightning_metrics.LoggedValues | None = None
         self._consecutive = 0
         self._bad: list[Window] = []
         self._requested_pause = False
@@ -184,7 +192,7 @@ class NumericsPolicy(Participant):
             session.participants.withdraw(self)
             return
         several = trainer.world_size > 1
-        sharded = several and _lightning.traits_of(trainer.strategy).all_ranks_write
+        sharded = several and lightning_strategies.traits_of(trainer.strategy).all_ranks_write
         self._guard = StepGuard(
             lambda: trainer.optimizers,
             trainer.lightning_module.named_parameters,
@@ -196,18 +204,20 @@ class NumericsPolicy(Participant):
             sharded=sharded,
             checks_grads=self._options.check_grads,
             spikes=self._spikes,
-            judges=not _lightning.has_grad_scaler(trainer),
+            judges=not lightning_steps.has_grad_scaler(trainer),
             reruns=self._reruns(),
         )
         if sharded:
-            _lightning.on_clipping_by_norm(trainer, session.patches, self._guard.before_norm, self._guard.take_norm)
+            lightning_steps.on_clipping_by_norm(
+                trainer, session.patches, self._guard.before_norm, self._guard.take_norm
+            )
         if self._options.rerun == "validate_results":
             self._devices = session.gather(str(DeviceId.of(trainer.strategy.root_device)))
         if self._prevents:
-            self._logged = _lightning.LoggedValues(trainer, session.patches)
-        _lightning.on_batch_done(trainer, session.patches, self._batch_done)
+            self._logged = lightning_metrics.LoggedValues(trainer, session.patches)
+        lightning_steps.on_batch_done(trainer, session.patches, self._batch_done)
         self._initially_nonfinite = self._find_initially_nonfinite()
-        _lightning.on_save(trainer, session.save_patches, self._may_save)
+        lightning_checkpoints.on_save(trainer, session.save_patches, self._may_save)
         self._read()
         if session.rank == 0 and self._prevents:
             self._log_exceptions_to_skipping(sharded)
@@ -215,13 +225,13 @@ class NumericsPolicy(Participant):
     def _log_exceptions_to_skipping(self, sharded: bool) -> None:
         """Where a bad step is not simply skipped."""
         trainer = self.session.trainer
-        scaler = _lightning.has_grad_scaler(trainer)
+        scaler = lightning_steps.has_grad_scaler(trainer)
         if scaler:
             log.info(
                 "NaNGuard leaves infinite gradients to the gradient scaler, which skips such steps in its normal work: "
                 "bad are losses and running statistics that are not finite."
             )
-        elif sharded and not _lightning.clips_by_norm(trainer):
+        elif sharded and not lightning_steps.clips_by_norm(trainer):
             log.warning(
                 "NaNGuard: sharded gradients are not clipped by their norm, so no rank can know of another's bad ones "
                 "before the step: the run goes back instead of skipping it. %s, which changes nothing, has it skipped, "
@@ -237,7 +247,7 @@ class NumericsPolicy(Participant):
                 names,
                 trainer.strategy.root_device.type,
             )
-        if self._late and _lightning.callbacks_named(trainer, ("WeightAveraging",)):
+        if self._late and lightning_callbacks.callbacks_named(trainer, ("WeightAveraging",)):
             log.info("WeightAveraging averages the same weights once more in a step that NaNGuard skips on the device.")
 
     def _unable_to_skip(self) -> str:
@@ -250,7 +260,9 @@ class NumericsPolicy(Participant):
     def _find_initially_nonfinite(self) -> set[str]:
         """What is not finite when the fit begins for the first time: a checkpoint may bring along what should be."""
         session = self.session
-        now = {name for name, tensor in _lightning.named_state(session.trainer) if not bool(all_finite([tensor]))}
+        now = {
+            name for name, tensor in lightning_strategies.named_state(session.trainer) if not bool(all_finite([tensor]))
+        }
         names = sorted(set().union(*session.gather(now)))
 
         def recorded() -> list[str]:
@@ -290,13 +302,13 @@ class NumericsPolicy(Participant):
     def _batch_done(self) -> None:
         assert self._guard is not None
         trainer = self.session.trainer
-        self._window.end = _lightning.batches_begun(trainer)
-        if not _lightning.accumulation_window_complete(trainer):
+        self._window.end = lightning_progress.batches_begun(trainer)
+        if not lightning_progress.accumulation_window_complete(trainer):
             return
         if not self.session.module.automatic_optimization:  # there may be a step to come in the hook of the batch's end
             self._guard.settle()
         elif self._guard.end() and self._prevents:
-            _lightning.hold_weight_averaging(trainer)
+            lightning_callbacks.hold_weight_averaging(trainer)
 
     def at_end_of_epoch(self) -> None:
         """The hooks to come look at the metrics of the whole epoch."""
@@ -312,7 +324,7 @@ class NumericsPolicy(Participant):
         self._guard.end()
         self._learn(wait=False)
         self._samples.look()
-        begun = _lightning.batches_begun(trainer)
+        begun = lightning_progress.batches_begun(trainer)
         self._window = Window(trainer.current_epoch, begun, begun, trainer.global_step)
         self._guard.begin(self._window)
 
@@ -349,7 +361,7 @@ class NumericsPolicy(Participant):
         if not self._skipped:
             return False
         trainer = self.session.trainer
-        batch = _lightning.batches_begun(trainer)
+        batch = lightning_progress.batches_begun(trainer)
         return any(begin <= batch < end for begin, end in self._skipped.get(trainer.current_epoch, ()))
 
     # -- bad steps -----------------------------------------------------------------------------------------------------
@@ -444,7 +456,7 @@ class NumericsPolicy(Participant):
                 **(more or {}),
             }
             for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=_lightning.logged_step(trainer))
+                logger.log_metrics(metrics, step=lightning_progress.logged_step(trainer))
 
     def _ask(self, kind: str, verdict: Verdict) -> None:
         # All ranks have the same verdict. Should one of them alone have a bad one after all, its word counts too.

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_resilience import _lightning
+from lightning_resilience._lightning import lightning_callbacks, lightning_loggers, lightning_patches
 from lightning_resilience.checkpoint import checkpoint_file
 from lightning_resilience.fit import checkpoint_io
 
@@ -35,7 +35,7 @@ def record(trainer: Trainer, run: str) -> dict[str, Any]:
     """
     return {
         "run": run,
-        "loggers": [_place(logger) for logger in _lightning.file_loggers(trainer)],
+        "loggers": [_place(logger) for logger in lightning_loggers.file_loggers(trainer)],
         "checkpoints": {each.state_key: str(each.dirpath) for each in _checkpoints(trainer) if each.dirpath},
         "configs": {str(path): _digest(path) for _, path in _configs(trainer)},
     }
@@ -49,17 +49,17 @@ def go_on(trainer: Trainer, recorded: dict[str, Any] | None) -> None:
         recorded: What :func:`record` has returned then, on rank 0; ``None`` in the first attempt.
     """
     places = checkpoint_io.from_rank_zero(trainer.strategy, lambda: _folders(trainer, recorded))
-    loggers = _lightning.file_loggers(trainer)
+    loggers = lightning_loggers.file_loggers(trainer)
     for number, logger in enumerate(loggers):
         folder = places["loggers"][number]
         if folder is not None:
-            _lightning.set_logger_folder(logger, *folder)
+            lightning_loggers.set_logger_folder(logger, *folder)
             if trainer.is_global_zero:
                 log.info("Logging goes on in %s, where this fit has logged before.", logger.log_dir)
-                _lightning.append_to_csv(logger)
+                lightning_loggers.append_to_csv(logger)
         elif "://" not in logger.save_dir and not logger.save_dir.startswith(("~", "$")):
             # As it is meant now: the next attempt may be in another directory.
-            _lightning.set_logger_folder(logger, os.path.abspath(logger.save_dir), None)
+            lightning_loggers.set_logger_folder(logger, os.path.abspath(logger.save_dir), None)
         if folder is None and trainer.is_global_zero:
             _keep_csv_of_before(logger)
     for callback in _checkpoints(trainer):
@@ -78,7 +78,7 @@ def go_on(trainer: Trainer, recorded: dict[str, Any] | None) -> None:
 
 def _keep_csv_of_before(logger: Any) -> None:
     """A ``CSVLogger`` with a fixed version deletes what another run has logged there."""
-    path = _lightning.unopened_csv(logger)
+    path = lightning_loggers.unopened_csv(logger)
     if path is None or not os.path.isfile(path):
         return
     stem = path.removesuffix(".csv")
@@ -87,7 +87,7 @@ def _keep_csv_of_before(logger: Any) -> None:
     log.warning("%s was another run's: it is kept as %s.", path, os.path.basename(aside))
 
 
-def overwrite_lost(trainer: Trainer, patches: _lightning.Patches, metadata: dict[str, Any]) -> None:
+def overwrite_lost(trainer: Trainer, patches: lightning_patches.Patches, metadata: dict[str, Any]) -> None:
     """Has ``ModelCheckpoint`` save again under their names what it had saved after the state that was restored.
 
     Lightning would take such a file for another's, save beside it (``-v1``), and leave it for ever.
@@ -97,12 +97,12 @@ def overwrite_lost(trainer: Trainer, patches: _lightning.Patches, metadata: dict
         patches: Undone after the fit.
         metadata: By which the files of the fit are known.
     """
-    for callback, last_saved in _lightning.last_saves(trainer):
+    for callback, last_saved in lightning_callbacks.last_saves(trainer):
         lost: set[str] = set()
         if trainer.is_global_zero and os.path.isdir(callback.dirpath):
             files = Path(callback.dirpath).rglob(f"*{callback.FILE_EXTENSION}")
             lost = {str(file) for file in files if file.is_file() and _is_lost(file, last_saved, metadata)}
-        _lightning.overwrite(callback, patches, lost)
+        lightning_callbacks.overwrite(callback, patches, lost)
 
 
 def _is_lost(file: Path, last_saved: int, metadata: dict[str, Any]) -> bool:
@@ -117,7 +117,7 @@ def _is_lost(file: Path, last_saved: int, metadata: dict[str, Any]) -> bool:
 
 def _folders(trainer: Trainer, recorded: dict[str, Any] | None) -> dict[str, Any]:
     """What of ``recorded`` is still there, and is that of a logger or a callback which the Trainer has now."""
-    loggers = _lightning.file_loggers(trainer)
+    loggers = lightning_loggers.file_loggers(trainer)
     before = (recorded or {}).get("loggers", [])
     alike = [(type(each).__name__, each.name) for each in loggers] == [(each["kind"], each["name"]) for each in before]
     found = [(each["save_dir"], each["version"]) if os.path.isdir(each["log_dir"]) else None for each in before]
@@ -140,12 +140,12 @@ def _place(logger: Any) -> dict[str, Any]:
 
 
 def _checkpoints(trainer: Trainer) -> list[Any]:
-    return _lightning.callbacks_named(trainer, ("ModelCheckpoint",))
+    return lightning_callbacks.callbacks_named(trainer, ("ModelCheckpoint",))
 
 
 def _configs(trainer: Trainer) -> Iterator[tuple[Any, Path]]:
     """The callbacks by which a ``LightningCLI`` saves its configuration, and where."""
-    for callback in _lightning.callbacks_named(trainer, ("SaveConfigCallback",)):
+    for callback in lightning_callbacks.callbacks_named(trainer, ("SaveConfigCallback",)):
         if callback.save_to_log_dir and trainer.log_dir is not None:
             yield callback, Path(trainer.log_dir, callback.config_filename)
 

@@ -18,8 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from lightning_resilience import _lightning
 from lightning_resilience._files import temporary_path
+from lightning_resilience._lightning import (
+    lightning_checkpoints,
+    lightning_limits,
+    lightning_steps,
+    lightning_strategies,
+)
 from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves, Copy
 from lightning_resilience.checkpoint.capacity import format_bytes, memory_left
@@ -214,9 +219,9 @@ class Saver:
             else:
                 background.invalidated = True
 
-        live = _lightning.live_tensors(self._session.trainer)
+        live = lightning_strategies.live_tensors(self._session.trainer)
         # What has been gathered is a copy already; it is not copied again.
-        gathers = _lightning.traits_of(self._session.trainer.strategy).gathers_state_dict
+        gathers = lightning_strategies.traits_of(self._session.trainer.strategy).gathers_state_dict
         if (shards := self._shards) is not None and state.draft is not None:
             save = Save(path, state.written, {**self._session.metadata, "step": step})
             self._begin_shards(background, shards, save, state, live, report)
@@ -224,7 +229,7 @@ class Saver:
             whole = state.checkpoint.of
             apart = {name: whole[name] for name in ("state_dict", "optimizer_states") if gathers}
             structure, gathered, missing = pack(Entries(apart))
-            gathered = _lightning.nobody_elses(self._session.trainer, gathered)
+            gathered = lightning_strategies.nobody_elses(self._session.trainer, gathered)
 
             def write(copied: Copy) -> None:
                 left_out = [*copied.left_out, *missing]
@@ -268,8 +273,8 @@ class Saver:
                 report(shards.write(save, part, rest, read_back=self._read_back), left_out)
 
         part, gathered = shards.part(state.draft, state.plan), {}
-        if _lightning.traits_of(self._session.trainer.strategy).gathers_state_dict:
-            part, gathered = {}, _lightning.nobody_elses(self._session.trainer, part)
+        if lightning_strategies.traits_of(self._session.trainer.strategy).gathers_state_dict:
+            part, gathered = {}, lightning_strategies.nobody_elses(self._session.trainer, part)
         rest = state.checkpoint if self._session.rank == 0 else None
         try:
             background.take({"part": part, "rest": rest}, live, write, miss)
@@ -277,21 +282,21 @@ class Saver:
             miss(error)
 
     def _open_background(self) -> BackgroundSaves | None:
-        if not _lightning.traits_of(self._session.trainer.strategy).can_write_behind:
+        if not lightning_strategies.traits_of(self._session.trainer.strategy).can_write_behind:
             return None
         if self._background is None:
             self._background = BackgroundSaves(self._session.advanced)
-            _lightning.on_batch_done(self._session.trainer, self._session.patches, self._background.fence)
+            lightning_steps.on_batch_done(self._session.trainer, self._session.patches, self._background.fence)
             self._lacks_memory = self._why_it_does_not_fit()
         return self._background
 
     def _why_it_does_not_fit(self) -> str | None:
         """Why there is no memory for a copy of what this rank writes."""
         trainer = self._session.trainer
-        shares = _lightning.traits_of(trainer.strategy).shards_under is not None
+        shares = lightning_strategies.traits_of(trainer.strategy).shards_under is not None
         if not shares and self._session.rank > 0:
             return None  # it copies nothing
-        live = {id(tensor): local(tensor).nbytes for tensor in _lightning.live_tensors(trainer)}
+        live = {id(tensor): local(tensor).nbytes for tensor in lightning_strategies.live_tensors(trainer)}
         # The ranks of a node copy at the same time. A tenth more, for what is written but not on disk yet.
         needed = sum(live.values()) * (trainer.num_devices if shares else 1) * 11 // 10
         room = memory_left()
@@ -320,7 +325,7 @@ class Saver:
     @property
     def _patience_s(self) -> float:
         """How long what is being written may take, while the other ranks wait for this one in a collective."""
-        return _PATIENCE * (_lightning.collective_timeout(self._session.trainer) or _LONGEST_WAIT_S)
+        return _PATIENCE * (lightning_strategies.collective_timeout(self._session.trainer) or _LONGEST_WAIT_S)
 
     def wait(self) -> None:
         """Waits for what is being written behind the training.
@@ -360,7 +365,7 @@ class Saver:
         problem = None
         try:
             for check_state in checks:
-                check_state(_lightning.named_state(self._session.trainer))
+                check_state(lightning_strategies.named_state(self._session.trainer))
         except ValueError as error:
             problem = f"rank {self._session.rank}: {error}"
         except Exception as error:  # the others wait to be told
@@ -424,7 +429,7 @@ class Saver:
             ``None`` if a rank could not collect its state: what a hook of the user's raises does not end the training.
         """
         session, trainer = self._session, self._session.trainer
-        traits = _lightning.traits_of(trainer.strategy)
+        traits = lightning_strategies.traits_of(trainer.strategy)
         under = traits.shards_under
         if self._shards is None and under is not None:
             ranks = session.rank, trainer.world_size
@@ -438,7 +443,11 @@ class Saver:
             # What others are given, and what is written, is what can be kept.
             structure, tensors, left_out = pack(_own_entries(to_host(session.own_state(final))))
             own.keep(structure, tensors, left_out)  # to which more is added below
-            dump = _lightning.dump_checkpoint if self._shards is None else _lightning.dump_sharded_checkpoint
+            dump = (
+                lightning_checkpoints.dump_checkpoint
+                if self._shards is None
+                else lightning_checkpoints.dump_sharded_checkpoint
+            )
             checkpoint = self._checkpoint_with(dump, {}, final)
             if self._shards is not None and under is not None:
                 sharded, unkept = _sharded_entries(checkpoint, under)
@@ -520,7 +529,7 @@ class Saver:
             except Exception as error:  # the others wait to hear it
                 part, missed = None, repr(error)
             outcome = self._shards.write(save, part, rest, missed, self._read_back)
-        elif _lightning.traits_of(trainer.strategy).all_ranks_write:
+        elif lightning_strategies.traits_of(trainer.strategy).all_ranks_write:
             try:
                 content = checkpoint_io.on_every_rank(trainer.strategy, checkpoint)
                 trainer.strategy.save_checkpoint(content, path)
@@ -597,8 +606,8 @@ class Saver:
         """A digest of all that is saved of this rank's state, as it is when the fit ends. No collective."""
         session = self._session
         try:
-            checkpoint = self._checkpoint_with(_lightning.dump_own_checkpoint, {}, final=True)
-            for name in _lightning.clocks(session.trainer):
+            checkpoint = self._checkpoint_with(lightning_checkpoints.dump_own_checkpoint, {}, final=True)
+            for name in lightning_limits.clocks(session.trainer):
                 checkpoint.get("callbacks", {}).pop(name, None)
             structure, tensors, _ = pack([_entries(checkpoint), _own_entries(session.own_state(True))])
             return f"{digest_of(tensors)} {hashlib.sha256(json.dumps(structure).encode()).hexdigest()}"
@@ -613,7 +622,7 @@ class Saver:
             A checkpoint, as ``safe_serialization.pack`` takes it, whose tensors and arrays are the live ones.
         """
         own = {"mine": _own_entries(self._session.own_state(False))}
-        return _entries(self._checkpoint_with(_lightning.dump_own_checkpoint, own, final=False))
+        return _entries(self._checkpoint_with(lightning_checkpoints.dump_own_checkpoint, own, final=False))
 
 
 def _check_readable(path: Path) -> None:

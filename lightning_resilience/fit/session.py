@@ -27,9 +27,20 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from lightning_resilience import _lightning, _native_threads, agreement, signals
+from lightning_resilience import _native_threads, agreement, signals
 from lightning_resilience._arguments import changed, shown
 from lightning_resilience._files import Patience
+from lightning_resilience._lightning import (
+    lightning_callbacks,
+    lightning_checkpoints,
+    lightning_data,
+    lightning_limits,
+    lightning_loops,
+    lightning_metrics,
+    lightning_patches,
+    lightning_progress,
+    lightning_strategies,
+)
 from lightning_resilience.agreement import Agreement, Event, Needs, neighbourhood, nodes_of
 from lightning_resilience.checkpoint import data_position, dcp, pruning, resume, sharded
 from lightning_resilience.checkpoint.reduction_order import (
@@ -188,9 +199,9 @@ class FitSession:
             "strategy": strategies.name_of(trainer.strategy),
             "attempt": self.token,
         }
-        self.patches = _lightning.Patches()
-        self._loading = _lightning.Patches()
-        self.save_patches = _lightning.Patches()
+        self.patches = lightning_patches.Patches()
+        self._loading = lightning_patches.Patches()
+        self.save_patches = lightning_patches.Patches()
         """Of what is put on the Trainer's saves: they come off last, since after an exception somebody may save."""
         self._guarded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.failing = False
@@ -242,16 +253,16 @@ class FitSession:
     def _install(self) -> None:
         trainer, patches = self.trainer, self.patches
         checkpoint_io.make_durable(trainer, self._check_owner_if_known, self.metadata)
-        _lightning.before_strategy_setup(trainer, patches, self._describe)
-        _lightning.on_restore(trainer, patches, self._restore)
-        _lightning.on_restore_training_state(trainer, patches, self._restoring_training_state)
-        _lightning.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
-        _lightning.on_fit_run(trainer, patches, self._run)
-        _lightning.on_fit_loop(
+        lightning_loops.before_strategy_setup(trainer, patches, self._describe)
+        lightning_checkpoints.on_restore(trainer, patches, self._restore)
+        lightning_checkpoints.on_restore_training_state(trainer, patches, self._restoring_training_state)
+        lightning_data.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
+        lightning_loops.on_fit_run(trainer, patches, self._run)
+        lightning_loops.on_fit_loop(
             trainer, patches, self._before_epoch, self._end_of_epoch, self._before_train_end, self._complete
         )
-        _lightning.on_training_boundary(trainer, patches, self._training_boundary)
-        _lightning.on_evaluation(
+        lightning_loops.on_training_boundary(trainer, patches, self._training_boundary)
+        lightning_loops.on_evaluation(
             trainer,
             patches,
             self._evaluation_start,
@@ -373,8 +384,8 @@ class FitSession:
 
     def _restore(self, explicit: str | None, weights_only: bool | None) -> None:
         if self._is_search():  # puts back what it has found
-            found = _lightning.load_checkpoint(self.trainer, explicit, weights_only)
-            _lightning.restore_checkpoint(self.trainer, explicit, found)
+            found = lightning_checkpoints.load_checkpoint(self.trainer, explicit, weights_only)
+            lightning_checkpoints.restore_checkpoint(self.trainer, explicit, found)
             return
         self._check_fingerprint(explicit)
         self._record_outputs()
@@ -392,22 +403,24 @@ class FitSession:
         self._is_its_own = choice is not None
         if choice is not None and checkpoint is None:
             with dcp.nothing_unpickled():
-                checkpoint = from_safe(_lightning.load_own_whole_checkpoint(self.trainer, str(path)))
+                checkpoint = from_safe(lightning_checkpoints.load_own_whole_checkpoint(self.trainer, str(path)))
         elif checkpoint is None:
 
             def load() -> dict[str, Any]:
-                found = _lightning.load_checkpoint(self.trainer, None if path is None else str(path), weights_only)
+                found = lightning_checkpoints.load_checkpoint(
+                    self.trainer, None if path is None else str(path), weights_only
+                )
                 return cast("dict[str, Any]", from_safe(found)) if STATE_KEY in found else found
 
             checkpoint = checkpoint_io.on_every_rank(self.trainer.strategy, load)
         if STATE_KEY in checkpoint:
             if "state_dict" in checkpoint:  # not where the strategy has loaded it
                 self._masks = pruning.take_masks(self.module, checkpoint["state_dict"])
-                _lightning.convert_to_double(self.trainer, self.module)
+                lightning_strategies.convert_to_double(self.trainer, self.module)
             self._complete_what_was_left_out(checkpoint)
             self._resumed = self._understand(checkpoint, Path(str(path)))
             if self._resumed is not None and (mine := self._resumed["mine"]) is not None:
-                _lightning.leave_out_searches(self.trainer, self.patches, mine.get("searched", {}))
+                lightning_callbacks.leave_out_searches(self.trainer, self.patches, mine.get("searched", {}))
                 extra_state = self.extra_state()
                 for name, value in mine.get("kept", {}).items():
                     if name in extra_state:
@@ -416,12 +429,12 @@ class FitSession:
                 self._take_back(_LOGS, kept[_LOGS])  # with other ranks too it is the same log
             if not self._silenced:
                 self._silenced = True
-                _lightning.silence_resume_warning(self.trainer, self.patches)
+                lightning_progress.silence_resume_warning(self.trainer, self.patches)
         elif self._logs is not None:
             self._take_back(_LOGS, self._logs_begun)
-        _lightning.restore_checkpoint(self.trainer, None if path is None else str(path), checkpoint)
+        lightning_checkpoints.restore_checkpoint(self.trainer, None if path is None else str(path), checkpoint)
         if self._resumed is not None and (mine := self._resumed["mine"]) is not None:
-            _lightning.set_checkpoint_marks(self.trainer, mine.get("marks", {}))
+            lightning_callbacks.set_checkpoint_marks(self.trainer, mine.get("marks", {}))
             if "marks" in mine:
                 outputs.overwrite_lost(self.trainer, self.patches, self.metadata)
         self._checkpoint = checkpoint
@@ -460,13 +473,13 @@ class FitSession:
         """Lightning restores loops and optimizers: from what it has loaded, which a search in between has dropped."""
         if self._optimizers is None:  # as the script makes them: a checkpoint's groups go before these
             self._optimizers = _settings_of_optimizers(self.trainer)
-        loaded = _lightning.loaded_checkpoint(self.trainer)
+        loaded = lightning_checkpoints.loaded_checkpoint(self.trainer)
         if loaded and loaded is not self._checkpoint:
             return  # a search puts back what it has saved before it began
         if self._checkpoint is not None:
             if self._left_out:
                 left_out.complete_training_state(self.trainer, self._checkpoint, self._left_out)
-            _lightning.set_loaded_checkpoint(self.trainer, self._checkpoint)
+            lightning_checkpoints.set_loaded_checkpoint(self.trainer, self._checkpoint)
             self._checkpoint = None
             pruning.mask(self.module, self._masks)  # now that its optimizers are made, and DDP has wrapped it
             self._masks = {}
@@ -592,7 +605,7 @@ class FitSession:
             **flat("precision", trainer.precision),
             **flat("accumulate_grad_batches", self._accumulates),
             **flat("gradient_clip_val", trainer.gradient_clip_val),
-            **_lightning.limits(trainer),
+            **lightning_limits.limits(trainer),
             WORLD_SIZE: trainer.world_size,
         }
         return found
@@ -606,7 +619,7 @@ class FitSession:
         state: dict[str, Any] = checkpoint[STATE_KEY]
         epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
         if "mine" in state:  # saved by this rank for this rank
-            _lightning.load_own_checkpoint(self.trainer, self._loading)
+            lightning_checkpoints.load_own_checkpoint(self.trainer, self._loading)
             about = {key: state[key] for key in ("due", "final", "arrival_order")}
             mine = _with_defaults(state["mine"])
             return {**about, "mine": mine, "epoch": epoch, "batch_sizes": mine.get("batch_sizes")}
@@ -643,7 +656,7 @@ class FitSession:
     # -- the training data ---------------------------------------------------------------------------------------------
 
     def _before_first_iterator(self, load_loader_states: Callable[[], None]) -> None:
-        loaders = _lightning.train_loaders(self.trainer)
+        loaders = lightning_data.train_loaders(self.trainer)
         if self._is_search():
             load_loader_states()
             return
@@ -658,12 +671,12 @@ class FitSession:
                 log.warning("A resume may not be exact: %s", reason)
         mine = self._resumed["mine"] if self._resumed is not None else None
         if self._resumed is not None:
-            _lightning.set_epoch_of_samplers(self.trainer, self._resumed["epoch"])
+            lightning_data.set_epoch_of_samplers(self.trainer, self._resumed["epoch"])
         if mine is None:
             load_loader_states()
         else:
             if mine["loader_states"] is not None:
-                _lightning.load_loader_states(self.trainer, mine["loader_states"])
+                lightning_data.load_loader_states(self.trainer, mine["loader_states"])
             elif self._resumed is not None and self._resumed["epoch"] > 0:
                 data_position.start_persistent_workers(loaders)
             self.set_random_state(mine["epoch"] or mine["now"])
@@ -685,7 +698,7 @@ class FitSession:
 
     def _generators(self) -> list[torch.Generator]:
         return data_position.loader_generators(
-            [*_lightning.train_loaders(self.trainer), *_lightning.validation_loaders(self.trainer)]
+            [*lightning_data.train_loaders(self.trainer), *lightning_data.validation_loaders(self.trainer)]
         )
 
     def get_random_state(self) -> data_position.RandomState:
@@ -708,15 +721,15 @@ class FitSession:
             self._unwatched = launched
         self.patience = Patience(self.advanced)
         self.tiers.begin()
-        self._fetches_ahead = _lightning.fetches_ahead_here(self.trainer)
+        self._fetches_ahead = lightning_data.fetches_ahead_here(self.trainer)
         if self._resumed is not None:
             self._find_place_in_data(self._resumed["mine"])
         if self.gone_back:
             return  # what follows lasts for as long as the process
-        self._frame = _lightning.frame(self.trainer)
+        self._frame = lightning_loops.frame(self.trainer)
         if self._resumed is not None and not self._resumed["final"]:
-            _lightning.resume_weight_averaging(self.trainer, self.module)
-        ddp = _lightning.ddp_wrapper(self.trainer)
+            lightning_callbacks.resume_weight_averaging(self.trainer, self.module)
+        ddp = lightning_strategies.ddp_wrapper(self.trainer)
         if self._resumed is not None:
             self.arrival_order = self._resumed["arrival_order"]
         if ddp is not None and self.rank == 0:
@@ -733,9 +746,9 @@ class FitSession:
 
     def _find_place_in_data(self, mine: dict[str, Any] | None) -> None:
         if mine is not None:
-            _lightning.set_reload_epochs(self.trainer, mine["reload_epochs"])
+            lightning_data.set_reload_epochs(self.trainer, mine["reload_epochs"])
             if mine["validated"]:
-                data_position.start_persistent_workers(_lightning.validation_loaders(self.trainer))
+                data_position.start_persistent_workers(lightning_data.validation_loaders(self.trainer))
         if self._resumed is not None and self._resumed["final"]:
             return  # a new epoch begins, in which nothing has been fetched
         if mine is not None and mine["first_batch"] is not None:
@@ -743,15 +756,15 @@ class FitSession:
             self._first_batch_random_state = mine["first_batch"]
         change = self._change_of_batch_size(mine)
         if mine is None or mine["loader_states"] is None:
-            batches = _lightning.epoch_loop_batches(self.trainer)
+            batches = lightning_progress.epoch_loop_batches(self.trainer)
             if mine is not None:
                 batches = int(mine["fetched"] * change)
-            if batches and _lightning.skip_batches(self.trainer, batches):
-                _lightning.count_replayed(self.trainer)
+            if batches and lightning_data.skip_batches(self.trainer, batches):
+                lightning_progress.count_replayed(self.trainer)
                 return
             if batches and self.rank == 0:
                 log.info("Fetching the first %d batches of epoch %d again.", batches, self.trainer.current_epoch)
-            fetch_one = _lightning.replay_fetch(self.trainer)
+            fetch_one = lightning_data.replay_fetch(self.trainer)
 
             def fetch() -> None:
                 fetch_one()
@@ -764,17 +777,20 @@ class FitSession:
                 fetch()
             else:
                 data_position.replay(fetch, batches, self.rank)
-            _lightning.count_replayed(self.trainer)
+            lightning_progress.count_replayed(self.trainer)
 
     def _change_of_batch_size(self, mine: dict[str, Any] | None) -> Fraction:
         """How many batches stand now for one of when the state was saved; the loop counts in those of now."""
         assert self._resumed is not None
-        loaders = _lightning.train_loaders(self.trainer)
+        loaders = lightning_data.train_loaders(self.trainer)
         now = data_position.batch_sizes(loaders)
         before = self._resumed["batch_sizes"] or now  # older versions have not saved it
         if before == now:
             return Fraction(1)
-        change, done = data_position.change_of_batch_size(before, now), _lightning.epoch_loop_batches(self.trainer)
+        change, done = (
+            data_position.change_of_batch_size(before, now),
+            lightning_progress.epoch_loop_batches(self.trainer),
+        )
         if change is None:
             if self.rank == 0:
                 log.warning(
@@ -786,7 +802,7 @@ class FitSession:
             return Fraction(1)
         keeps_its_place = mine is not None and mine["loader_states"] is not None
         batches = math.ceil(done * change) if keeps_its_place else int(done * change)
-        batches = _lightning.count_batches_done(self.trainer, batches)
+        batches = lightning_progress.count_batches_done(self.trainer, batches)
         if self.rank == 0:
             known = "each of its samples is trained on once"
             if data_position.workers_have_own_samples(loaders):
@@ -816,7 +832,7 @@ class FitSession:
             for at_end_of_epoch in self.participants.implement(Participant.at_end_of_epoch):
                 at_end_of_epoch()
             self.saver.at_end_of_epoch()
-            if _lightning.is_cut_short(self.trainer):
+            if lightning_limits.is_cut_short(self.trainer):
                 self._cut_short = True
                 self._keep_before_the_end()
             self._enter("out_of_section")
@@ -827,7 +843,7 @@ class FitSession:
         What Lightning does at such an end (hooks of the end of an epoch, a validation) a longer fit does elsewhere. An
         older state of the fit serves as well.
         """
-        if not self._saves_final_state or not _lightning.accumulation_window_complete(self.trainer):
+        if not self._saves_final_state or not lightning_progress.accumulation_window_complete(self.trainer):
             return
         if not self.saver.waits():
             checkpoint_io.on_every_rank(self.trainer.strategy, self.saver.wait)
@@ -857,9 +873,9 @@ class FitSession:
             self._resumed is not None and self._resumed["final"]
         ):  # an earlier attempt has saved it, and has not come to its end
             self._stand_at_the_end(self._resumed["mine"])
-        elif self._saves_final_state and _lightning.can_be_ended_again(self.trainer) and not self._settle():
+        elif self._saves_final_state and lightning_limits.can_be_ended_again(self.trainer) and not self._settle():
             self._save_final(is_over=False, apart=self._cut_short)
-        if self.final_path is not None and any(self.gather(_lightning.acts_at_the_end(self.trainer))):
+        if self.final_path is not None and any(self.gather(lightning_limits.acts_at_the_end(self.trainer))):
             self._at_end = self._in_short()
 
     def _meet_behind_training(self) -> None:
@@ -888,8 +904,8 @@ class FitSession:
         self.final_path = self.tiers.loaded.path
         if mine is not None:
             self.trainer.should_stop = mine["should_stop"]
-            _lightning.set_latest_metrics(self.trainer, mine["metrics"])
-            _lightning.set_modes(self.trainer, self.module, mine["modes"])
+            lightning_metrics.set_latest_metrics(self.trainer, mine["metrics"])
+            lightning_loops.set_modes(self.trainer, self.module, mine["modes"])
         self._complete_resume()
 
     def _in_short(self) -> str:
@@ -912,8 +928,8 @@ class FitSession:
     def _save_final(self, is_over: bool, apart: bool) -> bool:
         if not self._saves_final_state:
             return True
-        limits = _lightning.limits(self.trainer)
-        by = _lightning.limit_reached(self.trainer) or _ASKED
+        limits = lightning_limits.limits(self.trainer)
+        by = lightning_limits.limit_reached(self.trainer) or _ASKED
         self.metadata["ended"] = {"by": by, "limits": limits, ENDS_APART: apart, "is_over": is_over}
         path = self.saver.save("finished", final=True)
         if path is not None:
@@ -940,7 +956,7 @@ class FitSession:
                 )
         apart = self._cut_short
         if self._at_end is None:
-            apart |= _lightning.changes_weights_at_the_end(self.trainer)
+            apart |= lightning_limits.changes_weights_at_the_end(self.trainer)
         apart |= is_changed  # a longer fit would have gone on without that
         is_missing = is_to_be_saved and not self._save_final(True, apart)
         self._running = False
@@ -949,9 +965,9 @@ class FitSession:
             after_save(True)
         step = self.trainer.global_step
         if self.trainer.is_global_zero:
-            reason = _lightning.limit_reached(self.trainer) or _ASKED
+            reason = lightning_limits.limit_reached(self.trainer) or _ASKED
             about = {ENDS_APART: apart, _END_IS_MISSING: is_missing and self.final_path is not None}
-            self.end("finished", reason, {**_lightning.limits(self.trainer), **about})
+            self.end("finished", reason, {**lightning_limits.limits(self.trainer), **about})
             self.ledger.record(Finished(fit=self.index, step=step, saved=False if is_missing else None))
             self._say_what_went_wrong()
         self._finished = True
@@ -995,7 +1011,7 @@ class FitSession:
         """
         if by == _ASKED:  # who has set it may want more by now
             return not self._a_limit_is_raised(limits)
-        return not _is_raised(limits.get(by), _lightning.limits(self.trainer).get(by))
+        return not _is_raised(limits.get(by), lightning_limits.limits(self.trainer).get(by))
 
     def _has_only_to_end(self) -> bool:
         """Whether the fit was resumed where an attempt had not come to the end of its ``on_train_end``."""
@@ -1005,7 +1021,7 @@ class FitSession:
         return not ended["is_over"] and self.ends_there(ended["by"], ended["limits"])
 
     def _a_limit_is_raised(self, before: dict[str, Any]) -> bool:
-        return any(_is_raised(before.get(name), limit) for name, limit in _lightning.limits(self.trainer).items())
+        return any(_is_raised(before.get(name), limit) for name, limit in lightning_limits.limits(self.trainer).items())
 
     def what_ended_it(self) -> str:
         """What has to be raised for more training of a finished fit, for a person."""
@@ -1076,7 +1092,7 @@ class FitSession:
         """A finished fit was restored, not trained: what the script does next finds what it left."""
         if self._resumed is not None and self._resumed["final"] and (mine := self._resumed["mine"]) is not None:
             self.set_random_state(mine["now"])
-            _lightning.set_latest_metrics(self.trainer, mine["metrics"])
+            lightning_metrics.set_latest_metrics(self.trainer, mine["metrics"])
 
     def _release(self) -> None:
         self._loading.undo()
@@ -1084,7 +1100,7 @@ class FitSession:
             loader.worker_init_fn = init
         self.patches.undo()
         if self.failing:
-            _lightning.after_exception_hooks(self.trainer, self.save_patches, self._release_saves)
+            lightning_loops.after_exception_hooks(self.trainer, self.save_patches, self._release_saves)
         else:
             self._release_saves()
 
@@ -1133,13 +1149,13 @@ class FitSession:
         if self._resumed is not None and self._complete_resume():
             return False
         self._warm = True
-        if _lightning.epoch_loop_batches(self.trainer) == 0:
+        if lightning_progress.epoch_loop_batches(self.trainer) == 0:
             # A sampler without workers draws its seed only at the first batch; hooks may have drawn since its iterator
             # was made.
             self._first_batch_random_state = self.get_random_state()
         if self._recorder is not None and (order := self._recorder.finish()) is not None:
             self.arrival_order, self._recorder = order, None
-        clean = _lightning.accumulation_window_complete(self.trainer) and self._is_behind_a_step()
+        clean = lightning_progress.accumulation_window_complete(self.trainer) and self._is_behind_a_step()
         events = self.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING)
         for event in events:
             self._act(event)
@@ -1156,7 +1172,7 @@ class FitSession:
             self._before_fetch = self.get_random_state()
         if any(skips_batch() for skips_batch in participants.implement(Participant.skips_batch)):
             before = self.get_random_state()
-            _lightning.drop_batch(self.trainer)
+            lightning_loops.drop_batch(self.trainer)
             self.set_random_state(before)  # as if it had never been there, as far as this process is concerned
             return False
         for before_batch in participants.implement(Participant.before_batch):
@@ -1181,7 +1197,7 @@ class FitSession:
     @property
     def steps_counted(self) -> int:
         """Grows with every training batch begun and with every epoch begun, also when the fit goes back."""
-        return self._counted_before + _lightning.steps_counted(self.trainer)
+        return self._counted_before + lightning_progress.steps_counted(self.trainer)
 
     # -- going back ----------------------------------------------------------------------------------------------------
 
@@ -1200,7 +1216,7 @@ class FitSession:
     def _go_back(self) -> None:
         assert self._goes_back is not None
         (until, otherwise, only_global), self._goes_back = self._goes_back, None
-        if _lightning.frame(self.trainer) != self._frame:
+        if lightning_loops.frame(self.trainer) != self._frame:
             raise RuntimeError(
                 "The fit has to go back to an older state, but a callback has changed its optimizers, schedulers or "
                 "first weights meanwhile: only a restart makes them anew. Start it again; it resumes."
@@ -1219,7 +1235,7 @@ class FitSession:
         begun = self.get_random_state()  # of which a new process makes its loaders
         while True:
             try:
-                return _lightning.end_again(self.trainer) if self._has_only_to_end() else loop()
+                return lightning_loops.end_again(self.trainer) if self._has_only_to_end() else loop()
             except _GoBack as back:
                 choice = back.choice
             except (signals.Interrupted, StaleAttempt):
@@ -1238,12 +1254,12 @@ class FitSession:
         self._running = False
         self._enter("setup")
         self._loading.undo()
-        _lightning.begin_anew(self.trainer, self.module)
+        lightning_loops.begin_anew(self.trainer, self.module)
         self.trainer.accumulate_grad_batches = self._accumulates  # a schedule looks at the beginning whether it is free
         self._first_batch_random_state = self._epoch_random_state = self._before_fetch = None
         self.before_evaluation = self._step_before = None
         self._restore_from(choice)
-        _lightning.restore_training_state(self.trainer)
+        lightning_checkpoints.restore_training_state(self.trainer)
         self._counted_before += counted + 1 - self.steps_counted
         self.gone_back, self._warm = True, False
         for after_rollback in self.participants.implement(Participant.after_rollback):
@@ -1253,15 +1269,15 @@ class FitSession:
         """The last touch of a resume, right where the state was saved. Returns whether a validation is due first."""
         assert self._resumed is not None
         resumed, self._resumed = self._resumed, None
-        _lightning.end_restart(self.trainer)
+        lightning_progress.end_restart(self.trainer)
         if (mine := resumed["mine"]) is not None:
             if not resumed["final"]:
                 raised = self._a_limit_is_raised(mine.get("limits", {}))
                 self.trainer.should_stop = mine["should_stop"] and not raised
-                _lightning.set_metric_states(self.trainer, self.module, mine["metrics"])
+                lightning_metrics.set_metric_states(self.trainer, self.module, mine["metrics"])
                 if mine.get("accumulates", self._accumulates) != self._accumulates:
                     del mine["modes"]["accumulate_grad_batches"]  # the script has another by now
-                _lightning.set_modes(self.trainer, self.module, mine["modes"])
+                lightning_loops.set_modes(self.trainer, self.module, mine["modes"])
             self.set_random_state(mine["now"])
         return bool(resumed["due"] == "validation")
 
@@ -1270,11 +1286,11 @@ class FitSession:
             self._enter("setup" if self.trainer.sanity_checking else "out_of_section")
             self.before_evaluation = {
                 "random": self.get_random_state(),
-                "progress": _lightning.evaluation_progress(self.trainer),
-                "metrics": _lightning.metric_states(self.trainer, self.module),
-                "modes": _lightning.modes(self.trainer, self.module),
+                "progress": lightning_progress.evaluation_progress(self.trainer),
+                "metrics": lightning_metrics.metric_states(self.trainer, self.module),
+                "modes": lightning_loops.modes(self.trainer, self.module),
             }
-            if not self.trainer.sanity_checking and _lightning.is_cut_short(self.trainer):
+            if not self.trainer.sanity_checking and lightning_limits.is_cut_short(self.trainer):
                 self._keep_before_the_end()
 
     def _evaluation_boundary(self, loader: int, index: int) -> None:
@@ -1292,7 +1308,7 @@ class FitSession:
         self._stand_at("setup" if self.trainer.sanity_checking else "validation", position)
         # Before the first batch there is nothing to save yet that a fresh start would not make again: the sanity check
         # is short, and the first training boundary follows it.
-        clean = not self.trainer.sanity_checking and _lightning.accumulation_window_complete(self.trainer)
+        clean = not self.trainer.sanity_checking and lightning_progress.accumulation_window_complete(self.trainer)
         for event in self.agreement.boundary(position, Needs.CLEAN if clean else Needs.NOTHING):
             self._act(event)
 
@@ -1313,23 +1329,23 @@ class FitSession:
         return {
             "epoch": None if final else self._epoch_random_state,
             "now": before["random"] if before is not None else self.get_random_state(),
-            "fetched": 0 if final else _lightning.batches_fetched(self.trainer),
+            "fetched": 0 if final else lightning_data.batches_fetched(self.trainer),
             "first_batch": None if final else self._first_batch_random_state,
             "in_flight": None if final else self._before_fetch,
             "kept": {name: state.state_dict() for name, state in self.extra_state().items()},
-            "loader_states": None if final else _lightning.loader_states(self.trainer),
+            "loader_states": None if final else lightning_data.loader_states(self.trainer),
             "metrics": (
-                before["metrics"] if before is not None else _lightning.metric_states(self.trainer, self.module)
+                before["metrics"] if before is not None else lightning_metrics.metric_states(self.trainer, self.module)
             ),
-            "reload_epochs": _lightning.reload_epochs(self.trainer),
-            "searched": _lightning.found_by_searches(self.trainer),
+            "reload_epochs": lightning_data.reload_epochs(self.trainer),
+            "searched": lightning_callbacks.found_by_searches(self.trainer),
             "should_stop": self.trainer.should_stop,
-            "marks": _lightning.checkpoint_marks(self.trainer),
-            "limits": _lightning.limits(self.trainer),
+            "marks": lightning_callbacks.checkpoint_marks(self.trainer),
+            "limits": lightning_limits.limits(self.trainer),
             "accumulates": self._accumulates,
-            "batch_sizes": data_position.batch_sizes(_lightning.train_loaders(self.trainer)),
-            "modes": before["modes"] if before is not None else _lightning.modes(self.trainer, self.module),
-            "validated": data_position.persistent_workers_run(_lightning.validation_loaders(self.trainer)),
+            "batch_sizes": data_position.batch_sizes(lightning_data.train_loaders(self.trainer)),
+            "modes": before["modes"] if before is not None else lightning_loops.modes(self.trainer, self.module),
+            "validated": data_position.persistent_workers_run(lightning_data.validation_loaders(self.trainer)),
         }
 
 
@@ -1365,7 +1381,7 @@ def _resized(checkpoint: dict[str, Any], before: int, now: int) -> int:
     return int(batches)
 
 
-class SessionCallback(_lightning.ResilienceCallback):
+class SessionCallback(lightning_callbacks.ResilienceCallback):
     """Base of the callbacks that take part in a session: joins it in ``setup`` and hands over what all of them do.
 
     Attributes:
@@ -1459,12 +1475,14 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
     if stage != "fit" or _is_passive(trainer):
         return None
     kind: type[SessionCallback] = next(cls for cls in type(callback).__mro__ if SessionCallback in cls.__bases__)
-    alike = [other for other in _lightning.callbacks(trainer) if isinstance(other, kind)]  # also a user's subclass
+    alike = [
+        other for other in lightning_callbacks.callbacks(trainer) if isinstance(other, kind)
+    ]  # also a user's subclass
     # One acts: the user's own, if there is one. Of injected ones there may be several, since a list of callbacks that
     # is used for a second Trainer still holds those of the first.
     if callback is not min(alike, key=lambda other: other._injected):
         return None
-    if foreign := _lightning.callbacks_named(trainer, kind._same_as):
+    if foreign := lightning_callbacks.callbacks_named(trainer, kind._same_as):
         theirs = f"{type(foreign[0]).__module__}.{type(foreign[0]).__name__}"
         reason = (
             f"{theirs} and {kind.__name__} do the same: two at once would act on each other. Take one of them out of "
@@ -1504,12 +1522,14 @@ def _is_passive(trainer: Trainer) -> bool:
         if trainer.is_global_zero:
             _say_once(f"{OFF_VARIABLE} is set: the callbacks of lightning-resilience do nothing.")
         return True
-    return bool(vars(trainer)["fast_dev_run"]) or trainer.barebones or _lightning.is_search(trainer)
+    return bool(vars(trainer)["fast_dev_run"]) or trainer.barebones or lightning_callbacks.is_search(trainer)
 
 
 def _own_run_dir(trainer: Trainer) -> str | os.PathLike[str] | None:
     """The run directory that the user gave the callbacks of ``trainer``."""
-    run_dirs = [own.run_dir for own in _lightning.callbacks(trainer) if getattr(own, "run_dir", None) is not None]
+    run_dirs = [
+        own.run_dir for own in lightning_callbacks.callbacks(trainer) if getattr(own, "run_dir", None) is not None
+    ]
     if len({os.path.abspath(path) for path in run_dirs}) > 1:
         raise ValueError(f"The callbacks of one Trainer must share one run_dir, not {sorted(map(str, run_dirs))}.")
     return run_dirs[0] if run_dirs else None
@@ -1544,12 +1564,12 @@ def _job() -> str | None:
 
 def _obstacle(trainer: Trainer) -> str | None:
     """Why a fit of this Trainer cannot be resumed, if it cannot, and what to do about it."""
-    if _lightning.spawns_processes(trainer):
+    if lightning_loops.spawns_processes(trainer):
         return (
             "A fit in spawned processes (ddp_spawn, ddp_fork, ddp_notebook) cannot be resumed: they end with it. Use "
             "strategy='ddp', or start the script by lightning-resilience launch or torchrun."
         )
-    return _lightning.traits_of(trainer.strategy).refused
+    return lightning_strategies.traits_of(trainer.strategy).refused
 
 
 def _is_started_by_itself() -> bool:

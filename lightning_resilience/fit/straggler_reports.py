@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightning_resilience import _lightning, _nvrx, wandb_panels
+from lightning_resilience import _nvrx, wandb_panels
+from lightning_resilience._lightning import lightning_callbacks, lightning_progress, lightning_steps
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.hangs.comm_wait import CommWaitTimer
@@ -153,7 +154,7 @@ class StragglerReports(Participant):
         if asked != "cupti":
             return None
         is_rank_0 = self.session.rank == 0
-        if _lightning.has_pytorch_profiler(self.session.trainer):
+        if lightning_callbacks.has_pytorch_profiler(self.session.trainer):
             if is_rank_0:
                 log.warning("Kernels are not profiled: CUPTI serves one profiler, and the Trainer has PyTorch's.")
             return None
@@ -170,7 +171,7 @@ class StragglerReports(Participant):
     def start(self) -> None:
         """The training begins."""
         session, trainer = self.session, self.session.trainer
-        _lightning.on_sections_of_step(
+        lightning_steps.on_sections_of_step(
             trainer,
             session.patches,
             ready=partial(self._time.enter, CALLBACKS),
@@ -325,7 +326,7 @@ class StragglerReports(Participant):
             metrics.update(_extremes("gpu_relative_perf", report.relative))
         if self._options.calc_individual_gpu_perf:
             metrics.update(_extremes("gpu_individual_perf", report.individual))
-        step = _lightning.logged_step(trainer)
+        step = lightning_progress.logged_step(trainer)
         try:
             for logger in trainer.loggers:
                 if metrics:

@@ -1,0 +1,203 @@
+"""Data loaders, their fetchers, and the position in the data."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from lightning_resilience._lightning.lightning_patches import Patches
+from lightning_resilience.checkpoint import data_position
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def on_train_data(
+    trainer: Trainer,
+    patches: Patches,
+    first: Callable[[Callable[[], None]], None],
+    again: Callable[[], None],
+) -> None:
+    """Has functions called right before the iterators of the training data loaders are made.
+
+    Args:
+        trainer: The Trainer.
+        patches: Undone after the fit.
+        first: At the start of the fit, given the function that has the loaders restore their own states.
+        again: At the start of every later epoch. The hook ``on_train_epoch_start`` is too early: the user's own may
+            draw random numbers after it.
+    """
+    fit_loop = trainer.fit_loop
+    load_states, on_run_start = fit_loop._load_combined_loader_states, fit_loop.epoch_loop.on_run_start
+
+    def wrapped_on_run_start(data_fetcher: Any) -> None:
+        # the condition under which Lightning makes new iterators in there
+        if trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting:
+            again()
+        on_run_start(data_fetcher)
+
+    patches.set(fit_loop, "_load_combined_loader_states", lambda: first(load_states))
+    patches.set(fit_loop.epoch_loop, "on_run_start", wrapped_on_run_start)
+
+
+def train_loaders(trainer: Trainer) -> list[Any]:
+    """The training data loaders as Lightning iterates them, its distributed samplers included."""
+    loader = trainer.fit_loop._combined_loader
+    return [] if loader is None else list(loader.flattened)
+
+
+def validation_loaders(trainer: Trainer) -> list[Any]:
+    """The validation data loaders as Lightning iterates them."""
+    loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return [] if loader is None else list(loader.flattened)
+
+
+def set_epoch_of_samplers(trainer: Trainer, epoch: int) -> None:
+    """Tells every sampler the epoch.
+
+    Lightning does it only after the iterators are made, too late for loaders with workers (its issue #21938).
+    """
+    for loader in train_loaders(trainer):
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
+
+
+def loader_states(trainer: Trainer) -> list[dict[str, Any]] | None:
+    """This rank's states of the training data loaders, if every one of them is stateful and can restore its place.
+
+    Lightning saves the states of rank 0 only. Where the length is unknown Lightning holds one batch back, which the
+    loader's state counts as consumed: such a loader is replayed like one without a state.
+    """
+    loader, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
+    if loader is None or fetcher is None or fetcher.length is None:
+        return None
+    if not all(hasattr(one, "state_dict") and hasattr(one, "load_state_dict") for one in loader.flattened):
+        return None
+    return list(loader._state_dicts())
+
+
+def load_loader_states(trainer: Trainer, states: list[dict[str, Any]]) -> None:
+    """Restores ``states`` into the training data loaders, before their iterators are made.
+
+    Lightning's own way drops them where ``trainer.estimated_stepping_batches`` made the loaders early (its #20550).
+    """
+    assert trainer.fit_loop._combined_loader is not None
+    trainer.fit_loop._combined_loader._load_state_dicts(states)
+
+
+def fetches_ahead_here(trainer: Trainer) -> bool:
+    """Whether a training batch is fetched in this process one step before it is trained on.
+
+    Lightning does so where a loader does not know its length. Without workers the fetch draws from the same random
+    streams as the training, so that the batch in flight depends on their state one boundary ago.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    return (
+        fetcher is not None
+        and fetcher.length is None
+        and any(getattr(loader, "num_workers", 0) == 0 for loader in train_loaders(trainer))
+    )
+
+
+def batches_fetched(trainer: Trainer) -> int:
+    """How many batches a replay must fetch to stand where this rank stands in its training data."""
+    fetcher, progress = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop.batch_progress
+    by_iterator = type(fetcher).__name__ == "_DataLoaderIterDataFetcher"  # the user's step fetches as it likes
+    return fetcher.fetched if by_iterator and fetcher is not None else progress.current.ready
+
+
+def replay_fetch(trainer: Trainer) -> Callable[[], Any]:
+    """A function that fetches the next training batch without training on it."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
+        return functools.partial(vars(type(fetcher).__mro__[1])["__next__"], fetcher)
+    return lambda: next(fetcher)
+
+
+def skip_batches(trainer: Trainer, batches: int) -> bool:
+    """Moves the only training data loader on by ``batches`` without reading data. Returns whether that is possible.
+
+    Both iterators, the combined one of Lightning and the one of torch, count what they have yielded.
+    """
+    fit_loop, loaders = trainer.fit_loop, train_loaders(trainer)
+    fetcher, combined = fit_loop._data_fetcher, fit_loop._combined_loader
+    if fetcher is None or combined is None or type(fetcher).__name__ != "_PrefetchDataFetcher":
+        return False
+    if len(loaders) != 1 or fetcher.length is None or not data_position.can_skip(loaders[0]):
+        return False
+    outer: Any = combined._iterator
+    inner: Any = outer.iterators[0]
+    for _ in range(batches):
+        inner._next_index()
+    inner._num_yielded += batches
+    outer._idx += batches
+    fetcher.fetched += batches
+    return True
+
+
+class SampleIds:
+    """Which samples the latest training batches are made of, where a sampler says so.
+
+    The iterator of a data loader asks its sampler for the indices of each batch, ahead of the workers; here they are
+    written down as they pass. Batches that workers have been asked for before the first look are not known.
+    """
+
+    _KEPT = 256
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._seen: Callable[[], Any] = lambda: None  # the iterator over all loaders, of one epoch
+        self._iterator: Callable[[], Any] = lambda: None
+        self._ids: dict[int, Any] = {}
+
+    def look(self) -> None:
+        """Watches the iterator of this epoch, from now on."""
+        combined: Any = self._trainer.fit_loop._combined_loader
+        if combined is None or combined._iterator is None or combined._iterator is self._seen():
+            return
+        inner: Any = next(iter(combined._iterator.iterators), None)
+        if inner is None:
+            return
+        self._seen = weakref.ref(combined._iterator)
+        if len(combined.flattened) != 1 or inner is self._iterator() or not hasattr(inner, "_next_index"):
+            return
+        # Not kept alive by us, nor by itself: its end is that of its workers.
+        ids: dict[int, Any] = {}
+        self._iterator, self._ids, kept = weakref.ref(inner), ids, self._KEPT
+
+        def noted(iterator: Callable[[], Any] = self._iterator) -> Any:
+            inner = iterator()
+            indices = type(inner)._next_index(inner)
+            number = inner._send_idx if hasattr(inner, "_send_idx") else inner._num_yielded
+            ids[number] = indices
+            ids.pop(number - kept, None)
+            return indices
+
+        inner._next_index = noted
+
+    def of(self, batches: Iterable[int]) -> list[int] | None:
+        """The indices of some batches of this epoch, as the loader counts them; ``None`` if they are not known."""
+        found: list[Any] = [self._ids.get(batch) for batch in batches]
+        if not all(isinstance(each, (list, tuple)) for each in found):
+            return None
+        ids = [index for each in found for index in each]
+        return ids if all(isinstance(index, int) for index in ids) else None
+
+
+def reload_epochs(trainer: Trainer) -> list[float]:
+    """The epochs in which the data loaders were made last (``reload_dataloaders_every_n_epochs``)."""
+    fit_loop = trainer.fit_loop
+    return [fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
+
+
+def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
+    """Restores :func:`reload_epochs`, so that loaders are made anew in the same epochs as without the interruption."""
+    fit_loop = trainer.fit_loop
+    fit_loop._last_train_dl_reload_epoch = epochs[0]
+    if fit_loop.epoch_loop.val_loop._combined_loader is not None:  # else they have yet to be made in this process
+        fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epochs[1]

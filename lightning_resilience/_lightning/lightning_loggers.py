@@ -1,0 +1,84 @@
+"""Loggers, and the files they write. They are recognised by the names of their classes, as callbacks are."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_resilience._lightning.lightning_patches import Patches
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def wandb_logger(**settings: Any) -> Any:
+    """A ``WandbLogger`` of the Lightning package that the script uses: a Trainer takes no other's.
+
+    Of two that were imported, the script has imported the first one; this file may have imported the other.
+    """
+    package = next(name for name in sys.modules if name in ("lightning.pytorch", "pytorch_lightning"))
+    return importlib.import_module(f"{package}.loggers").WandbLogger(**settings)
+
+
+def file_loggers(trainer: Trainer) -> list[Any]:
+    """The loggers of ``trainer`` that write each version of an experiment to a folder of its own."""
+    kinds = ("TensorBoardLogger", "CSVLogger")
+    return [each for each in trainer.loggers if any(cls.__name__ in kinds for cls in type(each).__mro__)]
+
+
+def set_logger_folder(logger: Any, save_dir: str, version: int | str | None) -> None:
+    """Has one of :func:`file_loggers` write to this version there; ``None``: to the one that it would take anyway.
+
+    Both are read-only for others, and are to be chosen before the logger is made, where no run is known.
+    """
+    if version is not None and logger._experiment is not None:  # the script has already logged something
+        logger.save()
+        logger._experiment = None
+    logger._root_dir = save_dir
+    if hasattr(logger, "_save_dir"):  # by which the CSVLogger has the same
+        logger._save_dir = save_dir
+    if version is not None:
+        logger._version = version
+
+
+def append_to_csv(logger: Any) -> None:
+    """Has a ``CSVLogger`` open its files without deleting what an earlier attempt has logged there."""
+    module = next((sys.modules[cls.__module__] for cls in type(logger).__mro__ if cls.__name__ == "CSVLogger"), None)
+    if module is None or logger._experiment is not None:
+        return
+    patches = Patches()
+    patches.set(module.ExperimentWriter, "_check_log_dir_exists", lambda _: None)  # which deletes
+    try:
+        writer = logger.experiment
+    finally:
+        patches.undo()
+    try:
+        with open(writer.metrics_file_path, "rb+") as file:
+            content = file.read()
+            file.truncate(content.rfind(b"\n") + 1)  # a kill may have cut its last line
+    except FileNotFoundError:
+        return
+    writer.metrics_keys = next(csv.reader(content.decode().splitlines()), [])
+
+
+def on_new_columns(writer: Any, patches: Patches, write: Callable[[list[str]], None]) -> None:
+    """Has ``write`` write a ``CSVLogger``'s file anew when it gets more columns.
+
+    Lightning does so in place: who is killed then has nothing left of it.
+    """
+    patches.set(writer, "_rewrite_with_new_header", write)
+
+
+def event_file(writer: Any) -> Any:
+    """The file to which TensorBoard's ``SummaryWriter`` writes; opened if it is not. Lightning asks for it likewise."""
+    return writer._get_file_writer()
+
+
+def unopened_csv(logger: Any) -> str | None:
+    """The file that a ``CSVLogger`` would delete when it is first used, which it has not been yet."""
+    is_csv = any(cls.__name__ == "CSVLogger" for cls in type(logger).__mro__)
+    return os.path.join(logger.log_dir, "metrics.csv") if is_csv and logger._experiment is None else None

@@ -1,0 +1,301 @@
+"""The loops of a fit: where they are entered and left, and how a fit goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchmetrics import Metric
+
+from lightning_resilience._lightning.lightning_callbacks import callbacks_named
+from lightning_resilience._lightning.lightning_patches import Patches
+from lightning_resilience.checkpoint import pruning
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+def spawns_processes(trainer: Trainer) -> bool:
+    """Whether the strategy runs each fit in processes of its own that end with it (``ddp_spawn``, ``ddp_fork``)."""
+    return any(cls.__name__ == "_MultiProcessingLauncher" for cls in type(trainer.strategy.launcher).__mro__)
+
+
+def before_strategy_setup(trainer: Trainer, patches: Patches, action: Callable[[], None]) -> None:
+    """Has ``action`` called before the strategy wraps, shards or converts the module.
+
+    ``configure_model`` has been called, and no hook is between the two.
+    """
+    strategy: Any = trainer.strategy
+    setup = strategy.setup
+
+    def wrapper(trainer: Trainer) -> None:
+        action()
+        setup(trainer)
+
+    patches.set(strategy, "setup", wrapper)
+
+
+def on_fit_loop(
+    trainer: Trainer,
+    patches: Patches,
+    before_epoch: Callable[[], None],
+    end_of_epoch: Callable[[], None],
+    before_end: Callable[[], None],
+    after: Callable[[], None],
+) -> None:
+    """Has functions called around every epoch, and before and after all ``on_train_end`` hooks.
+
+    ``end_of_epoch`` comes after the epoch's last batch and before any hook of its end.
+
+    The module's own ``on_train_end``, and those of callbacks after ours, may still change the weights.
+    """
+    fit_loop = trainer.fit_loop
+    advance_start, advance_end, run_end = fit_loop.on_advance_start, fit_loop.on_advance_end, fit_loop.on_run_end
+
+    def wrapped_advance_start() -> None:
+        before_epoch()
+        advance_start()
+
+    def wrapped_advance_end() -> None:
+        end_of_epoch()
+        advance_end()
+
+    def wrapped_run_end() -> None:
+        before_end()
+        run_end()
+        after()
+
+    patches.set(fit_loop, "on_advance_start", wrapped_advance_start)
+    patches.set(fit_loop, "on_advance_end", wrapped_advance_end)
+    patches.set(fit_loop, "on_run_end", wrapped_run_end)
+
+
+def on_fit_run(trainer: Trainer, patches: Patches, run: Callable[[Callable[[], None]], None]) -> None:
+    """Has ``run`` called in the place of the fit's outermost loop, given that loop, which it may run more than once."""
+    fit_loop = trainer.fit_loop
+    loop = fit_loop.run
+    patches.set(fit_loop, "run", lambda: run(loop))
+
+
+def end_again(trainer: Trainer) -> None:
+    """Runs the fit's outermost loop where its training has ended: only what comes around it is left, which it skips."""
+    fit_loop = trainer.fit_loop
+    fit_loop.setup_data()
+    fit_loop.reset()
+    fit_loop.on_run_start()
+    fit_loop._restarting = False
+    fit_loop.on_run_end()
+
+
+def begin_anew(trainer: Trainer, module: LightningModule) -> None:
+    """Leaves of a fit that was interrupted between two batches only what a new process would have before it restores.
+
+    The loaders are made anew when the loop is run again, and their workers with them.
+    """
+    fit_loop = trainer.fit_loop
+    epoch_loop, val_loop = fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop
+    for loop in (fit_loop, val_loop):
+        if loop._data_fetcher is not None:
+            loop._data_fetcher.teardown()
+            loop._data_fetcher = None
+        if loop._combined_loader is not None:
+            loop._combined_loader.reset()
+            loop._combined_loader = None
+    fit_loop._last_train_dl_reload_epoch = val_loop._last_val_dl_reload_epoch = float("-inf")
+    epoch_loop._skip_next_val = False
+    epoch_loop._results.clear()
+    connector = trainer._logger_connector
+    for metrics in (connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics):
+        metrics.clear()
+    connector._first_loop_iter = connector._current_fx = None
+    for each in module.modules():
+        if isinstance(each, Metric):
+            each.reset()
+    pruning.make_whole(module)
+    module.zero_grad(set_to_none=True)
+    trainer.should_stop = False
+    for callback in trainer.checkpoint_callbacks:  # which would leave out a step that it has saved already
+        if hasattr(callback, "_last_global_step_saved"):
+            callback._last_global_step_saved = 0
+
+
+def frame(trainer: Trainer) -> Any:
+    """What a new process makes and a checkpoint does not hold: which optimizers and schedulers there are.
+
+    Some callbacks change them during a fit: ``StochasticWeightAveraging``, ``BaseFinetuning``; and ``ModelPruning`` the
+    first values of the weights.
+    """
+    groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+    return groups, [id(config.scheduler) for config in trainer.lr_scheduler_configs], _trained_tickets(trainer)
+
+
+def after_exception_hooks(trainer: Trainer, patches: Patches, action: Callable[[], None]) -> None:
+    """Has ``action`` called when every callback has been told of an exception: one may still save then."""
+    strategy = trainer.strategy
+    on_exception = strategy.on_exception
+
+    def wrapper(exception: BaseException) -> None:
+        on_exception(exception)
+        action()
+
+    patches.set(strategy, "on_exception", wrapper)
+
+
+def drop_batch(trainer: Trainer) -> None:
+    """Fetches the next training batch and counts it as done, but does not train on it.
+
+    To be followed by all that is due after a batch. The step counts of the fit do not change.
+    """
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    next(fetcher)
+    progress = loop.batch_progress
+    progress.is_last_batch = fetcher.done
+    progress.increment_ready()
+    progress.increment_started()
+    progress.increment_processed()
+    progress.increment_completed()
+    if loop._num_ready_batches_reached():
+        loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+    if not loop._should_accumulate():
+        loop._batches_that_stepped -= 1  # what follows counts every batch as one that has stepped
+
+
+def on_training_boundary(trainer: Trainer, patches: Patches, boundary: Callable[[], bool]) -> None:
+    """Has ``boundary`` called between training batches, when all that was due after the last one has happened.
+
+    No hook is called there: ``on_train_batch_end`` comes before the validation and the scheduler steps of its batch.
+    ``boundary`` returns whether the next batch may be trained; if not, only what is due after the last one is done.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    advance = loop.advance
+
+    def wrapper(data_fetcher: Any) -> None:
+        if boundary():
+            advance(data_fetcher)
+
+    patches.set(loop, "advance", wrapper)
+
+
+def on_evaluation(
+    trainer: Trainer,
+    patches: Patches,
+    start: Callable[[], None],
+    before_data: Callable[[list[Any]], None],
+    boundary: Callable[[int, int], None],
+    end: Callable[[], None],
+) -> None:
+    """Has functions called around and within every validation of the fit, the sanity check included.
+
+    Args:
+        trainer: The Trainer.
+        patches: Undone after the fit.
+        start: Before anything of the validation, its data-loader iterators included (they draw random numbers).
+        before_data: Given the data loaders, before their iterators are made.
+        boundary: Before every batch, with the data-loader index and the batch index.
+        end: After the last batch, before the reductions at the end. No hook is called there on all ranks alike.
+    """
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    run, reset, step, run_end = loop.run, loop.reset, loop._evaluation_step, loop.on_run_end
+
+    def wrapped_run() -> Any:
+        start()
+        return run()
+
+    def wrapped_reset() -> None:
+        before_data(loop._combined_loader.flattened if loop._combined_loader is not None else [])
+        reset()
+
+    def wrapped_step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        boundary(dataloader_idx, batch_idx)
+        step(batch, batch_idx, dataloader_idx, dataloader_iter)
+
+    def wrapped_run_end() -> Any:
+        end()
+        return run_end()
+
+    patches.set(loop, "run", wrapped_run)
+    patches.set(loop, "reset", wrapped_reset)
+    patches.set(loop, "_evaluation_step", wrapped_step)
+    patches.set(loop, "on_run_end", wrapped_run_end)
+
+
+def on_other_trainers(
+    trainer: Trainer, patches: Patches, batch: Callable[[], None], signals_put_back: Callable[[], None]
+) -> None:
+    """Has functions called when a Trainer inside of this one's fit begins a batch, and when any has put signals back.
+
+    Such a Trainer has none of our callbacks where the user has made it, so its classes are what can be asked. At its
+    end it sets every signal to what Python knew of it, and Python does not know of handlers in C.
+    """
+    own = trainer.fit_loop.epoch_loop
+
+    def counted(advance: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(loop: Any, *args: Any, **kwargs: Any) -> Any:
+            if loop is not own and loop is not own.val_loop:
+                batch()
+            return advance(loop, *args, **kwargs)
+
+        return wrapped
+
+    for loop, name in (
+        (own, "advance"),
+        (own.val_loop, "_evaluation_step"),
+        (trainer.predict_loop, "_predict_step"),
+    ):
+        patches.set(type(loop), name, counted(getattr(type(loop), name)))
+    connector = type(trainer._signal_connector)
+    put_back = connector.teardown
+
+    def wrapped_teardown(self: Any) -> None:
+        put_back(self)
+        signals_put_back()
+
+    patches.set(connector, "teardown", wrapped_teardown)
+
+
+def modes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """What hooks at the start of an epoch may have set; Lightning does not call them again in the middle of it."""
+    return {
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+        "evaluating": [name for name, each in module.named_modules() if not each.training],
+        "tickets": _trained_tickets(trainer),
+    }
+
+
+def set_modes(trainer: Trainer, module: LightningModule, state: dict[str, Any]) -> None:
+    """Restores :func:`modes`."""
+    if "accumulate_grad_batches" in state:
+        trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+    frozen, evaluating = set(state["frozen"]), set(state["evaluating"])
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad == (name in frozen):  # else nothing is asked of one that is not initialized yet
+            parameter.requires_grad_(name not in frozen)
+    for name, each in module.named_modules():
+        each.training = name not in evaluating
+    tickets = set(state.get("tickets", ()))
+    for number, (first, weight) in enumerate(_lottery_tickets(trainer)):
+        if number in tickets:
+            first.data = weight.data
+
+
+def _lottery_tickets(trainer: Trainer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The first values that ``ModelPruning`` has kept of weights, and the weights.
+
+    Where both are on one device, the first time that it puts them back it makes them one tensor: they are trained.
+    """
+    for callback in callbacks_named(trainer, ("ModelPruning",)):
+        for layer in (callback._original_layers or {}).values():
+            for number, name in layer["names"]:
+                pruned, _ = callback._parameters_to_prune[number]
+                weight = getattr(pruned, name + pruning.ORIGINAL, None)
+                first = getattr(layer["data"], name, None)
+                if isinstance(first, torch.Tensor) and isinstance(weight, torch.Tensor):
+                    yield first, weight
+
+
+def _trained_tickets(trainer: Trainer) -> list[int]:
+    tickets = enumerate(_lottery_tickets(trainer))
+    return [number for number, (first, weight) in tickets if first.data_ptr() == weight.data_ptr()]

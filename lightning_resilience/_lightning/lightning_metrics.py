@@ -1,0 +1,202 @@
+"""Logged values and metrics, which Lightning does not save."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchmetrics import Metric
+
+from lightning_resilience._lightning import lightning_progress
+from lightning_resilience._lightning.lightning_callbacks import callbacks
+from lightning_resilience._lightning.lightning_patches import Patches
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class LoggedValues:
+    """What training steps have logged, so that a batch whose step is skipped can be left out of a metric's mean.
+
+    A value that is not finite would stay in the metric until the end of the epoch, and ``EarlyStopping`` ends a fit for
+    it. Lightning replaces the state of a metric at every value, so the state before is kept by not letting go of it: no
+    copy, and nothing is read from the device. Metrics of torchmetrics are left as they are.
+    """
+
+    _STATE = ("value", "cumulated_batch_size", "_forward_cache")
+
+    def __init__(self, trainer: Trainer, patches: Patches) -> None:
+        self._entries: list[tuple[int, int, Any, Any, int, dict[str, Any], Any]] = []
+        results: Any = trainer.fit_loop.epoch_loop._results
+        update = results.update_metrics
+
+        def updated(key: str, value: Any, batch_size: int) -> None:
+            metric = results[key]
+            before = self._state(metric)
+            update(key, value, batch_size)
+            if metric.is_tensor:
+                place = trainer.current_epoch, lightning_progress.batches_begun(trainer)
+                self._entries.append((*place, metric, value, batch_size, before, metric._forward_cache))
+
+        patches.set(results, "update_metrics", updated)
+
+    def _state(self, metric: Any) -> dict[str, Any]:
+        return {name: vars(metric)[name] for name in self._STATE if name in vars(metric)}
+
+    def leave_out(self, epoch: int, begin: int, end: int) -> None:
+        """What the batches from ``begin`` to before ``end`` have logged counts for nothing."""
+        entries, self._entries = self._entries, []
+        begun: set[int] = set()  # the metrics that go back to before the first of these batches
+        for entry in entries:
+            of_epoch, number, metric, value, batch_size, before, latest = entry
+            is_bad = of_epoch == epoch and begin < number <= end and not metric.has_reset
+            if is_bad and id(metric) not in begun:
+                begun.add(id(metric))
+                vars(metric).update(before)
+                metric._computed = None
+            elif not is_bad and id(metric) in begun:
+                before = self._state(metric)
+                self._add(metric, value, batch_size, latest)
+            if not is_bad:
+                self._entries.append((of_epoch, number, metric, value, batch_size, before, latest))
+
+    @staticmethod
+    def _add(metric: Any, value: Any, batch_size: int, latest: Any) -> None:
+        """What ``_ResultMetric.update`` does, but for what ranks exchange in it."""
+        meta = metric.meta
+        metric._forward_cache = latest
+        if meta.on_step and not meta.on_epoch:
+            metric.value = latest
+        elif meta.is_mean_reduction:
+            metric.value = metric.value + value * batch_size
+            metric.cumulated_batch_size = metric.cumulated_batch_size + batch_size
+        elif meta.is_max_reduction or meta.is_min_reduction:
+            metric.value = meta.reduce_fx(metric.value, value)
+        elif meta.is_sum_reduction:
+            metric.value = metric.value + value
+
+    def forget(self, epoch: int, end: int) -> None:
+        """Nothing up to this batch will be left out any more."""
+        if self._entries:
+            self._entries = [entry for entry in self._entries if entry[:2] > (epoch, end)]
+
+
+_LOG_ARGUMENTS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+
+
+def metric_states(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """This rank's metrics in the middle of an epoch, which Lightning does not save.
+
+    The accumulated ``self.log(on_epoch=True)`` values, the states of ``torchmetrics`` attributes, and the last values
+    that schedulers and callbacks may monitor.
+    """
+    results = {}
+    for key, result in trainer.fit_loop.epoch_loop._results.items():
+        meta = result.meta
+        if meta.sync.group is not None or not (result.is_tensor or meta.metric_attribute):
+            continue
+        results[key] = {
+            "meta": {name: getattr(meta, name) for name in _LOG_ARGUMENTS},
+            "reduce": meta.reduce_fx.__name__,
+            "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+            # the state of a logged torchmetrics object is that of the module's attribute
+            "value": result.value.clone() if result.is_tensor else None,
+            "cumulated_batch_size": (
+                result.cumulated_batch_size.clone() if result.is_tensor and meta.is_mean_reduction else None
+            ),
+            "updates": result._update_count,
+            "has_reset": result.has_reset,
+        }
+    modules = {
+        name: {
+            "state": {key: _clone(getattr(metric, key)) for key in metric._defaults},
+            "updates": metric._update_count,
+            "seen": getattr(metric, "_num_vals_seen", None),  # where a running one stands in its window
+        }
+        for name, metric in _metrics(trainer, module)
+    }
+    connector = trainer._logger_connector
+    latest = {
+        name: {key: _clone(value) for key, value in getattr(connector, name).items()}
+        for name in ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+    }
+    # Without these the next ``self.log`` takes its batch for the first of the epoch and starts all means afresh.
+    loop = {"_first_loop_iter": connector._first_loop_iter, "_current_fx": connector._current_fx}
+    return {"results": results, "modules": modules, "latest": latest, "loop": loop}
+
+
+def _metrics(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, Metric]]:
+    """The metrics of the module and those that callbacks keep, by names that a new process finds again."""
+    yield from ((name, each) for name, each in module.named_modules() if isinstance(each, Metric))
+    for callback in callbacks(trainer):
+        for attribute, value in vars(callback).items():
+            if isinstance(value, Metric):
+                yield from (
+                    (f"{callback.state_key}.{attribute}.{name}", each)
+                    for name, each in value.named_modules()
+                    if isinstance(each, Metric)
+                )
+
+
+def set_metric_states(trainer: Trainer, module: LightningModule, states: dict[str, Any]) -> None:
+    """Restores :func:`metric_states`."""
+    device = trainer.strategy.root_device
+    collection = trainer.fit_loop.epoch_loop._results
+    package = sys.modules[type(collection).__module__]
+    for key, state in states["results"].items():
+        sync = package._Sync(
+            _should=state["sync"]["should"], fn=trainer.strategy.reduce, rank_zero_only=state["sync"]["rank_zero_only"]
+        )
+        meta = package._Metadata(**state["meta"], reduce_fx=getattr(torch, state["reduce"]))
+        meta.sync = sync
+        is_tensor = state["value"] is not None
+        metric = package._ResultMetric(meta, is_tensor)
+        metric.value = state["value"] if is_tensor else module.get_submodule(state["meta"]["metric_attribute"])
+        if state["cumulated_batch_size"] is not None:
+            metric.cumulated_batch_size = state["cumulated_batch_size"]
+        metric._update_count, metric.has_reset = state["updates"], state["has_reset"]
+        collection[key] = metric.to(device)
+    metrics = dict(_metrics(trainer, module))
+    for name, state in states["modules"].items():
+        if (each := metrics.get(name)) is not None:
+            for key, value in state["state"].items():
+                setattr(each, key, _to(value, each.device))
+            each._update_count, each._computed = state["updates"], None
+            if state.get("seen") is not None:
+                vars(each)["_num_vals_seen"] = state["seen"]
+    connector = trainer._logger_connector
+    for name, value in states["loop"].items():
+        setattr(connector, name, value)
+    set_latest_metrics(trainer, states)
+
+
+def set_latest_metrics(trainer: Trainer, states: dict[str, Any]) -> None:
+    """Restores the part of :func:`metric_states` that ``trainer.callback_metrics`` and its like show."""
+    for name, values in states["latest"].items():
+        latest = getattr(trainer._logger_connector, name)
+        latest.update({key: _to(value, trainer.strategy.root_device) for key, value in values.items()})
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return [_clone(item) for item in value] if isinstance(value, list) else value
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return [_to(item, device) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,46 @@
+"""Attributes that are changed on objects of Lightning for the time of a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+
+class _Patch:
+    """A function in the place of a method, which a copy of its owner (a pickled, deep-copied Trainer) has back."""
+
+    def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._name = name
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._owner, self._name)  # the copied owner has no attributes yet: its class's method
+
+
+class Patches:
+    """Attributes set on instances for the time of a fit, and taken off again: nothing of ours outlives it."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, bool, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Sets ``owner.name``, which must exist, to ``value`` until :meth:`undo`."""
+        getattr(owner, name)  # a name that has gone away fails here, at setup, and not by being ignored
+        self._undo.append((owner, name, name in vars(owner), vars(owner).get(name)))
+        # A function made in here cannot be pickled, and a Trainer can. That of a class has to be one, to be bound.
+        is_method = isinstance(value, FunctionType) and not isinstance(owner, type)
+        setattr(owner, name, _Patch(owner, name, value) if is_method else value)
+
+    def undo(self) -> None:
+        """Restores everything, newest first."""
+        while self._undo:
+            owner, name, was_set, value = self._undo.pop()
+            if was_set:
+                setattr(owner, name, value)
+            else:
+                delattr(owner, name)

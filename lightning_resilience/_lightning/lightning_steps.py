@@ -1,0 +1,115 @@
+"""The parts of a training step: sections, clipping, the end of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_resilience._lightning.lightning_patches import Patches
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def on_batch_done(trainer: Trainer, patches: Patches, done: Callable[[], None]) -> None:
+    """Has ``done`` called when a batch's forward, backward and optimizer steps are over, before any hook of its end."""
+    loop = trainer.fit_loop.epoch_loop
+    for optimization in (loop.automatic_optimization, loop.manual_optimization):
+        patches.set(optimization, "run", _followed_by(optimization.run, done))
+
+
+def _followed_by(run: Callable[..., Any], done: Callable[[], None]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        done()
+        return result
+
+    return wrapper
+
+
+def on_sections_of_step(
+    trainer: Trainer,
+    patches: Patches,
+    ready: Callable[[], None],
+    begin: Callable[[], None],
+    end: Callable[[], None],
+) -> None:
+    """Has functions called where a training step goes on to something else.
+
+    Args:
+        trainer: The Trainer.
+        patches: What undoes it.
+        ready: Called when a batch is there, on its device.
+        begin: Called before its forward and backward pass and optimizer steps.
+        end: Called behind them, before any hook of the batch's end.
+    """
+    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
+    on_batch_start = connector.on_batch_start
+
+    def on_ready(*args: Any, **kwargs: Any) -> None:
+        if trainer.training:  # a validation in between has batches too
+            ready()
+        on_batch_start(*args, **kwargs)
+
+    patches.set(connector, "on_batch_start", on_ready)
+    for optimization in (loop.automatic_optimization, loop.manual_optimization):
+        patches.set(optimization, "run", _between(optimization.run, begin, end))
+
+
+def _between(run: Callable[..., Any], begin: Callable[[], None], end: Callable[[], None]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            end()
+
+    return wrapper
+
+
+def has_grad_scaler(trainer: Trainer) -> bool:
+    """Whether a gradient scaler looks for infinite gradients (16-bit floats), and skips steps in its normal work."""
+    return getattr(trainer.precision_plugin, "scaler", None) is not None
+
+
+def clips_by_norm(trainer: Trainer) -> bool:
+    """Whether the Trainer clips gradients by their norm in every step, in a way that :func:`on_clipping_by_norm` sees.
+
+    Not known where a module clips by itself, as in manual optimization.
+    """
+    by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+    return by_norm and (trainer.gradient_clip_val or 0) > 0 and _clips_as_usual(trainer.precision_plugin)
+
+
+def _clips_as_usual(plugin: Any) -> bool:
+    return bool(type(plugin).clip_grad_by_norm.__qualname__ == "Precision.clip_grad_by_norm")
+
+
+def on_clipping_by_norm(
+    trainer: Trainer, patches: Patches, before: Callable[[Any], None], seen: Callable[[Any, torch.Tensor], None]
+) -> None:
+    """Has ``seen`` called with an optimizer and the norm of its gradients, of all ranks, where Lightning clips by it.
+
+    And ``before`` with the optimizer before it. Not where the precision plugin has a way of its own (FSDP1, which
+    refuses).
+
+    ``clip_grad_norm_`` returns it, and Lightning drops it. Sharded gradients have it reduced over the ranks once, here,
+    instead of within.
+    """
+    plugin = trainer.precision_plugin
+    if not _clips_as_usual(plugin):
+        return
+
+    def clip(optimizer: Any, clip_val: Any) -> None:
+        if any(cls.__name__ == "LightningOptimizer" for cls in type(optimizer).__mro__):  # in manual optimization
+            optimizer = optimizer.optimizer
+        before(optimizer)
+        parameters = list(plugin.main_params(optimizer))
+        norm: Any = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), norm)
+        seen(optimizer, norm)
+
+    patches.set(plugin, "clip_grad_by_norm", clip)

@@ -1,0 +1,149 @@
+"""Strategies: what they do with the state of a fit, and the tensors of that state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from lightning_resilience._lightning.lightning_callbacks import callbacks_named
+from lightning_resilience.checkpoint.snapshot import optimizer_tensors
+from lightning_resilience.fit.strategies import STRATEGIES, StrategyTraits, name_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+def collective_timeout(trainer: Trainer) -> float | None:
+    """Seconds after which torch gives up a collective of ``trainer``, as its strategy was told; ``None``: not known."""
+    timeout = getattr(trainer.strategy, "_timeout", None)
+    return timeout.total_seconds() if timeout is not None and trainer.world_size > 1 else None
+
+
+def convert_to_double(trainer: Trainer, module: LightningModule) -> None:
+    """Has a module that is trained in float64 be so before its state is loaded.
+
+    Lightning converts it later, when the numbers have been rounded. A narrower type loses nothing that way.
+    """
+    plugin = trainer.precision_plugin
+    if plugin.precision == "64-true":
+        plugin.convert_module(module)
+
+
+def shards_state(trainer: Trainer) -> bool:
+    """Whether every rank holds a part of the parameters or of the optimizer's state that no other rank has."""
+    return traits_of(trainer.strategy).is_sharded or any(is_zero(optimizer) for optimizer in trainer.optimizers)
+
+
+def replicates_state(trainer: Trainer) -> bool:
+    """Whether all ranks have the same parameters and optimizer state, bit for bit: DDP as it is by default."""
+    ddp = ddp_wrapper(trainer)
+    if ddp is None or trainer.world_size == 1 or shards_state(trainer):
+        return False
+    # Ranks that average their models now and then differ in between; ignored parameters are nobody's concern.
+    averages = vars(trainer.strategy).get("_model_averager") is not None
+    return not averages and not getattr(ddp, "parameters_to_ignore", None)
+
+
+def is_zero(optimizer: Any) -> bool:
+    """Whether an optimizer shards its state among the ranks (``ZeroRedundancyOptimizer``)."""
+    return hasattr(optimizer, "consolidate_state_dict") and hasattr(optimizer, "optim")
+
+
+_MODEL_PARALLEL = ("lightning.pytorch.strategies.model_parallel", "pytorch_lightning.strategies.model_parallel")
+
+
+_FSDP1 = ("lightning.pytorch.strategies.fsdp", "pytorch_lightning.strategies.fsdp")
+
+
+def traits_of(strategy: Any) -> StrategyTraits:
+    """What ``strategy`` does with the state of a fit, also one of the user's own."""
+    name = name_of(strategy)
+    base: Any = next(cls for cls in type(strategy).__mro__ if cls.__name__ == "Strategy")
+    has_own_save = type(strategy).save_checkpoint is not base.save_checkpoint
+    saves_in = str(type(strategy).save_checkpoint.__module__)
+    known = STRATEGIES[name] if name is not None else StrategyTraits(is_sharded=has_own_save)
+    shards_under = None
+    if saves_in in _MODEL_PARALLEL:  # it reads both, a directory and a file, whatever its own saves are
+        shards_under = "state_dict"
+    elif saves_in in _FSDP1 and getattr(strategy, "_state_dict_type", "full") == "sharded":
+        shards_under = "model"
+    return replace(
+        known,
+        name=name,
+        all_ranks_write=has_own_save,
+        gathers_state_dict=name == "FSDPStrategy",
+        loads_state=known.refused is None and not strategy.lightning_restore_optimizer,
+        shards_under=shards_under,
+        can_write_behind=not has_own_save or saves_in in (*_MODEL_PARALLEL, *_FSDP1),
+    )
+
+
+def nobody_elses(trainer: Trainer, state: Any) -> Any:
+    """What FSDP1 has gathered, without a tensor that the training still writes.
+
+    It copies to the host what is on a device; what is there already it may give as it is.
+    """
+    live = [*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()]
+    live += optimizer_tensors(trainer.optimizers)
+    used = {each.untyped_storage().data_ptr() for each in live if not is_lazy(each)}
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in used else tensor
+
+    return apply_to_collection(state, torch.Tensor, apart)
+
+
+def live_tensors(trainer: Trainer) -> list[torch.Tensor]:
+    """What does not change before the optimizers' steps: parameters, what optimizers keep, and averages of weights."""
+    optimizers: list[Any] = list(trainer.optimizers)
+    optimizers = [optimizer.optim if is_zero(optimizer) else optimizer for optimizer in optimizers]
+    parameters = [each for each in trainer.lightning_module.parameters() if not is_lazy(each)]
+    return [*parameters, *optimizer_tensors(optimizers), *_averaged_tensors(trainer)]
+
+
+def _averaged_tensors(trainer: Trainer) -> Iterator[torch.Tensor]:
+    """What Lightning's callbacks average: written at the end of a batch or an epoch. It has no public name."""
+    for callback in callbacks_named(trainer, ("WeightAveraging", "StochasticWeightAveraging")):
+        if (average := getattr(callback, "_average_model", None)) is not None:
+            yield from average.parameters()
+            yield from average.buffers()
+
+
+def named_state(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the training makes: parameters, buffers, and what optimizers keep, by the names of the module."""
+    module = trainer.lightning_module
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not is_lazy(tensor):
+            yield name, tensor
+    for number, tensor in enumerate(optimizer_tensors(trainer.optimizers)):
+        yield f"tensor {number} of the optimizers", tensor
+
+
+def replicated_parameters(trainer: Trainer) -> list[torch.nn.Parameter]:
+    """The parameters that all ranks have alike, bit for bit; none where ranks keep no replicas of each other.
+
+    What is frozen when DDP is set up, it never reduces, and later each rank trains it for itself. And embeddings with
+    ``max_norm`` shorten, in the forward pass, those rows that the rank's own batch asks for.
+    """
+    if not replicates_state(trainer):
+        return []
+    module = trainer.lightning_module
+    own = {id(p) for each in module.modules() if getattr(each, "max_norm", None) is not None for p in each.parameters()}
+    return [each for each in module.parameters() if each.requires_grad and id(each) not in own]
+
+
+def trained_tensors(trainer: Trainer, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """What all ranks of a DDP job have alike: the parameters that it reduces, and what optimizers keep for them."""
+    return [*parameters, *optimizer_tensors(trainer.optimizers, parameters)] if parameters else []
+
+
+def ddp_wrapper(trainer: Trainer) -> DistributedDataParallel | None:
+    """The strategy's DistributedDataParallel wrapper, if it uses one."""
+    model = trainer.strategy.model
+    return model if isinstance(model, DistributedDataParallel) else None
