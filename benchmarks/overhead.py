@@ -29,8 +29,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_resilience import AutoResume, FaultTolerance, LocalCheckpoint, NaNGuard, Preemption, StragglerDetection
 from lightning_resilience.detect.hangs.progress import Progress
 from lightning_resilience.detect.stragglers.step_timer import SamplingWindow
-from lightning_resilience.fit import session
+from lightning_resilience.fit import joining
 from lightning_resilience.fit.participant import Participant
+from lightning_resilience.fit.session import FitSession
 
 TOGGLE = 10
 BACKWARD = torch.autograd.backward
@@ -39,8 +40,8 @@ BACKWARD = torch.autograd.backward
 class EveryStepWithSeveralRanks(StragglerDetection):
     """Times every step, and looks for waits at the end of its backward pass, as where there is somebody to wait for."""
 
-    def _participate(self, fit: session.FitSession) -> Participant:
-        participant: Any = super()._participate(fit)
+    def _participate(self, session: FitSession) -> Participant:
+        participant: Any = super()._participate(session)
         participant._time._sampling = SamplingWindow()
         participant._waiting.start()
         return participant
@@ -82,10 +83,11 @@ class Toggle(L.Callback):
 
 def ours_on(trainer: L.Trainer, on: bool) -> None:
     """Takes off, or puts back, what belongs to the callbacks beside their hooks: boundaries, records, waits."""
-    fit = session._sessions.get(trainer)
-    if fit is None:
+    session = joining._active
+    if session is None:
         return
-    fit._running = on
+    fit = session.fit
+    session._running = on
     watched: Progress | None = vars(fit).setdefault("_benchmark_progress", fit.progress)
     fit.progress = watched if on else None
     # LocalCheckpoint looks after every batch, and before every step of an optimizer, whether a copy is under way;

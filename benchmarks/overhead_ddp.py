@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.overhead import Toggle, ours_on
 from lightning_resilience import recipes
-from lightning_resilience.fit import session
+from lightning_resilience.fit import joining
 from lightning_resilience.fit.straggler_reports import StragglerReports
 
 
@@ -43,16 +43,16 @@ class Model(L.LightningModule):
 def recipe_on(trainer: L.Trainer, on: bool) -> None:
     """As for one rank, and what measures waits and takes the broadcast out."""
     ours_on(trainer, on)
-    fit = session._sessions.get(trainer)
-    if fit is None:
+    session = joining._active
+    if session is None:
         return
     loop = trainer.fit_loop.epoch_loop
-    patch = vars(fit).setdefault("_benchmark_broadcast", vars(loop).get("_broadcast_sigterm_tensor"))
+    patch = vars(session).setdefault("_benchmark_broadcast", vars(loop).get("_broadcast_sigterm_tensor"))
     assert patch is not None, "Lightning's broadcast is not taken out"
     vars(loop).pop("_broadcast_sigterm_tensor", None)
     if on:
         loop._broadcast_sigterm_tensor = patch
-    for participant in fit.participants._all:
+    for participant in session.fit.participants._all:
         if isinstance(participant, StragglerReports):
             for owner, name, original, own in participant._waiting._replaced:
                 setattr(owner, name, own if on else original)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     )
     from lightning_resilience.callbacks.replica_check import ReplicasDiverged
     from lightning_resilience.checkpoint.resume import resolve_resume_path
+    from lightning_resilience.fit.joining import report_progress
     from lightning_resilience.fit.numerics_policy import TrainingDiverged
-    from lightning_resilience.fit.session import report_progress
     from lightning_resilience.launch.job_info import log_job_info
     from lightning_resilience.launch.schedulers.slurm import get_slurm_info
     from lightning_resilience.run.ledger import read_ledger
@@ -46,7 +46,7 @@ _WHERE = {
     "get_slurm_info": "launch.schedulers.slurm",
     "log_job_info": "launch.job_info",
     "read_ledger": "run.ledger",
-    "report_progress": "fit.session",
+    "report_progress": "fit.joining",
     "resolve_resume_path": "checkpoint.resume",
 }
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         StragglerDetection,
     )
     from lightning_resilience.faults import SimulatedFault
-    from lightning_resilience.fit.session import SessionCallback
+    from lightning_resilience.fit.joining import SessionCallback
 
 RECIPE_VARIABLE = "LIGHTNING_RESILIENCE_RECIPE"
 """Environment variable in which ``lightning-resilience launch`` names the recipe for the script's Trainers."""

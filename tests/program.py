@@ -54,7 +54,7 @@ from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.hangs import progress, timeouts
 from lightning_resilience.detect.hangs.rank_probe import node_directory
 from lightning_resilience.detect.numerics import numerics
-from lightning_resilience.fit import numerics_policy, session
+from lightning_resilience.fit import joining, numerics_policy
 from lightning_resilience.run.ledger import node_name
 from lightning_resilience.run.run_directory import RunDirectory
 
@@ -220,14 +220,14 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
 
 def go_back(until: int | None) -> None:
     """Has the fit go back to its newest state, or an older one, in this process."""
-    active = session._active
+    active = joining._active
 
     def nothing() -> None:
         raise RuntimeError("nothing to go back to")
 
-    active.participants.add(GoesBack(active, until, nothing))
-    if active.rank == 0:
-        active.agreement.request("back", {}, Needs.CLEAN | Needs.TRAINING)
+    active.fit.participants.add(GoesBack(active, until, nothing))
+    if active.fit.rank == 0:
+        active.fit.agreement.request("back", {}, Needs.CLEAN | Needs.TRAINING)
 
 
 def trace(config: dict[str, Any], rank: int, *line: Any) -> None:

@@ -34,7 +34,7 @@ from lightning_resilience.checkpoint.safe_serialization import pack, unpack
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import Snapshot
-from lightning_resilience.fit import session
+from lightning_resilience.fit import context
 from tests.ledgers import read_ledger
 from tests.program import Fsdp1OnCpu
 
@@ -285,7 +285,7 @@ def train_and_resume(case: str, folder: Path) -> dict[str, Any]:
     make_strategy, kind, prepare, optimizer, options = CASES[case]
 
     def fit(*callbacks: Any) -> tuple[L.Trainer, list[torch.Tensor]]:
-        session._fits_begun.clear()
+        context._fits_begun.clear()
         torch.manual_seed(5)
         module = kind(prepare, optimizer)
         trainer = L.Trainer(

@@ -31,8 +31,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_resilience
 from lightning_resilience import callbacks, signals
+from lightning_resilience._lightning import ResilienceCallback
 from lightning_resilience._lightning.lightning_callbacks import ResilienceCallback
-from lightning_resilience.fit import session
+from lightning_resilience.fit import joining, session
 from tests.harness import result, run, samples
 from tests.harness import undisturbed as undisturbed_run
 from tests.program import digest
@@ -154,7 +155,7 @@ def process_state() -> dict[str, Any]:
         "environment": dict(os.environ),
         "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook),
         "sockets": sorted(target for target in _descriptors() if target.startswith("socket")),
-        "sessions": (len(session._sessions), session._active),
+        "session": joining._active,
     }
 
 
@@ -404,7 +405,7 @@ def test_appended_after_the_trainer_was_made(undisturbed: str) -> None:
     for cls in CALLBACKS:
         trainer.callbacks.append(cls())
     seen: list[str] = []
-    trainer.callbacks.append(At(lambda trainer, module: seen.extend(map(str, session._active.members))))
+    trainer.callbacks.append(At(lambda trainer, module: seen.extend(map(str, joining._active.members))))
     trainer.fit(module)
     assert len(seen) == len(CALLBACKS)
     assert digest(module) == undisturbed
@@ -465,7 +466,7 @@ def test_passive_outside_of_fit(cls: type[Any], place: Path, stage: str) -> None
 @pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True}], ids=str)
 def test_passive_in(cls: type[Any], place: Path, options: dict[str, Any]) -> None:
     def look(trainer: Any, module: Any) -> None:
-        during.append((signals.installed(), len(session._sessions), threading.active_count()))
+        during.append((signals.installed(), joining._active, threading.active_count()))
 
     for own in ([], [cls()]):
         during: list[Any] = []

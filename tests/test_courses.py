@@ -15,7 +15,7 @@ from lightning_resilience import NaNGuard
 from lightning_resilience.agreement import Needs
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.generations import ShardInfo, generations, is_on_course
-from lightning_resilience.fit import session
+from lightning_resilience.fit import joining
 from lightning_resilience.fit.checkpoint_selector import MAX_CONDEMNED, BadCheckpoint
 from lightning_resilience.fit.numerics_policy import TrainingDiverged
 from lightning_resilience.run.run_directory import RunDirectory
@@ -36,10 +36,10 @@ def go_back(until: int) -> Callable[[L.Trainer], None]:
     """Has the fit go back, at the next boundary."""
 
     def ask(trainer: L.Trainer) -> None:
-        active = session._active
+        active = joining._active
         assert active is not None
-        active.participants.add(GoesBack(active, until, lambda: pytest.fail("nowhere to go")))
-        active.agreement.request("back", {}, Needs.CLEAN | Needs.TRAINING)
+        active.fit.participants.add(GoesBack(active, until, lambda: pytest.fail("nowhere to go")))
+        active.fit.agreement.request("back", {}, Needs.CLEAN | Needs.TRAINING)
 
     return ask
 
@@ -92,7 +92,7 @@ class Condemns(L.Callback):
         self.run, self.steps = run, steps
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: object) -> None:
-        active = session._active
+        active = joining._active
         assert active is not None
         loaded = active.tiers.loaded
         if loaded is not None and loaded.step in self.steps and trainer.global_step == loaded.step + 2:

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from lightning_resilience import AutoResume
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.safe_serialization import device_of, to_host
-from lightning_resilience.fit import session
+from lightning_resilience.fit.context import FitContext
 from lightning_resilience.run.run_directory import RunDirectory
 
 
@@ -94,7 +94,7 @@ def test_metrics_are_gathered_and_saved_from_the_host(tmp_path: Path, async_save
 
 
 def test_what_is_gathered_must_be_on_the_host() -> None:
-    class Alone(session.FitSession):
+    class Alone(FitContext):
         def __init__(self) -> None:
             self.rank, self.trainer = 0, L.Trainer(logger=False, enable_progress_bar=False)
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume, LocalCheckpoint
 from lightning_resilience.checkpoint import resume
-from lightning_resilience.fit import session
+from lightning_resilience.fit import context
 from lightning_resilience.run.run_directory import RunDirectory
 
 BATCHES = 12  # of an epoch, of 4 samples
@@ -99,7 +99,7 @@ class Script:
         **options: Any,
     ) -> End:
         """Starts it, as in a new process, until ``dies_at`` or its end."""
-        session._fits_begun.clear()
+        context._fits_begun.clear()
         own: list[Any] = [AutoResume(self.tmp / "run", **self.saving)]
         if local:
             own = [AutoResume(self.tmp / "run"), LocalCheckpoint(str(self.tmp / "node"), every_n_train_steps=3)]

@@ -21,8 +21,10 @@ import torch
 
 from lightning_resilience import AutoResume, Preemption
 from lightning_resilience.checkpoint import resume
-from lightning_resilience.fit import session
-from lightning_resilience.fit.session import FitSession, SessionCallback, _sessions
+from lightning_resilience.fit import context, joining
+from lightning_resilience.fit.joining import SessionCallback
+from lightning_resilience.fit.participant import Participant
+from lightning_resilience.fit.session import FitSession
 from lightning_resilience.launch.report import report
 from lightning_resilience.launch.status import status
 from lightning_resilience.run.run_directory import RunDirectory
@@ -270,7 +272,7 @@ def test_an_extra_state_that_cannot_be_kept_does_not_make_every_resume_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for steps in (4, 8):
-        monkeypatch.setattr(session, "_fits_begun", {})
+        monkeypatch.setattr(context, "_fits_begun", {})
         module = Tiny()
         module.layer = _Scaled(2, 1)
         with caplog.at_level(logging.INFO):
@@ -295,7 +297,7 @@ def test_a_fit_that_came_to_its_end_is_not_trained_again(
 
     def fit() -> tuple[int, bool]:
         """The step at the end, and whether this fit has trained, as in a process of its own."""
-        monkeypatch.setattr(session, "_fits_begun", {})
+        monkeypatch.setattr(context, "_fits_begun", {})
         module, own = Tiny(), trainer(tmp_path, both(tmp_path), **options)
         module.inside = lambda: stop(own)
         own.fit(module)
@@ -394,7 +396,7 @@ def test_a_trainer_inside_a_trainer_stays_passive(tmp_path: Path) -> None:
     outcome = RunDirectory(tmp_path / "run").fit(0).outcome
     assert outcome is not None
     assert outcome.step == 16
-    assert not _sessions
+    assert joining._active is None
 
 
 def test_a_list_of_callbacks_used_for_two_trainers(tmp_path: Path) -> None:
@@ -416,7 +418,7 @@ def test_an_exception_that_the_script_swallows(tmp_path: Path, caplog: pytest.Lo
     outcome = RunDirectory(tmp_path / "run").fit(0).outcome
     assert outcome is not None
     assert (outcome.status, outcome.reason) == ("failed", "RuntimeError: on purpose")
-    assert not _sessions
+    assert joining._active is None
     with caplog.at_level(logging.INFO):
         trainer(tmp_path, both(tmp_path)).fit(Tiny())
     assert [fit.path.name for fit in RunDirectory(tmp_path / "run").fits] == ["fit-000", "fit-001"]
@@ -428,7 +430,7 @@ def test_what_was_saved_at_an_exception_does_not_go_before_the_last_checkpoint(
     """Lightning resumes from it without being asked, and it is a state in the middle of a step."""
 
     def fit(fails: bool) -> None:
-        monkeypatch.setattr(session, "_fits_begun", {})
+        monkeypatch.setattr(context, "_fits_begun", {})
         module = Searched()
         saves = L.callbacks.OnExceptionCheckpoint(tmp_path)
 
@@ -473,7 +475,7 @@ def test_another_callback_that_raises_when_a_fit_ends_does_not_make_later_fits_p
     trainer(tmp_path, both(tmp_path)).fit(Tiny())
     assert [fit.path.name for fit in RunDirectory(tmp_path / "run").fits] == ["fit-000", "fit-001"]
     assert RunDirectory(tmp_path / "run").fit(1).outcome is not None
-    assert not _sessions
+    assert joining._active is None
 
 
 class RaisesAtTheEnd(SessionCallback):
@@ -484,16 +486,26 @@ class RaisesAtTheEnd(SessionCallback):
         self.run_dir = run_dir
         self.called: list[str] = []
 
-    def _joined(self, session: FitSession) -> None:
-        def fail() -> None:
+    def _participate(self, session: FitSession) -> Participant:
+        class Raises(Participant):
+            pass
+
+        class Notes(Participant):
+            def leave(_) -> None:
+                self.called.append("leave")
+
+            def left(_) -> None:
+                self.called.append("left")
+
+        def fail(participant: Participant) -> None:
             raise RuntimeError("on purpose")
 
-        hooks: list[Callable[[], None]] = getattr(session, self.place)
-        hooks.extend([fail, lambda: self.called.append(self.place)])
-        session.at_left.append(lambda: self.called.append("left"))
+        setattr(Raises, self.place, fail)
+        session.fit.participants.add(Raises())
+        return Notes()
 
 
-@pytest.mark.parametrize("place", ["at_leave", "at_left"])
+@pytest.mark.parametrize("place", ["leave", "left"])
 def test_what_raises_when_a_fit_is_left_keeps_nothing_else_from_being_undone(tmp_path: Path, place: str) -> None:
     callback = RaisesAtTheEnd(place, tmp_path / "run")
     threads = set(threading.enumerate())
@@ -502,9 +514,9 @@ def test_what_raises_when_a_fit_is_left_keeps_nothing_else_from_being_undone(tmp
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1)}
     with pytest.raises(RuntimeError, match="on purpose"):
         first.fit(Tiny())
-    assert callback.called == [place, "left"]
-    assert not _sessions
-    assert session._active is None
+    assert callback.called == ["leave", "left"]
+    assert joining._active is None
+    assert joining._active is None
     assert set(threading.enumerate()) <= threads
     assert {signum: signal.getsignal(signum) for signum in handlers} == handlers
     for owner, names in zip((first.strategy, first._checkpoint_connector, first.fit_loop), before, strict=True):

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_resilience import AutoResume, Preemption, recipes
 from lightning_resilience._lightning.lightning_callbacks import ResilienceCallback
 from lightning_resilience.checkpoint import checkpoint_file, resume
-from lightning_resilience.fit import session
+from lightning_resilience.fit import context, joining
 from lightning_resilience.recipes import RECIPE_VARIABLE
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, RunDirectory
 from tests.harness import result, run, samples
@@ -42,12 +42,12 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.setenv(RECIPE_VARIABLE, "nemo")
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path / "run"))
     monkeypatch.chdir(tmp_path)
-    session._fits_begun.clear()
+    context._fits_begun.clear()
     return RunDirectory(tmp_path / "run")
 
 
 def restart() -> None:
-    session._fits_begun.clear()
+    context._fits_begun.clear()
 
 
 class Steps:
@@ -142,7 +142,7 @@ class MyAutoResume(AutoResume):
 @pytest.mark.parametrize("own", [AutoResume, MyAutoResume])
 def test_the_users_own_goes_first(launched: RunDirectory, own: type[AutoResume]) -> None:
     members: list[Any] = []
-    look = L.callbacks.LambdaCallback(on_train_start=lambda t, m: members.extend(session._sessions[t].members))
+    look = L.callbacks.LambdaCallback(on_train_start=lambda t, m: members.extend(joining._active.members))
     mine = own(every_n_train_steps=3, async_save=False)
     make_trainer([look, mine]).fit(Module())
     (auto_resume,) = (member for member in members if isinstance(member, AutoResume))

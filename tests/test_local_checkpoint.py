@@ -44,9 +44,9 @@ from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
 from lightning_resilience.checkpoint.snapshot import Snapshot, optimizer_tensors, wait_with_heartbeat
-from lightning_resilience.fit import session
+from lightning_resilience.fit import context
 from lightning_resilience.fit.checkpoint_selector import MAX_CONDEMNED, BadCheckpoint
-from lightning_resilience.fit.session import session_of
+from lightning_resilience.fit.joining import session_of
 from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt
 from tests.harness import result, run, samples
 from tests.ledgers import read_ledger
@@ -403,7 +403,7 @@ class Run:
         self, *callbacks: L.Callback, at: Mapping[int, Callable[[L.Trainer], None]] | None = None, **options: Any
     ) -> bytes:
         """Trains; returns the weights and what else the module has, as bytes."""
-        session._fits_begun.clear()
+        context._fits_begun.clear()
         return self.next_fit(*callbacks, at=at, **options)
 
     def next_fit(

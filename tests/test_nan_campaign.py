@@ -25,7 +25,7 @@ from lightning_resilience import AutoResume, LocalCheckpoint, NaNGuard, Training
 from lightning_resilience.checkpoint import checkpoint_file, shard
 from lightning_resilience.checkpoint.node_store import ShardWriter
 from lightning_resilience.checkpoint.safe_serialization import unpack
-from lightning_resilience.fit import numerics_policy, session
+from lightning_resilience.fit import context, joining, numerics_policy
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import CONTEXT, command, free_port, result, run, run_command, weights
 from tests.ledgers import read_ledger
@@ -273,7 +273,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
         return path
 
     monkeypatch.setattr(ShardWriter, "publish", published)
-    monkeypatch.setattr(session, "_fits_begun", {})
+    monkeypatch.setattr(context, "_fits_begun", {})
     return found
 
 
@@ -363,10 +363,10 @@ def test_whatever_goes_wrong(seed: int, files: Files, tmp_path: Path, monkeypatc
     assert not _global_optimizer_pre_hooks
     assert not _global_optimizer_post_hooks
     assert not any(each._optimizer_step_pre_hooks for each in trainer.optimizers)
-    assert session._active is None
+    assert joining._active is None
 
     if diverged is not None and about.what != "spike":  # an accepted one may have left large weights
-        monkeypatch.setattr(session, "_fits_begun", {})
+        monkeypatch.setattr(context, "_fits_begun", {})
         model = Model(replace(about, times=0, again=()), files)
         assert fit(replace(about, times=0, again=()), model, tmp_path)[2] is None, "what was wrong with it is repaired"
         assert all(torch.isfinite(each).all() for each in model.state())
@@ -420,7 +420,7 @@ def test_what_a_checkpoint_brings_along_is_not_meant_so(
         state["state_dict"]["net.1.running_var"][2] = math.nan
         checkpoint_file.save(state, path, {"fit": 0})
     saved = len(ledger(tmp_path, "saved"))
-    monkeypatch.setattr(session, "_fits_begun", {})
+    monkeypatch.setattr(context, "_fits_begun", {})
     again = replace(about, epochs=2)
     fit(again, Model(again, files), tmp_path)
     assert len(ledger(tmp_path, "resumed")) == 1
@@ -484,7 +484,7 @@ def with_losses_of_its_own(rank: int, port: int, folder: Path) -> None:
         guard = NaNGuard(spiky_loss_factor=20.0, spike_window=3)
         model = Watched({**spoils, **more}, lambda parameters: torch.optim.SGD(parameters, 1e-6))
         fit_watched(model, folder, guard, AutoResume(), devices=2, strategy="ddp", max_epochs=epochs)
-        session._fits_begun.clear()
+        context._fits_begun.clear()
         torch.distributed.destroy_process_group()
         skipped.append(guard.skipped_steps)
     torch.save(skipped, folder / f"{rank}.pt")

@@ -22,7 +22,7 @@ from lightning_resilience.callbacks import nan_guard
 from lightning_resilience.detect.numerics import numerics
 from lightning_resilience.detect.numerics.numerics import ChangingBuffers
 from lightning_resilience.detect.numerics.step_guard import StepGuard
-from lightning_resilience.fit import numerics_policy, session
+from lightning_resilience.fit import context, numerics_policy
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run
 from tests.late import Travelling
@@ -47,7 +47,7 @@ FUSED = OPTIMIZERS["fused AdamW"]
 
 @pytest.fixture(autouse=True)
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_fits_begun", {})
+    monkeypatch.setattr(context, "_fits_begun", {})
     monkeypatch.setattr(numerics_policy, "_reads_cost_nothing", lambda device: False)
 
 
@@ -72,7 +72,7 @@ def trained(
 ) -> Late:
     """The model after a fit in which verdicts take so many batches; ``None``: as on the CPU, where they are at once."""
     with monkeypatch.context() as patched:
-        patched.setattr(session, "_fits_begun", {})
+        patched.setattr(context, "_fits_begun", {})
         if batches is None:
             patched.setattr(numerics_policy, "_reads_cost_nothing", lambda device: True)
         else:

@@ -32,7 +32,7 @@ from lightning_resilience import (
 )
 from lightning_resilience._lightning import lightning_strategies
 from lightning_resilience.agreement import Agreement, Event
-from lightning_resilience.fit import session
+from lightning_resilience.fit import context
 
 NAN = float("nan")
 
@@ -48,7 +48,7 @@ PLACES = {
     "saver.close": "Saver.close",
     "saver.waits": "Saver.waits",
     "write file": "Saver._write_file",
-    "outcome": "FitSession.end",
+    "outcome": "FitOutcome.write",
     "fault: started": "_Watching.start",
     "fault: inject": "FaultInjector.at_step",
     "fault: saved": "_Watching.after_save",
@@ -84,7 +84,7 @@ PLACES = {
     "resume: boundary": "_Saving.at_boundary",
     "resume: begin": "_Saving.after_rollback",
     "resume: retain": "_Saving.retain",
-    "selector: verdict": "Tiers.verdict",
+    "selector: verdict": "CheckpointSelector.verdict",
 }
 NAMES = {qualified: name for name, qualified in PLACES.items()}
 
@@ -162,7 +162,7 @@ def recorded(frame: FrameType) -> str:
 
 
 def run(tmp: Path, monkeypatch: pytest.MonkeyPatch, factor: Callable[[int], float] = lambda calls: 1.0) -> list[str]:
-    monkeypatch.setattr(session, "_fits_begun", {})
+    monkeypatch.setattr(context, "_fits_begun", {})
     monkeypatch.setattr(
         lightning_strategies, "replicated_parameters", lambda trainer: list(trainer.lightning_module.parameters())
     )

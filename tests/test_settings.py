@@ -162,7 +162,7 @@ def test_a_finished_fit_is_not_taken_for_one_of_other_settings(
     from torch.utils.data import DataLoader, TensorDataset
 
     from lightning_resilience import AutoResume
-    from lightning_resilience.fit import session
+    from lightning_resilience.fit import context
     from lightning_resilience.fit.settings import CONTINUE_VARIABLE
     from lightning_resilience.launch.report import report
     from lightning_resilience.launch.status import status
@@ -184,7 +184,7 @@ def test_a_finished_fit_is_not_taken_for_one_of_other_settings(
             return torch.optim.SGD(self.parameters(), self.rates[0], weight_decay=self.rates[1])
 
     def fit(lr: float = 0.1, decay: float = 0.0, size: int = 4, max_epochs: int = 1) -> tuple[float, str]:
-        session._fits_begun.clear()
+        context._fits_begun.clear()
         caplog.clear()
         torch.manual_seed(0)
         model = Model(lr, decay)

@@ -25,7 +25,7 @@ from lightning_resilience.checkpoint.node_store import NodeStore
 from lightning_resilience.checkpoint.rank_state import RankState
 from lightning_resilience.checkpoint.safe_serialization import pack, unpack
 from lightning_resilience.checkpoint.snapshot import Fence, Snapshots, optimizer_tensors
-from lightning_resilience.fit import session
+from lightning_resilience.fit import context
 from tests import snapshot_worker
 from tests.harness import CONTEXT, free_port
 from tests.snapshot_worker import PATIENCE_S, OnPurpose, Witness, same
@@ -39,7 +39,7 @@ ALL = [1, 2, 3, 4, 5]
 
 @pytest.fixture
 def witness(monkeypatch: pytest.MonkeyPatch) -> Witness:
-    monkeypatch.setattr(session, "_fits_begun", {})
+    monkeypatch.setattr(context, "_fits_begun", {})
     return Witness(monkeypatch)
 
 
@@ -601,7 +601,7 @@ class Wrapper(torch.Tensor):
 def test_what_cannot_be_saved_does_not_end_the_training(
     odd: Callable[[], torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(session, "_fits_begun", {})
+    monkeypatch.setattr(context, "_fits_begun", {})
     monkeypatch.setattr(snapshot_worker, "live", lambda trainer: {})  # torch cannot copy it either
     net = nn.Linear(4, 4)
     net.register_buffer("odd", odd())

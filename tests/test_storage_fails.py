@@ -21,7 +21,7 @@ from lightning_resilience import _files
 from lightning_resilience._files import Patience
 from lightning_resilience.checkpoint import checkpoint_file, resume, shard
 from lightning_resilience.fit import checkpoint_selector
-from lightning_resilience.fit.session import FitSession
+from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.strategies import StrategyTraits
 from lightning_resilience.run.run_directory import FitDirectory, RunDirectory, StorageFails
 from tests.harness import Ranks, result, run
@@ -195,7 +195,7 @@ class Job:
         def one(rank: int) -> None:
             self.rank.number = rank
             try:
-                choice = checkpoint_selector.Tiers.choose(self.chooser(rank), None)
+                choice = checkpoint_selector.CheckpointSelector.choose(self.chooser(rank), None)
                 found[rank] = None if choice is None else resume.step_of(choice[0])
             except StorageFails as error:
                 found[rank] = type(error)
@@ -216,15 +216,15 @@ class Job:
             broadcast=lambda value: self.gather(value)[0], barrier=lambda name: self.gather(0), **first
         )
         trainer = SimpleNamespace(strategy=strategy, max_steps=-1, **first)
-        session = SimpleNamespace(
-            trainer=trainer, rank=rank, index=0, fit=self.fit, gather=self.gather, whoami=f"Rank {rank}",
+        fit = SimpleNamespace(
+            trainer=trainer, rank=rank, index=0, folder=self.fit, gather=self.gather, whoami=f"Rank {rank}",
             nodes=self.nodes,
             run=SimpleNamespace(ledger=self.folder / "ledger"), patience=Patience(), metadata={},
-            ledger=Ledger(self.folder / "ledger", rank),
-            previous_outcome=None, had_finished=False, finished_before=lambda: False, check_owner=lambda: None,
+            ledger=Ledger(self.folder / "ledger", rank), previous_outcome=None, check_owner=lambda: None,
         )  # fmt: skip
-        session.from_rank_0 = lambda make: FitSession.from_rank_0(session, make)
-        found = checkpoint_selector.Tiers(session)
+        fit.from_rank_0 = lambda make: FitContext.from_rank_0(fit, make)
+        outcome = SimpleNamespace(had_finished=False, finished_before=lambda: False)
+        found = checkpoint_selector.CheckpointSelector(fit, outcome)
         found.uses_global = True
         return found
 

@@ -34,7 +34,7 @@ from lightning_resilience.agreement import Needs
 from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.stragglers.step_timer import DeviceTime, HostTime, Sample
 from lightning_resilience.detect.stragglers.stragglers import Straggler
-from lightning_resilience.fit import session, straggler_reports
+from lightning_resilience.fit import joining, straggler_reports
 from lightning_resilience.fit.straggler_reports import StragglerReports
 from lightning_resilience.launch.nodes import Board, Decision
 from lightning_resilience.run.run_directory import RunDirectory
@@ -145,7 +145,7 @@ class Windows(L.Callback):
         self.paced.work("callback")
         self.steps += 1
         if trainer.is_global_zero and self.steps == STEPS:
-            session._active.agreement.request("straggler report", {}, Needs.TRAINING)
+            joining._active.fit.agreement.request("straggler report", {}, Needs.TRAINING)
 
     def _write(self) -> None:
         report = self.detection.report
@@ -759,7 +759,7 @@ def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -
 def test_a_backend_that_does_not_work_here_is_refused(backend: Any, why: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"backend='{backend}' {why}"):
         trainer_with(tmp_path, StragglerDetection(backend=backend)).fit(Short())
-    assert session._active is None
+    assert joining._active is None
     trainer_with(tmp_path, StragglerDetection(backend="timer")).fit(Short())
 
 

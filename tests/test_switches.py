@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_resilience import AutoResume, LocalCheckpoint, checks, recipes, signals
 from lightning_resilience.checkpoint.local import LocalSaves
-from lightning_resilience.fit import session
+from lightning_resilience.fit import context
 from lightning_resilience.launch.cli import launch_settings
 from tests.ledgers import read_ledger
 
@@ -100,7 +100,7 @@ def test_a_local_save_that_the_training_waits_for(
 
 
 def test_a_run_says_what_job_it_is_and_that_it_saves(caplog: pytest.LogCaptureFixture) -> None:
-    session._fits_begun.clear()
+    context._fits_begun.clear()
     logging.getLogger("lightning_resilience").addHandler(caplog.handler)
     try:
         fit(AutoResume("run", every_n_train_steps=1, async_save=False), steps=6)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume, LocalCheckpoint
 from lightning_resilience.checkpoint import checkpoint_file, resume
-from lightning_resilience.fit import saving, session
+from lightning_resilience.fit import context, saving
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.ledgers import read_ledger
 from tests.program import digest
@@ -166,7 +166,7 @@ def fit(
     steps: int = STEPS,
 ) -> None:
     """One fit, which takes itself for the first of a new process."""
-    monkeypatch.setattr(session, "_fits_begun", {})
+    monkeypatch.setattr(context, "_fits_begun", {})
     run = tmp / "run"
     ours: dict[str, list[Any]] = {
         "none": [],

@@ -19,7 +19,7 @@ import torch
 from lightning_resilience import wandb_panels
 from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.stragglers.stragglers import Report
-from lightning_resilience.fit import session
+from lightning_resilience.fit import context
 from lightning_resilience.run.run_directory import RunDirectory
 from tests import program
 from tests.harness import CONTEXT, free_port
@@ -289,7 +289,7 @@ def test_each_fit_finds_an_id_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
             found.append(os.environ["WANDB_RUN_ID"])
 
     for _ in range(2):
-        session._fits_begun.clear()
+        context._fits_begun.clear()
         monkeypatch.setenv("WANDB_RUN_ID", own or identity)
         for fold in range(2):
             callbacks = [Looks(), AutoResume(run_dir, async_save=False)]

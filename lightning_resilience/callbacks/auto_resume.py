@@ -12,8 +12,9 @@ from lightning_resilience._arguments import checked, duration
 from lightning_resilience._lightning import lightning_strategies
 from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.checkpoint import resume
+from lightning_resilience.fit.joining import SessionCallback, session_of
 from lightning_resilience.fit.participant import Participant
-from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
+from lightning_resilience.fit.session import FitSession
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -92,7 +93,7 @@ class AutoResume(SessionCallback):
 
     def _participate(self, session: FitSession) -> Participant:
         """Has the fit resume from the run's checkpoints, and saves them."""
-        session.tiers.uses_global = True
+        session.selector.uses_global = True
         return _Saving(self, session)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -114,12 +115,12 @@ class _Saving(Participant):
         self._held = ""
         interval = settings.train_time_interval
         # One clock decides for all ranks.
-        self._interval_s = interval.total_seconds() if interval is not None and session.rank == 0 else float("inf")
+        self._interval_s = interval.total_seconds() if interval is not None and session.fit.rank == 0 else float("inf")
         self._next = float("inf")
 
     def start(self) -> None:
         """Says how it saves, and starts the clock."""
-        trainer = self.session.trainer
+        trainer = self.session.fit.trainer
         traits = lightning_strategies.traits_of(trainer.strategy)
         if self.settings.async_save and trainer.is_global_zero and not traits.can_write_behind:
             log.info("%s saves in collectives: the training waits for its saves.", type(trainer.strategy).__name__)
@@ -129,14 +130,14 @@ class _Saving(Participant):
         """What was due, was due in what the fit has left behind."""
         self.due = self._asked = False
         self._held = ""
-        self._saved_step = self.session.trainer.global_step
+        self._saved_step = self.session.fit.trainer.global_step
         self._next = time.monotonic() + self._interval_s
 
     def at_boundary(self, may_save: bool) -> None:
         """Saves what is due."""
         if time.monotonic() >= self._next and not self._asked:
             self._asked = True
-            self.session.agreement.request(_SAVE, {"reason": "interval"}, Needs.CLEAN | Needs.TRAINING)
+            self.session.fit.agreement.request(_SAVE, {"reason": "interval"}, Needs.CLEAN | Needs.TRAINING)
         if not may_save:
             return
         if self._held:
@@ -144,7 +145,7 @@ class _Saving(Participant):
         elif self.due:
             self.save("follows ModelCheckpoint")
         elif (n := self.settings.every_n_train_steps) is not None:
-            step = self.session.trainer.global_step
+            step = self.session.fit.trainer.global_step
             if step // n > self._saved_step // n:  # also if nothing could be saved at the very step
                 self.save("every_n_train_steps")
 
@@ -152,7 +153,7 @@ class _Saving(Participant):
         """Saves because the interval is over, or a snapshot was no good."""
         if event.kind != _SAVE:
             return
-        if self.session.saves_paused:
+        if self.session.fit.saves_paused:
             self._held = str(event.payload["reason"])
         else:
             self.save(str(event.payload["reason"]))
@@ -169,16 +170,16 @@ class _Saving(Participant):
             return
         self.due = self._asked = False
         self._held = ""
-        self._saved_step = session.trainer.global_step
+        self._saved_step = session.fit.trainer.global_step
         self._next = time.monotonic() + self._interval_s
         if self.settings.async_save:
             session.saver.save_behind(reason, self.retain, self._again)
-        elif session.saver.save(reason) is not None and session.trainer.is_global_zero:
+        elif session.saver.save(reason) is not None and session.fit.trainer.is_global_zero:
             self.retain()
 
     def retain(self) -> None:
         """Removes checkpoints beyond ``keep``."""
-        resume.retain(self.session.fit.checkpoints, self.settings.keep)
+        resume.retain(self.session.fit.folder.checkpoints, self.settings.keep)
 
     def _again(self) -> None:
-        self.session.agreement.request(_SAVE, {"reason": "again"}, Needs.CLEAN | Needs.TRAINING)
+        self.session.fit.agreement.request(_SAVE, {"reason": "again"}, Needs.CLEAN | Needs.TRAINING)

@@ -39,8 +39,9 @@ from lightning_resilience.detect.hangs.rank_probe import (
 )
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.faults import FaultInjector, SimulatedFault
+from lightning_resilience.fit.joining import SessionCallback, session_of
 from lightning_resilience.fit.participant import Participant
-from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
+from lightning_resilience.fit.session import FitSession
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.events import Fault, Unhealthy, WorkloadRequest
 from lightning_resilience.run.ledger import read_ledger
@@ -178,11 +179,11 @@ class _Watching(Participant):
         self.has_loaded = False
         self._ping_at = 0
         self._steps_before = 0
-        trainer = session.trainer
+        trainer = session.fit.trainer
         self._monitor = _monitor(settings.engine)
         self._check_node()
         self._distrusted: set[Section] = set()
-        self._state = Path(settings.exp_dir or session.run.path) / "ft_state.json"
+        self._state = Path(settings.exp_dir or session.fit.run.path) / "ft_state.json"
         self._layout = {
             "world_size": trainer.world_size,
             "nodes": trainer.num_nodes,
@@ -206,12 +207,12 @@ class _Watching(Participant):
             self._count_as_checkpointing(trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint")
         if trainer.is_global_zero:
             self._set_finished_flag(False)
-            if session.index == 0:
+            if session.fit.index == 0:
                 self._say_what_watches()
 
     def _begin(self) -> Witness | None:
         """Has this rank watched; what hinders that must not end a healthy training."""
-        session, trainer = self.session, self.session.trainer
+        session, trainer = self.session, self.session.fit.trainer
         witness = launched = None
         try:
             if sys.platform != "linux":
@@ -221,22 +222,22 @@ class _Watching(Participant):
                 launched.begin_fit(self.timeouts.by_section(), self._about())
                 witness = launched
             else:
-                self._directory = node_directory(session.token, trainer.node_rank)
-                witness = Witness(self._directory, session.rank, self.timeouts.by_section(), self._about())
-            session.progress = witness.progress
+                self._directory = node_directory(session.fit.token, trainer.node_rank)
+                witness = Witness(self._directory, session.fit.rank, self.timeouts.by_section(), self._about())
+            session.fit.progress = witness.progress
         except OSError as error:
-            log.error("Rank %d is not watched: a hang of it will not be found (%s).", session.rank, error)
+            log.error("Rank %d is not watched: a hang of it will not be found (%s).", session.fit.rank, error)
             is_alone = launched is None and trainer.num_devices == 1
             if is_alone and self._directory is not None:  # there is nobody else to watch here
                 shutil.rmtree(self._directory, ignore_errors=True)
                 self._directory = None
         self._keep_watchdog()
-        lightning_loops.on_other_trainers(trainer, session.patches, session.advanced, handle_signals_again)
+        lightning_loops.on_other_trainers(trainer, session.fit.patches, session.fit.advanced, handle_signals_again)
         return witness
 
     def _keep_watchdog(self) -> None:
         """Starts the watchdog of this node unless it runs; if it does not start, the training goes on without it."""
-        if self._directory is None or self.session.trainer.local_rank != 0:
+        if self._directory is None or self.session.fit.trainer.local_rank != 0:
             return
         if self._watchdog is not None:
             if watchdog.is_alive(self._directory, self._watchdog):
@@ -257,11 +258,11 @@ class _Watching(Participant):
                 )
 
     def _about(self) -> dict[str, Any]:
-        session, trainer = self.session, self.session.trainer
+        session, trainer = self.session, self.session.fit.trainer
         return {
-            "run_dir": str(session.run.path),
-            "fit": session.index,
-            "token": session.token,
+            "run_dir": str(session.fit.run.path),
+            "fit": session.fit.index,
+            "token": session.fit.token,
             "node": platform.node(),
             "nodes": trainer.num_nodes,
             "world_size": trainer.world_size,
@@ -281,30 +282,30 @@ class _Watching(Participant):
         call = getattr(owner, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            with self.session.during("checkpointing"):
+            with self.session.fit.during("checkpointing"):
                 return call(*args, **kwargs)
 
-        self.session.save_patches.set(owner, name, counted)
+        self.session.fit.save_patches.set(owner, name, counted)
 
     def start(self) -> None:
         """Training begins."""
         session = self.session
-        self._steps_before = session.steps_counted
+        self._steps_before = session.fit.steps_counted
         if self._faults is not None:
-            self._faults.arm(session.trainer.global_step)
+            self._faults.arm(session.fit.trainer.global_step)
 
     def before_training_data(self, loaders: list[Any]) -> None:
         """Has the data loaders inject what is to happen in their workers."""
         if (injector := self._faults) is not None:
             for loader in loaders:
                 if isinstance(loader, DataLoader):
-                    self.session.patches.set(loader, "collate_fn", injector.collate(loader.collate_fn))
+                    self.session.fit.patches.set(loader, "collate_fn", injector.collate(loader.collate_fn))
 
     def at_boundary(self, may_save: bool) -> None:
         """Injects the fault that is due, and pings the ranks."""
         if self._faults is not None:
-            self._faults.at_step(self.session.trainer.global_step)
-        if self.settings.health_check_interval_steps and self.session.trainer.world_size > 1:
+            self._faults.at_step(self.session.fit.trainer.global_step)
+        if self.settings.health_check_interval_steps and self.session.fit.trainer.world_size > 1:
             self._ping()
 
     def on_raised(self) -> None:
@@ -339,12 +340,12 @@ class _Watching(Participant):
         self._layout["configured"] = str(configured)  # whoever configures something else wants that to hold
 
         def read() -> tuple[SectionTimeouts | None, set[Section]]:
-            found, problem = timeouts.load(self._state, self.session.index, self._layout, configured)
+            found, problem = timeouts.load(self._state, self.session.fit.index, self._layout, configured)
             if problem is not None:
                 log.warning("%s Timeouts are calculated anew.", problem)
             return found, self._ended_too_early(configured)
 
-        found, self._distrusted = self.session.from_rank_0(read)  # the ranks must not differ
+        found, self._distrusted = self.session.fit.from_rank_0(read)  # the ranks must not differ
         if found is None:
             return configured
         calculated = {name: s for name, s in found.calculated.items() if name not in self._distrusted}
@@ -355,15 +356,15 @@ class _Watching(Participant):
         limits = configured.by_section()
         return {
             section
-            for event in read_ledger(self.session.run.ledger)
-            if isinstance(event, Fault) and event.kind == "hang" and event.fit == self.session.index
+            for event in read_ledger(self.session.fit.run.ledger)
+            if isinstance(event, Fault) and event.kind == "hang" and event.fit == self.session.fit.index
             for section, limit in limits.items()
             if section == event.section and event.limit is not None and event.limit < limit
         }
 
     def after_save(self, is_end: bool) -> None:
         """All ranks stand here together, in no hurry."""
-        trainer = self.session.trainer
+        trainer = self.session.fit.trainer
         if is_end and trainer.is_global_zero:
             self._set_finished_flag(True)
         self._keep_watchdog()
@@ -371,7 +372,7 @@ class _Watching(Participant):
             self._calculate_timeouts(is_end)
 
     def _calculate_timeouts(self, is_end: bool) -> None:
-        trainer, progress = self.session.trainer, self.session.progress
+        trainer, progress = self.session.fit.trainer, self.session.fit.progress
         mine = progress.measured() if progress is not None else {}, self.has_loaded
         everywhere: list[Any] = [mine]
         if trainer.world_size > 1:
@@ -384,7 +385,7 @@ class _Watching(Participant):
                 longest[section] = max(seconds, longest.get(section, 0.0))
         selected = timeouts.selectable(
             has_loaded=any(has_loaded for _, has_loaded in everywhere),
-            train_iterations=self.session.steps_counted - self._steps_before,
+            train_iterations=self.session.fit.steps_counted - self._steps_before,
             has_validated="validation" in longest,
             has_saved="checkpointing" in longest,
             saves_in_background=(
@@ -402,7 +403,7 @@ class _Watching(Participant):
         if trainer.is_global_zero:
             log.debug("Calculated section timeouts: %s", new)
             try:
-                timeouts.save(self._state, self.session.index, new, self._layout)
+                timeouts.save(self._state, self.session.fit.index, new, self._layout)
             except OSError as error:
                 log.warning("The calculated timeouts cannot be kept for the next job: %s", error)
 
@@ -414,23 +415,23 @@ class _Watching(Participant):
             return None
         injector = FaultInjector(
             fault,
-            rank=session.rank,
-            world_size=session.trainer.world_size,
-            ledger=session.ledger,
-            seed=session.token,
-            device=session.trainer.strategy.root_device,
+            rank=session.fit.rank,
+            world_size=session.fit.trainer.world_size,
+            ledger=session.fit.ledger,
+            seed=session.fit.token,
+            device=session.fit.trainer.strategy.root_device,
             node_pids=lambda: pids(self.witness.directory) if self.witness is not None else [],
         )
 
         if injector.fault_type == "nan_loss":
-            training_step = session.trainer.strategy.training_step
+            training_step = session.fit.trainer.strategy.training_step
 
             def spoiled(*args: Any, **kwargs: Any) -> Any:
                 output = training_step(*args, **kwargs)
                 injector.spoil_loss(output)  # here too: Lightning copies the loss for the hooks before the backward
                 return output
 
-            session.patches.set(session.trainer.strategy, "training_step", spoiled)
+            session.fit.patches.set(session.fit.trainer.strategy, "training_step", spoiled)
         return injector
 
     def spoil_loss(self, loss: Any) -> None:
@@ -439,12 +440,12 @@ class _Watching(Participant):
             self._faults.spoil_loss(loss)
 
     def _ping(self) -> None:
-        step, every = self.session.trainer.global_step, self.settings.health_check_interval_steps
+        step, every = self.session.fit.trainer.global_step, self.settings.health_check_interval_steps
         if step % every == 0 and step != self._ping_at:
             self._ping_at = step
             # A rank may come as late as it may be in any step; and a device has all before the ping to do first.
             limit = min(self.timeouts.by_section()["step"], _PING_WITHIN_S)
-            check = health.check_collective(self.session.trainer.strategy.root_device, limit)
+            check = health.check_collective(self.session.fit.trainer.strategy.root_device, limit)
             if not check.ok:
                 raise RuntimeError(f"The health check at step {step} failed: {check.detail}.")
 
@@ -452,19 +453,21 @@ class _Watching(Participant):
         """A sick node fails here, with its name, and not in the middle of a step of all."""
         session = self.session
         # The storage is the node's: one look, and not one of every rank at every fit, each with files that are synced.
-        looks = session.trainer.local_rank == 0 and session.index == 0
-        report = health.check_node(session.run.path if looks else None, session.trainer.strategy.root_device)
+        looks = session.fit.trainer.local_rank == 0 and session.fit.index == 0
+        report = health.check_node(session.fit.run.path if looks else None, session.fit.trainer.strategy.root_device)
         # A storage that is slow fails nothing here. A device that does not answer would hang in the first step.
         failed = [
             check for check in report.failed if check.name != "clock" and (check.answered or check.name == "device")
         ]
         for check in report.failed:
             if check not in failed:
-                log.warning("Rank %d on %s: %s", session.rank, platform.node(), check.detail)
+                log.warning("Rank %d on %s: %s", session.fit.rank, platform.node(), check.detail)
         if not failed:
             return
-        reason = f"rank {session.rank} on {platform.node()} is not fit to train: {health.HealthReport(tuple(failed))}"
-        session.ledger.record(Unhealthy(fit=session.index, reason=reason))
+        reason = (
+            f"rank {session.fit.rank} on {platform.node()} is not fit to train: {health.HealthReport(tuple(failed))}"
+        )
+        session.fit.ledger.record(Unhealthy(fit=session.fit.index, reason=reason))
         # Another node has no more space in shared storage; and one that is cold or busy is not sick.
         if any(check.answered and check.name != "free space" for check in failed):
             self._request(_nvrx.EXCLUDE_THIS_NODE, reason)
@@ -488,7 +491,7 @@ class _Watching(Participant):
         if action == "continue":
             return None
         session = self.session
-        session.ledger.record(WorkloadRequest(fit=session.index, action=action, reason=description))
+        session.fit.ledger.record(WorkloadRequest(fit=session.fit.index, action=action, reason=description))
         # launch reads it in the ledger; ft_launcher would close the rendezvous of all, or let this node join again.
         is_told = action == _nvrx.EXCLUDE_THIS_NODE and RUN_DIR_VARIABLE in os.environ
         if self._monitor is not None and not is_told:
@@ -518,7 +521,7 @@ class _Watching(Participant):
             )
 
     def _say_what_watches(self) -> None:
-        trainer = self.session.trainer
+        trainer = self.session.fit.trainer
         is_restarted = "TORCHELASTIC_RUN_ID" in os.environ
         watching = ["a watchdog on every node"] if self.witness is not None and self._watchdog is not None else []
         watching += ["NVRx's rank monitors"] if self._reporter is not None else []

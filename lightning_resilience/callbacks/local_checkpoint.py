@@ -32,8 +32,9 @@ from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator, ne
 from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import ON_DEVICE_BYTES
 from lightning_resilience.detect.hangs.rank_probe import own_directories
+from lightning_resilience.fit.joining import SessionCallback, session_of
 from lightning_resilience.fit.participant import Participant
-from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
+from lightning_resilience.fit.session import FitSession
 from lightning_resilience.run.events import Saved
 from lightning_resilience.run.interruptions import interruptions
 from lightning_resilience.run.ledger import read_ledger
@@ -155,7 +156,7 @@ class LocalCheckpoint(SessionCallback):
         except _Unusable as problem:  # on every rank
             if not self._injected:
                 raise ValueError(str(problem)) from None
-            if session.rank == 0:
+            if session.fit.rank == 0:
                 log.warning("LocalCheckpoint is off: %s.", problem)
             return None
 
@@ -175,35 +176,35 @@ class _Local(Participant):
     def __init__(self, settings: LocalCheckpoint, session: FitSession) -> None:
         self.settings = settings
         self.session = session
-        trainer = session.trainer
-        self.locations = rank_locations(session.gather((os.uname().nodename, trainer.node_rank)))
-        self.location = self.locations[session.rank]
+        trainer = session.fit.trainer
+        self.locations = rank_locations(session.fit.gather((os.uname().nodename, trainer.node_rank)))
+        self.location = self.locations[session.fit.rank]
         problem = None
         try:
             self.store = NodeStore(
-                _directory(settings.dir, self.location.node, session.run_id, session.index),
-                before_publish=session.check_owner,
+                _directory(settings.dir, self.location.node, session.fit.run_id, session.fit.index),
+                before_publish=session.fit.check_owner,
                 verify=self._verify,
             )
         except OSError as error:
             problem = f"{self.location.node} cannot keep local checkpoints ({error}); set dir= or --local-dir"
-        if problems := [each for each in session.gather(problem) if each is not None]:
+        if problems := [each for each in session.fit.gather(problem) if each is not None]:
             if problem is None:
                 self.store.close()
             raise _Unusable(problems[0])
         self._waits = _waits(settings, trainer)
-        self.owner = {"run": session.run_id, "fit": session.index}
+        self.owner = {"run": session.fit.run_id, "fit": session.fit.index}
         self._fetches = 0
-        session.tiers.probation_steps = settings.probation_steps
-        session.tiers.local = LocalTier(
+        session.selector.probation_steps = settings.probation_steps
+        session.selector.local = LocalTier(
             self.store,
             self.locations,
-            session.rank,
+            session.fit.rank,
             self.owner,
             _kind(trainer),
-            session.gather,
+            session.fit.gather,
             self._fetch,
-            lambda: session.patience,
+            lambda: session.fit.patience,
         )
         self._common: list[torch.nn.Parameter] = []
         self._expected: dict[str, int] = {}
@@ -238,7 +239,7 @@ class _Local(Participant):
         prefix = f"{self._prefix()}/fetch/{self._fetches}"
         arrived: dict[Transfer, torch.Tensor | None] = {}
         try:
-            arrived = fetch(self.session.rank, transfers, reserve, prefix, _EXCHANGE_TIMEOUT)
+            arrived = fetch(self.session.fit.rank, transfers, reserve, prefix, _EXCHANGE_TIMEOUT)
         except ReplicaError as error:
             log.warning(
                 "Rank %d cannot have parts of local checkpoints from other nodes: %s.", self.location.rank, error
@@ -249,54 +250,54 @@ class _Local(Participant):
         return writers
 
     def _prefix(self) -> str:
-        return f"resilience-local/{self.session.run_id}/{self.session.index}/{self.session.nonce}"
+        return f"resilience-local/{self.session.fit.run_id}/{self.session.fit.index}/{self.session.fit.nonce}"
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begins to save; the resume is complete."""
-        session, trainer = self.session, self.session.trainer
+        session, trainer = self.session, self.session.fit.trainer
         self._common = lightning_strategies.replicated_parameters(trainer)
         if (problem := self._why_it_does_not_fit()) is not None:
             if not self.settings._injected:
                 raise ValueError(problem)
             if trainer.is_global_zero:
                 log.warning("LocalCheckpoint is off: %s.", problem)
-            session.participants.withdraw(self)
+            session.fit.participants.withdraw(self)
             return
         step = trainer.global_step
         several = trainer.world_size > 1
         self._history = self._failures_so_far()
         # From a failure on, a process needs as long as this one has until it trains.
         started_s = time.time() - psutil.Process().create_time()
-        self._recovery_s = min(max(started_s, 0.0), 3600.0) if session.index == 0 else _USUAL_RECOVERY_S
+        self._recovery_s = min(max(started_s, 0.0), 3600.0) if session.fit.index == 0 else _USUAL_RECOVERY_S
         self._replicas = self._make_replicas()
         self._saves = LocalSaves(
             self.store,
             self.locations,
-            session.rank,
+            session.fit.rank,
             self._identity(),
             Schedule(self.settings.every_n_train_steps, self._interval_s),
             self.settings.keep,
             _rounds(self._prefix(), trainer.world_size) if several else None,
             self._replicas,
-            [each.name for each in session.tiers.complete if each.step <= step],
+            [each.name for each in session.selector.complete if each.step <= step],
             self._completed,
-            session.check_owner,
+            session.fit.check_owner,
             self._expected,
             self._kept_here,
             self._check,
-            session.advanced,
+            session.fit.advanced,
             self._device,
-            session.diverged,
+            session.fit.diverged,
         )
-        lightning_steps.on_batch_done(trainer, session.patches, self._saves.fence)
+        lightning_steps.on_batch_done(trainer, session.fit.patches, self._saves.fence)
         self._saves.start(step)
         if trainer.is_global_zero:
             self._say_what_is_done()
 
     def _check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if checks := self.session.participants.implement(Participant.check_state):
+        if checks := self.session.fit.participants.implement(Participant.check_state):
             # By the names that they have in the module; what else is in a state may be infinite and right.
             of_model = [(name.removeprefix("state_dict."), each) for name, each in named if name.startswith(_OF_MODEL)]
             for check_state in checks:
@@ -315,30 +316,30 @@ class _Local(Participant):
     def after_rollback(self) -> None:
         """Generations of the course that was left do not count."""
         if self._saves is not None:
-            step = self.session.trainer.global_step
-            complete = [each.name for each in self.session.tiers.complete if each.step <= step]
+            step = self.session.fit.trainer.global_step
+            complete = [each.name for each in self.session.selector.complete if each.step <= step]
             self._saves.go_on_from(step, complete, self._identity())
 
     def _identity(self) -> dict[str, Any]:
         """Fields that all parts have that are saved from now on."""
         commons = self.location.local_world_size if self._common else 0
-        layout = {"kind": _kind(self.session.trainer), "commons": commons, "course": self.session.tiers.course}
+        layout = {"kind": _kind(self.session.fit.trainer), "commons": commons, "course": self.session.selector.course}
         return {**self.owner, "layout": layout}
 
     def at_boundary(self, may_save: bool) -> None:
         """Copies the state if a save is due."""
         if self._saves is None:
             return
-        step = self.session.trainer.global_step
+        step = self.session.fit.trainer.global_step
         if (planned := self._saves.at_boundary(step, may_save)) is not None:
             try:
-                if any(looks_bad() for looks_bad in self.session.participants.implement(Participant.looks_bad)):
+                if any(looks_bad() for looks_bad in self.session.fit.participants.implement(Participant.looks_bad)):
                     raise RuntimeError("the last steps were bad")
                 left_out = self._saves.take(planned, step, *self._state())
             except Exception as error:  # also of the user's own on_save_checkpoint
                 self._saves.miss(step, error)
                 return
-            if self.session.rank == 0:
+            if self.session.fit.rank == 0:
                 self.session.saver.report_left_out(left_out)
             if self._waits:
                 self._saves.fence()  # nothing goes on that would do it
@@ -346,28 +347,28 @@ class _Local(Participant):
 
     def _state(self) -> tuple[Entries, list[torch.Tensor], list[torch.Tensor]]:
         """This rank's checkpoint; what of it only optimizers change; what of it all ranks of the node have alike."""
-        live = lightning_strategies.live_tensors(self.session.trainer)
+        live = lightning_strategies.live_tensors(self.session.fit.trainer)
         return (
             self.session.saver.capture(),
             live,
-            lightning_strategies.trained_tensors(self.session.trainer, self._common),
+            lightning_strategies.trained_tensors(self.session.fit.trainer, self._common),
         )
 
     def save_locally(self, reason: str, within_s: float) -> bool:
         """Saves at this boundary, the same on all ranks; returns whether every rank has published its parts in time."""
         if self._saves is None:
             return False
-        trainer = self.session.trainer
+        trainer = self.session.fit.trainer
         generation = trainer.strategy.broadcast(new_generation())
         try:
             saved = self._saves.save_now(generation, trainer.global_step, *self._state(), within_s)
         except Exception as error:
             self._saves.fail(trainer.global_step, error)
             saved = None
-        all_saved = self.session.gather(saved)
+        all_saved = self.session.fit.gather(saved)
         divergence = divergence_of(trainer.global_step, [each or "" for each in all_saved])
         if divergence is not None and trainer.is_global_zero:
-            self.session.diverged(divergence)
+            self.session.fit.diverged(divergence)
         complete = None not in all_saved and len(set(all_saved)) == 1
         if complete and trainer.is_global_zero:
             self._record(trainer.global_step, generation, reason)
@@ -375,17 +376,17 @@ class _Local(Participant):
 
     def _completed(self, step: int, generation: str) -> None:
         """A generation is complete; called from the thread that saves."""
-        self.session.replicas_agreed |= bool(self._common)
+        self.session.fit.replicas_agreed |= bool(self._common)
         self._unrecorded += 1
-        if self.session.rank == 0 and time.monotonic() >= self._record_at:
+        if self.session.fit.rank == 0 and time.monotonic() >= self._record_at:
             self._record(step, generation, "local")
 
     def _record(self, step: int, generation: str, reason: str) -> None:
         assert self._saves is not None
         figures = self._saves.figures
-        self.session.ledger.record(
+        self.session.fit.ledger.record(
             Saved(
-                fit=self.session.index,
+                fit=self.session.fit.index,
                 step=step,
                 reason=reason,
                 tier="local",
@@ -408,7 +409,7 @@ class _Local(Participant):
             return _FIRST_INTERVAL_S
         stall_s = max(figures.stall_s, 1e-4)
         failures, observed_s = self._history
-        mean_time_s = mean_time_to_failure_s(self.session.trainer.world_size, failures, observed_s)
+        mean_time_s = mean_time_to_failure_s(self.session.fit.trainer.world_size, failures, observed_s)
         # What costs less than a thousandth of the time need not be rarer than this; and a writer that is always at work
         # takes cores and memory bandwidth from the training.
         interval_s = min(
@@ -416,7 +417,7 @@ class _Local(Participant):
         )
         interval_s = max(interval_s, 10 * figures.save_s, 1.0)
         is_news = not self._said_interval_s or not 0.5 < interval_s / self._said_interval_s < 2
-        if is_news and self.session.rank == 0:  # whose interval it is
+        if is_news and self.session.fit.rank == 0:  # whose interval it is
             self._said_interval_s = interval_s
             log.info(
                 "Local checkpoints: from now on every %.0f s (a save takes %.2f s behind the training and holds it up "
@@ -428,22 +429,22 @@ class _Local(Participant):
         return interval_s
 
     def _failures_so_far(self) -> tuple[int, float]:
-        events = read_ledger(self.session.run.ledger) if self.session.rank == 0 else []
+        events = read_ledger(self.session.fit.run.ledger) if self.session.fit.rank == 0 else []
         return len(interruptions(events)), max(0.0, time.time() - events[0].time) if events else 0.0
 
     # -- setting up ----------------------------------------------------------------------------------------------------
 
     def _why_it_does_not_fit(self) -> str | None:
-        trainer = self.session.trainer
+        trainer = self.session.fit.trainer
         live = lightning_strategies.live_tensors(trainer)
         self._device = next(filter(None, map(accelerator, live)), None)
         mine = sum(tensor.nbytes for tensor in {id(each): local(each) for each in live}.values())
         if not any(optimizer.state for optimizer in trainer.optimizers):
             # Most keep two numbers for each parameter (Adam's moments), from the first step on.
             mine += 2 * sum(local(each).nbytes for each in trainer.lightning_module.parameters() if each.requires_grad)
-        sizes = self.session.gather(mine)
+        sizes = self.session.fit.gather(mine)
         here = [location.rank for location in self.locations if location.node == self.location.node]
-        part = rank_shard(self.session.rank)
+        part = rank_shard(self.session.fit.rank)
         self._expected = {part: mine}
         if self._common:
             count = self.location.local_world_size
@@ -461,7 +462,7 @@ class _Local(Participant):
                 problem = f"{self.location.node}: {error}{self._what_others_hold()}"
             except OSError as error:
                 problem = f"{self.location.node}: {self.store.directory} cannot be looked at ({error})"
-        return next((each for each in self.session.gather(problem) if each is not None), None)
+        return next((each for each in self.session.fit.gather(problem) if each is not None), None)
 
     def _what_others_hold(self) -> str:
         """Says what lies beside: states of runs that have never been finished are removed by nobody."""
@@ -486,18 +487,18 @@ class _Local(Participant):
         except ValueError as error:
             if self.settings.replication is True:
                 raise
-            if self.session.trainer.is_global_zero:
+            if self.session.fit.trainer.is_global_zero:
                 log.warning("Local checkpoints have no copies on other nodes: %s.", error)
             return None
         here = frozenset(self._kept_here)
         self._kept_here.update(rank for group in groups if not here.isdisjoint(group) for rank in group)
-        mine = next(group for group in groups if self.session.rank in group)
+        mine = next(group for group in groups if self.session.fit.rank in group)
         try:
-            return Replicas(self.session.rank, mine, f"{self._prefix()}/replicas", _EXCHANGE_TIMEOUT)
+            return Replicas(self.session.fit.rank, mine, f"{self._prefix()}/replicas", _EXCHANGE_TIMEOUT)
         except ReplicaError as error:
             if self.settings.replication is True:
                 raise
-            log.warning("Rank %d: no copies of local checkpoints on other nodes: %s.", self.session.rank, error)
+            log.warning("Rank %d: no copies of local checkpoints on other nodes: %s.", self.session.fit.rank, error)
             return None
 
     def _say_what_is_done(self) -> None:
@@ -523,7 +524,7 @@ class _Local(Participant):
         """When training has ended, nothing is saved any more."""
         if is_end and (saves := self._saves) is not None:
             # Nobody needs it any more when the final state is safe.
-            self._stop(_SETTLE_S if self.session.final_path is None else _LAST_WORDS_S)
+            self._stop(_SETTLE_S if self.session.fit.final_path is None else _LAST_WORDS_S)
             if saves.trouble is not None:
                 log.error("Rank %d: the last local checkpoint was not saved (%r).", self.location.rank, saves.trouble)
 
@@ -535,9 +536,9 @@ class _Local(Participant):
     def clear(self) -> None:
         """The fit has finished and its final state is safe: nothing local is needed any more."""
         session = self.session
-        if session.final_path is None:
+        if session.fit.final_path is None:
             return
-        session.trainer.strategy.barrier("resilience local checkpoints")  # nobody writes any more
+        session.fit.trainer.strategy.barrier("resilience local checkpoints")  # nobody writes any more
         if self.location.local_rank == 0:
             self.store.clear()
             for folder in (self.store.directory.parent, self.store.directory.parent.parent):

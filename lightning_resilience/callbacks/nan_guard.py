@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from lightning_resilience._arguments import checked
 from lightning_resilience._lightning import lightning_progress, lightning_steps, lightning_strategies
 from lightning_resilience.detect.numerics.numerics import SpikeReference
+from lightning_resilience.fit.joining import SessionCallback, session_of
 from lightning_resilience.fit.numerics_policy import Action, NumericsOptions, NumericsPolicy, Rerun, StepCounts
 from lightning_resilience.fit.participant import Participant
-from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
+from lightning_resilience.fit.session import FitSession
 
 if TYPE_CHECKING:
     import torch
@@ -131,10 +132,10 @@ class NaNGuard(SessionCallback):
 
     def _participate(self, session: FitSession) -> Participant | None:
         """Says what is done about a bad step."""
-        if (problem := _why_not(self, session.trainer)) is not None:
+        if (problem := _why_not(self, session.fit.trainer)) is not None:
             if not self._injected:
                 raise ValueError(problem)
-            if session.rank == 0:
+            if session.fit.rank == 0:
                 log.warning("NaNGuard is off: %s", problem)
             return None
         self._counts = StepCounts()
@@ -153,7 +154,7 @@ class NaNGuard(SessionCallback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Looks at the loss."""
-        if isinstance(policy := self._participant, NumericsPolicy) and policy.session.trainer is trainer:
+        if isinstance(policy := self._participant, NumericsPolicy) and policy.session.fit.trainer is trainer:
             policy.look_at(loss)
 
     # Not as the state of a callback: a Trainer may hold several of this class, of which one acts, and Lightning refuses

@@ -14,8 +14,9 @@ from lightning_resilience import signals
 from lightning_resilience._arguments import checked, duration, shown
 from lightning_resilience._lightning import lightning_signals
 from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.fit.joining import SessionCallback, session_of
 from lightning_resilience.fit.participant import Participant
-from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
+from lightning_resilience.fit.session import FitSession
 from lightning_resilience.launch.output import guard_streams
 from lightning_resilience.launch.schedulers import current_scheduler
 from lightning_resilience.run.events import FitInterrupted, SignalReceived
@@ -98,7 +99,7 @@ class Preemption(SessionCallback):
 
     def _participate(self, session: FitSession) -> Participant | None:
         """Starts to listen for signals."""
-        requeue = lightning_signals.requeue_signal(session.trainer)
+        requeue = lightning_signals.requeue_signal(session.fit.trainer)
         signums = {*self.signals, *([requeue] if requeue is not None else [])}
         installed_here = signals.installed() is None
         listener = signals.install(sorted(signums), signals.grace_period(self.grace_period_s))
@@ -160,11 +161,11 @@ class _Stopping(Participant):
         # The terminal may go away with the signal, or before it: no progress bar ends the run for that.
         is_launched = RUN_DIR_VARIABLE in os.environ  # the launcher sees what all ranks draw
         self._release_output = guard_streams(
-            session.run.path / NOT_SHOWN, others_draw=session.rank > 0 and not is_launched
+            session.fit.run.path / NOT_SHOWN, others_draw=session.fit.rank > 0 and not is_launched
         )
         put_back = listener.take_over, listener.handle
-        lightning_signals.keep_signal_handlers(session.trainer, session.patches, listener.signums, *put_back)
-        requeue = lightning_signals.requeue_signal(session.trainer)
+        lightning_signals.keep_signal_handlers(session.fit.trainer, session.fit.patches, listener.signums, *put_back)
+        requeue = lightning_signals.requeue_signal(session.fit.trainer)
         listener.subscribe(
             lambda signum: _request(session, signum, requeue=signum == requeue),
             before_exit=lambda reason: _end_now(session, reason),
@@ -172,7 +173,7 @@ class _Stopping(Participant):
 
     def start(self) -> None:
         """Warns if the grace period is too short for a save."""
-        if self.session.trainer.is_global_zero:
+        if self.session.fit.trainer.is_global_zero:
             _check_grace_period(self.session, signals.grace_period(self.settings.grace_period_s))
 
     def on_event_known(self, event: Event) -> None:
@@ -212,15 +213,15 @@ def _to_signal(value: signal.Signals | int | str) -> signal.Signals:
 
 def _request(session: FitSession, signum: signal.Signals, requeue: bool) -> None:
     # First of all: the storage on which the ledger lies may not answer.
-    session.agreement.request(_PREEMPT, {"signum": int(signum), "requeue": requeue}, Needs.CLEAN)
-    session.ledger.record(SignalReceived(fit=session.index, signum=int(signum)))
+    session.fit.agreement.request(_PREEMPT, {"signum": int(signum), "requeue": requeue}, Needs.CLEAN)
+    session.fit.ledger.record(SignalReceived(fit=session.fit.index, signum=int(signum)))
 
 
 def _stop(session: FitSession, event: Event) -> None:
-    trainer = session.trainer
+    trainer = session.fit.trainer
     if trainer.is_global_zero:
         log.info("Preemption detected, saving checkpoint and exiting")  # NeMo's words
-    if local := session.participants.implement(Participant.save_locally):
+    if local := session.fit.participants.implement(Participant.save_locally):
         short = trainer.strategy.broadcast(trainer.is_global_zero and _is_short_of_time(session))
         listener = signals.installed()
         within_s = _LOCAL_SHARE * (listener.seconds_left if listener is not None else signals.DEFAULT_GRACE_PERIOD_S)
@@ -230,8 +231,8 @@ def _stop(session: FitSession, event: Event) -> None:
     step = trainer.global_step
     reason = f"signal {event.payload['signum']} on rank {event.rank}"
     if trainer.is_global_zero:
-        session.end("interrupted", reason)
-        session.ledger.record(FitInterrupted(fit=session.index, step=step, reason=reason))
+        session.outcome.write("interrupted", reason)
+        session.fit.ledger.record(FitInterrupted(fit=session.fit.index, step=step, reason=reason))
         log.info(
             "Stopped at step %d because of %s; %s. Run the same command again to go on.",
             step,
@@ -254,8 +255,8 @@ def _requeue() -> None:
 
 def _end_now(session: FitSession, reason: str) -> None:
     """The process is about to end without having been able to stop in order."""
-    session.ledger.record(FitInterrupted(fit=session.index, reason=reason))
-    session.end("interrupted", reason)
+    session.fit.ledger.record(FitInterrupted(fit=session.fit.index, reason=reason))
+    session.outcome.write("interrupted", reason)
 
 
 def _is_short_of_time(session: FitSession) -> bool:
@@ -269,7 +270,7 @@ def _is_short_of_time(session: FitSession) -> bool:
 def _last_save_s(session: FitSession) -> float | None:
     """How long the last global save of this run took."""
     try:
-        return read_history(session.run.ledger).last_save_s
+        return read_history(session.fit.run.ledger).last_save_s
     except OSError as error:  # after a signal the others wait for what rank 0 makes of it
         log.warning("It cannot be read how long the last save has taken (%s).", error)
         return None
@@ -283,5 +284,5 @@ def _check_grace_period(session: FitSession, grace_period_s: float) -> None:
             "and the run will go back to its last one%s. Give it more time, or save to faster storage.",
             seconds,
             grace_period_s,
-            "" if session.tiers.local is None else ", unless the same nodes still have their local checkpoints",
+            "" if session.selector.local is None else ", unless the same nodes still have their local checkpoints",
         )

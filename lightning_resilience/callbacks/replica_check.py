@@ -18,8 +18,9 @@ from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.detect.numerics.rollback_history import Rollbacks
 from lightning_resilience.fit import checkpoint_io
+from lightning_resilience.fit.joining import SessionCallback
 from lightning_resilience.fit.participant import Participant
-from lightning_resilience.fit.session import FitSession, SessionCallback
+from lightning_resilience.fit.session import FitSession
 from lightning_resilience.run.events import Rollback
 from lightning_resilience.run.ledger import node_name
 
@@ -93,7 +94,7 @@ class _Checking(Participant):
         self.settings = settings
         self.session = session
         self._parameters: list[torch.nn.Parameter] = []
-        self._file = session.fit.path / "replica_check.json"
+        self._file = session.fit.folder.path / "replica_check.json"
         self._rollbacks = Rollbacks()
         self._answered = -1
         self._say: Callable[[], None] = lambda: None
@@ -101,28 +102,28 @@ class _Checking(Participant):
 
     def start(self) -> None:
         """Starts to compare: what is compared exists only now."""
-        session, trainer = self.session, self.session.trainer
+        session, trainer = self.session, self.session.fit.trainer
         self._parameters = lightning_strategies.replicated_parameters(trainer)
         if not self._parameters:
-            session.participants.withdraw(self)
-            if session.rank == 0 and trainer.world_size > 1:  # that a single rank has none goes without saying
+            session.fit.participants.withdraw(self)
+            if session.fit.rank == 0 and trainer.world_size > 1:  # that a single rank has none goes without saying
                 why = f"with {type(trainer.strategy).__name__}, as it is used here, ranks do not hold the same"
                 log.info("ReplicaCheck has no replicas to compare: %s.", why)
-        elif session.rank == 0:
+        elif session.fit.rank == 0:
             self._rollbacks = self._read()
 
     def digest(self) -> str:
         """Of the parameters, and of what optimizers keep for them."""
         if self._is_off or not self._parameters:
             return ""
-        return digest_of(lightning_strategies.trained_tensors(self.session.trainer, self._parameters))
+        return digest_of(lightning_strategies.trained_tensors(self.session.fit.trainer, self._parameters))
 
     def on_divergence(self, divergence: Divergence) -> None:
         """Rank 0 has learned of it, in any thread: has all ranks go back."""
         if self._is_off:
             return
-        payload = {"step": divergence.step, "groups": divergence.groups, "asked_at": self.session.steps_counted}
-        self.session.agreement.request(_DIVERGED, payload, Needs.CLEAN | Needs.TRAINING)
+        payload = {"step": divergence.step, "groups": divergence.groups, "asked_at": self.session.fit.steps_counted}
+        self.session.fit.agreement.request(_DIVERGED, payload, Needs.CLEAN | Needs.TRAINING)
 
     def on_event(self, event: Event) -> None:
         """Goes back, unless that was done meanwhile."""
@@ -136,7 +137,7 @@ class _Checking(Participant):
         divergence = self.session.saver.compare()
         if divergence is None:
             return False
-        self.session.record_divergence(divergence)
+        self.session.fit.record_divergence(divergence)
         self._go_back(divergence)
         return not self._is_off
 
@@ -146,7 +147,7 @@ class _Checking(Participant):
             return False
         divergence = self.session.saver.compare()
         if divergence is not None:
-            self.session.record_divergence(divergence)
+            self.session.fit.record_divergence(divergence)
             times, have_agreed = self._count(divergence.step)
             why = "started again, the run goes on from the last checkpoint on which all ranks agreed"
             self._stay(divergence, why, times > 1 and not have_agreed)
@@ -154,7 +155,7 @@ class _Checking(Participant):
 
     def _go_back(self, divergence: Divergence) -> None:
         session = self.session
-        self._answered = session.steps_counted
+        self._answered = session.fit.steps_counted
         times, have_agreed = self._count(divergence.step)
         if times > self.settings.max_rollbacks:
             why = f"the run has gone back {self.settings.max_rollbacks} times because of it"
@@ -170,18 +171,18 @@ class _Checking(Participant):
                 divergence.step,
                 divergence,
             )
-            session.ledger.record(
-                Rollback(fit=session.index, step=divergence.step, reason=str(divergence), times=times)
+            session.fit.ledger.record(
+                Rollback(fit=session.fit.index, step=divergence.step, reason=str(divergence), times=times)
             )
             metrics = {"replica_check/rollbacks": float(times)}
-            for logger in session.trainer.loggers:
-                logger.log_metrics(metrics, step=lightning_progress.logged_step(session.trainer))
+            for logger in session.fit.trainer.loggers:
+                logger.log_metrics(metrics, step=lightning_progress.logged_step(session.fit.trainer))
 
         self._say = say
 
     def after_rollback(self) -> None:
         """Says so."""
-        if self.session.rank == 0:
+        if self.session.fit.rank == 0:
             self._say()
         self._say = lambda: None
 
@@ -192,7 +193,7 @@ class _Checking(Participant):
         # The script was not written for us. What its ranks do, each for itself, is not ours to forbid.
         session = self.session
         self._is_off = True
-        if session.rank == 0:
+        if session.fit.rank == 0:
             log.error(
                 "ReplicaCheck is off: after step %d %s, and never since the start have all agreed. Something in this "
                 "training differs by rank. Its checkpoints hold the state of rank 0; local ones of such a state do not "
@@ -203,8 +204,8 @@ class _Checking(Participant):
 
     def _end(self, divergence: Divergence, why: str) -> NoReturn:
         diverged = ReplicasDiverged(f"after step {divergence.step} {divergence}; {why}")
-        several_nodes = len(set(self.session.gather(node_name()))) > 1
-        if several_nodes and self.session.rank in divergence.suspects:
+        several_nodes = len(set(self.session.fit.gather(node_name()))) > 1
+        if several_nodes and self.session.fit.rank in divergence.suspects:
             diverged.suspects_this_node = "a rank on it held another state than the others"
         raise diverged
 
@@ -214,13 +215,13 @@ class _Checking(Participant):
         def count() -> tuple[int, bool]:
             self._rollbacks.add(step)
             try:
-                self.session.check_owner()
+                self.session.fit.check_owner()
                 write_json(self._file, asdict(self._rollbacks))
             except OSError as error:
                 log.error("How often the run has gone back could not be written (%s).", error)
-            return self._rollbacks.count, self.session.replicas_agreed
+            return self._rollbacks.count, self.session.fit.replicas_agreed
 
-        return checkpoint_io.from_rank_zero(self.session.trainer.strategy, count)
+        return checkpoint_io.from_rank_zero(self.session.fit.trainer.strategy, count)
 
     def _read(self) -> Rollbacks:
         try:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from lightning_resilience._arguments import checked, duration
 from lightning_resilience.detect.stragglers.step_timer import CALLBACKS, NO_PART
 from lightning_resilience.detect.stragglers.stragglers import Report
+from lightning_resilience.fit.joining import SessionCallback, session_of
 from lightning_resilience.fit.participant import Participant
-from lightning_resilience.fit.session import FitSession, SessionCallback, session_of
+from lightning_resilience.fit.session import FitSession
 from lightning_resilience.fit.straggler_reports import Backend, StragglerOptions, StragglerReports
 
 if TYPE_CHECKING:

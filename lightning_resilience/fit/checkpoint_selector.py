@@ -33,6 +33,8 @@ from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
 from lightning_resilience.checkpoint.generations import Generation, is_on_course
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.safe_serialization import from_safe
+from lightning_resilience.fit.context import FitContext
+from lightning_resilience.fit.outcome import ENDS_APART, FitOutcome
 from lightning_resilience.fit.strategies import name_of
 from lightning_resilience.run.events import (
     Finished,
@@ -47,13 +49,12 @@ from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import AnotherFit, StorageFails
 
 if TYPE_CHECKING:
-    from lightning_resilience.fit.session import FitSession
+    pass
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-ENDS_APART = "ends_apart"
 """In the details of a fit's outcome: whether a longer fit would not have come by its final state."""
 
 MAX_CONDEMNED = 3
@@ -83,7 +84,7 @@ class _Loaded:
         return f"the local checkpoint of step {self.step}" if self.path is None else str(self.path)
 
 
-class Tiers:
+class CheckpointSelector:
     """Chooses and verifies for one fit.
 
     Attributes:
@@ -92,8 +93,9 @@ class Tiers:
         probation_steps: For how many optimizer steps after a resume the checkpoint can be condemned.
     """
 
-    def __init__(self, session: FitSession) -> None:
-        self._session = session
+    def __init__(self, fit: FitContext, outcome: FitOutcome) -> None:
+        self._fit = fit
+        self._outcome = outcome
         self.uses_global = False
         self.local: LocalTier | None = None
         self.complete: list[Generation] = []
@@ -101,7 +103,7 @@ class Tiers:
         self.probation_steps = 10
         self.loaded: _Loaded | None = None
         self.ended: dict[str, Any] | None = None
-        """If that is a state from the end of the fit: how it had ended; see :meth:`.FitSession.ends_there`."""
+        """If that is a state from the end of the fit: how it had ended; see :meth:`.FitOutcome.ends_there`."""
         self.forks: list[int] = []
         """At which steps the fit has left a course for another one; see :func:`~.generations.is_on_course`."""
         self._left_lying: list[str] = []
@@ -121,33 +123,33 @@ class Tiers:
         Returns:
             Its path and content; no content where the strategy itself loads it; ``None`` for a fresh start.
         """
-        session = self._session
+        fit = self._fit
         if self.local is None and not self.uses_global:
             return None
-        zero = session.trainer.is_global_zero
+        zero = fit.trainer.is_global_zero
         paths, generations = self._paths(), self._generations()
         own = bool(paths or generations)
-        if session.from_rank_0(lambda: explicit is not None and self._is_users_choice(explicit, own)):
+        if fit.from_rank_0(lambda: explicit is not None and self._is_users_choice(explicit, own)):
             if zero and own:
-                log.info("The checkpoints of %s are not used: fit(ckpt_path=%r) wins.", session.fit.path, explicit)
+                log.info("The checkpoints of %s are not used: fit(ckpt_path=%r) wins.", fit.folder.path, explicit)
             self._users_choice, self.complete = explicit, []
             return None
         if zero:
             with contextlib.suppress(OSError):  # they harm nobody
-                clean_temporaries(session.fit.checkpoints)
-        if own and session.from_rank_0(self._mark_bad_what_is_not_restored):
+                clean_temporaries(fit.folder.checkpoints)
+        if own and fit.from_rank_0(self._mark_bad_what_is_not_restored):
             paths, generations = self._paths(), self._generations()
-        finished = session.finished_before()
+        finished = self._outcome.finished_before()
         if (choice := self._first_usable(paths, generations, finished)) is not None:
             return choice
         if zero:
-            if finished or paths or generations or os.path.lexists(session.fit.quarantine):
-                log.warning("No checkpoint in %s can be used; this fit starts from the beginning.", session.fit.path)
-            elif session.previous_outcome is not None:
-                log.info("Nothing was saved yet in %s; this fit starts from the beginning.", session.fit.path)
+            if finished or paths or generations or os.path.lexists(fit.folder.quarantine):
+                log.warning("No checkpoint in %s can be used; this fit starts from the beginning.", fit.folder.path)
+            elif fit.previous_outcome is not None:
+                log.info("Nothing was saved yet in %s; this fit starts from the beginning.", fit.folder.path)
             else:
-                log.info("Nothing to resume from in %s: a fresh start.", session.fit.path)
-            session.ledger.record(Fresh(fit=session.index))
+                log.info("Nothing to resume from in %s: a fresh start.", fit.folder.path)
+            fit.ledger.record(Fresh(fit=fit.index))
         return None
 
     def newest(
@@ -181,11 +183,11 @@ class Tiers:
             self.complete = [each for each in self.complete if each.step <= step and not only_global]
             if self.local is not None:
                 self.local.discard({each.name for each in generations if each.step > step}, reason)
-            if self._session.trainer.is_global_zero:
+            if self._fit.trainer.is_global_zero:
                 for path in paths:
                     if resume.step_of(path) > step and os.path.lexists(path):
                         self._set_aside(path, reason)
-            self._session.trainer.strategy.barrier("resilience newest")
+            self._fit.trainer.strategy.barrier("resilience newest")
         return choice
 
     @property
@@ -195,22 +197,22 @@ class Tiers:
 
     def _leave_course(self, step: int) -> None:
         """Only what was saved up to ``step`` counts from now on, on whichever node it lies; called on all ranks."""
-        self._session.from_rank_0(lambda: self._write_fork(step))
+        self._fit.from_rank_0(lambda: self._write_fork(step))
         self.forks = [*self.forks, step]
-        self._session.metadata["course"] = self.course
+        self._fit.metadata["course"] = self.course
 
     def _write_fork(self, step: int) -> None:
-        self._session.check_owner()
-        self._session.fit.forks = [*self.forks, step]
+        self._fit.check_owner()
+        self._fit.folder.forks = [*self.forks, step]
 
     def _paths(self) -> list[Path]:
-        fit = self._session.fit
+        folder = self._fit.folder
 
         def look() -> list[Path]:
-            fit.checkpoints.stat()  # it was made: what is missing now is not empty
-            return resume.checkpoints(fit.checkpoints)
+            folder.checkpoints.stat()  # it was made: what is missing now is not empty
+            return resume.checkpoints(folder.checkpoints)
 
-        return self._session.from_rank_0(look) if self.uses_global else []
+        return self._fit.from_rank_0(look) if self.uses_global else []
 
     def _first_usable(
         self, paths: list[Path], generations: list[Generation], finished: bool
@@ -226,18 +228,18 @@ class Tiers:
         unread = [*self._left_lying, *(self.local.unreadable if self.local is not None else [])]
         if unread:
             raise StorageFails(
-                f"No checkpoint of {self._session.fit.path} can be used now, and some may be intact: {unread[0]}. "
+                f"No checkpoint of {self._fit.folder.path} can be used now, and some may be intact: {unread[0]}. "
                 "Nothing was moved or begun anew: start it again when the storage answers. To begin anew all the same, "
                 "move it away, or use another run directory."
             )
         return None
 
     def _is_users_choice(self, explicit: str, own: bool) -> bool:
-        if (self._session.fit.fingerprint or {}).get("ckpt_path") == explicit:
+        if (self._fit.folder.fingerprint or {}).get("ckpt_path") == explicit:
             return False  # where this fit once began: it goes on from its own newer checkpoint
         # ckpt_path="last" and "hpc" mean "resume": Lightning has made paths of them before it calls us. By itself it
         # takes what an OnExceptionCheckpoint has saved, which is a state in the middle of a step.
-        of_exception = explicit in lightning_callbacks.exception_checkpoints(self._session.trainer)
+        of_exception = explicit in lightning_callbacks.exception_checkpoints(self._fit.trainer)
         means_resume = of_exception or Path(explicit).stem.startswith(("last", "hpc_ckpt_"))
         if own and not means_resume and self._is_newest_of_this_fit(Path(explicit)):
             means_resume = True
@@ -263,7 +265,7 @@ class Tiers:
             stamp = _stamp(path)
         except (OSError, checkpoint_file.CorruptCheckpoint):
             return None
-        mine = {"id": self._session.run_id, "fit": self._session.index, "saved_as": os.path.realpath(path)}
+        mine = {"id": self._fit.run_id, "fit": self._fit.index, "saved_as": os.path.realpath(path)}
         if stamp is None or not mine.items() <= stamp.metadata.items():
             return None
         return stamp.metadata.get("step")
@@ -273,40 +275,40 @@ class Tiers:
 
         What the fit has saved before belongs to another course of the training, and would be taken for its newest.
         """
-        session, chosen = self._session, self._users_choice
+        fit, chosen = self._fit, self._users_choice
         if chosen is None:
             return
         # A checkpoint of the fit's own, and those before it, are on the way to where it is.
-        here = Path(chosen).absolute().parent == session.fit.checkpoints.absolute()
-        self._leave_course(session.trainer.global_step if here else -1)
+        here = Path(chosen).absolute().parent == fit.folder.checkpoints.absolute()
+        self._leave_course(fit.trainer.global_step if here else -1)
 
         def begin() -> None:
-            for path in resume.checkpoints(session.fit.checkpoints) if self.uses_global else []:
+            for path in resume.checkpoints(fit.folder.checkpoints) if self.uses_global else []:
                 if not here or path.name > Path(chosen).name:
                     self._set_aside(path, f"the fit was begun anew from {chosen}, which is not where this has led from")
-            session.fit.fingerprint = {**(session.fit.fingerprint or {}), "ckpt_path": chosen}
+            fit.folder.fingerprint = {**(fit.folder.fingerprint or {}), "ckpt_path": chosen}
 
-        session.from_rank_0(begin)
+        fit.from_rank_0(begin)
 
     def _set_aside(self, path: Path, reason: str) -> None:
-        log.info("%s is set aside in %s: %s.", path.name, self._session.fit.quarantine, reason)
+        log.info("%s is set aside in %s: %s.", path.name, self._fit.folder.quarantine, reason)
         try:
-            checkpoint_file.quarantine(path, self._session.fit.quarantine, reason)
+            checkpoint_file.quarantine(path, self._fit.folder.quarantine, reason)
         except OSError as failure:
             log.warning("%s could not be moved to quarantine (%s); it is left where it is.", path, failure)
 
     def _generations(self) -> list[Generation]:
         """The local generations that can be used."""
-        session = self._session
+        fit = self._fit
         # As rank 0 reads it: on shared storage others may still see what was there before.
-        condemned, self.forks = session.from_rank_0(lambda: (session.fit.bad_checkpoints, session.fit.forks))
-        session.metadata["course"] = self.course
+        condemned, self.forks = fit.from_rank_0(lambda: (fit.folder.bad_checkpoints, fit.folder.forks))
+        fit.metadata["course"] = self.course
         if self.local is None:
             return []
         self.local.discard(set(condemned), "condemned in its probation")
         usable, reasons = self.local.find(without=condemned, forks=self.forks)
         self._report_bad()
-        if reasons and session.trainer.is_global_zero:
+        if reasons and fit.trainer.is_global_zero:
             log.info("Local checkpoints that are not used: %s.", "; ".join(reasons))
         self.complete = usable
         return usable
@@ -318,10 +320,10 @@ class Tiers:
         # A limit may end a fit in the middle of an epoch, whose end Lightning then makes up. When it has been raised,
         # the longer run goes on exactly from a state before that end; from the end itself only if there is none.
         ended = not finished and any(map(resume.is_final, paths))
-        stretched = ended and self._session.from_rank_0(lambda: self._ends_apart(paths))
+        stretched = ended and self._fit.from_rank_0(lambda: self._ends_apart(paths))
 
         # With all its steps done a fit is not run again by Lightning, which would leave out what had been left of it.
-        given = self._session.trainer.max_steps
+        given = self._fit.trainer.max_steps
         most = -1 if given is None else given
 
         def rank(candidate: Generation | Path) -> tuple[bool, int, bool, bool]:
@@ -336,35 +338,35 @@ class Tiers:
 
     def _ends_apart(self, paths: list[Path]) -> bool:
         """Whether the fit as it is now would not come by its newest final state."""
-        session = self._session
+        fit = self._fit
         path = next(filter(resume.is_final, paths), None)
         with contextlib.suppress(
             checkpoint_file.CorruptCheckpoint, KeyError, TypeError
         ):  # what is wrong with it is said later
             if path is not None and (stamp := _stamp(path)) is not None and "ended" in stamp.metadata:
                 ended = stamp.metadata["ended"]
-                return bool(ended[ENDS_APART]) and not session.ends_there(ended["by"], ended["limits"])
-        outcome = session.previous_outcome  # older versions have noted it there alone
+                return bool(ended[ENDS_APART]) and not self._outcome.ends_there(ended["by"], ended["limits"])
+        outcome = fit.previous_outcome  # older versions have noted it there alone
         return outcome is not None and bool(outcome.details.get(ENDS_APART, outcome.reason == "max_steps"))
 
     def _load_local(self, generation: Generation) -> tuple[Path, dict[str, Any] | None] | None:
         assert self.local is not None
-        session = self._session
+        fit = self._fit
         saved_at = self.local.saved_at(generation)  # no event was recorded then: local saves are too many
         checkpoint = self.local.load(generation)
         self._report_bad()
         if checkpoint is None:
-            if session.trainer.is_global_zero:
+            if fit.trainer.is_global_zero:
                 log.warning("The local checkpoint of step %d is rejected. The next best one is tried.", generation.step)
             self.complete.remove(generation)
             return None
         name = f"step-{generation.step:012d}-{generation.name}"
         tier = "replica" if self.local.travelled else "local"
         self.loaded = _Loaded(generation.step, generation.name, None)
-        if session.trainer.is_global_zero:
-            session.ledger.record(
+        if fit.trainer.is_global_zero:
+            fit.ledger.record(
                 self._event(
-                    fit=session.index,
+                    fit=fit.index,
                     step=generation.step,
                     path=name,
                     tier=tier,
@@ -376,14 +378,14 @@ class Tiers:
         return Path(name), checkpoint
 
     def _load_global(self, path: Path, finished: bool) -> tuple[Path, dict[str, Any] | None] | None:
-        session, strategy = self._session, self._session.trainer.strategy
-        is_directory, found, reason = session.from_rank_0(lambda: self._look(path))  # before anybody else
+        fit, strategy = self._fit, self._fit.trainer.strategy
+        is_directory, found, reason = fit.from_rank_0(lambda: self._look(path))  # before anybody else
         if is_directory and reason is None:
             mine, corrupt = self._try(lambda: self._verify(path, is_directory))
             found, reason = strategy.broadcast(mine), next(iter(corrupt.values()), None)
         course = int(found.metadata.get("course", 0)) if found is not None else 0
         if reason is None and not is_on_course(self.forks, course, resume.step_of(path)):
-            if session.rank == 0:
+            if fit.rank == 0:
                 self._set_aside(path, "it is of a course that the training has left")
             return None
         if found is not None and reason is None:
@@ -395,14 +397,14 @@ class Tiers:
                 # Without its final state a finished fit is resumed from an older one, and finished again.
                 self.ended = ended = found.metadata.get("ended") if resume.is_final(path) else None
                 # Where it was ended before that could be written down, its final state says so.
-                finished |= bool(ended and ended["is_over"] and session.ends_there(ended["by"], ended["limits"]))
+                finished |= bool(ended and ended["is_over"] and self._outcome.ends_there(ended["by"], ended["limits"]))
                 self._restored(path, finished and resume.is_final(path))
                 # Such a strategy reads a file of its own by itself, and takes nothing from what it is given.
                 return path, None if lightning_strategies.traits_of(strategy).loads_state else loaded
             reason = corrupt.get(0)
         if reason is None:  # rank 0 has read every byte of it, and some other one reads something else
             self._left_lying += corrupt.values()
-        elif session.rank == 0:
+        elif fit.rank == 0:
             self._quarantine(path, reason)
         return None
 
@@ -420,19 +422,19 @@ class Tiers:
         Returns:
             Which one it is on this rank's node, and by rank what is corrupt, as :meth:`_try`.
         """
-        session = self._session
-        node = next(ranks for ranks in session.nodes if session.rank in ranks)
-        if not by_rank_0 or len(session.nodes) == 1:
+        fit = self._fit
+        node = next(ranks for ranks in fit.nodes if fit.rank in ranks)
+        if not by_rank_0 or len(fit.nodes) == 1:
             return by_rank_0, {}
 
         def read() -> tuple[tuple[int, ...], str | None]:
-            if session.rank != node[0] or session.rank == 0:
+            if fit.rank != node[0] or fit.rank == 0:
                 return by_rank_0, None
             found, reason = self._verify(path, is_directory=False)
             return found.file if found is not None else (), reason
 
         mine, corrupt = self._try(read)
-        return session.gather(mine)[node[0]], corrupt
+        return fit.gather(mine)[node[0]], corrupt
 
     def _look(self, path: Path) -> tuple[bool, checkpoint_file.Stamp | None, str | None]:
         """Whether it is a directory, and of a file also what :meth:`_verify` says. What is not there any more fails."""
@@ -443,12 +445,12 @@ class Tiers:
 
     def _verify(self, path: Path, is_directory: bool) -> tuple[checkpoint_file.Stamp | None, str | None]:
         """What a checkpoint says about itself, or what is wrong with it."""
-        session = self._session
-        of_mine = functools.partial(dcp.is_share, rank=session.rank, world_size=session.trainer.world_size)
+        fit = self._fit
+        of_mine = functools.partial(dcp.is_share, rank=fit.rank, world_size=fit.trainer.world_size)
         seen = path / checkpoint_file.MARKER if is_directory else path  # by rank 0
         seen.stat()
         try:
-            return resume.verify(path, {"fit": session.index}, of_mine), None
+            return resume.verify(path, {"fit": fit.index}, of_mine), None
         except checkpoint_file.CorruptCheckpoint as error:
             seen.stat()  # else it is not what is in it that is wrong
             return None, str(error)
@@ -465,16 +467,16 @@ class Tiers:
         Raises:
             StorageFails: On all ranks, if one of them could not read its own.
         """
-        session = self._session
+        fit = self._fit
         content: Any = None
         corrupt = unread = None
         try:
-            content, corrupt = session.patience(read, session.whoami)
+            content, corrupt = fit.patience(read, fit.whoami)
             if corrupt is not None:
-                log.warning("Rank %d cannot read it (%s).", session.rank, corrupt)
+                log.warning("Rank %d cannot read it (%s).", fit.rank, corrupt)
         except OSError as error:
-            unread = f"{session.whoami}: {error}"
-        everywhere = session.gather((corrupt, unread))
+            unread = f"{fit.whoami}: {error}"
+        everywhere = fit.gather((corrupt, unread))
         if problem := next((each for _, each in everywhere if each is not None), None):
             raise StorageFails(
                 f"The newest checkpoint cannot be read: {problem}. Nothing was moved or begun anew: start it again "
@@ -484,26 +486,26 @@ class Tiers:
 
     def _quarantine(self, path: Path, reason: str) -> None:
         log.warning("Checkpoint rejected: %s. The next best one is tried.", reason)
-        self._session.ledger.record(Quarantined(fit=self._session.index, path=str(path), reason=reason))
+        self._fit.ledger.record(Quarantined(fit=self._fit.index, path=str(path), reason=reason))
         try:
-            checkpoint_file.quarantine(path, self._session.fit.quarantine, reason)
+            checkpoint_file.quarantine(path, self._fit.folder.quarantine, reason)
         except OSError as failure:
             log.warning("%s could not be moved to quarantine (%s); it is left where it is.", path, failure)
 
     def _report_bad(self) -> None:
         assert self.local is not None
         for path, reason in self.local.bad:
-            log.warning("Rank %d: local checkpoint rejected: %s.", self._session.rank, reason)
-            self._session.ledger.record(Quarantined(fit=self._session.index, path=path, reason=reason, tier="local"))
+            log.warning("Rank %d: local checkpoint rejected: %s.", self._fit.rank, reason)
+            self._fit.ledger.record(Quarantined(fit=self._fit.index, path=path, reason=reason, tier="local"))
         self.local.bad.clear()
 
     def _restored(self, path: Path, finished: bool) -> None:
-        session = self._session
+        fit = self._fit
         self.loaded = _Loaded(resume.step_of(path), None, path)
         if finished:
-            session.final_path = path
-            session.trainer.should_stop = True
-        if session.had_finished and self._event is Resumed:
+            fit.final_path = path
+            fit.trainer.should_stop = True
+        if self._outcome.had_finished and self._event is Resumed:
             self._unsaid = functools.partial(self._say_restored, path, finished)
         else:
             self._say_restored(path, finished)
@@ -515,19 +517,19 @@ class Tiers:
             self._unsaid = None
 
     def _say_restored(self, path: Path, finished: bool) -> None:
-        session, step = self._session, resume.step_of(path)
-        if session.trainer.is_global_zero:
-            session.ledger.record(self._event(fit=session.index, step=step, path=str(path), tier="global"))
+        fit, step = self._fit, resume.step_of(path)
+        if fit.trainer.is_global_zero:
+            fit.ledger.record(self._event(fit=fit.index, step=step, path=str(path), tier="global"))
             if finished:
-                session.ledger.record(Finished(fit=session.index, step=step))
-                if not session.had_finished and self.ended is not None:
+                fit.ledger.record(Finished(fit=fit.index, step=step))
+                if not self._outcome.had_finished and self.ended is not None:
                     about = {**self.ended["limits"], ENDS_APART: self.ended[ENDS_APART]}
-                    session.end("finished", self.ended["by"], about)
+                    self._outcome.write("finished", self.ended["by"], about)
                 log.info(
                     "This fit finished at step %d before; its final state is restored and it is not trained again. "
                     "To train more, raise %s; to train anew, use another run directory.",
                     step,
-                    session.what_ended_it(),
+                    self._outcome.what_ended_it(),
                 )
             else:
                 log.info("Resuming from step %d (%s).", step, path)
@@ -542,11 +544,11 @@ class Tiers:
         except BaseException as error:
             if self.loaded is not None and _says_something_about_the_state(error):
                 reason = f"{type(error).__name__}: {error}"
-                self._session.ledger.record(
+                self._fit.ledger.record(
                     NotRestored(
-                        fit=self._session.index,
+                        fit=self._fit.index,
                         generation=self.loaded.generation,
-                        attempt=self._session.token,
+                        attempt=self._fit.token,
                         kind=type(error).__name__,
                         reason=reason[:2000],
                         step=self.loaded.step,
@@ -561,15 +563,15 @@ class Tiers:
         Raises:
             BadCheckpoint: If too many were condemned.
         """
-        session = self._session
-        failed = read_history(session.run.ledger).not_restored(session.index, MAX_RESTORES)
+        fit = self._fit
+        failed = read_history(fit.run.ledger).not_restored(fit.index, MAX_RESTORES)
         if failed is None or failed.step is None:
             return False
         path = Path(failed.path) if failed.path else None
         loaded = _Loaded(failed.step, failed.generation, path)
         if path is not None and not os.path.lexists(path):
             return False
-        self.forks = session.fit.forks
+        self.forks = fit.folder.forks
         reason = f"{MAX_RESTORES} attempts could not restore it ({failed.reason})"
         log.warning("%s is set aside, and the next best one is tried: %s.", loaded, reason)
         self._mark_bad(loaded, reason)
@@ -582,7 +584,7 @@ class Tiers:
     @property
     def on_probation(self) -> bool:
         """Whether what goes wrong now may be the fault of the checkpoint that was loaded."""
-        return self.is_suspect(self._session.trainer.global_step)
+        return self.is_suspect(self._fit.trainer.global_step)
 
     def is_suspect(self, step: int) -> bool:
         """Whether what has gone wrong after ``step`` may be the fault of the checkpoint that was loaded."""
@@ -601,12 +603,12 @@ class Tiers:
         Raises:
             BadCheckpoint: Always; also if there is nothing to mark.
         """
-        session, loaded = self._session, self.loaded
+        fit, loaded = self._fit, self.loaded
         if loaded is None or not self.on_probation:
-            raise BadCheckpoint(f"{reason}, at step {session.trainer.global_step}")
+            raise BadCheckpoint(f"{reason}, at step {fit.trainer.global_step}")
         self._mark_bad(loaded, reason)
         raise BadCheckpoint(
-            f"{reason}, {session.trainer.global_step - loaded.step} steps after resuming from {loaded}, which is "
+            f"{reason}, {fit.trainer.global_step - loaded.step} steps after resuming from {loaded}, which is "
             "condemned and will not be used again"
         )
 
@@ -629,20 +631,20 @@ class Tiers:
             self._mark_bad(loaded, reason)
             return self._too_many(reason)
 
-        return self._session.from_rank_0(mark_bad)
+        return self._fit.from_rank_0(mark_bad)
 
     def _mark_bad(self, loaded: _Loaded, reason: str) -> None:
-        session = self._session
-        session.check_owner()
-        name = loaded.generation or f"{loaded.path} ({session.token[:8]})"
-        session.fit.mark_bad(name, reason)
+        fit = self._fit
+        fit.check_owner()
+        name = loaded.generation or f"{loaded.path} ({fit.token[:8]})"
+        fit.folder.mark_bad(name, reason)
         # What was saved since then has come from it. When the local tier has had its tries, nothing newer than the
         # newest global checkpoint counts.
         left = self._global_ones_left()
         of_local, _ = self._count_bad()
         has_had_its_tries = of_local >= MAX_CONDEMNED and loaded.generation is not None and left
         self._write_fork(min(loaded.step, left[0]) if has_had_its_tries else loaded.step)
-        session.ledger.record(MarkedBad(fit=session.index, step=loaded.step, path=str(loaded), reason=reason))
+        fit.ledger.record(MarkedBad(fit=fit.index, step=loaded.step, path=str(loaded), reason=reason))
         if loaded.path is not None:
             self._quarantine(loaded.path, f"{loaded.path} is condemned: {reason}")
 
@@ -663,12 +665,12 @@ class Tiers:
         return (
             f"{of_local + of_global} checkpoints of this fit have been condemned, so the cause is not in the "
             f"checkpoints (last: {last}). Look at the data and the learning rate around this step; the checkpoints are "
-            f"in {self._session.fit.quarantine} and in the quarantine of the nodes"
+            f"in {self._fit.folder.quarantine} and in the quarantine of the nodes"
         )
 
     def _count_bad(self) -> tuple[int, int]:
         """How many of the local tier and of the global one; the former have no path."""
-        names = self._session.fit.bad_checkpoints
+        names = self._fit.folder.bad_checkpoints
         of_global = sum(os.sep in name for name in names)
         return len(names) - of_global, of_global
 
@@ -680,7 +682,7 @@ class Tiers:
         """The steps of the global checkpoints that are there, newest first."""
         if not self.uses_global:
             return []
-        return [resume.step_of(path) for path in resume.checkpoints(self._session.fit.checkpoints)]
+        return [resume.step_of(path) for path in resume.checkpoints(self._fit.folder.checkpoints)]
 
 
 def _stamp(path: Path) -> checkpoint_file.Stamp | None:

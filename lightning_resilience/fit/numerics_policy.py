@@ -120,13 +120,13 @@ class NumericsPolicy(Participant):
         self._options = options
         self._counts = counts
         self._spikes = spikes
-        self._file = session.fit.path / "nan_guard.json"
-        self._history = RollbackHistory(session.trainer.world_size)
+        self._file = session.fit.folder.path / "nan_guard.json"
+        self._history = RollbackHistory(session.fit.trainer.world_size)
         """Rank 0's, read once: what cannot be written holds at least until the process ends."""
         self._prevents = self._options.action != "warn"
         self._guard: StepGuard | None = None
         self._window = Window(0, 0, 0, 0)
-        self._samples = lightning_data.SampleIds(session.trainer)
+        self._samples = lightning_data.SampleIds(session.fit.trainer)
         self._logged: lightning_metrics.LoggedValues | None = None
         self._consecutive = 0
         self._bad: list[Window] = []
@@ -136,7 +136,9 @@ class NumericsPolicy(Participant):
         self._is_mine = False
         """Whether the last bad step is known to have begun on this rank."""
         self._log_rollback: Callable[[], None] = lambda: None
-        self._late = self._options.rerun == "disabled" and not _reads_cost_nothing(session.trainer.strategy.root_device)
+        self._late = self._options.rerun == "disabled" and not _reads_cost_nothing(
+            session.fit.trainer.strategy.root_device
+        )
         """Whether verdicts come some steps later, since the host must not wait for them."""
         self._lost: Window | None = None
         """The first window whose step was bad and has happened, on this rank."""
@@ -179,7 +181,7 @@ class NumericsPolicy(Participant):
 
     def start(self) -> None:
         """The training begins."""
-        session, trainer = self.session, self.session.trainer
+        session, trainer = self.session, self.session.fit.trainer
         if self._prevents and any(isinstance(each, torch.optim.LBFGS) for each in trainer.optimizers):
             problem = (
                 "LBFGS changes the parameters while it evaluates them, and a step of it cannot be skipped: "
@@ -187,9 +189,9 @@ class NumericsPolicy(Participant):
             )
             if not self._options.optional:
                 raise ValueError(problem)
-            if session.rank == 0:
+            if session.fit.rank == 0:
                 log.warning("NaNGuard is off: %s", problem)
-            session.participants.withdraw(self)
+            session.fit.participants.withdraw(self)
             return
         several = trainer.world_size > 1
         sharded = several and lightning_strategies.traits_of(trainer.strategy).all_ranks_write
@@ -209,22 +211,22 @@ class NumericsPolicy(Participant):
         )
         if sharded:
             lightning_steps.on_clipping_by_norm(
-                trainer, session.patches, self._guard.before_norm, self._guard.take_norm
+                trainer, session.fit.patches, self._guard.before_norm, self._guard.take_norm
             )
         if self._options.rerun == "validate_results":
-            self._devices = session.gather(str(DeviceId.of(trainer.strategy.root_device)))
+            self._devices = session.fit.gather(str(DeviceId.of(trainer.strategy.root_device)))
         if self._prevents:
-            self._logged = lightning_metrics.LoggedValues(trainer, session.patches)
-        lightning_steps.on_batch_done(trainer, session.patches, self._batch_done)
+            self._logged = lightning_metrics.LoggedValues(trainer, session.fit.patches)
+        lightning_steps.on_batch_done(trainer, session.fit.patches, self._batch_done)
         self._initially_nonfinite = self._find_initially_nonfinite()
-        lightning_checkpoints.on_save(trainer, session.save_patches, self._may_save)
+        lightning_checkpoints.on_save(trainer, session.fit.save_patches, self._may_save)
         self._read()
-        if session.rank == 0 and self._prevents:
+        if session.fit.rank == 0 and self._prevents:
             self._log_exceptions_to_skipping(sharded)
 
     def _log_exceptions_to_skipping(self, sharded: bool) -> None:
         """Where a bad step is not simply skipped."""
-        trainer = self.session.trainer
+        trainer = self.session.fit.trainer
         scaler = lightning_steps.has_grad_scaler(trainer)
         if scaler:
             log.info(
@@ -252,7 +254,7 @@ class NumericsPolicy(Participant):
 
     def _unable_to_skip(self) -> str:
         """The optimizers that cannot leave out a step on their device, by their names."""
-        trainer = self.session.trainer
+        trainer = self.session.fit.trainer
         device = trainer.strategy.root_device
         names = {type(each).__name__ for each in trainer.optimizers if not can_skip(each) and not on_host(each, device)}
         return " and ".join(sorted(names))
@@ -261,28 +263,30 @@ class NumericsPolicy(Participant):
         """What is not finite when the fit begins for the first time: a checkpoint may bring along what should be."""
         session = self.session
         now = {
-            name for name, tensor in lightning_strategies.named_state(session.trainer) if not bool(all_finite([tensor]))
+            name
+            for name, tensor in lightning_strategies.named_state(session.fit.trainer)
+            if not bool(all_finite([tensor]))
         }
-        names = sorted(set().union(*session.gather(now)))
+        names = sorted(set().union(*session.fit.gather(now)))
 
         def recorded() -> list[str]:
-            self._history = RollbackHistory.read(self._file, session.trainer.world_size)
+            self._history = RollbackHistory.read(self._file, session.fit.trainer.world_size)
             if self._history.initially_nonfinite is None:
                 self._history.initially_nonfinite = names
                 self._write()
             return self._history.initially_nonfinite
 
-        return set(session.from_rank_0(recorded))
+        return set(session.fit.from_rank_0(recorded))
 
     def _reruns(self) -> Reruns | None:
         if self._options.rerun == "disabled":
             return None
         always = self._options.rerun == "report_determinism_stats"
-        return Reruns(self.session.get_random_state, self.session.set_random_state, always)
+        return Reruns(self.session.exact.get_random_state, self.session.exact.set_random_state, always)
 
     def after_save(self, is_end: bool) -> None:
         """Says how deterministic the training was, when it has ended."""
-        if is_end and self.session.rank == 0 and self._options.rerun == "report_determinism_stats":
+        if is_end and self.session.fit.rank == 0 and self._options.rerun == "report_determinism_stats":
             again, differing = self._counts.steps_run_again, self._counts.differing_steps
             log.info("%d of %d steps had another result when their batch was run again.", differing, again)
 
@@ -296,16 +300,18 @@ class NumericsPolicy(Participant):
     def look_at(self, loss: torch.Tensor) -> None:
         """Before a backward pass."""
         if self._guard is not None:
-            automatic = self.session.module.automatic_optimization
-            self._guard.look_at(loss, self.session.trainer.accumulate_grad_batches if automatic else 1)
+            automatic = self.session.fit.module.automatic_optimization
+            self._guard.look_at(loss, self.session.fit.trainer.accumulate_grad_batches if automatic else 1)
 
     def _batch_done(self) -> None:
         assert self._guard is not None
-        trainer = self.session.trainer
+        trainer = self.session.fit.trainer
         self._window.end = lightning_progress.batches_begun(trainer)
         if not lightning_progress.accumulation_window_complete(trainer):
             return
-        if not self.session.module.automatic_optimization:  # there may be a step to come in the hook of the batch's end
+        if (
+            not self.session.fit.module.automatic_optimization
+        ):  # there may be a step to come in the hook of the batch's end
             self._guard.settle()
         elif self._guard.end() and self._prevents:
             lightning_callbacks.hold_weight_averaging(trainer)
@@ -320,7 +326,7 @@ class NumericsPolicy(Participant):
         if not window_complete:
             return
         assert self._guard is not None
-        trainer = self.session.trainer
+        trainer = self.session.fit.trainer
         self._guard.end()
         self._learn(wait=False)
         self._samples.look()
@@ -349,10 +355,10 @@ class NumericsPolicy(Participant):
         self._learn()
         windows, is_lost = self._bad_windows()
         if is_lost:
-            if session.rank == 0:
+            if session.fit.rank == 0:
                 self._count(windows[-1].step, windows, True)
             self._end("a step of the last ones was bad; started again, the run passes its batches over", is_final=False)
-        if self._prevents and not session.saver.may_save(session.fit.checkpoints):
+        if self._prevents and not session.saver.may_save(session.fit.folder.checkpoints):
             self._end("the final state is not finite; started again, the run goes on from an older one", is_final=False)
         return self._waiting and self._options.rerun == "validate_results"
 
@@ -360,7 +366,7 @@ class NumericsPolicy(Participant):
         """Whether the next batch has made a step bad before."""
         if not self._skipped:
             return False
-        trainer = self.session.trainer
+        trainer = self.session.fit.trainer
         batch = lightning_progress.batches_begun(trainer)
         return any(begin <= batch < end for begin, end in self._skipped.get(trainer.current_epoch, ()))
 
@@ -392,11 +398,13 @@ class NumericsPolicy(Participant):
         self._counts.skipped_steps += 1
         prevented = self._prevents and not verdict.has_happened
         action = "is skipped" if prevented else "has happened"
-        if session.rank == 0 or verdict.is_here:
-            log.warning("Rank %d: %s; the step after step %d %s.", session.rank, verdict.problem, window.step, action)
-            session.ledger.record(
+        if session.fit.rank == 0 or verdict.is_here:
+            log.warning(
+                "Rank %d: %s; the step after step %d %s.", session.fit.rank, verdict.problem, window.step, action
+            )
+            session.fit.ledger.record(
                 BadStep(
-                    fit=session.index,
+                    fit=session.fit.index,
                     step=window.step,
                     epoch=window.epoch,
                     batches=[window.begin, window.end],
@@ -430,10 +438,10 @@ class NumericsPolicy(Participant):
             return
         if verdict.is_common:
             self._pause(hold)
-        elif self.session.rank == 0 or verdict.is_here or self._requested_pause:
+        elif self.session.fit.rank == 0 or verdict.is_here or self._requested_pause:
             self._requested_pause = hold
-            payload = {"hold": hold, "asked_at": self.session.steps_counted}
-            self.session.agreement.request(_HOLD, payload, Needs.CLEAN | Needs.TRAINING)
+            payload = {"hold": hold, "asked_at": self.session.fit.steps_counted}
+            self.session.fit.agreement.request(_HOLD, payload, Needs.CLEAN | Needs.TRAINING)
 
     def _pause_as_requested(self, event: Event) -> None:
         if int(event.payload["asked_at"]) >= self._rolled_back_at:  # not because of what has been undone meanwhile
@@ -447,7 +455,7 @@ class NumericsPolicy(Participant):
         return self._is_paused
 
     def _report(self, more: Mapping[str, float] | None = None) -> None:
-        trainer = self.session.trainer
+        trainer = self.session.fit.trainer
         if trainer.is_global_zero:
             metrics = {
                 "nan_guard/skipped_steps": float(self._counts.skipped_steps),
@@ -460,17 +468,17 @@ class NumericsPolicy(Participant):
 
     def _ask(self, kind: str, verdict: Verdict) -> None:
         # All ranks have the same verdict. Should one of them alone have a bad one after all, its word counts too.
-        if self._asked > self._answered or not (self.session.rank == 0 or verdict.is_here):
+        if self._asked > self._answered or not (self.session.fit.rank == 0 or verdict.is_here):
             return
-        self._asked = self.session.steps_counted
+        self._asked = self.session.fit.steps_counted
         payload = {"reason": verdict.problem, "step": verdict.tag.step, "asked_at": self._asked}
-        self.session.agreement.request(kind, payload, Needs.CLEAN | Needs.TRAINING)
+        self.session.fit.agreement.request(kind, payload, Needs.CLEAN | Needs.TRAINING)
 
     def _is_news(self, event: Event) -> bool:
         """Whether an event is not answered yet: several ranks may have asked."""
         if int(event.payload["asked_at"]) <= self._answered:
             return False
-        self._answered = self.session.steps_counted
+        self._answered = self.session.fit.steps_counted
         return True
 
     def _stop(self, event: Event) -> None:
@@ -489,22 +497,22 @@ class NumericsPolicy(Participant):
         session = self.session
         self._learn()  # what the others know may still be on its way to this rank
         windows, _ = self._bad_windows()
-        if not windows or any(blames() for blames in session.participants.implement(Participant.blames_replicas)):
+        if not windows or any(blames() for blames in session.fit.participants.implement(Participant.blames_replicas)):
             return
-        begun_at = session.tiers.loaded.step if session.tiers.loaded is not None else 0
-        is_suspect = session.tiers.is_suspect(windows[0].step) and self._from_rank_0(
+        begun_at = session.selector.loaded.step if session.selector.loaded is not None else 0
+        is_suspect = session.selector.is_suspect(windows[0].step) and self._from_rank_0(
             lambda: self._history.is_first(windows[0], begun_at)
         )
         # Where the checkpoint is to blame, the batches are not.
         times = self._from_rank_0(lambda: self._count(step, windows, not is_suspect))
-        losses = session.gather(self._loss)
+        losses = session.fit.gather(self._loss)
         why = f"{reason}, after step {step}"
         if times > self._options.max_rollbacks:
             if not self._turns_to_global(windows[0].step):
                 self._end(f"{why}; the run has gone back {self._options.max_rollbacks} times because of it")
             times = 1
         self._read()
-        if is_suspect and (too_many := session.tiers.mark_bad_together(why, windows[0].step)) is not None:
+        if is_suspect and (too_many := session.selector.mark_bad_together(why, windows[0].step)) is not None:
             self._end(too_many)
         only_global = self._from_rank_0(lambda: self._history.of_global)
         session.go_back(windows[0].step, lambda: self._keep_going(f"{why}; {_NOWHERE}"), only_global)
@@ -517,15 +525,15 @@ class NumericsPolicy(Participant):
                 why,
                 0 if is_suspect else sum(each.end - each.begin for each in windows),
             )
-            session.ledger.record(
-                Rollback(fit=session.index, step=step, reason=reason, times=times, losses=[*map(_written, losses)])
+            session.fit.ledger.record(
+                Rollback(fit=session.fit.index, step=step, reason=reason, times=times, losses=[*map(_written, losses)])
             )
 
         self._log_rollback = say
 
     def _turns_to_global(self, step: int) -> bool:
         """Whether a global checkpoint from before ``step`` is left that the local ones have not let have its turn."""
-        tiers = self.session.tiers
+        tiers = self.session.selector
         was_local = self._options.max_rollbacks > 0 and tiers.loaded is not None and tiers.loaded.path is None
 
         def decide() -> bool:
@@ -535,7 +543,7 @@ class NumericsPolicy(Participant):
             self._write()
             return True
 
-        return self.session.from_rank_0(decide)
+        return self.session.fit.from_rank_0(decide)
 
     def _keep_going(self, why: str) -> None:
         """There is nowhere to go back to."""
@@ -548,14 +556,14 @@ class NumericsPolicy(Participant):
 
     def _from_rank_0(self, decide: Callable[[], _T]) -> _T:
         """What rank 0, which alone knows the file, decides for all."""
-        return checkpoint_io.from_rank_zero(self.session.trainer.strategy, decide)
+        return checkpoint_io.from_rank_zero(self.session.fit.trainer.strategy, decide)
 
     def _bad_windows(self) -> tuple[list[Window], bool]:
         """The windows whose steps were bad, in order, of all ranks; and whether one of them has happened.
 
         None after that one: where only one rank has seen it, the others have seen what became of their losses.
         """
-        everywhere = self.session.gather((self._bad, self._lost))
+        everywhere = self.session.fit.gather((self._bad, self._lost))
         lost = min((lost for _, lost in everywhere if lost is not None), default=None)
         windows = sorted({each for troubled, _ in everywhere for each in troubled})
         return [each for each in windows if lost is None or each <= lost], lost is not None
@@ -568,14 +576,14 @@ class NumericsPolicy(Participant):
 
     def _write(self) -> None:
         try:
-            self.session.check_owner()
+            self.session.fit.check_owner()
             self._history.write(self._file)
         except OSError as error:
             log.error("What a restart must know of bad steps could not be written (%s).", error)
 
     def _read(self) -> None:
         """On all ranks, what rank 0 knows."""
-        history: RollbackHistory = self.session.trainer.strategy.broadcast(self._history)
+        history: RollbackHistory = self.session.fit.trainer.strategy.broadcast(self._history)
         self._rollbacks, self._pending_rerun = history.rollbacks, history.suspect
         self._skipped = {}
         for window in history.passed_over:
@@ -588,7 +596,7 @@ class NumericsPolicy(Participant):
             raise ValueError(f"it is not finite: {', '.join(nonfinite_names(tensors))}")
 
     def _may_save(self, path: str) -> bool:
-        trainer = self.session.trainer
+        trainer = self.session.fit.trainer
         if self.session.saver.may_save(path):
             return True
         checkpoint_io.keep_all(trainer)
@@ -599,10 +607,10 @@ class NumericsPolicy(Participant):
         assert self._guard is not None
         self._guard.forget()
         self._consecutive = 0
-        if self.session.rank == 0:
+        if self.session.fit.rank == 0:
             self._log_rollback()
         self._waiting, self._lost, self._requested_pause = False, None, False
-        self._rolled_back_at = self.session.steps_counted
+        self._rolled_back_at = self.session.fit.steps_counted
         self._bad.clear()
         self._pause(False)
         self._report()
@@ -632,13 +640,13 @@ class NumericsPolicy(Participant):
             self._write_verdict("faulty device", window, f"{suspect.reason}, twice; not so on others", devices)
         else:
             self._write_verdict("transient fault", window, f"{suspect.reason}; not so after a restart")
-        if session.rank == 0:
+        if session.fit.rank == 0:
             self._history.suspect = None
             self._write()
 
     def _write_verdict(self, verdict: str, window: Window, reason: str, devices: Sequence[str] = ()) -> None:
         session = self.session
-        if session.rank == 0:
+        if session.fit.rank == 0:
             log.warning(
                 "After reruns of the step after step %d: %s%s (%s).",
                 window.step,
@@ -646,8 +654,10 @@ class NumericsPolicy(Participant):
                 f", {', '.join(devices)}" if devices else "",
                 reason,
             )
-            session.ledger.record(
-                RerunVerdict(fit=session.index, step=window.step, verdict=verdict, reason=reason, devices=list(devices))
+            session.fit.ledger.record(
+                RerunVerdict(
+                    fit=session.fit.index, step=window.step, verdict=verdict, reason=reason, devices=list(devices)
+                )
             )
 
     def _answer_rerun(self, event: Event, is_end: bool = False) -> None:
@@ -670,8 +680,8 @@ class NumericsPolicy(Participant):
                 elsewhere.suspects_this_node = "a bad step came again on this node, and is tried on others"
             raise elsewhere
         if decision == "older":
-            loaded = session.tiers.loaded
-            if loaded is None or session.tiers.mark_bad_together(why, loaded.step) is not None:
+            loaded = session.selector.loaded
+            if loaded is None or session.selector.mark_bad_together(why, loaded.step) is not None:
                 self._end(f"{why}, and there are no others", RERUN_FAILED)
             if is_end:
                 self._end(

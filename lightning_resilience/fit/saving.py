@@ -47,6 +47,8 @@ from lightning_resilience.checkpoint.sharded_save import Draft, Outcome, Save, S
 from lightning_resilience.checkpoint.store_messages import StoreMessages
 from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.fit import checkpoint_io
+from lightning_resilience.fit.context import FitContext
+from lightning_resilience.fit.exact_state import STATE_KEY, ExactState
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.run.events import Saved, SaveFailed, SaveRefused
 from lightning_resilience.run.run_directory import StaleAttempt
@@ -54,12 +56,7 @@ from lightning_resilience.run.run_directory import StaleAttempt
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_resilience.fit.session import FitSession
-
 log = logging.getLogger(__name__)
-
-STATE_KEY = "lightning_resilience"
-"""The key in a Lightning checkpoint of everything that an exact resume needs beside Lightning's own state."""
 
 _PATIENCE = 0.8  # of the time after which the others would give up
 _LONGEST_WAIT_S = 1800.0  # torch's default for them
@@ -117,11 +114,12 @@ class Saver:
             nothing about a save that is waited for.
     """
 
-    def __init__(self, session: FitSession) -> None:
-        self._session = session
+    def __init__(self, fit: FitContext, exact: ExactState) -> None:
+        self._fit = fit
+        self._exact = exact
         self.is_dumping = False
         self.writes_behind = False
-        self._messages = StoreMessages(lambda: _store(f"resilience/saves/{session.nonce}"))
+        self._messages = StoreMessages(lambda: _store(f"resilience/saves/{fit.nonce}"))
         self._number = 0
         self._shards: ShardedSaves | None = None
         self._background: BackgroundSaves | None = None
@@ -142,10 +140,10 @@ class Saver:
         Returns:
             The checkpoint, or ``None`` if it could not be written; the run then goes on with the older ones.
         """
-        with self._session.during("checkpointing"):
+        with self._fit.during("checkpointing"):
             with suppress(TimeoutError):  # all ranks are told below
                 self.wait()
-            if not self.may_save(self._session.fit.checkpoints):
+            if not self.may_save(self._fit.folder.checkpoints):
                 return None
             state = self._collect(final)
             if state is not None and state.is_busy:
@@ -169,8 +167,8 @@ class Saver:
         """
         background = self._open_background()
         started = time.monotonic()
-        with self._session.during("checkpointing"):
-            if not self.may_save(self._session.fit.checkpoints):
+        with self._fit.during("checkpointing"):
+            if not self.may_save(self._fit.folder.checkpoints):
                 return
             state = self._collect(final=False)
             if state is None or not self._agree(state):
@@ -182,17 +180,17 @@ class Saver:
                 self._say_that_it_waits(state.lacks)
                 if self._save(reason, False, state) is None:
                     return
-                if self._session.rank == 0:
+                if self._fit.rank == 0:
                     published()
             else:
-                if self._session.rank == 0:
+                if self._fit.rank == 0:
                     self._lost = lost
                 self.writes_behind = True
                 self._begin(background, reason, started, state, published)
             self._saved()
 
     def _saved(self) -> None:
-        for after_save in self._session.participants.implement(Participant.after_save):
+        for after_save in self._fit.participants.implement(Participant.after_save):
             after_save(False)
 
     def _begin(
@@ -209,7 +207,7 @@ class Saver:
         def report(outcome: Outcome, left_out: list[str]) -> None:
             if outcome.how == "stale":
                 raise StaleAttempt(outcome.reason)
-            if self._session.rank > 0:
+            if self._fit.rank > 0:
                 return
             if outcome.how == "published":
                 self._report_saved(step, path, reason, started, left_out)
@@ -219,17 +217,17 @@ class Saver:
             else:
                 background.invalidated = True
 
-        live = lightning_strategies.live_tensors(self._session.trainer)
+        live = lightning_strategies.live_tensors(self._fit.trainer)
         # What has been gathered is a copy already; it is not copied again.
-        gathers = lightning_strategies.traits_of(self._session.trainer.strategy).gathers_state_dict
+        gathers = lightning_strategies.traits_of(self._fit.trainer.strategy).gathers_state_dict
         if (shards := self._shards) is not None and state.draft is not None:
-            save = Save(path, state.written, {**self._session.metadata, "step": step})
+            save = Save(path, state.written, {**self._fit.metadata, "step": step})
             self._begin_shards(background, shards, save, state, live, report)
-        elif self._session.rank == 0:
+        elif self._fit.rank == 0:
             whole = state.checkpoint.of
             apart = {name: whole[name] for name in ("state_dict", "optimizer_states") if gathers}
             structure, gathered, missing = pack(Entries(apart))
-            gathered = lightning_strategies.nobody_elses(self._session.trainer, gathered)
+            gathered = lightning_strategies.nobody_elses(self._fit.trainer, gathered)
 
             def write(copied: Copy) -> None:
                 left_out = [*copied.left_out, *missing]
@@ -273,28 +271,28 @@ class Saver:
                 report(shards.write(save, part, rest, read_back=self._read_back), left_out)
 
         part, gathered = shards.part(state.draft, state.plan), {}
-        if lightning_strategies.traits_of(self._session.trainer.strategy).gathers_state_dict:
-            part, gathered = {}, lightning_strategies.nobody_elses(self._session.trainer, part)
-        rest = state.checkpoint if self._session.rank == 0 else None
+        if lightning_strategies.traits_of(self._fit.trainer.strategy).gathers_state_dict:
+            part, gathered = {}, lightning_strategies.nobody_elses(self._fit.trainer, part)
+        rest = state.checkpoint if self._fit.rank == 0 else None
         try:
             background.take({"part": part, "rest": rest}, live, write, miss)
         except Exception as error:
             miss(error)
 
     def _open_background(self) -> BackgroundSaves | None:
-        if not lightning_strategies.traits_of(self._session.trainer.strategy).can_write_behind:
+        if not lightning_strategies.traits_of(self._fit.trainer.strategy).can_write_behind:
             return None
         if self._background is None:
-            self._background = BackgroundSaves(self._session.advanced)
-            lightning_steps.on_batch_done(self._session.trainer, self._session.patches, self._background.fence)
+            self._background = BackgroundSaves(self._fit.advanced)
+            lightning_steps.on_batch_done(self._fit.trainer, self._fit.patches, self._background.fence)
             self._lacks_memory = self._why_it_does_not_fit()
         return self._background
 
     def _why_it_does_not_fit(self) -> str | None:
         """Why there is no memory for a copy of what this rank writes."""
-        trainer = self._session.trainer
+        trainer = self._fit.trainer
         shares = lightning_strategies.traits_of(trainer.strategy).shards_under is not None
-        if not shares and self._session.rank > 0:
+        if not shares and self._fit.rank > 0:
             return None  # it copies nothing
         live = {id(tensor): local(tensor).nbytes for tensor in lightning_strategies.live_tensors(trainer)}
         # The ranks of a node copy at the same time. A tenth more, for what is written but not on disk yet.
@@ -305,7 +303,7 @@ class Saver:
         return f"that needs {format_bytes(needed)} on a node, and {format_bytes(room.nbytes)} can be had ({room.limit})"
 
     def _say_that_it_waits(self, lacks: str | None) -> None:
-        if self._session.rank == 0 and lacks is not None and not self._wait_said:
+        if self._fit.rank == 0 and lacks is not None and not self._wait_said:
             self._wait_said = True
             log.warning(
                 "The training waits for its saves to the run directory: there is no memory for a copy of the state "
@@ -314,7 +312,7 @@ class Saver:
             )
 
     def _say_skipped(self) -> None:
-        if self._session.rank == 0 and not self._skip_said:
+        if self._fit.rank == 0 and not self._skip_said:
             self._skip_said = True
             log.warning(
                 "A checkpoint is still being written: the one of step %d is skipped, and so are others that come too "
@@ -325,7 +323,7 @@ class Saver:
     @property
     def _patience_s(self) -> float:
         """How long what is being written may take, while the other ranks wait for this one in a collective."""
-        return _PATIENCE * (lightning_strategies.collective_timeout(self._session.trainer) or _LONGEST_WAIT_S)
+        return _PATIENCE * (lightning_strategies.collective_timeout(self._fit.trainer) or _LONGEST_WAIT_S)
 
     def wait(self) -> None:
         """Waits for what is being written behind the training.
@@ -338,10 +336,10 @@ class Saver:
 
     def close(self) -> None:
         """The same at the end of a fit, but not for ever."""
-        if self._session.failing:
+        if self._fit.failing:
             self._messages.hurry()
         if self._background is not None:
-            with self._session.during("checkpointing"):
+            with self._fit.during("checkpointing"):
                 self._background.close(_LAST_SAVE_S)
 
     def waits(self) -> bool:
@@ -350,8 +348,8 @@ class Saver:
         The verdict about a step may still be on its way when ``saves_paused`` is looked at, and a save that comes
         before it removes an older state, soon the last one from before the first of those steps.
         """
-        asked = self._session.participants.implement(Participant.looks_bad)
-        return bool(asked) and any(self._session.gather(any(looks_bad() for looks_bad in asked)))
+        asked = self._fit.participants.implement(Participant.looks_bad)
+        return bool(asked) and any(self._fit.gather(any(looks_bad() for looks_bad in asked)))
 
     def may_save(self, path: str | os.PathLike[str]) -> bool:
         """Whether the state of all ranks may be saved; says so if not. A collective, if anything is checked at all.
@@ -359,47 +357,47 @@ class Saver:
         Args:
             path: Where it would be saved.
         """
-        checks = self._session.participants.implement(Participant.check_state)
+        checks = self._fit.participants.implement(Participant.check_state)
         if not checks:
             return True
         problem = None
         try:
             for check_state in checks:
-                check_state(lightning_strategies.named_state(self._session.trainer))
+                check_state(lightning_strategies.named_state(self._fit.trainer))
         except ValueError as error:
-            problem = f"rank {self._session.rank}: {error}"
+            problem = f"rank {self._fit.rank}: {error}"
         except Exception as error:  # the others wait to be told
             log.debug("The state could not be checked", exc_info=True)
-            problem = f"rank {self._session.rank}: it could not be checked ({type(error).__name__}: {error})"
+            problem = f"rank {self._fit.rank}: it could not be checked ({type(error).__name__}: {error})"
         # After an exception the others may be gone.
-        all_problems = [problem] if self._session.failing else self._session.gather(problem)
+        all_problems = [problem] if self._fit.failing else self._fit.gather(problem)
         problems = [each for each in all_problems if each is not None]
-        if problems and self._session.rank == 0:
+        if problems and self._fit.rank == 0:
             log.error("The state of step %d is not saved in %s: %s.", self._step, path, problems[0])
-            self._session.ledger.record(SaveRefused(fit=self._session.index, step=self._step, reason=problems[0]))
-        divergence = self.compare() if problems and not self._session.failing else None
-        if divergence is not None and self._session.rank == 0:
-            self._session.diverged(divergence)
+            self._fit.ledger.record(SaveRefused(fit=self._fit.index, step=self._step, reason=problems[0]))
+        divergence = self.compare() if problems and not self._fit.failing else None
+        if divergence is not None and self._fit.rank == 0:
+            self._fit.diverged(divergence)
         return not problems
 
     def compare(self) -> Divergence | None:
         """Compares what all ranks hold now as far as it should be the same. A collective."""
-        return Divergence.between(self._step, self._session.gather(self._what_it_holds()))
+        return Divergence.between(self._step, self._fit.gather(self._what_it_holds()))
 
     def _what_it_holds(self) -> str:
         try:
-            return "".join(digest() for digest in self._session.participants.implement(Participant.digest))
+            return "".join(digest() for digest in self._fit.participants.implement(Participant.digest))
         except Exception as error:  # the others wait to be told
-            log.warning("Rank %d cannot compare its state with that of the others (%r).", self._session.rank, error)
+            log.warning("Rank %d cannot compare its state with that of the others (%r).", self._fit.rank, error)
             return ""
 
     def _agree(self, state: _Collected) -> bool:
         """Whether the ranks hold the same as far as they should; the same on all."""
         divergence = Divergence.between(self._step, state.digests)
-        if self._session.rank == 0:
-            self._session.replicas_agreed |= divergence is None and "" not in state.digests
+        if self._fit.rank == 0:
+            self._fit.replicas_agreed |= divergence is None and "" not in state.digests
             if divergence is not None:
-                self._session.diverged(divergence)
+                self._fit.diverged(divergence)
         return divergence is None
 
     def at_end_of_epoch(self) -> None:
@@ -417,10 +415,10 @@ class Saver:
 
     @property
     def _step(self) -> int:
-        return self._session.trainer.global_step
+        return self._fit.trainer.global_step
 
     def _path(self, final: bool) -> Path:
-        return self._session.fit.checkpoints / resume.checkpoint_name(self._step, final)
+        return self._fit.folder.checkpoints / resume.checkpoint_name(self._step, final)
 
     def _collect(self, final: bool) -> _Collected | None:
         """The state of this boundary, and what every rank has to say before it is saved. A collective.
@@ -428,20 +426,20 @@ class Saver:
         Returns:
             ``None`` if a rank could not collect its state: what a hook of the user's raises does not end the training.
         """
-        session, trainer = self._session, self._session.trainer
+        fit, trainer = self._fit, self._fit.trainer
         traits = lightning_strategies.traits_of(trainer.strategy)
         under = traits.shards_under
         if self._shards is None and under is not None:
-            ranks = session.rank, trainer.world_size
-            self._shards = ShardedSaves(*ranks, self._messages, session.gather, session.check_owner)
+            ranks = fit.rank, trainer.world_size
+            self._shards = ShardedSaves(*ranks, self._messages, fit.gather, fit.check_owner)
         checkpoint: dict[str, Any] = {}
         entries = Entries(checkpoint)
         draft, problem = None, None
         self._number += 1
-        own = OwnState(self._messages, self._number, session.rank)
+        own = OwnState(self._messages, self._number, fit.rank)
         try:
             # What others are given, and what is written, is what can be kept.
-            structure, tensors, left_out = pack(_own_entries(to_host(session.own_state(final))))
+            structure, tensors, left_out = pack(_own_entries(to_host(self._exact.own_state(final))))
             own.keep(structure, tensors, left_out)  # to which more is added below
             dump = (
                 lightning_checkpoints.dump_checkpoint
@@ -457,11 +455,11 @@ class Saver:
             entries = _entries(checkpoint)
         except Exception as error:
             log.debug("The state could not be collected", exc_info=True)
-            problem = f"rank {session.rank}: {type(error).__name__}: {error}"
+            problem = f"rank {fit.rank}: {type(error).__name__}: {error}"
         # Rank 0 writes them, or each rank all by itself if the strategy is of an unknown kind.
-        is_first, by_all = session.rank == 0, not traits.can_write_behind
+        is_first, by_all = fit.rank == 0, not traits.can_write_behind
         first = None if by_all else trainer.strategy.broadcast(own.digests() if is_first else None)
-        met = session.gather(
+        met = fit.gather(
             {
                 "own": own.give(first),
                 "problem": problem,
@@ -491,10 +489,10 @@ class Saver:
     def _checkpoint_with(
         self, dump: Callable[[Trainer], dict[str, Any]], ranks: dict[str, Any], final: bool
     ) -> dict[str, Any]:
-        before = self._session.before_evaluation
+        before = self._exact.before_evaluation
         self.is_dumping = True
         try:
-            checkpoint = dump(self._session.trainer)
+            checkpoint = dump(self._fit.trainer)
         finally:
             self.is_dumping = False
         if before is not None:
@@ -504,13 +502,13 @@ class Saver:
             **ranks,
             "due": "validation" if before is not None else None,
             "final": final,
-            "arrival_order": self._session.arrival_order,
+            "arrival_order": self._exact.arrival_order,
             "left_out": MISSING,
         }
         return {**checkpoint, STATE_KEY: state}
 
     def _save(self, reason: str, final: bool, state: _Collected) -> Path | None:
-        trainer, started = self._session.trainer, time.monotonic()
+        trainer, started = self._fit.trainer, time.monotonic()
         path, outcome = self._path(final), Outcome("published")
         left_out: list[str] = []
         state.own.send(state.given, self._patience_s)
@@ -521,7 +519,7 @@ class Saver:
             return state.complete(rewritten, left_out)
 
         if self._shards is not None and state.draft is not None:
-            save = Save(path, state.written, {**self._session.metadata, "step": self._step})
+            save = Save(path, state.written, {**self._fit.metadata, "step": self._step})
             part: dict[str, Any] | None = self._shards.part(state.draft, state.plan)
             rest, missed = None, None
             try:
@@ -554,8 +552,8 @@ class Saver:
 
     def _write_file(self, checkpoint: Callable[[], dict[str, Any]], path: Path, step: int) -> Outcome:
         try:
-            metadata = {**self._session.metadata, "step": step}
-            checkpoint_file.save(checkpoint(), path, metadata, self._session.check_owner, self._read_back)
+            metadata = {**self._fit.metadata, "step": step}
+            checkpoint_file.save(checkpoint(), path, metadata, self._fit.check_owner, self._read_back)
         except StaleAttempt as error:
             return Outcome("stale", str(error))
         except Exception as error:
@@ -563,21 +561,21 @@ class Saver:
         return Outcome("published")
 
     def _report_failed(self, step: int, reason: str) -> None:
-        if self._session.rank == 0:
+        if self._fit.rank == 0:
             log.error(
                 "The checkpoint of step %d could not be saved (%s). Training goes on; the newest checkpoint is an "
                 "older one. If there is no space left, free some under %s, or give the run another directory.",
                 step,
                 reason,
-                self._session.fit.checkpoints,
+                self._fit.folder.checkpoints,
             )
-        self._session.ledger.record(SaveFailed(fit=self._session.index, step=step, reason=reason))
+        self._fit.ledger.record(SaveFailed(fit=self._fit.index, step=step, reason=reason))
 
     def _report_saved(self, step: int, path: Path, reason: str, started: float, left_out: list[str]) -> None:
         self._read_back = False
-        self._session.ledger.record(
+        self._fit.ledger.record(
             Saved(
-                fit=self._session.index,
+                fit=self._fit.index,
                 step=step,
                 path=str(path),
                 seconds=round(time.monotonic() - started, 4),
@@ -604,12 +602,12 @@ class Saver:
 
     def in_short(self) -> str:
         """A digest of all that is saved of this rank's state, as it is when the fit ends. No collective."""
-        session = self._session
+        fit = self._fit
         try:
             checkpoint = self._checkpoint_with(lightning_checkpoints.dump_own_checkpoint, {}, final=True)
-            for name in lightning_limits.clocks(session.trainer):
+            for name in lightning_limits.clocks(fit.trainer):
                 checkpoint.get("callbacks", {}).pop(name, None)
-            structure, tensors, _ = pack([_entries(checkpoint), _own_entries(session.own_state(True))])
+            structure, tensors, _ = pack([_entries(checkpoint), _own_entries(self._exact.own_state(True))])
             return f"{digest_of(tensors)} {hashlib.sha256(json.dumps(structure).encode()).hexdigest()}"
         except Exception:  # of a hook of the user's: a save says so, and does not end the training
             log.debug("The state could not be collected", exc_info=True)
@@ -621,7 +619,7 @@ class Saver:
         Returns:
             A checkpoint, as ``safe_serialization.pack`` takes it, whose tensors and arrays are the live ones.
         """
-        own = {"mine": _own_entries(self._session.own_state(False))}
+        own = {"mine": _own_entries(self._exact.own_state(False))}
         return _entries(self._checkpoint_with(lightning_checkpoints.dump_own_checkpoint, own, final=False))
 
 
@@ -681,7 +679,7 @@ def _loop_entries(state: Any) -> Any:
 
 
 def _own_entries(state: dict[str, Any]) -> Entries:
-    """See :meth:`.FitSession.own_state`."""
+    """See :meth:`.ExactState.own_state`."""
     metrics = {name: Entries(each) for name, each in state["metrics"].items()}
     metrics["latest"] = Entries({name: Entries(each) for name, each in state["metrics"]["latest"].items()})
     return Entries({**state, "kept": Entries(state["kept"]), "metrics": Entries(metrics)})

@@ -106,9 +106,9 @@ class StragglerReports(Participant):
         self.session = session
         self._options = options
         self._on_report = on_report
-        device = session.trainer.strategy.root_device
+        device = session.fit.trainer.strategy.root_device
         place = DeviceId.of(device)
-        self._places: list[DeviceId] = session.gather(place)
+        self._places: list[DeviceId] = session.fit.gather(place)
         self._nodes = len({each.node for each in self._places})
         events = timing_events(device) if options.backend != "timer" else None
         self._profiler = self._choose(has_events=events is not None)
@@ -121,8 +121,8 @@ class StragglerReports(Participant):
             make, current_stream = events
             self._time = DeviceTime(make, sampling, current_stream)
             self._waiting = CommWaitTimer(self._time.wait, streams=type(current_stream()))
-        self._exchange = _exchange(session.trainer) if session.trainer.world_size > 1 else Exchange()
-        self._history = History(f"{place}, {self.backend}, {session.trainer.world_size} ranks")
+        self._exchange = _exchange(session.fit.trainer) if session.fit.trainer.world_size > 1 else Exchange()
+        self._history = History(f"{place}, {self.backend}, {session.fit.trainer.world_size} ranks")
         self._streaks = Streaks(options.min_consecutive_reports)
         self._lasting = Streaks(max(_STOPS_AFTER, options.min_consecutive_reports))
         self._panels = wandb_panels.Panels()
@@ -133,7 +133,7 @@ class StragglerReports(Participant):
 
     def extra_state(self) -> Mapping[str, Stateful]:
         """The history of scores, and on rank 0 what the panels have shown."""
-        panels: dict[str, Stateful] = {wandb_panels.KEPT: self._panels} if self.session.rank == 0 else {}
+        panels: dict[str, Stateful] = {wandb_panels.KEPT: self._panels} if self.session.fit.rank == 0 else {}
         return {_KEPT: self._history, **panels}
 
     def on_event(self, event: Event) -> None:
@@ -145,7 +145,7 @@ class StragglerReports(Participant):
 
     def _choose(self, has_events: bool) -> _nvrx.KernelProfiler | None:
         """Decides on the backend, the same on all ranks; returns the profiler if there is one."""
-        asked, device = self._options.backend, self.session.trainer.strategy.root_device
+        asked, device = self._options.backend, self.session.fit.trainer.strategy.root_device
         if asked == "device_events" and not has_events:
             raise ValueError(f"backend={asked!r} needs a device with events that keep their time, not {device.type}.")
         if asked == "cupti" and device.type != "cuda":
@@ -153,13 +153,13 @@ class StragglerReports(Participant):
         self.backend: Backend = "device_events" if has_events else "timer"
         if asked != "cupti":
             return None
-        is_rank_0 = self.session.rank == 0
-        if lightning_callbacks.has_pytorch_profiler(self.session.trainer):
+        is_rank_0 = self.session.fit.rank == 0
+        if lightning_callbacks.has_pytorch_profiler(self.session.fit.trainer):
             if is_rank_0:
                 log.warning("Kernels are not profiled: CUPTI serves one profiler, and the Trainer has PyTorch's.")
             return None
         profiler, problem = _nvrx.kernel_profiler()
-        problems = [each for each in self.session.gather(problem) if each is not None]
+        problems = [each for each in self.session.fit.gather(problem) if each is not None]
         if profiler is None or problems:
             raise ValueError(f"backend='cupti' does not work here: {problems[0]}")
         steps, seconds = profiler.allow(self._options.report_time_interval)
@@ -170,20 +170,20 @@ class StragglerReports(Participant):
 
     def start(self) -> None:
         """The training begins."""
-        session, trainer = self.session, self.session.trainer
+        session, trainer = self.session, self.session.fit.trainer
         lightning_steps.on_sections_of_step(
             trainer,
-            session.patches,
+            session.fit.patches,
             ready=partial(self._time.enter, CALLBACKS),
             begin=self._begin_kernels if self._profiler is not None else partial(self._time.enter, COMPUTE),
             end=self._end_kernels if self._profiler is not None else partial(self._time.enter, CALLBACKS),
         )
         if trainer.world_size > 1:
             self._waiting.start()
-        if session.rank == 0:
+        if session.fit.rank == 0:
             self._stopped_for = {
                 device
-                for event in read_ledger(session.run.ledger)
+                for event in read_ledger(session.fit.run.ledger)
                 if isinstance(event, StragglerStop)
                 for device in event.devices or ()
             }
@@ -228,7 +228,7 @@ class StragglerReports(Participant):
         """Asks for a report when it is due; on rank 0 only, as ``_due`` is infinite elsewhere."""
         if time.monotonic() >= self._due and len(self._time) >= _LEAST_STEPS:
             self._due = math.inf  # until it is made
-            self.session.agreement.request(_REPORT, {}, Needs.TRAINING)
+            self.session.fit.agreement.request(_REPORT, {}, Needs.TRAINING)
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class StragglerReports(Participant):
         session = self.session
         kernels = self._take_kernels(self._profiler) if self._profiler is not None else None
         report = make_report(
-            session.trainer.global_step, self._places, self._time.take(), kernels, self._history, self._exchange
+            session.fit.trainer.global_step, self._places, self._time.take(), kernels, self._history, self._exchange
         )
         if report is not None:
             self._due = time.monotonic() + self._options.report_time_interval
@@ -247,7 +247,7 @@ class StragglerReports(Participant):
         kernels = Kernels.of(profiler.take())
         profiler.allow(self._options.report_time_interval)
         if profiler.problem is not None:  # perhaps on this rank alone
-            self._say_once(f"Kernels are not profiled any more on rank {self.session.rank}: {profiler.problem}.")
+            self._say_once(f"Kernels are not profiled any more on rank {self.session.fit.rank}: {profiler.problem}.")
         return kernels
 
     def _publish(self, report: Report) -> None:
@@ -261,9 +261,9 @@ class StragglerReports(Participant):
         stragglers, lasting = self._streaks.of(slow), self._lasting.of(slow)
         self._print(report, stragglers)
         if stragglers:
-            session.ledger.record(
+            session.fit.ledger.record(
                 Stragglers(
-                    fit=session.index,
+                    fit=session.fit.index,
                     step=report.step,
                     ranks=sorted({each.rank for each in stragglers})[:_MOST],
                     devices=_devices(stragglers)[:_MOST],
@@ -320,7 +320,7 @@ class StragglerReports(Participant):
         return text
 
     def _log(self, report: Report, stragglers: Sequence[Straggler]) -> None:
-        trainer = self.session.trainer
+        trainer = self.session.fit.trainer
         metrics = {}
         if self._options.calc_relative_gpu_perf:
             metrics.update(_extremes("gpu_relative_perf", report.relative))
@@ -345,7 +345,7 @@ class StragglerReports(Participant):
         if 2 * len({each.rank for each in stragglers}) > len(self._places):  # also those that are not new
             self._say_once("More than half of the ranks are slow: that is no straggler, and the run is not stopped.")
             return
-        if not self.session.tiers.uses_global:
+        if not self.session.selector.uses_global:
             self._say_once("The run is not stopped: without AutoResume it would begin anew.")
             return
         if not is_started_again():
@@ -355,11 +355,11 @@ class StragglerReports(Participant):
             self._say_once("The run is not stopped: its callbacks would take as long on any other node.")
             return
         nodes = {each.place.node for each in new}
-        if reason := why_it_keeps(self.session.run.path, nodes, self._nodes):
+        if reason := why_it_keeps(self.session.fit.run.path, nodes, self._nodes):
             self._say_once(f"The run is not stopped, and goes on with its stragglers: {reason}.")
             return
         log.error("Detected stragglers. Terminating training...")
-        self.session.agreement.request(
+        self.session.fit.agreement.request(
             _STOP,
             {
                 "reason": _named(new),
@@ -378,24 +378,24 @@ class StragglerReports(Participant):
         session = self.session
         path = session.saver.save("straggler")
         if path is None:  # on all ranks
-            if session.rank == 0:
+            if session.fit.rank == 0:
                 log.error("The run goes on with its stragglers, since it cannot be saved.")
             return
         reason, ranks = str(event.payload["reason"]), event.payload["ranks"]
-        if session.rank == 0:
-            session.ledger.record(
+        if session.fit.rank == 0:
+            session.fit.ledger.record(
                 StragglerStop(
-                    fit=session.index,
-                    step=session.trainer.global_step,
+                    fit=session.fit.index,
+                    step=session.fit.trainer.global_step,
                     ranks=ranks,
                     devices=event.payload["devices"],
                     reason=reason,
                 )
             )
             log.error("Saved: %s. Started again, the run goes on from there.", path)
-        session.gather(None)  # no rank leaves, and has the others killed, before that is written
+        session.fit.gather(None)  # no rank leaves, and has the others killed, before that is written
         nodes = {self._places[rank].node for rank in ranks}
-        is_suspect = 2 * len(nodes) <= self._nodes and session.rank in ranks
+        is_suspect = 2 * len(nodes) <= self._nodes and session.fit.rank in ranks
         raise StragglersFound(f"too slow: {reason}", reason if is_suspect else "")
 
 

@@ -1,0 +1,189 @@
+"""The end of a fit: the ranks meet behind their last batch, the final state is saved, the agreement is closed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from contextlib import suppress
+
+from lightning_resilience import agreement
+from lightning_resilience._lightning import lightning_limits, lightning_progress
+from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.checkpoint import resume
+from lightning_resilience.fit import checkpoint_io
+from lightning_resilience.fit.checkpoint_selector import CheckpointSelector
+from lightning_resilience.fit.context import FitContext
+from lightning_resilience.fit.exact_state import ExactState
+from lightning_resilience.fit.outcome import ASKED, END_IS_MISSING, ENDS_APART, FitOutcome
+from lightning_resilience.fit.participant import Participant
+from lightning_resilience.fit.saving import Saver
+from lightning_resilience.run.events import Finished
+from lightning_resilience.run.history import troubles
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE
+
+log = logging.getLogger(__name__)
+
+_TRAINED = "trained"  # the event that has all ranks meet behind their last batch
+
+
+class EndOfFit(Participant):
+    """Ends one fit, if it ends by itself."""
+
+    def __init__(
+        self, fit: FitContext, outcome: FitOutcome, exact: ExactState, selector: CheckpointSelector, saver: Saver
+    ) -> None:
+        self.fit = fit
+        self.outcome = outcome
+        self.exact = exact
+        self.selector = selector
+        self.saver = saver
+        self.is_over = False
+        """Whether the end of the fit is written down."""
+        self._cut_short = False
+        self._digest: str | None = None
+        self._is_behind_training = threading.Event()
+        self._left: list[Event] = []
+
+    def on_event_known(self, event: Event) -> None:
+        """All ranks have come to the end of their training."""
+        if event.kind == _TRAINED:
+            self._is_behind_training.set()
+
+    def end_of_epoch(self) -> None:
+        """An epoch has ended, perhaps because of a limit in the middle of it."""
+        if lightning_limits.is_cut_short(self.fit.trainer):
+            self._cut_short = True
+            self.keep_before_the_end()
+
+    def keep_before_the_end(self) -> None:
+        """Saves where a fit would go on whose limit is raised when it has ended in the middle of an epoch.
+
+        What Lightning does at such an end (hooks of the end of an epoch, a validation) a longer fit does elsewhere. An
+        older state of the fit serves as well.
+        """
+        if not self._saves_final_state or not lightning_progress.accumulation_window_complete(self.fit.trainer):
+            return
+        if not self.saver.waits():
+            checkpoint_io.on_every_rank(self.fit.trainer.strategy, self.saver.wait)
+            saved = self.fit.from_rank_0(lambda: resume.checkpoints(self.fit.folder.checkpoints))
+            if all(map(resume.is_final, saved)):
+                self.saver.save("before the end")
+
+    def before_epoch(self) -> None:
+        """A finished fit whose limit was raised goes on with a new epoch, as if it had never ended."""
+        if self.exact.is_final:
+            before = self.fit.previous_outcome.details if self.fit.previous_outcome is not None else {}
+            if self.fit.rank == 0 and (self.selector.ended or before).get(ENDS_APART):
+                log.warning(
+                    "This fit goes on from its end, which is not exact: a longer one had not stood there (its last "
+                    "epoch was cut short, or a callback has changed the weights at the end)."
+                )
+            self.exact.complete_resume()
+
+    def before_train_end(self) -> None:
+        """Training has ended: what it has come to is safe before any ``on_train_end`` may take its time."""
+        self.fit.stand_at("out_of_section", agreement.training(self.fit.steps_counted))
+        if self.fit.trainer.world_size > 1:
+            self._meet_behind_training()
+        if self.exact.is_final:  # an earlier attempt has saved it, and has not come to its end
+            assert self.selector.loaded is not None
+            self.fit.final_path = self.selector.loaded.path
+            self.exact.complete_final()
+        elif self._saves_final_state and lightning_limits.can_be_ended_again(self.fit.trainer) and not self._settle():
+            self._save_final(is_over=False, apart=self._cut_short)
+        if self.fit.final_path is not None and any(self.fit.gather(lightning_limits.acts_at_the_end(self.fit.trainer))):
+            self._digest = self._in_short()
+
+    def _meet_behind_training(self) -> None:
+        """Waits, in no collective, until all ranks have come to the end of the training; one that fails is named."""
+        # Those that ask have passed the first of these boundaries, so that all act at the second one.
+        first, second = (agreement.training(self.fit.steps_counted + more) for more in (1, 2))
+        self._left += self.fit.agreement.boundary(first, Needs.NOTHING)
+        if not self._is_behind_training.is_set():
+            self.fit.agreement.request(_TRAINED)
+        while not self._is_behind_training.wait(0.01):
+            self.fit.advanced()
+            self._left += self.fit.agreement.boundary(first, Needs.NOTHING)
+        events = self.fit.agreement.boundary(second, Needs.NOTHING)
+        self._left += [event for event in events if event.kind != _TRAINED]
+        self.fit.agreement.arrive(next(event for event in events if event.kind == _TRAINED))
+
+    def _in_short(self) -> str:
+        with self.fit.during("checkpointing"):
+            return self.saver.in_short()
+
+    def _settle(self) -> bool:
+        """Has the last steps judged; returns whether something that was asked for because of them is still to be done.
+
+        It is done when the agreement is closed, and may well be that this state is not the end.
+        """
+        asks = [before_end() for before_end in self.fit.participants.implement(Participant.before_end)]
+        self.fit.enter("out_of_section")
+        return any(self.fit.gather(any(asks)))
+
+    @property
+    def _saves_final_state(self) -> bool:
+        return bool(self.fit.participants.implement(Participant.after_final_save))
+
+    def _save_final(self, is_over: bool, apart: bool) -> bool:
+        if not self._saves_final_state:
+            return True
+        limits = lightning_limits.limits(self.fit.trainer)
+        by = lightning_limits.limit_reached(self.fit.trainer) or ASKED
+        self.fit.metadata["ended"] = {"by": by, "limits": limits, ENDS_APART: apart, "is_over": is_over}
+        path = self.saver.save("finished", final=True)
+        if path is not None:
+            self.fit.final_path = path
+            if self.fit.trainer.is_global_zero:
+                for after_final_save in self.fit.participants.implement(Participant.after_final_save):
+                    after_final_save()
+        return path is not None
+
+    def complete(self) -> None:
+        """Every ``on_train_end`` has ended too: closes the agreement, publishes what these have changed."""
+        left = self._left + list(
+            self.fit.agreement.close(self.fit.advanced)
+        )  # it is whom they wait for that may be stuck
+        is_changed = self._digest is not None and any(self.fit.gather(self._in_short() != self._digest))
+        is_to_be_saved = self.fit.final_path is None or is_changed
+        if is_to_be_saved:
+            self._settle()
+        for event in left:
+            handled = [on_event(event) for on_event in self.fit.participants.implement(Participant.on_event_at_end)]
+            if not any(handled) and event.payload:  # otherwise it was routine
+                log.info(
+                    "%s was asked for by rank %d when the fit had ended; nothing is left to do.", event.kind, event.rank
+                )
+        apart = self._cut_short
+        if self._digest is None:
+            apart |= lightning_limits.changes_weights_at_the_end(self.fit.trainer)
+        apart |= is_changed  # a longer fit would have gone on without that
+        is_missing = is_to_be_saved and not self._save_final(True, apart)
+        self.fit.enter("out_of_section")
+        for after_save in self.fit.participants.implement(Participant.after_save):
+            after_save(True)
+        step = self.fit.trainer.global_step
+        if self.fit.trainer.is_global_zero:
+            reason = lightning_limits.limit_reached(self.fit.trainer) or ASKED
+            about = {ENDS_APART: apart, END_IS_MISSING: is_missing and self.fit.final_path is not None}
+            self.outcome.write("finished", reason, {**lightning_limits.limits(self.fit.trainer), **about})
+            self.fit.ledger.record(Finished(fit=self.fit.index, step=step, saved=False if is_missing else None))
+            self._say_what_went_wrong()
+        self.is_over = True
+
+    def _say_what_went_wrong(self) -> None:
+        """The launch says it in its last line; where there is none, nobody else would."""
+        if RUN_DIR_VARIABLE in os.environ:
+            return
+        with suppress(OSError):
+            if trouble := troubles(read_ledger(self.fit.run.ledger), self.fit.index):
+                log.warning("The fit has finished, but not without trouble: %s.", trouble)
+
+    def has_only_to_end(self) -> bool:
+        """Whether the fit was resumed where an attempt had not come to the end of its ``on_train_end``."""
+        ended = self.selector.ended
+        if not self.exact.is_final or ended is None or self.outcome.finished_before():
+            return False
+        return not ended["is_over"] and self.outcome.ends_there(ended["by"], ended["limits"])

@@ -1,0 +1,361 @@
+"""What an exact resume needs beside Lightning's own state: random generators, the place in the data, DDP's order."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_resilience._lightning import (
+    lightning_callbacks,
+    lightning_checkpoints,
+    lightning_data,
+    lightning_limits,
+    lightning_loops,
+    lightning_metrics,
+    lightning_patches,
+    lightning_progress,
+    lightning_strategies,
+)
+from lightning_resilience.checkpoint import data_position
+from lightning_resilience.checkpoint.reduction_order import (
+    GradientArrivalRecorder,
+    inexact_reasons,
+    rebuilds_buckets,
+    replay_gradient_arrival,
+)
+from lightning_resilience.fit.context import FitContext
+from lightning_resilience.fit.logger_files import Logs
+from lightning_resilience.fit.outcome import FitOutcome
+from lightning_resilience.fit.participant import Stateful
+
+log = logging.getLogger(__name__)
+
+STATE_KEY = "lightning_resilience"
+"""The key in a Lightning checkpoint of everything that an exact resume needs beside Lightning's own state."""
+
+LOGS = "logs"
+"""The name of the extra state that says how far the loggers have logged."""
+
+
+class ExactState:
+    """This rank's state beside Lightning's own, taken at every save and put back in a resume."""
+
+    def __init__(self, fit: FitContext, outcome: FitOutcome) -> None:
+        self.fit = fit
+        self.outcome = outcome
+        self.resumed: dict[str, Any] | None = None
+        """What the checkpoint of the resume holds of this rank, until the resume is complete."""
+        self.logs: Logs | None = None
+        self.before_evaluation: dict[str, Any] | None = None
+        """What a checkpoint holds of the moment before the evaluation that is under way, if one is."""
+        self.arrival_order: list[str] | None = None
+        """In which order the gradients arrived when DDP made its buckets; ``None`` where it has none."""
+        self.accumulates = fit.trainer.accumulate_grad_batches
+        self.loading = lightning_patches.Patches()
+        self._recorder: GradientArrivalRecorder | None = None
+        self._first_batch_random_state: data_position.RandomState | None = None
+        self._epoch_random_state: data_position.RandomState | None = None
+        self._fetches_ahead = False
+        self._before_fetch: data_position.RandomState | None = None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the fit resumes from a state behind its training, and the resume is not complete."""
+        return self.resumed is not None and bool(self.resumed["final"])
+
+    def get_random_state(self) -> data_position.RandomState:
+        """The state of all random generators of this process that the training draws from."""
+        return data_position.get_random_state(self.fit.trainer.strategy.root_device, self._generators())
+
+    def set_random_state(self, state: data_position.RandomState) -> None:
+        """Puts it back."""
+        data_position.set_random_state(state, self.fit.trainer.strategy.root_device, self._generators())
+
+    def _generators(self) -> list[torch.Generator]:
+        return data_position.loader_generators(
+            [*lightning_data.train_loaders(self.fit.trainer), *lightning_data.validation_loaders(self.fit.trainer)]
+        )
+
+    def extra_state(self) -> dict[str, Stateful]:
+        """What this rank keeps for itself beside the training, by name."""
+        logs: dict[str, Stateful] = {} if self.logs is None else {LOGS: self.logs}
+        return {**self.fit.participants.extra_state(), **logs}
+
+    def own_state(self, final: bool) -> dict[str, Any]:
+        """What an exact resume of this rank needs beside Lightning's own state.
+
+        Args:
+            final: Whether the fit has ended.
+        """
+        before = self.before_evaluation
+        return {
+            "epoch": None if final else self._epoch_random_state,
+            "now": before["random"] if before is not None else self.get_random_state(),
+            "fetched": 0 if final else lightning_data.batches_fetched(self.fit.trainer),
+            "first_batch": None if final else self._first_batch_random_state,
+            "in_flight": None if final else self._before_fetch,
+            "kept": {name: state.state_dict() for name, state in self.extra_state().items()},
+            "loader_states": None if final else lightning_data.loader_states(self.fit.trainer),
+            "metrics": (
+                before["metrics"]
+                if before is not None
+                else lightning_metrics.metric_states(self.fit.trainer, self.fit.module)
+            ),
+            "reload_epochs": lightning_data.reload_epochs(self.fit.trainer),
+            "searched": lightning_callbacks.found_by_searches(self.fit.trainer),
+            "should_stop": self.fit.trainer.should_stop,
+            "marks": lightning_callbacks.checkpoint_marks(self.fit.trainer),
+            "limits": lightning_limits.limits(self.fit.trainer),
+            "accumulates": self.accumulates,
+            "batch_sizes": data_position.batch_sizes(lightning_data.train_loaders(self.fit.trainer)),
+            "modes": before["modes"]
+            if before is not None
+            else lightning_loops.modes(self.fit.trainer, self.fit.module),
+            "validated": data_position.persistent_workers_run(lightning_data.validation_loaders(self.fit.trainer)),
+        }
+
+    def understand(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+        """This rank's part of a checkpoint."""
+        state: dict[str, Any] = checkpoint[STATE_KEY]
+        epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+        if "mine" in state:  # saved by this rank for this rank
+            lightning_checkpoints.load_own_checkpoint(self.fit.trainer, self.loading)
+            about = {key: state[key] for key in ("due", "final", "arrival_order")}
+            mine = _with_defaults(state["mine"])
+            return {**about, "mine": mine, "epoch": epoch, "batch_sizes": mine.get("batch_sizes")}
+        world_size = len(state["ranks"])
+        if world_size != self.fit.trainer.world_size:
+            if self.fit.trainer.is_global_zero:
+                log.warning(
+                    "%s was saved by %d ranks and is resumed by %d: weights and optimizer are the same, but the data "
+                    "order and the random numbers are not, and this epoch is continued from batch %d of each rank.",
+                    path,
+                    world_size,
+                    self.fit.trainer.world_size,
+                    _resized(checkpoint, world_size, self.fit.trainer.world_size),
+                )
+            else:
+                _resized(checkpoint, world_size, self.fit.trainer.world_size)
+            return {
+                "mine": None,
+                "due": state["due"],
+                "final": state["final"],
+                "arrival_order": None,
+                "epoch": epoch,
+                "batch_sizes": state["ranks"][0].get("batch_sizes"),
+            }
+        return {
+            "epoch": epoch,
+            "mine": _with_defaults(state["ranks"][self.fit.rank]),
+            "due": state["due"],
+            "final": state["final"],
+            "arrival_order": state["arrival_order"],
+            "batch_sizes": state["ranks"][self.fit.rank].get("batch_sizes"),
+        }
+
+    def begin_data(self, loaders: list[Any], load_loader_states: Callable[[], None]) -> None:
+        """Has the data loaders begin where the state was saved; before their workers start."""
+        mine = self.resumed["mine"] if self.resumed is not None else None
+        if self.resumed is not None:
+            lightning_data.set_epoch_of_samplers(self.fit.trainer, self.resumed["epoch"])
+        if mine is None:
+            load_loader_states()
+        else:
+            if mine["loader_states"] is not None:
+                lightning_data.load_loader_states(self.fit.trainer, mine["loader_states"])
+            elif self.resumed is not None and self.resumed["epoch"] > 0:
+                data_position.start_persistent_workers(loaders)
+            self.set_random_state(mine["epoch"] or mine["now"])
+        self.note_epoch()
+
+    def note_epoch(self) -> None:
+        """An epoch's iterator is about to be made."""
+        self._epoch_random_state = self.get_random_state()
+
+    def start(self, is_first: bool) -> None:
+        """Training begins, or begins again after a rollback."""
+        self._fetches_ahead = lightning_data.fetches_ahead_here(self.fit.trainer)
+        if self.resumed is not None:
+            self._find_place_in_data(self.resumed["mine"])
+        if not is_first:
+            return  # what follows lasts for as long as the process
+        if self.resumed is not None and not self.resumed["final"]:
+            lightning_callbacks.resume_weight_averaging(self.fit.trainer, self.fit.module)
+        ddp = lightning_strategies.ddp_wrapper(self.fit.trainer)
+        if self.resumed is not None:
+            self.arrival_order = self.resumed["arrival_order"]
+        if ddp is not None and self.fit.rank == 0:
+            for reason in inexact_reasons(ddp):
+                log.warning("A resume will not be exact: %s", reason)
+        if ddp is not None and rebuilds_buckets(ddp):
+            if self.arrival_order is None:
+                self._recorder = GradientArrivalRecorder(ddp)
+            elif not replay_gradient_arrival(ddp, self.arrival_order) and self.fit.rank == 0:
+                log.warning(
+                    "The parameters that need gradients have changed since the checkpoint was saved: DDP reduces in "
+                    "another order, and the weights may differ in their last bits from those of an undisturbed run."
+                )
+
+    def _find_place_in_data(self, mine: dict[str, Any] | None) -> None:
+        if mine is not None:
+            lightning_data.set_reload_epochs(self.fit.trainer, mine["reload_epochs"])
+            if mine["validated"]:
+                data_position.start_persistent_workers(lightning_data.validation_loaders(self.fit.trainer))
+        if self.resumed is not None and self.resumed["final"]:
+            return  # a new epoch begins, in which nothing has been fetched
+        if mine is not None and mine["first_batch"] is not None:
+            self.set_random_state(mine["first_batch"])
+            self._first_batch_random_state = mine["first_batch"]
+        change = self._change_of_batch_size(mine)
+        if mine is None or mine["loader_states"] is None:
+            batches = lightning_progress.epoch_loop_batches(self.fit.trainer)
+            if mine is not None:
+                batches = int(mine["fetched"] * change)
+            if batches and lightning_data.skip_batches(self.fit.trainer, batches):
+                lightning_progress.count_replayed(self.fit.trainer)
+                return
+            if batches and self.fit.rank == 0:
+                log.info("Fetching the first %d batches of epoch %d again.", batches, self.fit.trainer.current_epoch)
+            fetch_one = lightning_data.replay_fetch(self.fit.trainer)
+
+            def fetch() -> None:
+                fetch_one()
+                self.fit.advanced()
+
+            self._before_fetch = mine["in_flight"] if mine is not None else None
+            if batches and self._before_fetch is not None:
+                data_position.replay(fetch, batches - 1, self.fit.rank)
+                self.set_random_state(self._before_fetch)
+                fetch()
+            else:
+                data_position.replay(fetch, batches, self.fit.rank)
+            lightning_progress.count_replayed(self.fit.trainer)
+
+    def _change_of_batch_size(self, mine: dict[str, Any] | None) -> Fraction:
+        """How many batches stand now for one of when the state was saved; the loop counts in those of now."""
+        assert self.resumed is not None
+        loaders = lightning_data.train_loaders(self.fit.trainer)
+        now = data_position.batch_sizes(loaders)
+        before = self.resumed["batch_sizes"] or now  # older versions have not saved it
+        if before == now:
+            return Fraction(1)
+        change, done = (
+            data_position.change_of_batch_size(before, now),
+            lightning_progress.epoch_loop_batches(self.fit.trainer),
+        )
+        if change is None:
+            if self.fit.rank == 0:
+                log.warning(
+                    "The sizes of the batches have changed from %s to %s, each in its own way: this epoch does not go "
+                    "on behind the same samples.",
+                    before,
+                    now,
+                )
+            return Fraction(1)
+        keeps_its_place = mine is not None and mine["loader_states"] is not None
+        batches = math.ceil(done * change) if keeps_its_place else int(done * change)
+        batches = lightning_progress.count_batches_done(self.fit.trainer, batches)
+        if self.fit.rank == 0:
+            known = "each of its samples is trained on once"
+            if data_position.workers_have_own_samples(loaders):
+                known = "which samples are left differs, since workers share them out by batches"
+            elif batches < done * change:
+                known = "less than a batch of each rank is trained on twice"
+            log.warning(
+                "Batches had %s samples and have %s now: this epoch goes on behind batch %d, where batch %d ended; %s.",
+                before[0],
+                now[0],
+                batches,
+                done,
+                known,
+            )
+        return change
+
+    def at_boundary(self) -> None:
+        """A training boundary, before anything happens at it."""
+        if lightning_progress.epoch_loop_batches(self.fit.trainer) == 0:
+            # A sampler without workers draws its seed only at the first batch; hooks may have drawn since its iterator
+            # was made.
+            self._first_batch_random_state = self.get_random_state()
+        if self._recorder is not None and (order := self._recorder.finish()) is not None:
+            self.arrival_order, self._recorder = order, None
+
+    def before_fetch(self) -> None:
+        """The next batch is about to be fetched."""
+        if self._fetches_ahead:
+            self._before_fetch = self.get_random_state()
+
+    def evaluation_starts(self) -> None:
+        """What an evaluation changes is saved as it is now."""
+        self.before_evaluation = {
+            "random": self.get_random_state(),
+            "progress": lightning_progress.evaluation_progress(self.fit.trainer),
+            "metrics": lightning_metrics.metric_states(self.fit.trainer, self.fit.module),
+            "modes": lightning_loops.modes(self.fit.trainer, self.fit.module),
+        }
+
+    def complete_resume(self) -> bool:
+        """The last touch of a resume, right where the state was saved. Returns whether a validation is due first."""
+        assert self.resumed is not None
+        resumed, self.resumed = self.resumed, None
+        lightning_progress.end_restart(self.fit.trainer)
+        if (mine := resumed["mine"]) is not None:
+            if not resumed["final"]:
+                raised = self.outcome.is_a_limit_raised(mine.get("limits", {}))
+                self.fit.trainer.should_stop = mine["should_stop"] and not raised
+                lightning_metrics.set_metric_states(self.fit.trainer, self.fit.module, mine["metrics"])
+                if mine.get("accumulates", self.accumulates) != self.accumulates:
+                    del mine["modes"]["accumulate_grad_batches"]  # the script has another by now
+                lightning_loops.set_modes(self.fit.trainer, self.fit.module, mine["modes"])
+            self.set_random_state(mine["now"])
+        return bool(resumed["due"] == "validation")
+
+    def complete_final(self) -> None:
+        """The last touch of a resume from a state behind the training."""
+        assert self.resumed is not None
+        if (mine := self.resumed["mine"]) is not None:
+            self.fit.trainer.should_stop = mine["should_stop"]
+            lightning_metrics.set_latest_metrics(self.fit.trainer, mine["metrics"])
+            lightning_loops.set_modes(self.fit.trainer, self.fit.module, mine["modes"])
+        self.complete_resume()
+
+    def put_back_finished(self) -> None:
+        """A finished fit was restored, not trained: what the script does next finds what it left."""
+        if self.resumed is not None and self.resumed["final"] and (mine := self.resumed["mine"]) is not None:
+            self.set_random_state(mine["now"])
+            lightning_metrics.set_latest_metrics(self.fit.trainer, mine["metrics"])
+
+    def reset(self) -> None:
+        """The fit goes back: what was noted of the epoch is of the future."""
+        self.loading.undo()
+        self.fit.trainer.accumulate_grad_batches = (
+            self.accumulates
+        )  # a schedule looks at the beginning whether it is free
+        self._first_batch_random_state = self._epoch_random_state = self._before_fetch = None
+        self.before_evaluation = None
+
+    def stop(self) -> None:
+        """The fit has ended."""
+        if self._recorder is not None:
+            self._recorder.stop()
+
+
+def _with_defaults(own: dict[str, Any]) -> dict[str, Any]:
+    """A rank's own state, also if what data loaders keep of themselves could not be saved."""
+    metrics = {"results": {}, "modules": {}, "latest": {}, "loop": {}, **own.get("metrics", {})}
+    return {"loader_states": None, "kept": {}, **own, "metrics": metrics}
+
+
+def _resized(checkpoint: dict[str, Any], before: int, now: int) -> int:
+    """Rescales the progress of the epoch to another world size, rounding down: a few samples may be seen twice."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+    batches = progress["completed"] * before // now
+    for key in ("ready", "started", "processed", "completed"):
+        progress[key] = batches
+    return int(batches)

@@ -1,0 +1,195 @@
+"""Which fit this is: its model, its data and its settings, compared with those that the run directory knows."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from lightning_resilience._lightning import lightning_limits
+from lightning_resilience.checkpoint import data_position, sharded
+from lightning_resilience.fit.context import FitContext
+from lightning_resilience.fit.exact_state import ExactState
+from lightning_resilience.fit.outcome import FitOutcome
+from lightning_resilience.fit.settings import (
+    CONTINUE_VARIABLE,
+    WORLD_SIZE,
+    Settings,
+    changes,
+    flat,
+    is_another_fit,
+    is_end,
+    say_changes,
+    settings_of_arguments,
+)
+from lightning_resilience.launch.schedulers import current_scheduler
+from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, AnotherFit
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class FitIdentity:
+    """Refuses to load one fit's state into another one."""
+
+    def __init__(self, fit: FitContext, outcome: FitOutcome, exact: ExactState) -> None:
+        self.fit = fit
+        self.outcome = outcome
+        self.exact = exact
+        self.is_its_own = False
+        """Whether the fit resumes from a checkpoint of its own."""
+        self._fingerprint: dict[str, str] = {}
+        self._optimizers: Settings | None = None
+
+    def describe(self) -> None:
+        """Remembers what the fit trains, before the strategy shares it out among the ranks or changes its types."""
+        if not self._fingerprint:
+            module = type(self.fit.module)
+            whole = sharded.whole_parameters(self.fit.module)
+            self._fingerprint = {"module": f"{module.__module__}.{module.__qualname__}", "parameters": _digest(whole)}
+
+    def check_model(self, explicit: str | None) -> None:
+        """A fit folder belongs to one model: no fit ever loads another's weights."""
+        self.describe()
+
+        def compare() -> list[str]:
+            recorded = self.fit.folder.fingerprint
+            if recorded is not None:
+                return self._differences(recorded)
+            self.fit.folder.fingerprint = {**self._fingerprint, "ckpt_path": explicit}
+            return []
+
+        if problems := self.fit.from_rank_0(compare):  # ranks may hold different parameters
+            raise AnotherFit(
+                f"{self.fit.folder.path} holds another fit: {', and '.join(problems)}. Fits are told "
+                "apart by their order in the script. If the script or the model has changed, give the run another "
+                "directory (--run-dir, run_dir=)."
+            )
+
+    def _differences(self, recorded: dict[str, Any]) -> list[str]:
+        mine, problems = self._fingerprint, []
+        if recorded.get("module") != mine["module"]:
+            problems.append(f"it is of a {recorded.get('module')}, and this one of a {mine['module']}")
+        # Older versions have recorded what rank 0 held when the strategy had been set up.
+        here = (
+            (name, None if is_lazy(p) else tuple(p.shape), p.dtype) for name, p in self.fit.module.named_parameters()
+        )
+        if recorded.get("parameters") not in (mine["parameters"], _digest(here)):
+            problems.append("its parameters have other names, shapes or types")
+        return problems
+
+    def note_optimizers(self) -> None:
+        """Notes the optimizers' settings as the script makes them; the groups of a checkpoint replace them."""
+        if self._optimizers is None and self.fit.trainer.optimizers:
+            self._optimizers = _settings_of_optimizers(self.fit.trainer)
+
+    def check_data(self, loaders: list[Any]) -> None:
+        """A script that skips finished fits by itself makes its fits in another order: weights must not be mixed up."""
+        fingerprint = self.fit.from_rank_0(lambda: self.fit.folder.fingerprint or {})
+        data = data_position.describe_data(loaders, fingerprint.get("data"))
+        if "data" not in fingerprint:
+
+            def record() -> None:
+                self.fit.folder.fingerprint = {**fingerprint, "data": data}
+
+            self.fit.from_rank_0(record)
+        elif fingerprint["data"] != data:
+            if self.exact.resumed is not None and self.exact.resumed["final"] and self.outcome.finished_before():
+                raise AnotherFit(
+                    f"{self.fit.folder.path} holds a finished fit of other training data (another length, or other "
+                    "indices of a Subset), whose weights would be taken for this one's. Fits are told apart by their "
+                    "order: have the script make all of them every time (a finished one is restored, not trained), "
+                    "split the data the same way at every start, or give the run another directory."
+                )
+            if self.fit.trainer.is_global_zero:
+                log.warning("The training data are not those with which this fit began: its resume is not exact.")
+
+    def check_settings(self, loaders: list[Any]) -> None:
+        """Says what is another now than at the last start; a finished fit is not taken for one of other settings."""
+        now = self._settings(loaders)
+
+        def compare() -> tuple[str, str | None]:
+            found = changes(self.fit.folder.settings or now, now)
+            if is_another_fit(found) and self._stands_for_another():
+                return "", (
+                    f"{self.fit.folder.path} holds a fit that has finished with other settings: {say_changes(found)}. "
+                    "What it has come to would be taken for this one's. Give the run another directory (run_dir=, "
+                    "--run-dir, or --fresh of lightning-resilience launch). To go on with it all the same: launch's "
+                    f"--continue-anyway, or {CONTINUE_VARIABLE}=1."
+                )
+            self.fit.folder.settings = now
+            said = f"{say_changes(found)}." if found else ""
+            if self.exact.resumed and (kept := [each.name for each in found if each.name in (self._optimizers or {})]):
+                said += f" A resumed optimizer keeps what was saved of {', '.join(kept)}."
+            return said, None
+
+        changed, problem = self.fit.from_rank_0(compare)
+        if problem is not None:
+            raise AnotherFit(problem)
+        if changed and self.fit.trainer.is_global_zero:
+            log.warning("Changed since the last start of this fit: %s", changed)
+
+    def _stands_for_another(self) -> bool:
+        """Whether the final state of this fit would be taken for what somebody has asked for since."""
+        if not self.outcome.had_finished or self.exact.resumed is None or not self.is_its_own:
+            return False
+        if os.environ.get(CONTINUE_VARIABLE) == "1" or _is_started_by_itself():
+            return False
+        # Where a later fit has not finished, this is the resume of a run, in which much may differ by itself.
+        outcomes = [fit.outcome for fit in self.fit.run.fits]
+        return all(outcome is not None and outcome.status == "finished" for outcome in outcomes)
+
+    def _settings(self, loaders: list[Any]) -> Settings:
+        trainer = self.fit.trainer
+        data = data_position.describe_data(loaders)
+        found: Settings = {}
+        if not os.environ.get(RUN_DIR_VARIABLE):  # else the launch has said it; and of limits the Trainer says more
+            given = settings_of_arguments(sys.argv[1:])
+            found = {name: value for name, value in given.items() if not is_end(name)}
+        found |= flat("module", getattr(self.fit.module, "hparams", None) or {})
+        found |= flat("data", getattr(getattr(trainer, "datamodule", None), "hparams", None) or {})
+        found |= self._optimizers or {}
+        found |= {
+            "batch size": _one(data_position.batch_sizes(loaders)),
+            "training samples": _one([each["length"] for each in data]),
+            **flat("precision", trainer.precision),
+            **flat("accumulate_grad_batches", self.exact.accumulates),
+            **flat("gradient_clip_val", trainer.gradient_clip_val),
+            **lightning_limits.limits(trainer),
+            WORLD_SIZE: trainer.world_size,
+        }
+        return found
+
+
+def _digest(parameters: Iterable[tuple[str, tuple[int, ...] | None, torch.dtype]]) -> str:
+    lines = "\n".join(f"{name} {shape} {dtype}" for name, shape, dtype in parameters)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _is_started_by_itself() -> bool:
+    """Whether a launcher or a scheduler has started this again, and no person who may want something else."""
+    counts = ("TORCHELASTIC_RESTART_COUNT", "LIGHTNING_RESILIENCE_JOB_ATTEMPT")
+    return current_scheduler().restart_count > 0 or any(os.environ.get(name, "0") not in ("", "0") for name in counts)
+
+
+def _settings_of_optimizers(trainer: Trainer) -> Settings:
+    found: Settings = {}
+    for index, optimizer in enumerate(trainer.optimizers):
+        name = "optimizer" if len(trainer.optimizers) == 1 else f"optimizer {index}"
+        found[name] = type(optimizer).__name__
+        for number, group in enumerate(optimizer.param_groups):
+            own = name if len(optimizer.param_groups) == 1 else f"{name}.group {number}"
+            found |= flat(own, {key: value for key, value in group.items() if key not in ("params", "param_names")})
+    return found
+
+
+def _one(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values

@@ -1,0 +1,160 @@
+"""Restores a fit: from the checkpoint that the selector has chosen, in Lightning's own places for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import torch
+
+from lightning_resilience._lightning import (
+    lightning_callbacks,
+    lightning_checkpoints,
+    lightning_progress,
+    lightning_strategies,
+)
+from lightning_resilience.checkpoint import dcp, pruning
+from lightning_resilience.checkpoint.safe_serialization import from_safe
+from lightning_resilience.fit import checkpoint_io, left_out, outputs
+from lightning_resilience.fit.checkpoint_selector import CheckpointSelector
+from lightning_resilience.fit.context import FitContext
+from lightning_resilience.fit.exact_state import LOGS, STATE_KEY, ExactState
+from lightning_resilience.fit.identity import FitIdentity
+from lightning_resilience.fit.logger_files import Logs
+from lightning_resilience.fit.saving import Saver
+
+log = logging.getLogger(__name__)
+
+Choice: TypeAlias = "tuple[Path, dict[str, Any] | None]"
+"""A checkpoint's path and content; no content where the strategy itself loads it."""
+
+
+class Restorer:
+    """Restores one fit, at its start and when it goes back."""
+
+    def __init__(
+        self, fit: FitContext, identity: FitIdentity, exact: ExactState, selector: CheckpointSelector, saver: Saver
+    ) -> None:
+        self.fit = fit
+        self.identity = identity
+        self.exact = exact
+        self.selector = selector
+        self.saver = saver
+        self.explicit: str | None = None
+        """The user's ``fit(ckpt_path=...)``."""
+        self._silenced = False
+        self._checkpoint: dict[str, Any] | None = None
+        self._left_out: list[list[str | int]] = []
+        self._masks: dict[str, torch.Tensor] = {}
+        self._logs_begun: dict[str, Any] = {}
+
+    def restore(self, explicit: str | None, weights_only: bool | None) -> None:
+        """Where Lightning would load a checkpoint: has it load the one to resume from."""
+        self.identity.check_model(explicit)
+        self._record_outputs()
+        self.explicit = explicit
+        self.identity.note_optimizers()  # a strategy may restore them with the weights
+        self.restore_from(self.selector.choose(explicit), weights_only)
+
+    def restore_from(self, choice: Choice | None, weights_only: bool | None = None) -> None:
+        """Restores what was chosen; without a choice, what the user has chosen, or nothing."""
+        with self.selector.restoring():
+            self._restore_state(choice, weights_only)
+
+    def _restore_state(self, choice: Choice | None, weights_only: bool | None) -> None:
+        path, checkpoint = choice if choice is not None else (self.explicit, None)
+        self.identity.is_its_own = choice is not None
+        if choice is not None and checkpoint is None:
+            with dcp.nothing_unpickled():
+                checkpoint = from_safe(lightning_checkpoints.load_own_whole_checkpoint(self.fit.trainer, str(path)))
+        elif checkpoint is None:
+
+            def load() -> dict[str, Any]:
+                found = lightning_checkpoints.load_checkpoint(
+                    self.fit.trainer, None if path is None else str(path), weights_only
+                )
+                return cast("dict[str, Any]", from_safe(found)) if STATE_KEY in found else found
+
+            checkpoint = checkpoint_io.on_every_rank(self.fit.trainer.strategy, load)
+        if STATE_KEY in checkpoint:
+            if "state_dict" in checkpoint:  # not where the strategy has loaded it
+                self._masks = pruning.take_masks(self.fit.module, checkpoint["state_dict"])
+                lightning_strategies.convert_to_double(self.fit.trainer, self.fit.module)
+            self._complete_what_was_left_out(checkpoint)
+            self.exact.resumed = self.exact.understand(checkpoint, Path(str(path)))
+            if self.exact.resumed is not None and (mine := self.exact.resumed["mine"]) is not None:
+                lightning_callbacks.leave_out_searches(self.fit.trainer, self.fit.patches, mine.get("searched", {}))
+                extra_state = self.exact.extra_state()
+                for name, value in mine.get("kept", {}).items():
+                    if name in extra_state:
+                        self._take_back(name, value)
+            elif self.fit.rank == 0 and LOGS in (kept := checkpoint[STATE_KEY]["ranks"][0].get("kept", {})):
+                self._take_back(LOGS, kept[LOGS])  # with other ranks too it is the same log
+            if not self._silenced:
+                self._silenced = True
+                lightning_progress.silence_resume_warning(self.fit.trainer, self.fit.patches)
+        elif self.exact.logs is not None:
+            self._take_back(LOGS, self._logs_begun)
+        lightning_checkpoints.restore_checkpoint(self.fit.trainer, None if path is None else str(path), checkpoint)
+        if self.exact.resumed is not None and (mine := self.exact.resumed["mine"]) is not None:
+            lightning_callbacks.set_checkpoint_marks(self.fit.trainer, mine.get("marks", {}))
+            if "marks" in mine:
+                outputs.overwrite_lost(self.fit.trainer, self.fit.patches, self.fit.metadata)
+        self._checkpoint = checkpoint
+
+    def _complete_what_was_left_out(self, checkpoint: dict[str, Any]) -> None:
+        paths = checkpoint[STATE_KEY].get("left_out", [])  # earlier versions did not keep them
+        self._left_out = [path for path in paths if path[0] != STATE_KEY]
+        if any(self.fit.gather(bool(self._left_out))):
+            self.saver.is_dumping = True
+            try:
+                left_out.complete(self.fit.trainer, checkpoint, self._left_out)
+            finally:
+                self.saver.is_dumping = False
+        if "state_dict" in checkpoint:  # not where the strategy has loaded it
+            left_out.complete_extra_states(self.fit.module, checkpoint["state_dict"])
+
+    def _take_back(self, name: str, value: Any) -> None:
+        try:
+            self.exact.extra_state()[name].load_state_dict(value)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            # Of another version, say: state beside the training is not worth a resume that fails.
+            log.warning("Ignoring the saved state of %s: incompatible format (%s).", name, error)
+
+    @contextmanager
+    def restoring_training_state(self) -> Iterator[None]:
+        """Around Lightning's restoring of loops and optimizers."""
+        with self.selector.restoring():
+            self._before_training_state()
+            yield
+
+    def _before_training_state(self) -> None:
+        """Lightning restores loops and optimizers: from what it has loaded, which a search in between has dropped."""
+        self.identity.note_optimizers()
+        loaded = lightning_checkpoints.loaded_checkpoint(self.fit.trainer)
+        if loaded and loaded is not self._checkpoint:
+            return  # a search puts back what it has saved before it began
+        if self._checkpoint is not None:
+            if self._left_out:
+                left_out.complete_training_state(self.fit.trainer, self._checkpoint, self._left_out)
+            lightning_checkpoints.set_loaded_checkpoint(self.fit.trainer, self._checkpoint)
+            self._checkpoint = None
+            pruning.mask(self.fit.module, self._masks)  # now that its optimizers are made, and DDP has wrapped it
+            self._masks = {}
+
+    def _record_outputs(self) -> None:
+        now = outputs.record(self.fit.trainer, self.fit.run_id)
+        self.exact.logs = logs = Logs(self.fit.trainer, self.fit.patches) if self.fit.trainer.is_global_zero else None
+
+        def record() -> None:
+            assert logs is not None
+            before = self.fit.folder.outputs or {}
+            begun = before.get("begun", {}) if before.get("run") == self.fit.run_id else {}
+            self._logs_begun = now["begun"] = {**logs.state_dict(), **begun}
+            if before != now:
+                self.fit.folder.outputs = now
+
+        self.fit.from_rank_0(record)
