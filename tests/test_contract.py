@@ -31,7 +31,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_resilience
 from lightning_resilience import callbacks, signals
-from lightning_resilience._lightning import ResilienceCallback
 from lightning_resilience._lightning.lightning_callbacks import ResilienceCallback
 from lightning_resilience.fit import joining, session
 from tests.harness import result, run, samples
