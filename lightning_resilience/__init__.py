@@ -21,10 +21,10 @@ if TYPE_CHECKING:
         ReplicaCheck,
         StragglerDetection,
     )
-    from lightning_resilience.callbacks.replica_check import ReplicasDiverged
     from lightning_resilience.checkpoint.resume import resolve_resume_path
     from lightning_resilience.fit.joining import report_progress
     from lightning_resilience.fit.numerics_policy import TrainingDiverged
+    from lightning_resilience.fit.replica_comparison import ReplicasDiverged
     from lightning_resilience.launch.job_info import log_job_info
     from lightning_resilience.launch.schedulers.slurm import get_slurm_info
     from lightning_resilience.run.ledger import read_ledger
@@ -40,7 +40,7 @@ _WHERE = {
     "NaNGuard": "callbacks",
     "Preemption": "callbacks",
     "ReplicaCheck": "callbacks",
-    "ReplicasDiverged": "callbacks.replica_check",
+    "ReplicasDiverged": "fit.replica_comparison",
     "StragglerDetection": "callbacks",
     "TrainingDiverged": "fit.numerics_policy",
     "get_slurm_info": "launch.schedulers.slurm",

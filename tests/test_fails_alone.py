@@ -43,7 +43,7 @@ def test_what_hinders_one_rank_leaves_no_other_behind(tmp_path: Path) -> None:
             "what": "lightning_resilience._lightning.lightning_strategies:named_state",
             "call": 1,
         },  # the check of the first save
-        {"rank": 1, "what": "lightning_resilience.callbacks.replica_check:digest_of"},
+        {"rank": 1, "what": "lightning_resilience.fit.replica_comparison:digest_of"},
         {"rank": 0, "what": "lightning_resilience.callbacks.preemption:read_history", "call": 1},
         events=[{"at": "train", "step": 12, "rank": 1, "do": "SIGTERM"}],
     )

@@ -1,0 +1,189 @@
+"""Replica comparison: ranks that should hold the same state do, or the run goes back to where they did."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import NoReturn
+
+import torch
+
+from lightning_resilience._files import read_json, write_json
+from lightning_resilience._lightning import lightning_progress, lightning_strategies
+from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.checkpoint.digest import digest_of
+from lightning_resilience.detect.numerics.divergence import Divergence
+from lightning_resilience.detect.numerics.rollback_history import Rollbacks
+from lightning_resilience.fit import checkpoint_io
+from lightning_resilience.fit.participant import Participant
+from lightning_resilience.fit.session import FitSession
+from lightning_resilience.run.events import Rollback
+from lightning_resilience.run.ledger import node_name
+
+log = logging.getLogger("lightning_resilience.callbacks.replica_check")  # users configure the callback's logger
+
+_DIVERGED = "replicas differ"
+_NOWHERE = "there is no checkpoint on which all ranks agreed to go back to"
+
+
+class ReplicasDiverged(RuntimeError):
+    """Ranks that should hold the same weights do not, and all that was allowed against it was done.
+
+    Attributes:
+        suspects_this_node: Why a launcher that can should go on without the node of this rank; empty: it need not.
+    """
+
+    suspects_this_node = ""
+
+
+class ReplicaComparison(Participant):
+    """Compares the states of ranks that should be the same in one fit, and rolls back where they differ.
+
+    Args:
+        session: The fit.
+        max_rollbacks: Number of rollbacks for the same divergence, restarts included.
+        optional: Whether ranks that have never agreed turn the policy off, instead of an error.
+    """
+
+    def __init__(self, session: FitSession, max_rollbacks: int, optional: bool) -> None:
+        self.session = session
+        self._max_rollbacks = max_rollbacks
+        self._optional = optional
+        self._parameters: list[torch.nn.Parameter] = []
+        self._file = session.fit.folder.path / "replica_check.json"
+        self._rollbacks = Rollbacks()
+        self._answered = -1
+        self._say: Callable[[], None] = lambda: None
+        self._is_off = False
+
+    def start(self) -> None:
+        """Starts to compare: what is compared exists only now."""
+        session, trainer = self.session, self.session.fit.trainer
+        self._parameters = lightning_strategies.replicated_parameters(trainer)
+        if not self._parameters:
+            session.fit.participants.withdraw(self)
+            if session.fit.rank == 0 and trainer.world_size > 1:  # that a single rank has none goes without saying
+                why = f"with {type(trainer.strategy).__name__}, as it is used here, ranks do not hold the same"
+                log.info("ReplicaCheck has no replicas to compare: %s.", why)
+        elif session.fit.rank == 0:
+            self._rollbacks = self._read()
+
+    def digest(self) -> str:
+        """Of the parameters, and of what optimizers keep for them."""
+        if self._is_off or not self._parameters:
+            return ""
+        return digest_of(lightning_strategies.trained_tensors(self.session.fit.trainer, self._parameters))
+
+    def on_divergence(self, divergence: Divergence) -> None:
+        """Rank 0 has learned of it, in any thread: has all ranks go back."""
+        if self._is_off:
+            return
+        payload = {"step": divergence.step, "groups": divergence.groups, "asked_at": self.session.fit.steps_counted}
+        self.session.fit.agreement.request(_DIVERGED, payload, Needs.CLEAN | Needs.TRAINING)
+
+    def on_event(self, event: Event) -> None:
+        """Goes back, unless that was done meanwhile."""
+        if event.kind == _DIVERGED and int(event.payload["asked_at"]) > self._answered:
+            self._go_back(Divergence(int(event.payload["step"]), tuple(map(tuple, event.payload["groups"]))))
+
+    def blames_replicas(self) -> bool:
+        """Compares the ranks' states, and goes back if they differ."""
+        if self._is_off:
+            return False
+        divergence = self.session.saver.compare()
+        if divergence is None:
+            return False
+        self.session.fit.record_divergence(divergence)
+        self._go_back(divergence)
+        return not self._is_off
+
+    def before_end(self) -> bool:
+        """There is no boundary any more at which the fit could go back."""
+        if self._is_off:
+            return False
+        divergence = self.session.saver.compare()
+        if divergence is not None:
+            self.session.fit.record_divergence(divergence)
+            times, have_agreed = self._count(divergence.step)
+            why = "started again, the run goes on from the last checkpoint on which all ranks agreed"
+            self._stay(divergence, why, times > 1 and not have_agreed)
+        return False
+
+    def _go_back(self, divergence: Divergence) -> None:
+        session = self.session
+        self._answered = session.fit.steps_counted
+        times, have_agreed = self._count(divergence.step)
+        if times > self._max_rollbacks:
+            why = f"the run has gone back {self._max_rollbacks} times because of it"
+            self._stay(divergence, why, not have_agreed)
+            return
+        session.go_back(divergence.step, lambda: self._stay(divergence, _NOWHERE, times > 1 and not have_agreed))
+
+        def say() -> None:
+            log.warning(
+                "Gone back to the newest checkpoint on which all ranks agreed (%d of %d times): after step %d %s.",
+                times,
+                self._max_rollbacks,
+                divergence.step,
+                divergence,
+            )
+            session.fit.ledger.record(
+                Rollback(fit=session.fit.index, step=divergence.step, reason=str(divergence), times=times)
+            )
+            metrics = {"replica_check/rollbacks": float(times)}
+            for logger in session.fit.trainer.loggers:
+                logger.log_metrics(metrics, step=lightning_progress.logged_step(session.fit.trainer))
+
+        self._say = say
+
+    def after_rollback(self) -> None:
+        """Says so."""
+        if self.session.fit.rank == 0:
+            self._say()
+        self._say = lambda: None
+
+    def _stay(self, divergence: Divergence, why: str, never_agreed: bool) -> None:
+        """The run does not go back any more."""
+        if not never_agreed or not self._optional:
+            self._end(divergence, why)
+        # The script was not written for us. What its ranks do, each for itself, is not ours to forbid.
+        session = self.session
+        self._is_off = True
+        if session.fit.rank == 0:
+            log.error(
+                "ReplicaCheck is off: after step %d %s, and never since the start have all agreed. Something in this "
+                "training differs by rank. Its checkpoints hold the state of rank 0; local ones of such a state do not "
+                "count.",
+                divergence.step,
+                divergence,
+            )
+
+    def _end(self, divergence: Divergence, why: str) -> NoReturn:
+        diverged = ReplicasDiverged(f"after step {divergence.step} {divergence}; {why}")
+        several_nodes = len(set(self.session.fit.gather(node_name()))) > 1
+        if several_nodes and self.session.fit.rank in divergence.suspects:
+            diverged.suspects_this_node = "a rank on it held another state than the others"
+        raise diverged
+
+    def _count(self, step: int) -> tuple[int, bool]:
+        """How many times the run has gone back because of this, now included; and whether ranks have ever agreed."""
+
+        def count() -> tuple[int, bool]:
+            self._rollbacks.add(step)
+            try:
+                self.session.fit.check_owner()
+                write_json(self._file, asdict(self._rollbacks))
+            except OSError as error:
+                log.error("How often the run has gone back could not be written (%s).", error)
+            return self._rollbacks.count, self.session.fit.replicas_agreed
+
+        return checkpoint_io.from_rank_zero(self.session.fit.trainer.strategy, count)
+
+    def _read(self) -> Rollbacks:
+        try:
+            content = read_json(self._file) or {}
+            return Rollbacks(int(content.get("count", 0)), int(content.get("furthest", -1)))
+        except (AttributeError, TypeError, ValueError):
+            log.warning("%s cannot be understood: how often the run has gone back is forgotten.", self._file)
+            return Rollbacks()
