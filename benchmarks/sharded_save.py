@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,10 @@ class Clock(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
         step = trainer.global_step
         if step % EVERY == EVERY // 2:
-            self.auto_resume.async_save = (step // EVERY) % 2 == 1
-            self.ways[step] = "AutoResume" if self.auto_resume.async_save else "AutoResume(async_save=False)"
+            is_async = (step // EVERY) % 2 == 1
+            saves: Any = self.auto_resume._participant
+            saves._options = replace(saves._options, async_save=is_async)
+            self.ways[step] = "AutoResume" if is_async else "AutoResume(async_save=False)"
             self.auto_resume.on_save_checkpoint(trainer, module, {})  # as if ModelCheckpoint had saved: it follows
         elif step % EVERY == 0:
             self.ways[step] = "LocalCheckpoint"

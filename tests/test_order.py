@@ -80,10 +80,10 @@ PLACES = {
     "stragglers: boundary": "StragglerReports.at_boundary",
     "stragglers: after rollback": "StragglerReports.after_rollback",
     "stragglers: leave": "StragglerReports.leave",
-    "resume: started": "_Saving.start",
-    "resume: boundary": "_Saving.at_boundary",
-    "resume: begin": "_Saving.after_rollback",
-    "resume: retain": "_Saving.retain",
+    "resume: started": "RegularSaves.start",
+    "resume: boundary": "RegularSaves.at_boundary",
+    "resume: begin": "RegularSaves.after_rollback",
+    "resume: retain": "RegularSaves.retain",
     "selector: verdict": "CheckpointSelector.verdict",
 }
 NAMES = {qualified: name for name, qualified in PLACES.items()}

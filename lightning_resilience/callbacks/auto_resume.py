@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import time
+from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning_resilience._arguments import checked, duration
-from lightning_resilience._lightning import lightning_strategies
-from lightning_resilience.agreement import Event, Needs
-from lightning_resilience.checkpoint import resume
 from lightning_resilience.fit.joining import SessionCallback, session_of
 from lightning_resilience.fit.participant import Participant
+from lightning_resilience.fit.regular_saves import RegularSaveOptions, RegularSaves
 from lightning_resilience.fit.session import FitSession
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-log = logging.getLogger(__name__)
-
-_SAVE = "save"
 
 
 class AutoResume(SessionCallback):
@@ -92,94 +85,11 @@ class AutoResume(SessionCallback):
         self.async_save = async_save
 
     def _participate(self, session: FitSession) -> Participant:
-        """Has the fit resume from the run's checkpoints, and saves them."""
-        session.selector.uses_global = True
-        return _Saving(self, session)
+        options = RegularSaveOptions(**{each.name: getattr(self, each.name) for each in fields(RegularSaveOptions)})
+        return RegularSaves(session, options)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Somebody else saves: what the run resumes from follows at the next boundary."""
-        session, saving = session_of(trainer, self), self._participant
-        if session and not session.saver.is_dumping and isinstance(saving, _Saving):
-            saving.due = True
-
-
-class _Saving(Participant):
-    """What ``AutoResume`` does in one fit."""
-
-    def __init__(self, settings: AutoResume, session: FitSession) -> None:
-        self.settings = settings
-        self.session = session
-        self.due = False
-        self._saved_step = 0
-        self._asked = False
-        self._held = ""
-        interval = settings.train_time_interval
-        # One clock decides for all ranks.
-        self._interval_s = interval.total_seconds() if interval is not None and session.fit.rank == 0 else float("inf")
-        self._next = float("inf")
-
-    def start(self) -> None:
-        """Says how it saves, and starts the clock."""
-        trainer = self.session.fit.trainer
-        traits = lightning_strategies.traits_of(trainer.strategy)
-        if self.settings.async_save and trainer.is_global_zero and not traits.can_write_behind:
-            log.info("%s saves in collectives: the training waits for its saves.", type(trainer.strategy).__name__)
-        self.after_rollback()
-
-    def after_rollback(self) -> None:
-        """What was due, was due in what the fit has left behind."""
-        self.due = self._asked = False
-        self._held = ""
-        self._saved_step = self.session.fit.trainer.global_step
-        self._next = time.monotonic() + self._interval_s
-
-    def at_boundary(self, may_save: bool) -> None:
-        """Saves what is due."""
-        if time.monotonic() >= self._next and not self._asked:
-            self._asked = True
-            self.session.fit.agreement.request(_SAVE, {"reason": "interval"}, Needs.CLEAN | Needs.TRAINING)
-        if not may_save:
-            return
-        if self._held:
-            self.save(self._held)
-        elif self.due:
-            self.save("follows ModelCheckpoint")
-        elif (n := self.settings.every_n_train_steps) is not None:
-            step = self.session.fit.trainer.global_step
-            if step // n > self._saved_step // n:  # also if nothing could be saved at the very step
-                self.save("every_n_train_steps")
-
-    def on_event(self, event: Event) -> None:
-        """Saves because the interval is over, or a snapshot was no good."""
-        if event.kind != _SAVE:
-            return
-        if self.session.fit.saves_paused:
-            self._held = str(event.payload["reason"])
-        else:
-            self.save(str(event.payload["reason"]))
-
-    def after_final_save(self) -> None:
-        """Removes older checkpoints."""
-        self.retain()
-
-    def save(self, reason: str) -> None:
-        """Saves at this boundary, or at the first one after the bad steps."""
-        session = self.session
-        if session.saver.waits():
-            self._held = reason
-            return
-        self.due = self._asked = False
-        self._held = ""
-        self._saved_step = session.fit.trainer.global_step
-        self._next = time.monotonic() + self._interval_s
-        if self.settings.async_save:
-            session.saver.save_behind(reason, self.retain, self._again)
-        elif session.saver.save(reason) is not None and session.fit.trainer.is_global_zero:
-            self.retain()
-
-    def retain(self) -> None:
-        """Removes checkpoints beyond ``keep``."""
-        resume.retain(self.session.fit.folder.checkpoints, self.settings.keep)
-
-    def _again(self) -> None:
-        self.session.fit.agreement.request(_SAVE, {"reason": "again"}, Needs.CLEAN | Needs.TRAINING)
+        session, saves = session_of(trainer, self), self._participant
+        if session and not session.saver.is_dumping and isinstance(saves, RegularSaves):
+            saves.due = True
