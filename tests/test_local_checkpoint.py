@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume, LocalCheckpoint, Preemption, signals
 from lightning_resilience._lightning import lightning_checkpoints
-from lightning_resilience.callbacks import local_checkpoint, preemption
+from lightning_resilience.callbacks import local_checkpoint
 from lightning_resilience.checkpoint import capacity, checkpoint_file, resume, shard
 from lightning_resilience.checkpoint import local as local_saves
 from lightning_resilience.checkpoint import node_store as node_store
@@ -44,7 +44,7 @@ from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
 from lightning_resilience.checkpoint.snapshot import Snapshot, optimizer_tensors, wait_with_heartbeat
-from lightning_resilience.fit import context
+from lightning_resilience.fit import context, stop_on_signal
 from lightning_resilience.fit.checkpoint_selector import MAX_CONDEMNED, BadCheckpoint
 from lightning_resilience.fit.joining import session_of
 from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt
@@ -1139,7 +1139,7 @@ class Validated(Net):
 @pytest.mark.parametrize("in_validation", [True, False])
 def test_a_preemption_that_leaves_no_time(memory: Run, monkeypatch: pytest.MonkeyPatch, in_validation: bool) -> None:
     """What is saved locally first is worth as much as what is saved globally after it."""
-    monkeypatch.setattr(preemption, "_is_short_of_time", lambda _: True)
+    monkeypatch.setattr(stop_on_signal, "_is_short_of_time", lambda _: True)
     monkeypatch.setattr(sys.modules[__name__], "Net", Validated)
     options: dict[str, Any] = {"val_check_interval": 4, "num_sanity_val_steps": 0}
     expected = oracle(memory.path.parent, 7, **options)
