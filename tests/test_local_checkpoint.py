@@ -33,7 +33,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume, LocalCheckpoint, Preemption, signals
 from lightning_resilience._lightning import lightning_checkpoints
-from lightning_resilience.callbacks import local_checkpoint
 from lightning_resilience.checkpoint import capacity, checkpoint_file, resume, shard
 from lightning_resilience.checkpoint import local as local_saves
 from lightning_resilience.checkpoint import node_store as node_store
@@ -47,6 +46,7 @@ from lightning_resilience.checkpoint.snapshot import Snapshot, optimizer_tensors
 from lightning_resilience.fit import context, stop_on_signal
 from lightning_resilience.fit.checkpoint_selector import MAX_CONDEMNED, BadCheckpoint
 from lightning_resilience.fit.joining import session_of
+from lightning_resilience.fit.local_saves import LocalSavePolicy
 from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt
 from tests.harness import result, run, samples
 from tests.ledgers import read_ledger
@@ -738,14 +738,14 @@ def test_a_process_of_an_older_attempt_ends_when_it_would_publish(memory: Run, s
 
 
 def test_a_process_of_an_older_attempt_removes_nothing(memory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    completed = local_checkpoint._Local._completed
+    completed = LocalSavePolicy._completed
 
     def taken_over(self: Any, step: int, generation: str) -> None:
         completed(self, step, generation)
         if step == 9:
             RunDirectory(memory.path).claim()
 
-    monkeypatch.setattr(local_checkpoint._Local, "_completed", taken_over)
+    monkeypatch.setattr(LocalSavePolicy, "_completed", taken_over)
     with pytest.raises(StaleAttempt):
         memory.fit(memory.local())
     assert memory.trainer.global_step == 10
@@ -858,15 +858,15 @@ def test_moments_that_are_not_there_yet_count(memory: Run, monkeypatch: pytest.M
 def test_the_interval_is_chosen_and_said_once(
     memory: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(local_checkpoint, "_FIRST_INTERVAL_S", 0.0)
+    monkeypatch.setattr("lightning_resilience.fit.local_saves._FIRST_INTERVAL_S", 0.0)
     intervals: list[float] = []
-    chosen = local_checkpoint._Local._interval_s
+    chosen = LocalSavePolicy._interval_s
 
     def choose(self: Any) -> float:
         intervals.append(chosen(self))
         return 0.0
 
-    monkeypatch.setattr(local_checkpoint._Local, "_interval_s", choose)
+    monkeypatch.setattr(LocalSavePolicy, "_interval_s", choose)
     with caplog.at_level(logging.INFO):
         memory.fit(LocalCheckpoint(dir=memory.folder, run_dir=memory.path))
     assert len(intervals) > 10

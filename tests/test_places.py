@@ -20,11 +20,11 @@ from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_resilience._files import sync_directory, write_json
-from lightning_resilience.callbacks.local_checkpoint import _directory
 from lightning_resilience.checkpoint import checkpoint_file, shard
 from lightning_resilience.checkpoint.data_position import describe_data
 from lightning_resilience.checkpoint.node_store import NodeStore
 from lightning_resilience.checkpoint.replication import _Channel, _discarding, _Message
+from lightning_resilience.fit.local_saves import _directory
 from lightning_resilience.run.run_directory import RunDirectory
 
 

@@ -1,0 +1,491 @@
+"""Local saves: when and where the ranks of a fit keep their states on their own nodes, and offer them for a resume."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
+import torch
+
+from lightning_resilience._lightning import lightning_steps, lightning_strategies
+from lightning_resilience.checkpoint import capacity, shard
+from lightning_resilience.checkpoint.devices import accelerator
+from lightning_resilience.checkpoint.generations import Transfer, rank_locations, rank_shard, replicated_shard
+from lightning_resilience.checkpoint.interval import Schedule, mean_time_to_failure_s, optimal_interval_s
+from lightning_resilience.checkpoint.local import Figures, LocalSaves
+from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
+from lightning_resilience.checkpoint.rank_state import divergence_of
+from lightning_resilience.checkpoint.recovery import LocalTier
+from lightning_resilience.checkpoint.replication import ReplicaError, Replicas, cliques, fetch
+from lightning_resilience.checkpoint.safe_serialization import Entries
+from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator, new_generation
+from lightning_resilience.checkpoint.sharded import local
+from lightning_resilience.checkpoint.snapshot import ON_DEVICE_BYTES
+from lightning_resilience.detect.hangs.rank_probe import own_directories
+from lightning_resilience.fit.participant import Participant
+from lightning_resilience.fit.session import FitSession
+from lightning_resilience.run.events import Saved
+from lightning_resilience.run.interruptions import interruptions
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+log = logging.getLogger("lightning_resilience.callbacks.local_checkpoint")  # users configure the callback's logger
+
+_EXCHANGE_TIMEOUT = timedelta(minutes=2)
+_SETTLE_S = 60.0
+_LAST_WORDS_S = 5.0
+_FIRST_INTERVAL_S = 10.0
+_USUAL_RECOVERY_S = 60.0
+_OF_MODEL = ("state_dict.", "optimizer_states.")
+_RECORD_EVERY_S = 60.0  # the ledger is on shared storage, and read as a whole
+
+
+@dataclass(frozen=True)
+class LocalSaveOptions:
+    """Options of ``LocalCheckpoint``, validated there.
+
+    Attributes:
+        waits: Whether the training waits until a save is complete on all nodes.
+        optional: Whether states that will not fit turn the policy off, instead of an error.
+    """
+
+    dir: str | os.PathLike[str] | None
+    every_n_train_steps: int | None
+    train_time_interval: timedelta | None
+    keep: int
+    replication: bool | Literal["auto"]
+    replication_factor: int
+    replication_jump: int | None
+    probation_steps: int
+    waits: bool
+    optional: bool
+
+
+class Unusable(Exception):
+    """A node cannot keep local checkpoints; the same on all ranks."""
+
+
+class LocalSavePolicy(Participant):
+    """Offers the local states of one fit for its resume, and saves the state of every rank to its own node.
+
+    Raises:
+        Unusable: If a node cannot keep local checkpoints.
+    """
+
+    def __init__(self, session: FitSession, options: LocalSaveOptions) -> None:
+        self.session = session
+        self._options = options
+        trainer = session.fit.trainer
+        self.locations = rank_locations(session.fit.gather((os.uname().nodename, trainer.node_rank)))
+        self.location = self.locations[session.fit.rank]
+        problem = None
+        try:
+            self.store = NodeStore(
+                _directory(options.dir, self.location.node, session.fit.run_id, session.fit.index),
+                before_publish=session.fit.check_owner,
+                verify=self._verify,
+            )
+        except OSError as error:
+            problem = f"{self.location.node} cannot keep local checkpoints ({error}); set dir= or --local-dir"
+        if problems := [each for each in session.fit.gather(problem) if each is not None]:
+            if problem is None:
+                self.store.close()
+            raise Unusable(problems[0])
+        self.owner = {"run": session.fit.run_id, "fit": session.fit.index}
+        self._fetches = 0
+        session.selector.probation_steps = options.probation_steps
+        session.selector.local = LocalTier(
+            self.store,
+            self.locations,
+            session.fit.rank,
+            self.owner,
+            _kind(trainer),
+            session.fit.gather,
+            self._fetch,
+            lambda: session.fit.patience,
+        )
+        self._common: list[torch.nn.Parameter] = []
+        self._expected: dict[str, int] = {}
+        self._kept_here: set[int] = {
+            location.rank for location in self.locations if location.node == self.location.node
+        }
+        self._replicas: Replicas | None = None
+        self._saves: LocalSaves | None = None
+        self._device: torch.device | None = None
+        self._history = (0, 0.0)
+        self._recovery_s = 0.0
+        self._said_interval_s = 0.0
+        self._record_at = 0.0
+        self._unrecorded = 0
+
+    def _verify(self, path: Path) -> None:
+        if self.store.in_memory:
+            shard.read_identity(path)  # its tensors were hashed where they lie
+        else:
+            shard.verify(path)
+
+    def _fetch(self, wanted: Sequence[Transfer], path: Callable[[str], Path]) -> dict[str, ShardWriter]:
+        """Has parts travel between ranks; returns those that have arrived here, to be verified and published."""
+        self._fetches += 1
+        writers: dict[str, ShardWriter] = {}
+        transfers = [replace(each, path=path(each.part)) for each in wanted]
+
+        def reserve(transfer: Transfer) -> torch.Tensor:
+            writer = writers[transfer.part] = self.store.reserve(transfer.part, transfer.size)
+            return writer.memory
+
+        prefix = f"{self._prefix()}/fetch/{self._fetches}"
+        arrived: dict[Transfer, torch.Tensor | None] = {}
+        try:
+            arrived = fetch(self.session.fit.rank, transfers, reserve, prefix, _EXCHANGE_TIMEOUT)
+        except ReplicaError as error:
+            log.warning(
+                "Rank %d cannot have parts of local checkpoints from other nodes: %s.", self.location.rank, error
+            )
+        here = {transfer.part for transfer, content in arrived.items() if content is not None}
+        for part in writers.keys() - here:
+            writers.pop(part).abandon()
+        return writers
+
+    def _prefix(self) -> str:
+        return f"resilience-local/{self.session.fit.run_id}/{self.session.fit.index}/{self.session.fit.nonce}"
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to save; the resume is complete."""
+        session, trainer = self.session, self.session.fit.trainer
+        self._common = lightning_strategies.replicated_parameters(trainer)
+        if (problem := self._why_it_does_not_fit()) is not None:
+            if not self._options.optional:
+                raise ValueError(problem)
+            if trainer.is_global_zero:
+                log.warning("LocalCheckpoint is off: %s.", problem)
+            session.fit.participants.withdraw(self)
+            return
+        step = trainer.global_step
+        several = trainer.world_size > 1
+        self._history = self._failures_so_far()
+        # From a failure on, a process needs as long as this one has until it trains.
+        started_s = time.time() - psutil.Process().create_time()
+        self._recovery_s = min(max(started_s, 0.0), 3600.0) if session.fit.index == 0 else _USUAL_RECOVERY_S
+        self._replicas = self._make_replicas()
+        self._saves = LocalSaves(
+            self.store,
+            self.locations,
+            session.fit.rank,
+            self._identity(),
+            Schedule(self._options.every_n_train_steps, self._interval_s),
+            self._options.keep,
+            _rounds(self._prefix(), trainer.world_size) if several else None,
+            self._replicas,
+            [each.name for each in session.selector.complete if each.step <= step],
+            self._completed,
+            session.fit.check_owner,
+            self._expected,
+            self._kept_here,
+            self._check,
+            session.fit.advanced,
+            self._device,
+            session.fit.diverged,
+        )
+        lightning_steps.on_batch_done(trainer, session.fit.patches, self._saves.fence)
+        self._saves.start(step)
+        if trainer.is_global_zero:
+            self._say_what_is_done()
+
+    def _check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if checks := self.session.fit.participants.implement(Participant.check_state):
+            # By the names that they have in the module; what else is in a state may be infinite and right.
+            of_model = [(name.removeprefix("state_dict."), each) for name, each in named if name.startswith(_OF_MODEL)]
+            for check_state in checks:
+                check_state(of_model)
+
+    def at_end_of_epoch(self) -> None:
+        """What is being copied is not changed by what the end of an epoch does."""
+        if self._saves is not None:
+            self._saves.fence()
+
+    def before_rollback(self) -> None:
+        """Waits for the save in progress."""
+        if self._saves is not None and not self._saves.settle(_SETTLE_S):
+            log.warning("Rank %d: a local save in progress is stuck; what it may publish is older.", self.location.rank)
+
+    def after_rollback(self) -> None:
+        """Generations of the course that was left do not count."""
+        if self._saves is not None:
+            step = self.session.fit.trainer.global_step
+            complete = [each.name for each in self.session.selector.complete if each.step <= step]
+            self._saves.go_on_from(step, complete, self._identity())
+
+    def _identity(self) -> dict[str, Any]:
+        """Fields that all parts have that are saved from now on."""
+        commons = self.location.local_world_size if self._common else 0
+        layout = {"kind": _kind(self.session.fit.trainer), "commons": commons, "course": self.session.selector.course}
+        return {**self.owner, "layout": layout}
+
+    def at_boundary(self, may_save: bool) -> None:
+        """Copies the state if a save is due."""
+        if self._saves is None:
+            return
+        step = self.session.fit.trainer.global_step
+        if (planned := self._saves.at_boundary(step, may_save)) is not None:
+            try:
+                if any(looks_bad() for looks_bad in self.session.fit.participants.implement(Participant.looks_bad)):
+                    raise RuntimeError("the last steps were bad")
+                left_out = self._saves.take(planned, step, *self._state())
+            except Exception as error:  # also of the user's own on_save_checkpoint
+                self._saves.miss(step, error)
+                return
+            if self.session.fit.rank == 0:
+                self.session.saver.report_left_out(left_out)
+            if self._options.waits:
+                self._saves.fence()  # nothing goes on that would do it
+                self.before_rollback()
+
+    def _state(self) -> tuple[Entries, list[torch.Tensor], list[torch.Tensor]]:
+        """This rank's checkpoint; what of it only optimizers change; what of it all ranks of the node have alike."""
+        live = lightning_strategies.live_tensors(self.session.fit.trainer)
+        return (
+            self.session.saver.capture(),
+            live,
+            lightning_strategies.trained_tensors(self.session.fit.trainer, self._common),
+        )
+
+    def save_locally(self, reason: str, within_s: float) -> bool:
+        """Saves at this boundary, the same on all ranks; returns whether every rank has published its parts in time."""
+        if self._saves is None:
+            return False
+        trainer = self.session.fit.trainer
+        generation = trainer.strategy.broadcast(new_generation())
+        try:
+            saved = self._saves.save_now(generation, trainer.global_step, *self._state(), within_s)
+        except Exception as error:
+            self._saves.fail(trainer.global_step, error)
+            saved = None
+        all_saved = self.session.fit.gather(saved)
+        divergence = divergence_of(trainer.global_step, [each or "" for each in all_saved])
+        if divergence is not None and trainer.is_global_zero:
+            self.session.fit.diverged(divergence)
+        complete = None not in all_saved and len(set(all_saved)) == 1
+        if complete and trainer.is_global_zero:
+            self._record(trainer.global_step, generation, reason)
+        return complete
+
+    def _completed(self, step: int, generation: str) -> None:
+        """A generation is complete; called from the thread that saves."""
+        self.session.fit.replicas_agreed |= bool(self._common)
+        self._unrecorded += 1
+        if self.session.fit.rank == 0 and time.monotonic() >= self._record_at:
+            self._record(step, generation, "local")
+
+    def _record(self, step: int, generation: str, reason: str) -> None:
+        assert self._saves is not None
+        figures = self._saves.figures
+        self.session.fit.ledger.record(
+            Saved(
+                fit=self.session.fit.index,
+                step=step,
+                reason=reason,
+                tier="local",
+                generation=generation,
+                count=self._unrecorded,
+                seconds=round(figures.save_s, 4),
+                stall_s=round(figures.stall_s, 6),
+                skipped=figures.skipped,
+                failed=figures.failed,
+            )
+        )
+        self._record_at, self._unrecorded = time.monotonic() + _RECORD_EVERY_S, 0
+
+    def _interval_s(self) -> float:
+        """Seconds to the next save."""
+        if (given := self._options.train_time_interval) is not None:
+            return given.total_seconds()
+        figures = self._saves.figures if self._saves is not None else Figures()
+        if not figures.published:
+            return _FIRST_INTERVAL_S
+        stall_s = max(figures.stall_s, 1e-4)
+        failures, observed_s = self._history
+        mean_time_s = mean_time_to_failure_s(self.session.fit.trainer.world_size, failures, observed_s)
+        # What costs less than a thousandth of the time need not be rarer than this; and a writer that is always at work
+        # takes cores and memory bandwidth from the training.
+        interval_s = min(
+            optimal_interval_s(stall_s, mean_time_s, self._recovery_s), max(_FIRST_INTERVAL_S, 1e3 * stall_s)
+        )
+        interval_s = max(interval_s, 10 * figures.save_s, 1.0)
+        is_news = not self._said_interval_s or not 0.5 < interval_s / self._said_interval_s < 2
+        if is_news and self.session.fit.rank == 0:  # whose interval it is
+            self._said_interval_s = interval_s
+            log.info(
+                "Local checkpoints: from now on every %.0f s (a save takes %.2f s behind the training and holds it up "
+                "for %.1f ms).",
+                interval_s,
+                figures.save_s,
+                1000 * figures.stall_s,
+            )
+        return interval_s
+
+    def _failures_so_far(self) -> tuple[int, float]:
+        events = read_ledger(self.session.fit.run.ledger) if self.session.fit.rank == 0 else []
+        return len(interruptions(events)), max(0.0, time.time() - events[0].time) if events else 0.0
+
+    # -- setting up ----------------------------------------------------------------------------------------------------
+
+    def _why_it_does_not_fit(self) -> str | None:
+        trainer = self.session.fit.trainer
+        live = lightning_strategies.live_tensors(trainer)
+        self._device = next(filter(None, map(accelerator, live)), None)
+        mine = sum(tensor.nbytes for tensor in {id(each): local(each) for each in live}.values())
+        if not any(optimizer.state for optimizer in trainer.optimizers):
+            # Most keep two numbers for each parameter (Adam's moments), from the first step on.
+            mine += 2 * sum(local(each).nbytes for each in trainer.lightning_module.parameters() if each.requires_grad)
+        sizes = self.session.fit.gather(mine)
+        here = [location.rank for location in self.locations if location.node == self.location.node]
+        part = rank_shard(self.session.fit.rank)
+        self._expected = {part: mine}
+        if self._common:
+            count = self.location.local_world_size
+            self._expected = {replicated_shard(self.location.local_rank, count): mine // count}
+        problem = None
+        if self.location.local_rank == 0:
+            try:
+                capacity.check(
+                    self.store.directory,
+                    mine if self._common else sum(sizes[rank] for rank in here),
+                    self._options.keep,
+                    0 if self._common or not self._replicates() else self._options.replication_factor - 1,
+                )
+            except ValueError as error:
+                problem = f"{self.location.node}: {error}{self._what_others_hold()}"
+            except OSError as error:
+                problem = f"{self.location.node}: {self.store.directory} cannot be looked at ({error})"
+        return next((each for each in self.session.fit.gather(problem) if each is not None), None)
+
+    def _what_others_hold(self) -> str:
+        """Says what lies beside: states of runs that have never been finished are removed by nobody."""
+        here, nbytes = self.store.directory.parent, 0
+        with contextlib.suppress(OSError):  # they may be at work there, or just have ended
+            others = [folder for folder in here.parent.iterdir() if folder != here]
+            nbytes = sum(path.lstat().st_size for folder in others for path in folder.rglob("*.shard"))
+        return f"; other runs hold {capacity.format_bytes(nbytes)} in {here.parent}" if nbytes else ""
+
+    def _nodes(self) -> int:
+        return len({location.node for location in self.locations})
+
+    def _replicates(self) -> bool:
+        return self._options.replication is not False and self._nodes() > 1
+
+    def _make_replicas(self) -> Replicas | None:
+        if not self._replicates():
+            return None
+        jump = self._options.replication_jump or self.location.local_world_size
+        try:
+            groups = cliques(len(self.locations), jump, self._options.replication_factor)
+        except ValueError as error:
+            if self._options.replication is True:
+                raise
+            if self.session.fit.trainer.is_global_zero:
+                log.warning("Local checkpoints have no copies on other nodes: %s.", error)
+            return None
+        here = frozenset(self._kept_here)
+        self._kept_here.update(rank for group in groups if not here.isdisjoint(group) for rank in group)
+        mine = next(group for group in groups if self.session.fit.rank in group)
+        try:
+            return Replicas(self.session.fit.rank, mine, f"{self._prefix()}/replicas", _EXCHANGE_TIMEOUT)
+        except ReplicaError as error:
+            if self._options.replication is True:
+                raise
+            log.warning("Rank %d: no copies of local checkpoints on other nodes: %s.", self.session.fit.rank, error)
+            return None
+
+    def _say_what_is_done(self) -> None:
+        options = self._options
+        where = "node memory, which survives the processes but not the node" if self.store.in_memory else "on disk"
+        if options.every_n_train_steps is not None:
+            when = f"every {options.every_n_train_steps} steps"
+        elif options.train_time_interval is not None:
+            when = f"every {options.train_time_interval.total_seconds():g} s"
+        else:
+            when = f"every {_FIRST_INTERVAL_S:g} s at first, then as often as is best for what they cost"
+        copies = "one node, so no copies on others"
+        if self._nodes() > 1:
+            copies = "with copies on other nodes" if self._replicas is not None else "without copies on other nodes"
+        memory = ""
+        if self._device is not None:
+            memory = f", with at most {capacity.format_bytes(ON_DEVICE_BYTES)} of the memory of {self._device}"
+        log.info("Local checkpoints %s in %s (%s), %s%s.", when, self.store.directory, where, copies, memory)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def after_save(self, is_end: bool) -> None:
+        """When training has ended, nothing is saved any more."""
+        if is_end and (saves := self._saves) is not None:
+            # Nobody needs it any more when the final state is safe.
+            self._stop(_SETTLE_S if self.session.fit.final_path is None else _LAST_WORDS_S)
+            if saves.trouble is not None:
+                log.error("Rank %d: the last local checkpoint was not saved (%r).", self.location.rank, saves.trouble)
+
+    def _stop(self, timeout_s: float) -> None:
+        if self._saves is not None:
+            self._saves.stop(timeout_s)
+            self._saves = None
+
+    def clear(self) -> None:
+        """The fit has finished and its final state is safe: nothing local is needed any more."""
+        session = self.session
+        if session.fit.final_path is None:
+            return
+        session.fit.trainer.strategy.barrier("resilience local checkpoints")  # nobody writes any more
+        if self.location.local_rank == 0:
+            self.store.clear()
+            for folder in (self.store.directory.parent, self.store.directory.parent.parent):
+                with contextlib.suppress(OSError):  # of other fits, or other runs
+                    folder.rmdir()
+
+    def leave(self) -> None:
+        """Called however the fit ends: what is being written is published if it takes no more than a few seconds."""
+        self._stop(_LAST_WORDS_S)
+        self.store.close()
+        if self._replicas is not None:
+            self._replicas.close()
+
+
+def _directory(given: str | os.PathLike[str] | None, node: str, run_id: str, fit: int) -> Path:
+    chosen = given or os.environ.get(LOCAL_DIR_VARIABLE)
+    # Users of a node may be given the same folder, and what is in ours nobody else may enter.
+    own = Path(chosen).expanduser() / f"local_ckpt-{os.getuid()}" if chosen else _node_memory() / "local_ckpt"
+    return own.absolute() / node / run_id / f"fit-{fit:03d}"
+
+
+def _node_memory() -> Path:
+    return next((own for own in own_directories() if own.parent.is_dir()), own_directories()[-1])
+
+
+def _kind(trainer: Trainer) -> str:
+    """How ranks share out the state: what one kind has saved no other can read."""
+    strategy = trainer.strategy
+    if not lightning_strategies.traits_of(strategy).all_ranks_write:
+        return "whole"
+    mesh = getattr(getattr(strategy, "device_mesh", None), "shape", ())
+    how = getattr(getattr(strategy, "sharding_strategy", None), "name", "")  # of FSDP1
+    over = f" over {list(mesh)}" if mesh else ""
+    return f"sharded by {type(strategy).__name__}" + (f" ({how})" if how else "") + over
+
+
+def _rounds(prefix: str, world_size: int) -> SaveCoordinator:
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    shared: Any = _get_default_store()
+    return SaveCoordinator(PrefixStore(prefix, shared.clone()), world_size, PrefixStore(prefix, shared))
