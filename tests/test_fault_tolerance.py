@@ -23,10 +23,10 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_resilience import FaultTolerance
-from lightning_resilience.callbacks import fault_tolerance
 from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.detect.hangs.rank_probe import own_directories
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
+from lightning_resilience.fit.joining import session_of
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, command, result, run, samples
@@ -252,11 +252,11 @@ class SavesInVain(L.Callback):
         self.sections: list[str] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        here = fault_tolerance.session_of(trainer, trainer.callbacks[0])
-        self.sections.append(here.progress.section)
+        here = session_of(trainer, trainer.callbacks[0])
+        self.sections.append(here.fit.progress.section)
         with pytest.raises(FileExistsError):
             trainer.save_checkpoint(Path(trainer.default_root_dir) / "file" / "own.ckpt")
-        self.sections.append(here.progress.section)
+        self.sections.append(here.fit.progress.section)
 
 
 def test_a_section_is_closed_when_an_exception_passes(tmp_path: Path) -> None:

@@ -31,11 +31,11 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_resilience import AutoResume, FaultTolerance, report_progress
 from lightning_resilience._files import read_json
 from lightning_resilience._processes import is_running
-from lightning_resilience.callbacks import fault_tolerance
 from lightning_resilience.detect.hangs import process_probe, rank_probe, watchdog
 from lightning_resilience.detect.hangs.progress import Progress, read_progress
 from lightning_resilience.detect.hangs.rank_probe import Witness, node_directory
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
+from lightning_resilience.fit.hang_watch import HangWatch
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
 from tests import harness
@@ -150,8 +150,8 @@ def test_which_hangs_speak_against_a_calculated_limit(
 ) -> None:
     run_directory = RunDirectory(tmp_path)
     Ledger(run_directory.ledger).record(**event)
-    here = SimpleNamespace(session=SimpleNamespace(run=run_directory, index=0))
-    found = fault_tolerance._Watching._ended_too_early(here, SectionTimeouts(step=100.0))  # type: ignore[arg-type]
+    here = SimpleNamespace(session=SimpleNamespace(fit=SimpleNamespace(run=run_directory, index=0)))
+    found = HangWatch._ended_too_early(here, SectionTimeouts(step=100.0))  # type: ignore[arg-type]
     assert found == distrusted
 
 

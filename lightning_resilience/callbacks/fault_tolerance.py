@@ -2,62 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import platform
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import DataLoader
-
-from lightning_resilience import _nvrx
 from lightning_resilience._arguments import checked
-from lightning_resilience._lightning import (
-    lightning_callbacks,
-    lightning_checkpoint_io,
-    lightning_loops,
-    lightning_strategies,
-)
-from lightning_resilience._processes import is_running
+from lightning_resilience._lightning import lightning_callbacks
 from lightning_resilience.callbacks.auto_resume import AutoResume
-from lightning_resilience.detect import health
-from lightning_resilience.detect.hangs import timeouts, watchdog
-from lightning_resilience.detect.hangs.progress import Section
-from lightning_resilience.detect.hangs.rank_probe import (
-    Witness,
-    handle_signals_again,
-    node_directory,
-    of_worker,
-    pids,
-)
-from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
-from lightning_resilience.faults import FaultInjector, SimulatedFault
+from lightning_resilience.detect.hangs.rank_probe import handle_signals_again
+from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
+from lightning_resilience.faults import SimulatedFault
+from lightning_resilience.fit.hang_watch import Engine, HangWatch, HangWatchOptions
 from lightning_resilience.fit.joining import SessionCallback, session_of
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
-from lightning_resilience.run import exit_codes
-from lightning_resilience.run.events import Fault, Unhealthy, WorkloadRequest
-from lightning_resilience.run.ledger import read_ledger
-from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, is_started_again
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-log = logging.getLogger(__name__)
-
-Engine = Literal["auto", "nvrx", "watchdog"]
-
-_PING_WITHIN_S = 1800.0  # torch's own limit, where a step has none
-
-FINISHED_FLAG_VARIABLE = "FAULT_TOL_FINISHED_FLAG_FILE"
-"""Environment variable of NeMo-Run's and NVRx's job scripts: they requeue a job until this file exists."""
 
 
 class FaultTolerance(SessionCallback):
@@ -151,12 +113,25 @@ class FaultTolerance(SessionCallback):
 
     def _participate(self, session: FitSession) -> Participant:
         """Checks this rank's node and starts to watch."""
-        return _Watching(self, session)
+        options = HangWatchOptions(
+            self.autoresume,
+            self.calculate_timeouts,
+            self.simulated_fault_params,
+            self.exp_dir,
+            self.exc_handling_policy,
+            self.section_timeouts,
+            self.engine,
+            self.health_check_interval_steps,
+            has_auto_resume=any(
+                isinstance(each, AutoResume) for each in lightning_callbacks.callbacks(session.fit.trainer)
+            ),
+        )
+        return HangWatch(session, options)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """The set-up of this fit has loaded a checkpoint: what it takes says something."""
-        if session_of(trainer, self) and isinstance(watching := self._participant, _Watching):
-            watching.has_loaded = True
+        if session_of(trainer, self) and isinstance(watch := self._participant, HangWatch):
+            watch.has_loaded = True
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A Trainer outside of a fit has put all signals back to what Python knew of them: not ours."""
@@ -165,410 +140,5 @@ class FaultTolerance(SessionCallback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Where a simulated NaN comes from."""
-        if session_of(trainer, self) and isinstance(watching := self._participant, _Watching):
-            watching.spoil_loss(loss)
-
-
-class _Watching(Participant):
-    """What ``FaultTolerance`` does in one fit."""
-
-    def __init__(self, settings: FaultTolerance, session: FitSession) -> None:
-        self.settings = settings
-        self._calculates = settings.calculate_timeouts and is_started_again()
-        self.session = session
-        self.has_loaded = False
-        self._ping_at = 0
-        self._steps_before = 0
-        trainer = session.fit.trainer
-        self._monitor = _monitor(settings.engine)
-        self._check_node()
-        self._distrusted: set[Section] = set()
-        self._state = Path(settings.exp_dir or session.fit.run.path) / "ft_state.json"
-        self._layout = {
-            "world_size": trainer.world_size,
-            "nodes": trainer.num_nodes,
-            "strategy": type(trainer.strategy).__name__,
-            "device": trainer.strategy.root_device.type,
-        }
-        self.timeouts = self._load_timeouts()
-        self._directory: Path | None = None
-        self._watchdog: dict[str, Any] | None = None
-        self._has_failed_to_start = False
-        self.witness = self._begin()
-        self._reporter = self._start_reporter()
-        self._faults = self._prepare_fault()
-        for owner, name in (
-            (trainer, "save_checkpoint"),
-            (trainer.strategy, "remove_checkpoint"),
-            (trainer.strategy.checkpoint_io, "teardown"),  # where AsyncCheckpointIO waits when training has ended
-        ):
-            self._count_as_checkpointing(owner, name)
-        if hasattr(trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint"):  # NeMo's asynchronous saves
-            self._count_as_checkpointing(trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint")
-        if trainer.is_global_zero:
-            self._set_finished_flag(False)
-            if session.fit.index == 0:
-                self._say_what_watches()
-
-    def _begin(self) -> Witness | None:
-        """Has this rank watched; what hinders that must not end a healthy training."""
-        session, trainer = self.session, self.session.fit.trainer
-        witness = launched = None
-        try:
-            if sys.platform != "linux":
-                raise OSError("hangs are looked for on Linux only")
-            if (launched := of_worker()) is not None:
-                self._directory = launched.directory
-                launched.begin_fit(self.timeouts.by_section(), self._about())
-                witness = launched
-            else:
-                self._directory = node_directory(session.fit.token, trainer.node_rank)
-                witness = Witness(self._directory, session.fit.rank, self.timeouts.by_section(), self._about())
-            session.fit.progress = witness.progress
-        except OSError as error:
-            log.error("Rank %d is not watched: a hang of it will not be found (%s).", session.fit.rank, error)
-            is_alone = launched is None and trainer.num_devices == 1
-            if is_alone and self._directory is not None:  # there is nobody else to watch here
-                shutil.rmtree(self._directory, ignore_errors=True)
-                self._directory = None
-        self._keep_watchdog()
-        lightning_loops.on_other_trainers(trainer, session.fit.patches, session.fit.advanced, handle_signals_again)
-        return witness
-
-    def _keep_watchdog(self) -> None:
-        """Starts the watchdog of this node unless it runs; if it does not start, the training goes on without it."""
-        if self._directory is None or self.session.fit.trainer.local_rank != 0:
-            return
-        if self._watchdog is not None:
-            if watchdog.is_alive(self._directory, self._watchdog):
-                return
-            trouble = "stands still" if is_running(self._watchdog) else "has gone"
-            log.warning("The watchdog of %s %s; it is started again.", platform.node(), trouble)
-            self._watchdog = None
-        try:
-            self._watchdog = watchdog.start(self._directory)
-            self._has_failed_to_start = False
-        except (OSError, subprocess.SubprocessError) as error:
-            if not self._has_failed_to_start:  # it is tried at every save, and said once
-                self._has_failed_to_start = True
-                log.error(
-                    "The watchdog of %s does not start (%s): hangs on this node will not be found.",
-                    platform.node(),
-                    error,
-                )
-
-    def _about(self) -> dict[str, Any]:
-        session, trainer = self.session, self.session.fit.trainer
-        return {
-            "run_dir": str(session.fit.run.path),
-            "fit": session.fit.index,
-            "token": session.fit.token,
-            "node": platform.node(),
-            "nodes": trainer.num_nodes,
-            "world_size": trainer.world_size,
-            "is_started_again": is_started_again(),
-            "elastic_run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
-            "restart_count": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        }
-
-    def _start_reporter(self) -> _nvrx.SectionReporter | None:
-        if self._monitor is None or self.witness is None:
-            return None
-        reporter = _nvrx.SectionReporter(self.witness.progress_path, self._monitor)
-        reporter.start()
-        return reporter
-
-    def _count_as_checkpointing(self, owner: Any, name: str) -> None:
-        call = getattr(owner, name)
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            with self.session.fit.during("checkpointing"):
-                return call(*args, **kwargs)
-
-        self.session.fit.save_patches.set(owner, name, counted)
-
-    def start(self) -> None:
-        """Training begins."""
-        session = self.session
-        self._steps_before = session.fit.steps_counted
-        if self._faults is not None:
-            self._faults.arm(session.fit.trainer.global_step)
-
-    def before_training_data(self, loaders: list[Any]) -> None:
-        """Has the data loaders inject what is to happen in their workers."""
-        if (injector := self._faults) is not None:
-            for loader in loaders:
-                if isinstance(loader, DataLoader):
-                    self.session.fit.patches.set(loader, "collate_fn", injector.collate(loader.collate_fn))
-
-    def at_boundary(self, may_save: bool) -> None:
-        """Injects the fault that is due, and pings the ranks."""
-        if self._faults is not None:
-            self._faults.at_step(self.session.fit.trainer.global_step)
-        if self.settings.health_check_interval_steps and self.session.fit.trainer.world_size > 1:
-            self._ping()
-
-    def on_raised(self) -> None:
-        """Whoever finds this rank's peers waiting must know that it has failed."""
-        if self.witness is not None:
-            self.witness.fail()
-
-    def on_failure(self, exception: BaseException) -> str | None:
-        """Asks the policy."""
-        self.on_raised()
-        return self._ask_policy(exception)
-
-    def left(self) -> None:
-        """This rank is watched by its launcher alone again."""
-        if self.witness is not None:
-            self.witness.end_fit()
-
-    def leave(self) -> None:
-        """Stops what runs beside the training."""
-        if self._faults is not None:
-            self._faults.disarm()
-        if self._reporter is not None:
-            self._reporter.stop()
-
-    # -- limits --------------------------------------------------------------------------------------------------------
-
-    def _load_timeouts(self) -> SectionTimeouts:
-        settings = self.settings
-        configured = settings.section_timeouts or SectionTimeouts.parse(os.environ.get(SECTION_TIMEOUTS_VARIABLE, ""))
-        if not self._calculates:
-            return configured
-        self._layout["configured"] = str(configured)  # whoever configures something else wants that to hold
-
-        def read() -> tuple[SectionTimeouts | None, set[Section]]:
-            found, problem = timeouts.load(self._state, self.session.fit.index, self._layout, configured)
-            if problem is not None:
-                log.warning("%s Timeouts are calculated anew.", problem)
-            return found, self._ended_too_early(configured)
-
-        found, self._distrusted = self.session.fit.from_rank_0(read)  # the ranks must not differ
-        if found is None:
-            return configured
-        calculated = {name: s for name, s in found.calculated.items() if name not in self._distrusted}
-        return replace(configured, calculated=calculated)
-
-    def _ended_too_early(self, configured: SectionTimeouts) -> set[Section]:
-        """Sections whose calculated limit has ended this fit before: it may have been too short, and would be again."""
-        limits = configured.by_section()
-        return {
-            section
-            for event in read_ledger(self.session.fit.run.ledger)
-            if isinstance(event, Fault) and event.kind == "hang" and event.fit == self.session.fit.index
-            for section, limit in limits.items()
-            if section == event.section and event.limit is not None and event.limit < limit
-        }
-
-    def after_save(self, is_end: bool) -> None:
-        """All ranks stand here together, in no hurry."""
-        trainer = self.session.fit.trainer
-        if is_end and trainer.is_global_zero:
-            self._set_finished_flag(True)
-        self._keep_watchdog()
-        if self._calculates:
-            self._calculate_timeouts(is_end)
-
-    def _calculate_timeouts(self, is_end: bool) -> None:
-        trainer, progress = self.session.fit.trainer, self.session.fit.progress
-        mine = progress.measured() if progress is not None else {}, self.has_loaded
-        everywhere: list[Any] = [mine]
-        if trainer.world_size > 1:
-            everywhere = [None] * trainer.world_size
-            torch.distributed.all_gather_object(everywhere, mine)
-        # All ranks must come to the same result, whatever each has seen.
-        longest: dict[Section, float] = {}
-        for measured, _ in everywhere:
-            for section, seconds in measured.items():
-                longest[section] = max(seconds, longest.get(section, 0.0))
-        selected = timeouts.selectable(
-            has_loaded=any(has_loaded for _, has_loaded in everywhere),
-            train_iterations=self.session.fit.steps_counted - self._steps_before,
-            has_validated="validation" in longest,
-            has_saved="checkpointing" in longest,
-            saves_in_background=(
-                lightning_checkpoint_io.is_async_checkpoint_io(trainer.strategy.checkpoint_io)
-                or self.session.saver.writes_behind
-            ),
-            is_end=is_end,
-        )
-        new = timeouts.calculate(self.timeouts, longest, selected - self._distrusted)
-        if new == self.timeouts:
-            return
-        self.timeouts = new
-        if progress is not None:
-            progress.set_timeouts(new.by_section())
-        if trainer.is_global_zero:
-            log.debug("Calculated section timeouts: %s", new)
-            try:
-                timeouts.save(self._state, self.session.fit.index, new, self._layout)
-            except OSError as error:
-                log.warning("The calculated timeouts cannot be kept for the next job: %s", error)
-
-    # -- faults, health and policy -------------------------------------------------------------------------------------
-
-    def _prepare_fault(self) -> FaultInjector | None:
-        fault, session = self.settings.simulated_fault_params, self.session
-        if fault is None:
-            return None
-        injector = FaultInjector(
-            fault,
-            rank=session.fit.rank,
-            world_size=session.fit.trainer.world_size,
-            ledger=session.fit.ledger,
-            seed=session.fit.token,
-            device=session.fit.trainer.strategy.root_device,
-            node_pids=lambda: pids(self.witness.directory) if self.witness is not None else [],
-        )
-
-        if injector.fault_type == "nan_loss":
-            training_step = session.fit.trainer.strategy.training_step
-
-            def spoiled(*args: Any, **kwargs: Any) -> Any:
-                output = training_step(*args, **kwargs)
-                injector.spoil_loss(output)  # here too: Lightning copies the loss for the hooks before the backward
-                return output
-
-            session.fit.patches.set(session.fit.trainer.strategy, "training_step", spoiled)
-        return injector
-
-    def spoil_loss(self, loss: Any) -> None:
-        """Before a backward pass."""
-        if self._faults is not None:
-            self._faults.spoil_loss(loss)
-
-    def _ping(self) -> None:
-        step, every = self.session.fit.trainer.global_step, self.settings.health_check_interval_steps
-        if step % every == 0 and step != self._ping_at:
-            self._ping_at = step
-            # A rank may come as late as it may be in any step; and a device has all before the ping to do first.
-            limit = min(self.timeouts.by_section()["step"], _PING_WITHIN_S)
-            check = health.check_collective(self.session.fit.trainer.strategy.root_device, limit)
-            if not check.ok:
-                raise RuntimeError(f"The health check at step {step} failed: {check.detail}.")
-
-    def _check_node(self) -> None:
-        """A sick node fails here, with its name, and not in the middle of a step of all."""
-        session = self.session
-        # The storage is the node's: one look, and not one of every rank at every fit, each with files that are synced.
-        looks = session.fit.trainer.local_rank == 0 and session.fit.index == 0
-        report = health.check_node(session.fit.run.path if looks else None, session.fit.trainer.strategy.root_device)
-        # A storage that is slow fails nothing here. A device that does not answer would hang in the first step.
-        failed = [
-            check for check in report.failed if check.name != "clock" and (check.answered or check.name == "device")
-        ]
-        for check in report.failed:
-            if check not in failed:
-                log.warning("Rank %d on %s: %s", session.fit.rank, platform.node(), check.detail)
-        if not failed:
-            return
-        reason = (
-            f"rank {session.fit.rank} on {platform.node()} is not fit to train: {health.HealthReport(tuple(failed))}"
-        )
-        session.fit.ledger.record(Unhealthy(fit=session.fit.index, reason=reason))
-        # Another node has no more space in shared storage; and one that is cold or busy is not sick.
-        if any(check.answered and check.name != "free space" for check in failed):
-            self._request(_nvrx.EXCLUDE_THIS_NODE, reason)
-        raise RuntimeError(reason)
-
-    def _ask_policy(self, exception: BaseException) -> str | None:
-        policy = self.settings.exc_handling_policy
-        if reason := getattr(exception, "suspects_this_node", ""):  # by another callback's verdict
-            return self._request(_nvrx.EXCLUDE_THIS_NODE, reason)
-        if policy is None:
-            return None
-        try:
-            return self._request(policy(exception), f"{type(exception).__name__}: {exception}")
-        except Exception:  # the failure itself matters more, and is on its way
-            log.exception("exc_handling_policy has failed on the error that ends the fit, which goes on as usual.")
-            return None
-
-    def _request(self, request: Any, reason: str) -> str | None:
-        """Has the launcher act on what a policy wants. Returns why the whole run is to be halted, if it is."""
-        action, description = _nvrx.parse_request(request, reason)
-        if action == "continue":
-            return None
-        session = self.session
-        session.fit.ledger.record(WorkloadRequest(fit=session.fit.index, action=action, reason=description))
-        # launch reads it in the ledger; ft_launcher would close the rendezvous of all, or let this node join again.
-        is_told = action == _nvrx.EXCLUDE_THIS_NODE and RUN_DIR_VARIABLE in os.environ
-        if self._monitor is not None and not is_told:
-            self._monitor.send(action, description)
-        elif action == "exclude_this_node" and not is_told:
-            log.warning("No launcher that can exclude %s from the next attempt has started this rank.", platform.node())
-        if action != "shutdown_workload":
-            return None
-        log.warning("The run is halted: %s", description)
-        self._set_finished_flag(True)  # as NVRx does: job scripts must not requeue it
-        return description
-
-    # -- what a person and a job script see ----------------------------------------------------------------------------
-
-    def _set_finished_flag(self, finished: bool) -> None:
-        name = os.environ.get(FINISHED_FLAG_VARIABLE)
-        if not name or not self.settings.autoresume:
-            return
-        try:
-            if finished:
-                Path(name).touch()
-            else:
-                Path(name).unlink(missing_ok=True)
-        except OSError as error:
-            log.error(
-                "The flag file %s could not be changed (%s): job scripts take the run for what it was.", name, error
-            )
-
-    def _say_what_watches(self) -> None:
-        trainer = self.session.fit.trainer
-        is_restarted = "TORCHELASTIC_RUN_ID" in os.environ
-        watching = ["a watchdog on every node"] if self.witness is not None and self._watchdog is not None else []
-        watching += ["NVRx's rank monitors"] if self._reporter is not None else []
-        if watching:
-            log.info("Hangs are found by %s; seconds allowed: %s.", " and ".join(watching), self.timeouts)
-            if not is_restarted:
-                log.info(
-                    "A hung run is ended with exit code %d, and nothing here starts it again, as lightning-resilience "
-                    "launch would.",
-                    exit_codes.HUNG,
-                )
-        if is_restarted and self._monitor is None and trainer.world_size > 1 and _shares_the_rendezvous_store():
-            log.warning(
-                "Restarted gloo ranks may meet the addresses of the attempt before, and hang. Set "
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, or use lightning-resilience launch."
-            )
-        gives_up, limit = lightning_strategies.collective_timeout(trainer), self.timeouts.by_section()["step"]
-        if watching and gives_up is not None and gives_up <= limit:
-            log.warning(
-                "torch gives a collective up after %g s (the strategy's timeout), before a step of %g s counts as "
-                "hung: a hang ends without a diagnosis. Give the strategy a longer timeout, or the step a shorter one.",
-                gives_up,
-                limit,
-            )
-        if self.settings.autoresume and not any(
-            isinstance(c, AutoResume) for c in lightning_callbacks.callbacks(trainer)
-        ):
-            log.warning(
-                "There is no AutoResume in this Trainer: a restarted fit begins from the start, unless the script "
-                "resumes it. FaultTolerance(autoresume=False) is silent about that."
-            )
-
-
-def _shares_the_rendezvous_store() -> bool:
-    """Whether this attempt's ranks meet in a store that holds what those of an earlier attempt have left."""
-    return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1" and torch.distributed.get_backend() == "gloo"
-
-
-def _monitor(engine: Engine) -> _nvrx.RankMonitor | None:
-    """NVRx's rank monitor of this rank, if it is to be told."""
-    if engine == "watchdog":
-        return None
-    if not _nvrx.rank_monitor_available():
-        if engine == "nvrx":
-            raise RuntimeError(
-                "FaultTolerance(engine='nvrx') needs nvidia-resiliency-ext and ranks that its ft_launcher has started: "
-                "use lightning-resilience launch or ft_launcher, or engine='auto'."
-            )
-        return None
-    return _nvrx.RankMonitor()
+        if session_of(trainer, self) and isinstance(watch := self._participant, HangWatch):
+            watch.spoil_loss(loss)
