@@ -32,6 +32,7 @@ from lightning_resilience import (
 )
 from lightning_resilience._lightning import lightning_strategies
 from lightning_resilience.agreement import Agreement, Event
+from lightning_resilience.checkpoint.local import LocalSaves
 from lightning_resilience.fit import context
 
 NAN = float("nan")
@@ -166,6 +167,13 @@ def run(tmp: Path, monkeypatch: pytest.MonkeyPatch, factor: Callable[[int], floa
     monkeypatch.setattr(
         lightning_strategies, "replicated_parameters", lambda trainer: list(trainer.lightning_module.parameters())
     )
+    start = LocalSaves.start
+
+    def started(self: LocalSaves, step: int) -> None:
+        start(self, step)
+        assert self.settle(30)  # its thread tidies up first: a save that is due before that is left out
+
+    monkeypatch.setattr(LocalSaves, "start", started)
     trace: list[str] = []
     ours = [
         FaultTolerance(exc_handling_policy=None, autoresume=True),
@@ -195,6 +203,15 @@ def test_order_of_a_healthy_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_order_of_a_rollback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_known = known(monkeypatch)
+    request = Agreement.request
+
+    def requested(self: Agreement, *arguments: Any) -> None:
+        is_known.clear()
+        request(self, *arguments)
+        assert is_known.wait(30)  # or it is due at a later boundary
+
+    monkeypatch.setattr(Agreement, "request", requested)
     check("rollback", run(tmp_path, monkeypatch, lambda calls: NAN if calls == 4 else 1.0))
 
 
@@ -208,14 +225,7 @@ def test_order_of_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_order_of_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_known = threading.Event()
-    announce = Agreement._announce
-
-    def announced(self: Agreement, event: Event) -> None:
-        announce(self, event)
-        is_known.set()
-
-    monkeypatch.setattr(Agreement, "_announce", announced)
+    is_known = known(monkeypatch)
 
     def stop(calls: int) -> float:
         if calls == 4:
@@ -224,6 +234,19 @@ def test_order_of_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return 1.0
 
     check("stop", run(tmp_path, monkeypatch, stop))
+
+
+def known(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set when the next event is known on this rank."""
+    is_known = threading.Event()
+    announce = Agreement._announce
+
+    def announced(self: Agreement, event: Event) -> None:
+        announce(self, event)
+        is_known.set()
+
+    monkeypatch.setattr(Agreement, "_announce", announced)
+    return is_known
 
 
 def check(scenario: str, trace: list[str]) -> None:
