@@ -181,9 +181,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"options of {name}": _of_command(name) for name in ("launch", "slurm")},
     "recipes": _recipes,
     "fields of Recipe": _recipe,
-    "exit codes of launch": lambda: _table(
-        ["code", "meaning"], ([f"{code}", _markdown(text)] for code, text in exit_codes.OF_LAUNCH.items())
-    ),
+    "exit codes of launch": _exit_codes,
     "events of the ledger": _events,
     "fields of events": _event_fields,
 }

@@ -174,7 +174,7 @@ def test_the_survivors_of_a_dead_rank_are_ended_and_it_is_named(tmp_path: Path, 
     died = ended(config)
     assert (died["rank"], died["step"], died["section"]) == (1, 20, "step")
     assert re.fullmatch(f"rank 1 .*{how}.*", died["reason"])
-    assert (died.get("signal"), died.get("exit_code")) == (("SIGKILL", None) if code < 0 else (None, code))
+    assert (died["signal"], died["exit_code"]) == (("SIGKILL", None) if code < 0 else (None, code))
     said = ranks.text()
     pid = ranks.processes[1].pid
     assert re.search(rf"\] At step 20 \(section step\) rank 1 \(.+, pid {pid}\) .*{how}.*\.", said)

@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 
 import lightning_resilience
-from lightning_resilience.run.events import EVENTS, SCHEMA_VERSION, Event, Fault, Saved, Unknown, own_fields, parse
+from lightning_resilience.run.events import (
+    EVENTS,
+    SCHEMA_VERSION,
+    Event,
+    Fault,
+    RestoredInPlace,
+    Resumed,
+    Saved,
+    Unknown,
+    own_fields,
+    parse,
+)
 from lightning_resilience.run.ledger import Ledger, read_ledger
 
 SAMPLES: dict[str, Any] = {
@@ -78,6 +89,39 @@ def test_a_value_of_another_type_is_kept_and_not_interpreted(kind: type[Event]) 
             read = parse(line)
             assert isinstance(read, Unknown), (name, odd)
             assert (read.name, repr(read.to_json())) == (kind.kind_name, repr(line))
+
+
+OF_ALL_DEATHS = {"kind", "fit", "step", "reason", "elastic_run_id", "restart_count"}
+OF_A_RESUME = {"fit", "step", "path", "tier"}
+
+
+@pytest.mark.parametrize(
+    ("event", "names"),
+    [
+        (
+            Fault(kind="died", reason="r", restart_count=0),
+            OF_ALL_DEATHS | {"signal", "exit_code", "out_of_memory", "section"},
+        ),
+        (
+            Fault(kind="hang", reason="r", restart_count=0),
+            OF_ALL_DEATHS | {"section", "limit", "busy", "noticed", "diagnostics"},
+        ),
+        (
+            Fault(kind="OSError", reason="r", elastic_run_id="a", restart_count=0),
+            {"kind", "place", "reason", "elastic_run_id", "restart_count"},
+        ),
+        (Fault(kind="OSError", fit=0, step=3, reason="r"), {"kind", "fit", "step", "reason"}),
+        (Resumed(fit=0, step=3, path="p", tier="global"), OF_A_RESUME),
+        (
+            RestoredInPlace(fit=0, step=3, path="p", tier="local", generation="g"),
+            OF_A_RESUME | {"generation", "saved_at"},
+        ),
+    ],
+    ids=["died", "hang", "worker", "fit", "global", "local"],
+)
+def test_fields_that_are_written_also_where_they_are_unknown(event: Event, names: set[str]) -> None:
+    assert set(event.fields()) == names
+    assert parse(event.to_json()) == event
 
 
 def test_a_number_that_may_be_negative() -> None:

@@ -134,7 +134,7 @@ def test_launch_survives_one(launcher: Launcher) -> None:
     launcher.script("if restart_count == 0: os.kill(os.getpid(), signal.SIGSTOP)")
     assert launcher.run("--section-timeouts=start:1", "script.py") == 0
     (fault,) = (event for event in launcher.events("fault") if event["kind"] == "hang")
-    assert (fault["section"], fault["limit"], fault.get("fit")) == ("start", 1.0, None)
+    assert (fault["section"], fault["limit"], fault["fit"]) == ("start", 1.0, None)
     assert [event["restart_count"] for event in launcher.events("start")] == [0, 1]
 
 

@@ -2,7 +2,8 @@
 
 Each class is one kind of event. Its fields have the same names on disk:
 ``{"event": "saved", "time": ..., "rank": ..., "node": ..., "step": ...}``. A field without a default is always
-written, ``null`` where its value is unknown. A field with the default ``None`` is written only where it has a value.
+written, ``null`` where its value is unknown. A field with the default ``None`` is written only where it has a value,
+or where :meth:`Event.nullable` names it.
 
 **Compatibility.** Any field may be ``None`` when read, since an older version may not have written it. Fields that this
 version does not know are in :attr:`Event.extra`. An event of an unknown kind, one in which a known field has a value of
@@ -83,11 +84,16 @@ class Event:
         """Name of the kind of event, ``event`` on disk."""
         return self.kind_name
 
+    def nullable(self) -> tuple[str, ...]:
+        """The fields with a default that this event has as ``null`` where they are unknown."""
+        return ()
+
     def fields(self) -> dict[str, Any]:
         """What this kind of event adds to the common fields, as it is written."""
         found = {}
+        nullable = self.nullable()
         for each in own_fields(type(self)):
-            if (value := getattr(self, each.name)) is not None or is_required(each):
+            if (value := getattr(self, each.name)) is not None or is_required(each) or each.name in nullable:
                 found[each.name] = value
         return found | dict(self.extra)
 
@@ -276,6 +282,16 @@ class Fault(Event, name="fault"):
         """Whether it was recorded where the process ended, and not by a fit, whose exception the script may catch."""
         return self.restart_count is not None
 
+    def nullable(self) -> tuple[str, ...]:
+        """What the watchdog or the worker process records of every fault of a kind."""
+        return _OF_FAULT.get(self.kind or "", ("place",) if self.has_ended_workers else ())
+
+
+_OF_FAULT: dict[str, tuple[str, ...]] = {
+    "died": ("fit", "step", "elastic_run_id", "signal", "exit_code", "out_of_memory", "section"),
+    "hang": ("fit", "step", "elastic_run_id", "section", "limit", "busy", "noticed", "diagnostics"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Killed(Event, name="killed"):
@@ -317,6 +333,10 @@ class _Restored(Event):
     tier: Tier | None
     generation: Generation | None = None
     saved_at: Annotated[float, "when that state was saved, seconds since the epoch"] | None = None
+
+    def nullable(self) -> tuple[str, ...]:
+        """What is recorded of every local checkpoint."""
+        return () if self.generation is None else ("saved_at",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,7 +239,7 @@ class FitDirectory:
         return {name: str(reason) for name, reason in content.items()}
 
     def mark_bad(self, name: str, reason: str) -> None:
-        """Adds a checkpoint to :attr:`condemned`."""
+        """Adds a checkpoint to :attr:`bad_checkpoints`."""
         write_json(self._bad_file, {**self.bad_checkpoints, f"{name}": reason})
 
     @property
