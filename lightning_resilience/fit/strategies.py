@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StrategyTraits:
-    """What a strategy does with the state of a fit; see :func:`lightning_resilience.lightning_strategies.traits_of`.
+    """What a strategy does with the state of a fit; see ``traits_of`` in ``_lightning``.
 
     Attributes:
         is_sharded: Whether a rank holds parameters and optimizer state that no other rank has.
