@@ -584,6 +584,29 @@ def test_where_only_a_restart_goes_back_the_fit_fails_and_says_so(tmp_path: Path
     assert outcome(tmp_path)[0] == "failed"
 
 
+def test_a_resume_in_the_middle_of_averaging_goes_back_by_a_restart_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resume itself has the callback exchange the scheduler, of which an older state knows nothing."""
+
+    class Dies(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 20:
+                raise RuntimeError("on purpose")
+
+    def attempt(*more: Any) -> None:
+        monkeypatch.setattr(context, "_fits_begun", {})
+        average = StochasticWeightAveraging(1e-2, swa_epoch_start=3, annealing_epochs=1)
+        model = Model(dict.fromkeys(range(26, 29), nan_loss))
+        fit(model, tmp_path, NaNGuard("rollback"), average, saving(3), *more, max_epochs=6)
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        attempt(Dies())
+    with pytest.raises(RuntimeError, match="only a restart makes them anew"):
+        attempt()
+    assert outcome(tmp_path)[0] == "failed"
+
+
 def test_workers_end_with_their_epoch(tmp_path: Path) -> None:
     """Also where batches are left over."""
     alive: list[int] = []

@@ -104,3 +104,15 @@ def test_what_is_joined_belongs_to_nobody_else() -> None:
     back = unpack(*joined(of(state), {}))
     state["a"] += 1
     assert back["a"].sum() == 0
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.rand(3, 4).t(), torch.eye(3).to_sparse(), torch.ones(4, dtype=torch.complex64).conj()],
+    ids=["strides", "sparse", "conjugate"],
+)
+def test_what_is_taken_does_not_change_with_the_training(tensor: torch.Tensor) -> None:
+    """Rank 0's is put together when it is written, in another thread."""
+    taken, before = of({"of a loader": tensor}), exactly({"of a loader": tensor.clone()})
+    tensor.add_(tensor)
+    assert exactly(unpack(*joined(taken, {}))) == before

@@ -100,7 +100,7 @@ def _of_tensor(tensor: torch.Tensor) -> bytes | torch.Tensor:
         or tensor.is_neg()
         or tensor.device.type != "cpu"
     ):
-        return tensor
+        return tensor.detach().clone()  # what the training changes until it is written
     head = _text([str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
     content = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     return b"".join((_TENSOR, len(head).to_bytes(4, "little"), head, content))

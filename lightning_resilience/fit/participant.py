@@ -166,20 +166,21 @@ class Participants:
     def add(self, participant: Participant) -> None:
         """Has it called from now on."""
         self._all.append(participant)
-        self._calls.clear()
+        self._calls = {}
 
     def withdraw(self, participant: Participant) -> None:
         """Has only ``leave`` and ``left`` of it called from now on, and its extra state saved."""
         self._withdrawn.append(participant)
-        self._calls.clear()
+        self._calls = {}
 
     def implement(self, method: Callable[Concatenate[Any, _P], _R]) -> tuple[Callable[_P, _R], ...]:
-        """The participants' own implementations of a method of :class:`Participant`."""
-        name = method.__name__
-        if (found := self._calls.get(name)) is None:
+        """The participants' own implementations of a method of :class:`Participant`. For any thread."""
+        # What is found while a participant is added in another thread is kept in the dictionary of before.
+        name, calls = method.__name__, self._calls
+        if (found := calls.get(name)) is None:
             active = self._all if name in _UNTIL_THE_END else [p for p in self._all if p not in self._withdrawn]
             found = tuple(getattr(each, name) for each in active if getattr(type(each), name) is not method)
-            self._calls[name] = found
+            calls[name] = found
         return found
 
     def extra_state(self) -> dict[str, Stateful]:

@@ -170,9 +170,9 @@ class FitSession:
             self._unwatched = launched
         fit.patience = Patience(fit.advanced)
         self.selector.begin()
-        self.exact.start(is_first=not fit.gone_back)
-        if not fit.gone_back:
+        if not fit.gone_back:  # before a resume has a callback of the user's change it
             self._frame = lightning_loops.frame(fit.trainer)
+        self.exact.start(is_first=not fit.gone_back)
 
     def start_sanity_check(self) -> None:
         """Called in ``on_sanity_check_start``: its batches are boundaries too."""
@@ -219,9 +219,8 @@ class FitSession:
         participants = self.fit.participants
         for after_batch in participants.implement(Participant.after_batch):
             after_batch(clean)
-        may_save = clean and not self.fit.saves_paused
         for at_boundary in participants.implement(Participant.at_boundary):
-            at_boundary(may_save)
+            at_boundary(clean and not self.fit.saves_paused)  # one that was about to save may have found bad steps
         self.saver.at_boundary()
         self.exact.before_fetch()
         if any(skips_batch() for skips_batch in participants.implement(Participant.skips_batch)):

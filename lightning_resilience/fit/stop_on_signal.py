@@ -79,13 +79,15 @@ class StopOnSignal(Participant):
             _stop(self.session, event)
 
     def leave(self) -> None:
-        """Puts handlers and output back."""
-        self._release()
-        # The process ends by this error, and how its output ends says nothing about it; unless a script catches it.
-        if (interrupted := self.session.interrupted_by()) is not None:
-            weakref.finalize(interrupted, self._release_output).atexit = False
-        else:
-            self._release_output()
+        """Puts output and handlers back."""
+        try:
+            # The process ends by this error, and how its output ends says nothing about it; unless a script catches it.
+            if (interrupted := self.session.interrupted_by()) is not None:
+                weakref.finalize(interrupted, self._release_output).atexit = False
+            else:
+                self._release_output()
+        finally:
+            self._release()
 
 
 def _request(session: FitSession, signum: signal.Signals, requeue: bool) -> None:
