@@ -285,7 +285,7 @@ def train_and_resume(case: str, folder: Path) -> dict[str, Any]:
     make_strategy, kind, prepare, optimizer, options = CASES[case]
 
     def fit(*callbacks: Any) -> tuple[L.Trainer, list[torch.Tensor]]:
-        context._fits_begun.clear()
+        context.fits_begun.clear()
         torch.manual_seed(5)
         module = kind(prepare, optimizer)
         trainer = L.Trainer(

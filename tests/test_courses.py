@@ -94,9 +94,9 @@ class Condemns(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *args: object) -> None:
         active = joining._active
         assert active is not None
-        loaded = active.tiers.loaded
+        loaded = active.selector.loaded
         if loaded is not None and loaded.step in self.steps and trainer.global_step == loaded.step + 2:
-            active.tiers.mark_bad("found late")
+            active.selector.mark_bad("found late")
 
 
 def test_what_has_come_from_a_condemned_state_is_not_resumed_from(run: Run) -> None:

@@ -310,7 +310,7 @@ def test_fits_save_what_was_at_their_boundaries(gpu: Any, patch: pytest.MonkeyPa
         for name, (callbacks, options, spoilt) in FITS.items():
             with pytest.MonkeyPatch.context() as inner:
                 inner.setattr(snapshot, "ON_DEVICE_BYTES", budget)
-                inner.setattr(context, "_fits_begun", {})
+                inner.setattr(context, "fits_begun", {})
                 witness, module = Witness(inner), Module(optimizer=functools.partial(torch.optim.Adam, fused=True))
                 module.teacher = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 4))
                 module.teacher.requires_grad_(False)

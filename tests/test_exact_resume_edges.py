@@ -99,7 +99,7 @@ class Script:
         **options: Any,
     ) -> End:
         """Starts it, as in a new process, until ``dies_at`` or its end."""
-        context._fits_begun.clear()
+        context.fits_begun.clear()
         own: list[Any] = [AutoResume(self.tmp / "run", **self.saving)]
         if local:
             own = [AutoResume(self.tmp / "run"), LocalCheckpoint(str(self.tmp / "node"), every_n_train_steps=3)]

@@ -272,7 +272,7 @@ def test_an_extra_state_that_cannot_be_kept_does_not_make_every_resume_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for steps in (4, 8):
-        monkeypatch.setattr(context, "_fits_begun", {})
+        monkeypatch.setattr(context, "fits_begun", {})
         module = Tiny()
         module.layer = _Scaled(2, 1)
         with caplog.at_level(logging.INFO):
@@ -297,7 +297,7 @@ def test_a_fit_that_came_to_its_end_is_not_trained_again(
 
     def fit() -> tuple[int, bool]:
         """The step at the end, and whether this fit has trained, as in a process of its own."""
-        monkeypatch.setattr(context, "_fits_begun", {})
+        monkeypatch.setattr(context, "fits_begun", {})
         module, own = Tiny(), trainer(tmp_path, both(tmp_path), **options)
         module.inside = lambda: stop(own)
         own.fit(module)
@@ -430,7 +430,7 @@ def test_what_was_saved_at_an_exception_does_not_go_before_the_last_checkpoint(
     """Lightning resumes from it without being asked, and it is a state in the middle of a step."""
 
     def fit(fails: bool) -> None:
-        monkeypatch.setattr(context, "_fits_begun", {})
+        monkeypatch.setattr(context, "fits_begun", {})
         module = Searched()
         saves = L.callbacks.OnExceptionCheckpoint(tmp_path)
 

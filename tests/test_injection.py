@@ -42,12 +42,12 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.setenv(RECIPE_VARIABLE, "nemo")
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path / "run"))
     monkeypatch.chdir(tmp_path)
-    context._fits_begun.clear()
+    context.fits_begun.clear()
     return RunDirectory(tmp_path / "run")
 
 
 def restart() -> None:
-    context._fits_begun.clear()
+    context.fits_begun.clear()
 
 
 class Steps:

@@ -403,7 +403,7 @@ class Run:
         self, *callbacks: L.Callback, at: Mapping[int, Callable[[L.Trainer], None]] | None = None, **options: Any
     ) -> bytes:
         """Trains; returns the weights and what else the module has, as bytes."""
-        context._fits_begun.clear()
+        context.fits_begun.clear()
         return self.next_fit(*callbacks, at=at, **options)
 
     def next_fit(
@@ -999,7 +999,7 @@ class Watches(L.Callback):
         if not torch.isfinite(outputs["loss"]):
             found = session_of(trainer, self.local)
             assert found is not None
-            found.tiers.mark_bad("loss is not finite")
+            found.selector.mark_bad("loss is not finite")
 
 
 def spoil(path: Path) -> None:

@@ -273,7 +273,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
         return path
 
     monkeypatch.setattr(ShardWriter, "publish", published)
-    monkeypatch.setattr(context, "_fits_begun", {})
+    monkeypatch.setattr(context, "fits_begun", {})
     return found
 
 
@@ -366,7 +366,7 @@ def test_whatever_goes_wrong(seed: int, files: Files, tmp_path: Path, monkeypatc
     assert joining._active is None
 
     if diverged is not None and about.what != "spike":  # an accepted one may have left large weights
-        monkeypatch.setattr(context, "_fits_begun", {})
+        monkeypatch.setattr(context, "fits_begun", {})
         model = Model(replace(about, times=0, again=()), files)
         assert fit(replace(about, times=0, again=()), model, tmp_path)[2] is None, "what was wrong with it is repaired"
         assert all(torch.isfinite(each).all() for each in model.state())
@@ -420,7 +420,7 @@ def test_what_a_checkpoint_brings_along_is_not_meant_so(
         state["state_dict"]["net.1.running_var"][2] = math.nan
         checkpoint_file.save(state, path, {"fit": 0})
     saved = len(ledger(tmp_path, "saved"))
-    monkeypatch.setattr(context, "_fits_begun", {})
+    monkeypatch.setattr(context, "fits_begun", {})
     again = replace(about, epochs=2)
     fit(again, Model(again, files), tmp_path)
     assert len(ledger(tmp_path, "resumed")) == 1
@@ -484,7 +484,7 @@ def with_losses_of_its_own(rank: int, port: int, folder: Path) -> None:
         guard = NaNGuard(spiky_loss_factor=20.0, spike_window=3)
         model = Watched({**spoils, **more}, lambda parameters: torch.optim.SGD(parameters, 1e-6))
         fit_watched(model, folder, guard, AutoResume(), devices=2, strategy="ddp", max_epochs=epochs)
-        context._fits_begun.clear()
+        context.fits_begun.clear()
         torch.distributed.destroy_process_group()
         skipped.append(guard.skipped_steps)
     torch.save(skipped, folder / f"{rank}.pt")

@@ -142,7 +142,7 @@ class Model(L.LightningModule):
 
 @pytest.fixture(autouse=True)
 def first_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "_fits_begun", {})
+    monkeypatch.setattr(context, "fits_begun", {})
 
 
 @pytest.fixture(params=[False, True], ids=["at once", "late"])
@@ -361,7 +361,7 @@ def test_a_verdict_that_comes_too_late_is_gone_back_from(
     assert (event["batches"], event["skipped"]) == ([1, 2], False)
     assert len(events(tmp_path / "late", "rollback")) == 1
     monkeypatch.undo()
-    monkeypatch.setattr(context, "_fits_begun", {})
+    monkeypatch.setattr(context, "fits_begun", {})
     at_once = Model({9: spoil})
     fit(at_once, tmp_path / "at once", NaNGuard("rollback"), saving(2), max_epochs=4)
     assert same(model.state(), at_once.state())

@@ -47,7 +47,7 @@ FUSED = OPTIMIZERS["fused AdamW"]
 
 @pytest.fixture(autouse=True)
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "_fits_begun", {})
+    monkeypatch.setattr(context, "fits_begun", {})
     monkeypatch.setattr(numerics_policy, "_reads_cost_nothing", lambda device: False)
 
 
@@ -72,7 +72,7 @@ def trained(
 ) -> Late:
     """The model after a fit in which verdicts take so many batches; ``None``: as on the CPU, where they are at once."""
     with monkeypatch.context() as patched:
-        patched.setattr(context, "_fits_begun", {})
+        patched.setattr(context, "fits_begun", {})
         if batches is None:
             patched.setattr(numerics_policy, "_reads_cost_nothing", lambda device: True)
         else:

@@ -163,7 +163,7 @@ def recorded(frame: FrameType) -> str:
 
 
 def run(tmp: Path, monkeypatch: pytest.MonkeyPatch, factor: Callable[[int], float] = lambda calls: 1.0) -> list[str]:
-    monkeypatch.setattr(context, "_fits_begun", {})
+    monkeypatch.setattr(context, "fits_begun", {})
     monkeypatch.setattr(
         lightning_strategies, "replicated_parameters", lambda trainer: list(trainer.lightning_module.parameters())
     )

@@ -70,7 +70,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def make(module: Worsens, run: Path | None, callbacks: list[Any], **options: Any) -> L.Trainer:
     """A Trainer as in a new process."""
-    context._fits_begun.clear()
+    context.fits_begun.clear()
     ours = [Preemption(run_dir=run), AutoResume(every_n_train_steps=5, async_save=False)] if run else []
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
     return L.Trainer(callbacks=[*callbacks, *ours], **{"max_epochs": 4, "accelerator": "cpu", **quiet, **options})
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_was_saved_after_what_is_resumed_is_saved_over(here: P
         module = Worsens(stops_at)
         checkpoint = ModelCheckpoint(folder, filename, every_n_train_steps=4, save_top_k=-1, save_last=True)
         callbacks = [checkpoint, DiesAfterASave()]
-        context._fits_begun.clear()
+        context.fits_begun.clear()
         ours = [AutoResume(run, every_n_train_steps=15, async_save=False, train_time_interval=None)] if run else []
         L.Trainer(max_epochs=4, accelerator="cpu", callbacks=[*callbacks, *ours], logger=False).fit(module)
         state = json.dumps({**checkpoint.state_dict(), "kth_value": None}, default=str).replace(str(folder), "")
@@ -254,7 +254,7 @@ def launched(here: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 
 def cli(*arguments: str) -> None:
-    context._fits_begun.clear()
+    context.fits_begun.clear()
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.accelerator=cpu"]
     LightningCLI(Worsens, seed_everything_default=1, args=["fit", *quiet, "--trainer.max_epochs=4", *arguments])  # type: ignore[no-untyped-call]
 

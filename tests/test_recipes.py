@@ -180,7 +180,7 @@ def test_the_launchers_run_directory_goes_before_the_scripts_own(
     """Its launcher counts by what is recorded in its own."""
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path / "launched"))
     monkeypatch.setattr(logging.getLogger("lightning_resilience"), "propagate", True)
-    context._fits_begun.clear()
+    context.fits_begun.clear()
     fit([AutoResume(run_dir=tmp_path / "own")], L, tmp_path)
     assert len(RunDirectory(tmp_path / "launched").fits) == 1
     assert not (tmp_path / "own").exists()
@@ -374,11 +374,11 @@ def fit(trainer_callbacks: list[Any], package: Any, folder: Path) -> None:
 def test_a_callback_of_others_that_does_the_same_is_refused(foreign: str, package: Any, tmp_path: Path) -> None:
     theirs = type("Special", (type(foreign, (package.Callback,), {}),), {})()
     ours = next(each for each in recipes.nemo(tmp_path / "run").callbacks if type(each).__name__ == FOREIGN[foreign])
-    context._fits_begun.clear()
+    context.fits_begun.clear()
     with pytest.raises(ValueError, match=f"Special and {FOREIGN[foreign]} do the same"):
         fit([theirs, ours], package, tmp_path)
     ours._injected = True
-    context._fits_begun.clear()
+    context.fits_begun.clear()
     fit([theirs, ours], package, tmp_path)  # a launched script has its reasons
 
 

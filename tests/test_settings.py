@@ -184,7 +184,7 @@ def test_a_finished_fit_is_not_taken_for_one_of_other_settings(
             return torch.optim.SGD(self.parameters(), self.rates[0], weight_decay=self.rates[1])
 
     def fit(lr: float = 0.1, decay: float = 0.0, size: int = 4, max_epochs: int = 1) -> tuple[float, str]:
-        context._fits_begun.clear()
+        context.fits_begun.clear()
         caplog.clear()
         torch.manual_seed(0)
         model = Model(lr, decay)

@@ -39,7 +39,7 @@ ALL = [1, 2, 3, 4, 5]
 
 @pytest.fixture
 def witness(monkeypatch: pytest.MonkeyPatch) -> Witness:
-    monkeypatch.setattr(context, "_fits_begun", {})
+    monkeypatch.setattr(context, "fits_begun", {})
     return Witness(monkeypatch)
 
 
@@ -601,7 +601,7 @@ class Wrapper(torch.Tensor):
 def test_what_cannot_be_saved_does_not_end_the_training(
     odd: Callable[[], torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(context, "_fits_begun", {})
+    monkeypatch.setattr(context, "fits_begun", {})
     monkeypatch.setattr(snapshot_worker, "live", lambda trainer: {})  # torch cannot copy it either
     net = nn.Linear(4, 4)
     net.register_buffer("odd", odd())

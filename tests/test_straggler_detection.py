@@ -671,7 +671,8 @@ def test_those_that_are_not_new_count_for_what_most_ranks_are(
         _nodes=4,
         _say_once=lambda line: None,
         session=SimpleNamespace(
-            agreement=agreement, tiers=SimpleNamespace(uses_global=True), run=RunDirectory(tmp_path)
+            fit=SimpleNamespace(agreement=agreement, run=RunDirectory(tmp_path)),
+            selector=SimpleNamespace(uses_global=True),
         ),
     )
     stragglers = [Straggler(rank, places[rank], "relative", 0.5, "compute") for rank in slow]
@@ -694,9 +695,10 @@ def test_a_run_is_stopped_only_for_what_another_node_can_cure(
     requests: list[Any] = []
     said: list[str] = []
     session = SimpleNamespace(
-        agreement=SimpleNamespace(request=lambda *request: requests.append(request)),
-        tiers=SimpleNamespace(uses_global=True),
-        run=RunDirectory(tmp_path),
+        fit=SimpleNamespace(
+            agreement=SimpleNamespace(request=lambda *request: requests.append(request)), run=RunDirectory(tmp_path)
+        ),
+        selector=SimpleNamespace(uses_global=True),
     )
     places = [DeviceId(f"n{rank % nodes}", f"GPU {rank}") for rank in range(2)]
     measuring = SimpleNamespace(
@@ -718,9 +720,10 @@ def test_a_run_that_needs_its_slow_node_is_not_stopped_for_nothing(
     requests: list[Any] = []
     said: list[str] = []
     session = SimpleNamespace(
-        agreement=SimpleNamespace(request=lambda *request: requests.append(request)),
-        tiers=SimpleNamespace(uses_global=True),
-        run=RunDirectory(tmp_path),
+        fit=SimpleNamespace(
+            agreement=SimpleNamespace(request=lambda *request: requests.append(request)), run=RunDirectory(tmp_path)
+        ),
+        selector=SimpleNamespace(uses_global=True),
     )
     places = [DeviceId("n0", "cpu"), DeviceId("n1", "cpu")]
     measuring = SimpleNamespace(_stopped_for=set(), _places=places, _nodes=2, _say_once=said.append, session=session)
@@ -939,7 +942,7 @@ class Fit:
 def measuring(fit: Fit, **settings: Any) -> Any:
     settings = {"enable_logging": False, "stop_if_detected": False, **settings}
     detection = StragglerDetection(**settings)
-    measured: Any = detection._participate(fit)
+    measured: Any = detection._participate(SimpleNamespace(fit=fit))
     measured.callback = detection
     return measured
 

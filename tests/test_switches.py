@@ -100,7 +100,7 @@ def test_a_local_save_that_the_training_waits_for(
 
 
 def test_a_run_says_what_job_it_is_and_that_it_saves(caplog: pytest.LogCaptureFixture) -> None:
-    context._fits_begun.clear()
+    context.fits_begun.clear()
     logging.getLogger("lightning_resilience").addHandler(caplog.handler)
     try:
         fit(AutoResume("run", every_n_train_steps=1, async_save=False), steps=6)

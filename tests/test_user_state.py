@@ -166,7 +166,7 @@ def fit(
     steps: int = STEPS,
 ) -> None:
     """One fit, which takes itself for the first of a new process."""
-    monkeypatch.setattr(context, "_fits_begun", {})
+    monkeypatch.setattr(context, "fits_begun", {})
     run = tmp / "run"
     ours: dict[str, list[Any]] = {
         "none": [],

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_resilience import AutoResume
-from lightning_resilience.fit import session
+from lightning_resilience.fit import context
 from lightning_resilience.fit.checkpoint_io import from_rank_zero, on_every_rank
 from tests.harness import CONTEXT, free_port, run
 from tests.test_exact_resume import make
@@ -75,7 +75,7 @@ def test_a_run_directory_that_cannot_be_made_fails_every_rank_with_its_reason(tm
 def test_a_run_directory_that_cannot_be_read_ends_no_fit_at_the_save_of_another_callback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(session, "_READS_OWNER_AGAIN_AFTER_S", (0.01,))
+    monkeypatch.setattr(context, "_READS_OWNER_AGAIN_AFTER_S", (0.01,))
 
     class Module(L.LightningModule):
         def __init__(self) -> None:

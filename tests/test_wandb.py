@@ -289,7 +289,7 @@ def test_each_fit_finds_an_id_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
             found.append(os.environ["WANDB_RUN_ID"])
 
     for _ in range(2):
-        context._fits_begun.clear()
+        context.fits_begun.clear()
         monkeypatch.setenv("WANDB_RUN_ID", own or identity)
         for fold in range(2):
             callbacks = [Looks(), AutoResume(run_dir, async_save=False)]

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _READS_OWNER_AGAIN_AFTER_S = (0.2, 1.0)
 
-_fits_begun: dict[Path, int] = {}
+fits_begun: dict[Path, int] = {}
 
 _T = TypeVar("_T")
 
@@ -68,7 +68,7 @@ class FitContext:
         self._divergence_said = False
         self._owner_unknown_said = False
 
-        if trainer.is_global_zero and not _fits_begun:  # the first of this process
+        if trainer.is_global_zero and not fits_begun:  # the first of this process
             log_job_info()
         launched = os.environ.get(RUN_DIR_VARIABLE)  # the launcher counts by what is recorded there, and nowhere else
         if launched and run_dir and os.path.realpath(launched) != os.path.realpath(run_dir) and trainer.is_global_zero:
@@ -95,8 +95,8 @@ class FitContext:
         self.token, self.nonce = self.from_rank_0(lambda: (self.run.claim(), uuid.uuid4().hex[:12]))
         if trainer.num_nodes > 1:
             self._check_that_all_nodes_see_it()
-        self.index = _fits_begun.get(self.run.path, 0)
-        _fits_begun[self.run.path] = self.index + 1
+        self.index = fits_begun.get(self.run.path, 0)
+        fits_begun[self.run.path] = self.index + 1
         self.folder = self.run.fit(self.index)
         self.ledger = Ledger(self.run.ledger, self.rank)
         self.nodes = nodes_of(self.gather(neighbourhood()))

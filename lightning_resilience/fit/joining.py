@@ -58,7 +58,7 @@ class SessionCallback(lightning_callbacks.ResilienceCallback):
         run = RunDirectory(place_of_run(trainer, _own_run_dir(trainer)))  # refused on all ranks, or on none
 
         def look() -> dict[str, Any] | None:
-            fit = run.fit(context._fits_begun.get(run.path, 0))
+            fit = run.fit(context.fits_begun.get(run.path, 0))
             if run.trained_by(job()) is not None:
                 return None  # this fit is refused in a moment
             recorded = None
