@@ -595,7 +595,7 @@ def test_a_resume_in_the_middle_of_averaging_goes_back_by_a_restart_too(
                 raise RuntimeError("on purpose")
 
     def attempt(*more: Any) -> None:
-        monkeypatch.setattr(context, "_fits_begun", {})
+        monkeypatch.setattr(context, "fits_begun", {})
         average = StochasticWeightAveraging(1e-2, swa_epoch_start=3, annealing_epochs=1)
         model = Model(dict.fromkeys(range(26, 29), nan_loss))
         fit(model, tmp_path, NaNGuard("rollback"), average, saving(3), *more, max_epochs=6)

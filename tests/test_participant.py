@@ -95,7 +95,7 @@ class Joins(SessionCallback):
 def test_bad_steps_that_one_finds_keep_the_next_one_from_saving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(context, "_fits_begun", {})
+    monkeypatch.setattr(context, "fits_begun", {})
     first, last = Saves(), Saves()
     trainer = L.Trainer(
         max_steps=4,
