@@ -56,7 +56,7 @@ ExitCode = Annotated[int, "exit code"]
 ProcessId = Annotated[int, "process id"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Event:
     """What all events have; the ledger fills it in.
 
@@ -78,6 +78,17 @@ class Event:
         cls.kind_name = name
         if name:
             EVENTS[name] = cls
+
+    # In place of what dataclasses would generate for each of the 40 classes: every process of a launch imports them
+    # before torch, and that took 20 ms longer.
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        values = (f"{name}={value!r}" for name, value in vars(self).items() if value is not None)
+        return f"{type(self).__name__}({', '.join(values)})"
 
     @property
     def name(self) -> str:
@@ -102,7 +113,7 @@ class Event:
         return {"event": self.name, "time": self.time, "rank": self.rank, "node": self.node, **self.fields()}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Unknown(Event):
     """An event that this version does not interpret; all that it has is in ``extra``."""
 
@@ -121,7 +132,7 @@ class Unknown(Event):
 # -- the launcher ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class LaunchStart(Event, name="launch"):
     """``lightning-resilience launch`` has begun."""
 
@@ -137,12 +148,12 @@ class LaunchStart(Event, name="launch"):
     budget: Annotated[dict[str, Any], "limits of restarts and retries, as the options of `launch`"] | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class LauncherKilled(Event, name="launcher_killed"):
     """The launch before this one has not recorded its end."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class RunRefused(Event, name="refused"):
     """A launch, or a fit without launcher, may not use the run directory."""
 
@@ -152,7 +163,7 @@ class RunRefused(Event, name="refused"):
     reason: Reason | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class JobStart(Event, name="job_start"):
     """The launch starts the elastic launcher on all nodes."""
 
@@ -163,7 +174,7 @@ class JobStart(Event, name="job_start"):
     reason: Reason | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class JobFailed(Event, name="failure"):
     """The job has failed: its elastic launcher has given the workers up."""
 
@@ -172,14 +183,14 @@ class JobFailed(Event, name="failure"):
     reason: Reason | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class GiveUp(Event, name="give_up"):
     """The budget is spent."""
 
     reason: Reason | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class NodesExcluded(Event, name="left_out"):
     """Nodes are excluded from the next start of the workers."""
 
@@ -187,7 +198,7 @@ class NodesExcluded(Event, name="left_out"):
     reason: Reason | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class LaunchExit(Event, name="exit"):
     """The launch has ended."""
 
@@ -197,7 +208,7 @@ class LaunchExit(Event, name="exit"):
     new_job: Annotated[bool, "whether the run is to be started again in a new job"] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class AllocationStart(Event, name="slice_start"):
     """A Slurm job has started, or was started again after a requeue."""
 
@@ -206,7 +217,7 @@ class AllocationStart(Event, name="slice_start"):
     node_list: Nodes | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class AllocationEnd(Event, name="slice_end"):
     """A Slurm job ends, or is requeued."""
 
@@ -217,7 +228,7 @@ class AllocationEnd(Event, name="slice_end"):
     excluded: Annotated[list[str], "nodes that the requeued job must not get"] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class ExclusionFailed(Event, name="exclusion_failed"):
     """Slurm has not excluded the nodes that it was asked to exclude."""
 
@@ -228,7 +239,7 @@ class ExclusionFailed(Event, name="exclusion_failed"):
 # -- the workers -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class _Job(Event):
     host: Annotated[str, "name of the host"] | None
     pid: ProcessId | None
@@ -242,12 +253,12 @@ class _Job(Event):
     versions: Annotated[dict[str, str], "versions of Python and the packages"] | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class JobInfo(_Job, name="job_info"):
     """``log_job_info`` was called."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class WorkersStart(_Job, name="start"):
     """A group of workers has started; recorded by rank 0."""
 
@@ -256,7 +267,7 @@ class WorkersStart(_Job, name="start"):
     verified_step: Annotated[int, "highest verified step at this start"] | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Fault(Event, name="fault"):
     """A rank has failed, died or hung. A fit, the worker process and the watchdog may each record the same failure."""
 
@@ -293,7 +304,7 @@ _OF_FAULT: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Killed(Event, name="killed"):
     """All workers were ended from outside; the watchdog records how far they were."""
 
@@ -306,7 +317,7 @@ class Killed(Event, name="killed"):
     reason: Reason | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class ScriptOutcome(Event, name="outcome"):
     """The script has ended; recorded by rank 0."""
 
@@ -317,7 +328,7 @@ class ScriptOutcome(Event, name="outcome"):
 # -- the fit -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Fresh(Event, name="fresh"):
     """A fit begins without a checkpoint."""
 
@@ -325,7 +336,7 @@ class Fresh(Event, name="fresh"):
     step: Step | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class _Restored(Event):
     fit: Fit | None
     step: Step | None
@@ -339,17 +350,17 @@ class _Restored(Event):
         return () if self.generation is None else ("saved_at",)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Resumed(_Restored, name="resumed"):
     """A fit goes on from a checkpoint."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class RestoredInPlace(_Restored, name="went_back"):
     """A fit has rolled back to a checkpoint in the same processes."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Saved(Event, name="saved"):
     """A checkpoint is complete. Of local ones one is recorded each minute."""
 
@@ -366,7 +377,7 @@ class Saved(Event, name="saved"):
     failed: Annotated[int, "local saves failed so far"] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class SaveFailed(Event, name="save_failed"):
     """A checkpoint could not be written; the training goes on."""
 
@@ -375,7 +386,7 @@ class SaveFailed(Event, name="save_failed"):
     reason: Reason | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class SaveRefused(Event, name="save_refused"):
     """The state did not pass the check before a save."""
 
@@ -384,7 +395,7 @@ class SaveRefused(Event, name="save_refused"):
     reason: Reason | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Quarantined(Event, name="quarantined"):
     """A checkpoint did not verify and was set aside."""
 
@@ -394,7 +405,7 @@ class Quarantined(Event, name="quarantined"):
     tier: Tier | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class NotRestored(Event, name="not_restored"):
     """A verified checkpoint could not be restored on this rank."""
 
@@ -407,7 +418,7 @@ class NotRestored(Event, name="not_restored"):
     path: CheckpointName | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class MarkedBad(Event, name="condemned"):
     """A checkpoint was marked bad: it verifies, but the training cannot go on from it."""
 
@@ -417,7 +428,7 @@ class MarkedBad(Event, name="condemned"):
     reason: Reason | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Finished(Event, name="finished"):
     """A fit has finished."""
 
@@ -426,7 +437,7 @@ class Finished(Event, name="finished"):
     saved: Annotated[bool, "`false`: the final state could not be saved"] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class SignalReceived(Event, name="signal"):
     """A rank was told to stop."""
 
@@ -434,7 +445,7 @@ class SignalReceived(Event, name="signal"):
     signum: SignalNumber | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class FitInterrupted(Event, name="interrupted"):
     """A fit has stopped because of a signal."""
 
@@ -443,7 +454,7 @@ class FitInterrupted(Event, name="interrupted"):
     reason: Reason | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class FitHalted(Event, name="halted"):
     """A fit has ended for good. Recorded by earlier versions only; now it is a fault, and the outcome says so."""
 
@@ -455,7 +466,7 @@ class FitHalted(Event, name="halted"):
 # -- detection ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class BadStep(Event, name="bad_step"):
     """Loss or gradients were not finite, or a spike. Recorded by rank 0 and by the ranks that have found it."""
 
@@ -470,7 +481,7 @@ class BadStep(Event, name="bad_step"):
     grad_norm: Annotated[str, "norm of the gradients; text, since JSON knows no NaN"] | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Rollback(Event, name="rollback"):
     """A fit rolls back to the last good checkpoint, because of bad steps or diverged replicas."""
 
@@ -481,7 +492,7 @@ class Rollback(Event, name="rollback"):
     losses: Annotated[list[Any], "loss of each rank, as text"] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class RerunVerdict(Event, name="rerun"):
     """The verdict after a bad step was computed again."""
 
@@ -492,7 +503,7 @@ class RerunVerdict(Event, name="rerun"):
     devices: Devices | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class DivergenceFound(Event, name="divergence"):
     """Ranks hold different values where they should hold the same."""
 
@@ -503,7 +514,7 @@ class DivergenceFound(Event, name="divergence"):
     reason: Reason | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Stragglers(Event, name="stragglers"):
     """A report has found slow ranks."""
 
@@ -514,7 +525,7 @@ class Stragglers(Event, name="stragglers"):
     reason: Reason | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class StragglerStop(Event, name="straggler_stop"):
     """The run was saved and stops because of slow ranks."""
 
@@ -525,7 +536,7 @@ class StragglerStop(Event, name="straggler_stop"):
     reason: Reason | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Unhealthy(Event, name="unhealthy"):
     """A rank's node or device has failed its health check."""
 
@@ -533,7 +544,7 @@ class Unhealthy(Event, name="unhealthy"):
     reason: Reason | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class WorkloadRequest(Event, name="workload_request"):
     """A rank asks the launcher to act."""
 
@@ -542,7 +553,7 @@ class WorkloadRequest(Event, name="workload_request"):
     reason: Reason | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class FaultInjected(Event, name="simulated_fault"):
     """A fault was injected."""
 
