@@ -83,7 +83,11 @@ class Participant:
         """A training boundary; ``window_complete``: no accumulated gradients wait for a step."""
 
     def at_boundary(self, may_save: bool) -> None:
-        """After every ``after_batch``. ``may_save``: the window is complete and saves are not paused."""
+        """After every ``after_batch``. Collectives are allowed where all ranks decide alike.
+
+        Args:
+            may_save: The window is complete and saves are not paused, also not by who was called before.
+        """
 
     def skips_batch(self) -> bool:
         """Whether the training skips the next batch."""
@@ -117,7 +121,11 @@ class Participant:
         """On rank 0, when the final state is saved. It is saved only if a participant implements this."""
 
     def save_locally(self, reason: str, within_s: float) -> bool:
-        """Saves the state to local storage of all nodes at this boundary; returns whether all ranks have saved."""
+        """Saves the state to local storage of all nodes at this boundary. Collectives are allowed.
+
+        Returns:
+            Whether all ranks have saved.
+        """
         return False
 
     def on_divergence(self, divergence: Divergence) -> None:
