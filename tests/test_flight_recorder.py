@@ -194,7 +194,7 @@ def serve_nccl(dump: dict[str, Any]) -> None:
     _register_handler("dump_nccl_trace_json", answer)
 
 
-def rank_of(directory: Path, run_dir: Path, rank: int, world_size: int, scenario: Scenario) -> None:
+def rank_of(directory: Path, run_dir: Path, rank: int, world_size: int, scenario: Scenario, begin: Any) -> None:
     fd = os.open(run_dir.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 2)
     dump, hang = scenario(rank)
@@ -202,6 +202,7 @@ def rank_of(directory: Path, run_dir: Path, rank: int, world_size: int, scenario
     about = {"run_dir": str(run_dir), "fit": 0, "token": directory.name, "node": "here", "nodes": 1}
     about |= {"world_size": world_size, "elastic_run_id": None, "restart_count": 0}
     witness = Witness(directory, rank, {"step": LIMIT_S}, about)
+    begin.wait(60)  # one that begins late is not overdue with the others
     witness.progress.at("step", 57, (57, 1, 0, 0))
     if rank == 0:
         watchdog.start(directory)
@@ -215,7 +216,9 @@ def verdict_of(tmp_path: Path) -> Iterator[Callable[[Scenario], Verdict]]:
     def run(scenario: Scenario) -> Verdict:
         run_dir = tmp_path / "run"
         run_dir.mkdir()
-        ranks = [_FORK.Process(target=rank_of, args=(directory, run_dir, rank, 3, scenario)) for rank in range(3)]
+        about = directory, run_dir
+        begin = _FORK.Barrier(3)
+        ranks = [_FORK.Process(target=rank_of, args=(*about, rank, 3, scenario, begin)) for rank in range(3)]
         for each in ranks:
             each.start()
         for each in ranks:
