@@ -507,13 +507,13 @@ class Launch:
         """How the other nodes' workers ended: their launchers do not tell each other."""
         others = self._count_nodes(run_id) - 1
         deadline = time.monotonic() + OTHERS_END_WITHIN_S
-        while len(exit_codes := self._other_nodes(run_id)) < others and not self._stop:
+        while len(ended := self._other_nodes(run_id)) < others and not self._stop:
             if time.monotonic() > deadline:
-                log_line(f"Of {others} other nodes only {len(exit_codes)} have said how their workers ended.")
+                log_line(f"Of {others} other nodes only {len(ended)} have said how their workers ended.")
                 return 1
             self._board.beat()
             time.sleep(_POLL_S)
-        return next((exit_code for exit_code in exit_codes if exit_code != 0), 0)
+        return next((exit_code for exit_code in ended if exit_code != 0), 0)
 
     def _other_nodes(self, run_id: str) -> list[int]:
         """The exit codes of the other nodes' elastic launchers, as far as they have ended."""

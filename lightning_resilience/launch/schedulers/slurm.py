@@ -256,7 +256,7 @@ class Slurm(Scheduler):
 
     def requeue(self) -> str | None:
         job = str(self.job_id)
-        if self.info is not None and self.info.array_job_id is not None:
+        if self.info is not None and self.info.array_job_id is not None and self.info.array_task_id is not None:
             job = f"{self.info.array_job_id}_{self.info.array_task_id}"
         return _refusal(run_slurm("scontrol", "requeue", job))
 
