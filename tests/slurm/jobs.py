@@ -71,7 +71,7 @@ class Chain:
         return [each for each in read_ledger(self.run_dir / "ledger") if not names or each["event"] in names]
 
     def allocations(self) -> list[Allocation]:
-        return read_history(self.run_directory.ledger).allocations
+        return read_history(self.run_dir / "ledger").allocations
 
     def wait_for(self, event: str, count: int = 1, within_s: float = 120.0, **fields: Any) -> None:
         wait_until(
@@ -108,7 +108,7 @@ class Chain:
         if (path := os.environ.get(TABLE_VARIABLE)) is None:
             return
         steps = [json.loads(line)[1] for line in Path(f"{self.config()['log']}.0").read_text().splitlines()]
-        found = interruptions(read_history(self.run_directory.ledger).events)
+        found = interruptions(read_history(self.run_dir / "ledger").events)
         seconds = " + ".join(f"{each.seconds_lost:.0f}" for each in found if each.seconds_lost is not None)
         with open(path, "a") as file:
             file.write(f"| {scenario} | {len(steps) - len(set(steps))} | {seconds} |\n\n{self.status()}\n\n")
