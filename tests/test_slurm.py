@@ -1229,3 +1229,17 @@ def test_the_page_has_the_script_that_is_rendered() -> None:
         python="/shared/venv/bin/python",
     )
     assert script.render().splitlines()[2:] == page.split("```bash\n")[1].split("```")[0].splitlines()[2:]
+
+
+@pytest.mark.parametrize(("task", "asked"), [("2", "100_2"), ("", "102"), ("none", "102")])
+def test_a_task_of_a_job_array_is_requeued_alone(monkeypatch: pytest.MonkeyPatch, task: str, asked: str) -> None:
+    commands: list[tuple[str, ...]] = []
+
+    def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(slurm, "run_slurm", run_slurm)
+    job = {"SLURM_JOB_ID": "102", "SLURM_ARRAY_JOB_ID": "100", "SLURM_ARRAY_TASK_ID": task}
+    assert slurm.Slurm(job).requeue() is None
+    assert commands == [("scontrol", "requeue", asked)]
