@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_resilience.checkpoint import inspection, shard
-from lightning_resilience.checkpoint.inspection import inspect
+from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.node_store import NodeStore
 from lightning_resilience.checkpoint.safe_serialization import pack, tensor_names
 from lightning_resilience.checkpoint.shard import Identity, arrange, seal, view
-from lightning_resilience.launch import cli
+from lightning_resilience.launch import cli, inspection
+from lightning_resilience.launch.inspection import inspect
 
 
 def write(path, tensors=(), structure=None, **identity):
@@ -159,7 +159,7 @@ def test_a_complete_generation(tmp_path):
         "Generation 1a2b3c4d of step 12: fit 0 of run 5f3c, saved by 4 ranks",
         "Layout: kind: whole, commons: 2",
     ]
-    assert lines[-1] == "Complete: all of its 6 parts are here and intact."
+    assert lines[-1] == "Complete: all of its 6 shards are here and intact."
     assert [line.split()[0] for line in lines[5:11]] == [
         "common-00-of-02", "common-01-of-02", "rank-00000", "rank-00001", "rank-00002", "rank-00003",
     ]  # fmt: skip
@@ -172,7 +172,7 @@ def test_a_generation_of_which_parts_are_elsewhere(tmp_path):
     text, good = inspect(folder)
     assert good
     assert text.splitlines()[-5:] == [
-        "Not here, or not intact: 1022 of 1026 parts. They may be on other nodes.",
+        "Not here, or not intact: 1022 of 1026 shards. They may be on other nodes.",
         "  rank-00000",
         "  rank-00002 to rank-00004",
         "  rank-00007 to rank-01023",
@@ -182,7 +182,7 @@ def test_a_generation_of_which_parts_are_elsewhere(tmp_path):
 
 def test_a_generation_without_common_parts(tmp_path):
     folder = write_generation(tmp_path / "step-000000000012-1a2b3c4d", commons=(), layout={"kind": "sharded"})
-    assert inspect(folder)[0].splitlines()[-1] == "Complete: all of its 4 parts are here and intact."
+    assert inspect(folder)[0].splitlines()[-1] == "Complete: all of its 4 shards are here and intact."
 
 
 def test_a_world_that_cannot_be(tmp_path):
@@ -210,7 +210,7 @@ def test_a_generation_with_bad_parts(tmp_path):
         "common-01-of-02": "yes",
     }.items():
         assert reason in next(line for line in text.splitlines() if line.startswith(name))
-    assert "4 of 6 parts" in text
+    assert "4 of 6 shards" in text
     assert "rank-00001 to rank-00003" in text
 
 
@@ -244,11 +244,11 @@ def test_a_generation_of_which_nothing_is_intact(tmp_path):
     assert not good
     assert text.splitlines()[-1].startswith("What else belongs to it is not known")
     (folder / "rank-00000.shard").unlink()
-    assert inspect(folder) == (f"There is no part of a generation in {folder}.", False)
+    assert inspect(folder) == (f"There is no shard of a generation in {folder}.", False)
 
 
 def test_many_parts_are_not_all_listed_but_every_bad_one_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(inspection, "_MOST_PARTS", 3)
+    monkeypatch.setattr(inspection, "_MAX_SHARDS", 3)
     folder = write_generation(tmp_path / "step-000000000012-1a2b3c4d", range(10), (), world_size=10, layout={})
     flip(folder / "rank-00009.shard", 70)
     text, _ = inspect(folder)
@@ -261,7 +261,7 @@ def test_shards_in_a_folder_of_another_name(tmp_path):
     write_generation(tmp_path / "copied")
     text, good = inspect(tmp_path / "copied")
     assert good
-    assert "Complete: all of its 6 parts" in text
+    assert "Complete: all of its 6 shards" in text
 
 
 # A node
@@ -324,7 +324,7 @@ def test_anything_at_all(tmp_path, monkeypatch):
         text, good = inspect(path)
         assert not good
         assert text
-        assert "\n" not in text or "Generation" in text or "intact: " in text or "part" in text
+        assert "\n" not in text or "Generation" in text or "intact: " in text or "shard" in text
     monkeypatch.chdir(tmp_path / "step-000000000012-1a2b3c4d")
     assert "rank-00001" in inspect(".")[0]
 

@@ -15,10 +15,10 @@ from lightning_resilience._files import Patience
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.dcp import REST, nothing_unpickled
 from lightning_resilience.checkpoint.generations import rank_locations
-from lightning_resilience.checkpoint.inspection import inspect
 from lightning_resilience.checkpoint.node_store import NodeStore
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.safe_serialization import from_safe
+from lightning_resilience.launch.inspection import inspect
 from tests.saved_states import rank_state, sharded_state, state
 
 

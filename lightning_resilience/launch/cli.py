@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     if options.action == "inspect":
-        from lightning_resilience.checkpoint.inspection import inspect  # with torch, which nothing else here needs
+        from lightning_resilience.launch.inspection import inspect  # imports torch, unlike the other views
 
         if not Path(options.path).exists():
             options.parser.error(f"{options.path} does not exist")

@@ -1,0 +1,328 @@
+"""``lightning-resilience inspect``: describes and verifies a shard, a generation or the local checkpoints of a node.
+
+Imports torch, unlike the other views: the command line imports this module only for the command itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_resilience._formatting import table
+from lightning_resilience.checkpoint import shard
+from lightning_resilience.checkpoint.capacity import format_bytes
+from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
+from lightning_resilience.checkpoint.generations import GENERATION_FOLDER, SHARD_SUFFIX
+from lightning_resilience.checkpoint.safe_serialization import tensor_names
+
+_MAX_TENSORS = 20
+_MAX_SHARDS = 100
+_MAX_PROBLEMS = 20
+_MAX_FOLDERS = 4096
+_RANK = re.compile(r"rank-([0-9]{5,})")
+_REPLICATED = re.compile(r"common-([0-9]{2,})-of-([0-9]{2,})")
+
+_View = tuple[list[str], bool]  # lines, and whether everything is intact
+
+
+def inspect(path: str | os.PathLike[str]) -> tuple[str, bool]:
+    """Describes local checkpoints and verifies them.
+
+    Args:
+        path: A shard, the folder of a generation, the folder of a fit with its generations, or a folder up to four
+            levels above, such as the one given to ``LocalCheckpoint(dir=...)``.
+
+    Returns:
+        The text, and whether there is a checkpoint and all of it is intact. Shards that are missing here, and may be on
+        other nodes, are named but no error. Does not raise: the text names what cannot be read.
+    """
+    path = Path(path)
+    try:
+        lines, good = _inspect(path)
+    except (OSError, ValueError) as error:
+        lines, good = [f"{path} cannot be read: {_reason(error)}."], False
+    return "\n".join(map(_printable, lines)), good
+
+
+def _inspect(path: Path) -> _View:
+    if not path.is_dir():
+        return _shard(path)
+    if GENERATION_FOLDER.fullmatch(path.absolute().name) or any(path.glob(f"*{SHARD_SUFFIX}")):
+        return _generation(path)
+    views = [_node(folder) for folder in _node_folders(path)]
+    if not views:
+        return [f"There is no local checkpoint in {path}."], False
+    return [line for lines, _ in views for line in ("", *lines)][1:], all(good for _, good in views)
+
+
+def _printable(line: str) -> str:
+    """Names and texts in a damaged or foreign file may be anything, terminal commands included."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "reason", "") or getattr(error, "strerror", "") or error)
+
+
+# A shard
+
+
+@dataclass
+class _ShardFile:
+    """A shard, and what is wrong with it."""
+
+    path: Path
+    size: int = 0
+    header: shard.Header | None = None
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.path.name.removesuffix(SHARD_SUFFIX)
+
+    @property
+    def verdict(self) -> str:
+        return f"NO: {self.problem}" if self.problem else "yes"
+
+
+def _read_shard(path: Path, expected: shard.Expected = None) -> _ShardFile:
+    file = _ShardFile(path)
+    try:
+        file.size = path.lstat().st_size
+        file.header = shard.verify(path, expected)
+    except (CorruptCheckpoint, OSError) as error:
+        file.problem = _reason(error)
+        try:
+            file.header = shard.read_identity(path)  # damaged or foreign: whose is it?
+        except (CorruptCheckpoint, OSError):
+            pass
+    return file
+
+
+def _shard(path: Path) -> _View:
+    file = _read_shard(path)
+    lines = [f"{path}", f"intact: {file.verdict}"]
+    if (header := file.header) is None:
+        return lines, False
+    rows = {
+        **{name.replace("_", " "): value for name, value in vars(header.identity).items()},
+        "layout": _layout(header.identity),
+        "size": f"{format_bytes(header.size)} ({header.size} bytes)",
+        "tensors": f"{len(header.tensors)}, {format_bytes(sum(spec.nbytes for spec in header.tensors))}",
+        "digest": header.digest,
+        "created": header.created,
+        "torch": header.torch_version,
+    }
+    lines += ["", *(f"{name:<10}  {value}" for name, value in rows.items())]
+    if header.tensors:
+        lines += ["", *_tensor_table(header, _names(path, header))]
+    return lines, not file.problem
+
+
+def _layout(identity: shard.Identity) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in identity.layout.items()) or "-"
+
+
+def _tensor_table(header: shard.Header, names: dict[int, str]) -> list[str]:
+    largest = sorted(enumerate(header.tensors), key=lambda item: -item[1].nbytes)[:_MAX_TENSORS]
+    rows = [
+        [
+            str(index),
+            names.get(index, ""),
+            spec.dtype,
+            "x".join(map(str, spec.shape)) or "scalar",
+            format_bytes(spec.nbytes) if spec.device == "cpu" else spec.device,
+            str(spec.offset),
+        ]
+        for index, spec in largest
+    ]
+    lines = table(["tensor", "name", "type", "shape", "size", "from byte"], rows)
+    return _shortened(lines, len(header.tensors) - len(largest), "smaller ones")
+
+
+def _names(path: Path, header: shard.Header) -> dict[int, str]:
+    """Names of the tensors of a shard. Rank shards have them, also those of the replicated shards beside them."""
+    replicated = _REPLICATED.fullmatch(header.identity.part)
+    number, document = int(replicated[1]) if replicated else -1, header.structure
+    try:
+        if replicated:
+            beside = min(path.parent.glob(f"rank-*{SHARD_SUFFIX}"))
+            document = shard.read_identity(beside, {"generation": header.identity.generation}).structure
+        names = tensor_names(document["state"])
+        places = enumerate(document["places"])
+        return {position: names[index] for index, (part, position) in places if part == number and index in names}
+    except (OSError, KeyError, TypeError, ValueError):  # no rank shard beside it, or one that others have written
+        return {}
+
+
+def _shortened(lines: list[str], count: int, what: str = "more") -> list[str]:
+    return [*lines, f"... and {count} {what}"] if count > 0 else lines
+
+
+# A generation
+
+
+@dataclass
+class _Generation:
+    """The shards of one generation that are in one folder."""
+
+    path: Path
+    shards: list[_ShardFile] = field(default_factory=list)
+
+    @property
+    def identity(self) -> shard.Identity | None:
+        """Identity of an intact shard, if there is one."""
+        return next((file.header.identity for file in [*self.intact, *self.bad] if file.header), None)
+
+    @property
+    def intact(self) -> list[_ShardFile]:
+        return [file for file in self.shards if not file.problem]
+
+    @property
+    def bad(self) -> list[_ShardFile]:
+        return [file for file in self.shards if file.problem]
+
+    def missing(self) -> tuple[int, int, list[str]]:
+        """How many shards are missing or not intact, of how many, and which of them."""
+        if (identity := self.identity) is None:
+            return 0, 0, []
+        here = [file.name for file in self.intact]
+        ranks = sorted(int(found[1]) for name in here if (found := _RANK.fullmatch(name)))
+        texts, count, following = [], 0, 0
+        for rank in [*ranks, identity.world_size]:
+            if rank > following:
+                count += rank - following
+                last = f" to rank-{rank - 1:05d}" if rank - 1 > following else ""
+                texts.append(f"rank-{following:05d}{last}")
+            following = max(following, rank + 1)
+        replicated = identity.layout.get("commons")
+        replicated = replicated if type(replicated) is int else 0
+        found_here = [name for name in here if (found := _REPLICATED.fullmatch(name)) and int(found[2]) == replicated]
+        if (missing := replicated - len(found_here)) > 0:
+            count += missing
+            texts.append(
+                f"{missing} of common-00-of-{replicated:02d} to common-{replicated - 1:02d}-of-{replicated:02d}"
+            )
+        return count, identity.world_size + max(replicated, 0), texts
+
+
+def _read_generation(path: Path) -> _Generation:
+    generation = _Generation(path)
+    named = GENERATION_FOLDER.fullmatch(path.absolute().name)
+    expected = {"step": int(named[1]), "generation": named[2]} if named else {}
+    for entry in sorted(path.iterdir()):
+        if entry.name.startswith(".") or not entry.name.endswith(SHARD_SUFFIX):
+            continue
+        file = _read_shard(entry, {**expected, "part": entry.name.removesuffix(SHARD_SUFFIX)})
+        if os.path.lexists(entry):  # else it was retired meanwhile
+            generation.shards.append(file)
+    _find_strangers(generation)
+    return generation
+
+
+def _find_strangers(generation: _Generation) -> None:
+    """Shards of one generation differ in their name only; the majority is right."""
+
+    def shared(file: _ShardFile) -> str:
+        fields = vars(file.header.identity) if file.header else {}
+        return ", ".join(f"{name} {value}" for name, value in fields.items() if name != "part")
+
+    counts = Counter(map(shared, generation.intact))
+    for file in generation.intact:
+        if (own := shared(file)) != (most := counts.most_common(1)[0][0]):
+            file.problem = f"it does not belong to the others: {own}, not {most}"
+
+
+def _generation(path: Path) -> _View:
+    generation = _read_generation(path)
+    if not generation.shards:
+        return [f"There is no shard of a generation in {path}."], False
+    lines = [f"{path}"]
+    if (identity := generation.identity) is not None:
+        lines += [
+            f"Generation {identity.generation} of step {identity.step}: fit {identity.fit} of run {identity.run}, "
+            f"saved by {identity.world_size} ranks",
+            f"Layout: {_layout(identity)}",
+        ]
+    shown = [*generation.bad, *generation.intact][:_MAX_SHARDS]
+    rows = [
+        [
+            file.name,
+            format_bytes(file.size),
+            str(len(file.header.tensors)) if file.header else "?",
+            file.header.created if file.header else "?",
+            file.verdict,
+        ]
+        for file in sorted(shown, key=lambda file: file.name)
+    ]
+    listed = table(["shard", "size", "tensors", "created", "intact"], rows)
+    lines += ["", *_shortened(listed, len(generation.shards) - len(shown), "more, all of them intact"), ""]
+    count, needed, names = generation.missing()
+    if not needed:
+        lines.append("What else belongs to it is not known: no shard of it can be read.")
+    elif not count:
+        lines.append(f"Complete: all of its {needed} shards are here and intact.")
+    else:
+        lines.append(f"Not here, or not intact: {count} of {needed} shards. They may be on other nodes.")
+        lines += _shortened([f"  {name}" for name in names[:_MAX_PROBLEMS]], len(names) - _MAX_PROBLEMS)
+    return lines, not generation.bad
+
+
+# A node
+
+
+def _node_folders(path: Path) -> list[Path]:
+    """The folders with generations in or below ``path``: BASE/local_ckpt-UID/NODE/RUN/fit-NNN is the deepest place."""
+    level = [path]
+    for _ in range(5):
+        if folders := [folder for folder in level if _generations_in(folder)]:
+            return folders
+        level = [below for folder in level for below in _subfolders(folder)][:_MAX_FOLDERS]
+    return []
+
+
+def _subfolders(path: Path) -> list[Path]:
+    try:
+        return [entry for entry in sorted(path.iterdir()) if not entry.is_symlink() and entry.is_dir()]
+    except OSError:  # not ours to enter, or gone
+        return []
+
+
+def _generations_in(path: Path) -> list[Path]:
+    """The folders of generations, newest first: names sort by step."""
+    return [entry for entry in reversed(_subfolders(path)) if GENERATION_FOLDER.fullmatch(entry.name)]
+
+
+def _node(path: Path) -> _View:
+    rows, problems = [], []
+    for folder in _generations_in(path):
+        try:
+            generation = _read_generation(folder)
+        except FileNotFoundError:  # retired meanwhile
+            continue
+        count, needed, _ = generation.missing()
+        shards, bad = generation.shards, generation.bad
+        problems += [f"  {folder.name}/{file.path.name}: {file.problem}" for file in bad]
+        step, name = GENERATION_FOLDER.fullmatch(folder.name).groups()  # type: ignore[union-attr]
+        rows.append(
+            [
+                str(int(step)),
+                name,
+                max((file.header.created for file in shards if file.header), default="?"),
+                str(len(shards)),
+                format_bytes(sum(file.size for file in shards)),
+                f"NO: {len(bad)} bad" if bad else "yes" if shards else "-",
+                "yes" if needed and not count else f"no: {count} of {needed} missing" if needed else "?",
+            ]
+        )
+    head = ["step", "generation", "created", "shards", "size", "intact", "complete here"]
+    lines = [f"{path}: {len(rows)} generations, newest first", "", *table(head, rows)]
+    if problems:
+        lines += ["", "Not intact:", *_shortened(problems[:_MAX_PROBLEMS], len(problems) - _MAX_PROBLEMS)]
+    set_aside = [entry for entry in path.glob("quarantine/*") if not entry.name.endswith(".reason.txt")]
+    if set_aside:
+        lines += ["", f"In quarantine: {len(set_aside)}, with the reasons beside them, in {path / 'quarantine'}"]
+    return lines, not problems
