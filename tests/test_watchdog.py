@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -10,9 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
@@ -20,15 +22,19 @@ from typing import Any
 
 import pytest
 
+from lightning_resilience import _processes
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience._processes import describe_process, is_running
 from lightning_resilience.detect.hangs import watchdog
+from lightning_resilience.detect.hangs.process_probe import examine
 from lightning_resilience.detect.hangs.rank_probe import (
+    STACKS_SIGNAL,
     Witness,
     node_directory,
     own_directories,
     remove_abandoned,
 )
+from lightning_resilience.detect.hangs.verdict import diagnose
 from lightning_resilience.launch.view import diagnoses, ranks_now
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
@@ -105,6 +111,13 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
                 shutil.rmtree(record.parent, ignore_errors=True)
 
 
+def await_that(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def hangs(run_dir: Path) -> list[dict[str, Any]]:
     return [event for event in read_ledger(RunDirectory(run_dir).ledger) if event["event"] == "fault"]
 
@@ -168,6 +181,91 @@ def test_two_nodes_one_hangs(run_dir: Path) -> None:
     assert job.wait() == [exit_codes.HUNG, exit_codes.HUNG]
     (hang,) = hangs(run_dir)
     assert "rank 1 (node-1" in hang["reason"]
+
+
+def test_a_node_that_comes_late_to_a_hang_does_not_judge_it_again(run_dir: Path) -> None:
+    job = Job(run_dir, nodes=2)
+    job.start(1, pause_s=60)
+    beat = job.directory(1) / "watchdog.beat"
+    await_that(beat.exists)
+    first = beat.read_bytes()
+    await_that(lambda: beat.read_bytes() != first)  # it has looked for cases once
+    folder = run_dir / "diagnostics" / "judged"
+    folder.mkdir(parents=True)
+    write_json(folder / "verdict.json", {"is_hang": True, "line": "rank 0 hangs"})
+    write_json(folder.parent / f".{job.token}-0.json", {"folder": folder.name})
+    assert job.wait() == [exit_codes.HUNG]
+    assert list(folder.parent.glob("*/verdict.json")) == [folder / "verdict.json"]
+    assert not hangs(run_dir), "the node that has judged it has recorded it"
+
+
+def test_a_hang_before_a_restart_that_keeps_the_token_ends_nobody(run_dir: Path) -> None:
+    job = Job(run_dir, nodes=2)
+    folder = run_dir / "diagnostics" / "judged"
+    folder.mkdir(parents=True)
+    write_json(folder / "verdict.json", {"is_hang": True, "line": "rank 0 hangs"})
+    write_json(folder.parent / f".{job.token}-0.json", {"folder": folder.name})
+    job.start(1, seconds=4)
+    assert job.wait() == [0]
+
+
+def _never_begins(job: Job) -> None:
+    about = {"run_dir": str(job.run_dir), "fit": None, "token": job.token, "node": "node-0", "nodes": 1}
+    about |= {"world_size": 1, "elastic_run_id": "launch", "restart_count": 0}
+    Witness(job.directory(), 0, {"start": 1.0}, about, is_workers=True)
+    time.sleep(60)
+
+
+def test_a_rank_that_takes_long_to_die_is_judged_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(run_dir)
+    rank = _FORK.Process(target=_never_begins, args=(job,))
+    rank.start()
+    await_that((job.directory() / "rank-00000.json").exists)
+    kill, kills = os.kill, []
+
+    def kill_late(pid: int, signum: int) -> None:
+        if signum == signal.SIGKILL:
+            kills.append(pid)
+            if len(kills) > 1:
+                kill(pid, signum)
+        elif signum != exit_codes.HUNG:
+            kill(pid, signum)
+
+    monkeypatch.setattr(os, "kill", kill_late)
+    watchdog.Watchdog(job.directory()).run()
+    rank.join(60)
+    assert kills == [rank.pid] * 2
+    verdicts = [read_json(path) or {} for path in (run_dir / "diagnostics").glob("*/verdict.json")]
+    assert sum(verdict["is_hang"] for verdict in verdicts) == 1
+    assert len(hangs(run_dir)) == 1
+
+
+def _busy_answering(directory: Path) -> None:
+    stacks = open(directory / "rank-00000.stacks", "wb", buffering=0)
+
+    def dump(*_: Any) -> None:
+        until = time.process_time() + 0.2
+        while time.process_time() < until:
+            pass
+        stacks.write(b"x" * 1_000_000)
+        faulthandler.dump_traceback(stacks)
+
+    signal.signal(STACKS_SIGNAL, dump)
+    (directory / "ready").touch()
+    time.sleep(60)
+
+
+def test_a_rank_that_answers_is_not_busy_for_that(tmp_path: Path) -> None:
+    rank = _FORK.Process(target=_busy_answering, args=(tmp_path,))
+    rank.start()
+    await_that((tmp_path / "ready").exists)
+    about = {"pid": rank.pid, "process_started": _processes._started(rank.pid or 0), "rank": 0, "node": "here"}
+    about |= {"main_thread": threading.get_ident(), "has_server": False}
+    found = examine(about, tmp_path / "rank-00000", None, 1.0)
+    rank.kill()
+    rank.join()
+    assert "dump (test_watchdog.py" in (verdict := diagnose([found], 1)).line
+    assert not verdict.is_busy, verdict.line
 
 
 def test_two_nodes_a_rank_of_one_dies(run_dir: Path) -> None:

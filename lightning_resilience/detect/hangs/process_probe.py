@@ -31,6 +31,7 @@ end, when torch drops it after the interpreter has gone."""
 # anyhow: torch needs seconds to look up the names in the first ones.
 _RECORDERS = ("fr_trace_json", "dump_nccl_trace_json?includecollectives=true&onlyactive=false")
 
+_BUSY_OVER_S = 0.25  # the kernel counts in ticks of 10 ms
 _STACKS_WITHIN_S = 0.5
 _ANSWER_WITHIN_S = 1.0
 _MAX_WORKERS_ASKED = 16
@@ -45,11 +46,15 @@ def examine(about: dict[str, Any], path: Path, stay: Stay | None, seconds: float
         stay: Its progress.
         seconds: Since it made any.
     """
-    began = time.monotonic()
     pid, main_thread = int(about["pid"]), int(about["main_thread"])
     before = usage(pid) if is_running(about) else None
     children_before = _usage_of_children(pid)
     state = "gone" if before is None else _state(pid)
+    began = time.monotonic()
+    if before is not None:  # before it is asked for anything: to answer takes CPU time, and its stacks are written
+        time.sleep(_BUSY_OVER_S)
+    after = usage(pid) if before is not None else None
+    children_after, watched_s = _usage_of_children(pid), time.monotonic() - began
     answers = python_answers = None
     collectives: dict[str, Any] | None = None
     stacks = ""
@@ -61,15 +66,14 @@ def examine(about: dict[str, Any], path: Path, stay: Stay | None, seconds: float
         if answers:
             python_answers = ask(path, PYTHON) is not None
         workers = _workers(pid, path, main_thread)
-    after = usage(pid) if before is not None else None
     process = ProcessEvidence(
         pid=pid,
         state=state,
         cpu_s=after[0] - before[0] if before and after else 0.0,
-        watched_s=time.monotonic() - began,
+        watched_s=watched_s,
         written_bytes=after[1] - before[1] if before and after else 0,
         threads=parse_stacks(stacks, main_thread),
-        children_cpu_s=max(0.0, _usage_of_children(pid) - children_before),
+        children_cpu_s=max(0.0, children_after - children_before),
     )
     return RankEvidence(
         rank=int(about["rank"]),

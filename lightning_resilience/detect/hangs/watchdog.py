@@ -35,7 +35,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from lightning_resilience._files import publish, read_json, write_json
+from lightning_resilience._files import load_json, publish, read_json, write_json
 from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE, describe_process, is_running, pid_namespace
 from lightning_resilience.detect.hangs.deaths import Death, Deathbed, MemoryShortage, is_ending, is_stopped
 from lightning_resilience.detect.hangs.evidence import RankEvidence
@@ -109,6 +109,7 @@ class Rank:
     lost_s: float = 0.0  # time within the present stay in which this watchdog did not run either
     excused_until: float = 0.0
     seen: Stay | None = field(default=None)
+    is_ended: bool = False  # by this watchdog: it may take a while to go
     active_at: float = 0.0  # when it was seen to do something, in a section that has no boundaries
     _used: tuple[float, dict[int, tuple[float, int]]] | None = field(default=None)
 
@@ -224,6 +225,7 @@ class Watchdog:
         self.directory = directory
         self.ranks: dict[int, Rank] = {}
         self._cases = 0  # that are over
+        self._has_seen_cases = False  # a restart may keep the token: what was judged before is not of these ranks
         self._looked_for_case = 0.0
         self._looked_for_loss = 0.0
         self._lost_fit: int | None = None  # that has lost a rank: what the others do there is a consequence
@@ -298,7 +300,7 @@ class Watchdog:
         if self._look_for_loss(now):
             return True
         overdue = [rank for rank in self.ranks.values() if rank.is_overdue(now) and rank.is_here()]
-        if lost := [rank for rank in overdue if rank.fit == self._lost_fit and rank.is_in_fit()]:
+        if lost := [rank for rank in overdue if rank.is_ended or (rank.fit == self._lost_fit and rank.is_in_fit())]:
             self._end_ranks(lost, ", which could not leave")
             return True
         if not overdue and not self._is_case_open(now):
@@ -498,12 +500,14 @@ class Watchdog:
             return False
 
     def _find_case(self) -> Path | None:
-        """The folder of the open case, if there is one."""
+        """The folder of the open case, if there is one, or of a hang that was judged without this node."""
         while (case := read_json(self._marker())) is not None:
             folder = self._marker().parent / str(case.get("folder"))
-            if not (folder / _VERDICT).exists():
+            verdict = load_json(folder / _VERDICT)
+            if verdict is None or (self._has_seen_cases and verdict.get("is_hang")):
                 return folder
             self._cases += 1
+        self._has_seen_cases = True
         return None
 
     def _open_case(self) -> Path:
@@ -723,6 +727,8 @@ class Watchdog:
     def _end_ranks(self, ranks: list[Rank], why: str = "") -> None:
         """Ends ranks of this node: a job that has lost one is started again as a whole."""
         alive = [rank for rank in ranks if is_running(rank.about)]
+        for rank in alive:
+            rank.is_ended = True
         # All stand still first, so that none meets the end of another and takes it for a fault of its own. The exit
         # waits for them to be woken, as it does for one that had been stopped before.
         for signums in ((signal.SIGSTOP, EXIT_SIGNAL, signal.SIGCONT), (signal.SIGKILL,)):
