@@ -20,7 +20,7 @@ BUDGET = {
     "checkpoint": 4950,
     "contrib": 225,
     "detect": 307,
-    "detect/hangs": 2363,
+    "detect/hangs": 2371,
     "detect/numerics": 893,
     "detect/stragglers": 364,
     "fit": 5439,
