@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume, LocalCheckpoint
-from lightning_resilience.checkpoint.sharded import local
+from lightning_resilience._torch import local
 from lightning_resilience.checkpoint.snapshot import Fence, optimizer_tensors
 
 EVERY = 8

@@ -26,13 +26,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import LocalCheckpoint
+from lightning_resilience._torch import local
 from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.generations import rank_shard
 from lightning_resilience.checkpoint.local import LocalSaves
 from lightning_resilience.checkpoint.node_store import ShardWriter
 from lightning_resilience.checkpoint.safe_serialization import pack, unpack
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
-from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import Snapshot
 from lightning_resilience.fit import context
 from tests.ledgers import read_ledger

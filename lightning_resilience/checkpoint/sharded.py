@@ -11,24 +11,14 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from lightning_resilience._torch import local
+
 try:
-    from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 except ImportError:  # a torch without distributed
-    DTensor = ShardedTensor = None  # type: ignore[assignment, misc]
+    DTensor = None  # type: ignore[assignment, misc]
 
 _LOCAL = "__local_shard__"
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of ``tensor``; an alias, not a copy. Nothing is gathered."""
-    if DTensor is not None and isinstance(tensor, DTensor):
-        with torch.no_grad():
-            return tensor.to_local()
-    if ShardedTensor is not None and isinstance(tensor, ShardedTensor):
-        (shard,) = tensor.local_shards()
-        return shard.tensor
-    return tensor
 
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # of FSDP1, of activation checkpointing

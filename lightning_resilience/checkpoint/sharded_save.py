@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan
 
 from lightning_resilience._files import make_directory
+from lightning_resilience._torch import local
 from lightning_resilience.checkpoint import checkpoint_file, dcp
-from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.store_messages import StoreMessages
 from lightning_resilience.run.run_directory import StaleAttempt
 

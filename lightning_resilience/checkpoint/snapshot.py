@@ -25,10 +25,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_resilience._torch import before_update, local
 from lightning_resilience.checkpoint import devices
 from lightning_resilience.checkpoint.digest import Digest
 from lightning_resilience.checkpoint.safe_serialization import pack
-from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.tensor_bytes import as_words, flat, is_dense
 
 _LOOKED_AT_ALL = 1e-3
@@ -489,41 +489,6 @@ class Snapshot:
             if changed:
                 self._spoil(changed, hidden=True)
         return self._good
-
-
-def before_update(call: Callable[[], None], args: Any, kwargs: Any) -> Any:
-    """Has ``call`` called right before an optimizer changes anything: for the pre-hook of its step, which returns this.
-
-    Automatic optimization runs forward and backward in a closure inside of the optimizer's step, so that is after the
-    closure has run, where there is one.
-
-    Args:
-        call: What to call.
-        args: The arguments of the step, as the hook gets them.
-        kwargs: The other arguments.
-    """
-
-    def run(closure: Callable[[], Any]) -> Any:
-        result = closure()
-        call()
-        return result
-
-    if (changed := around_closure(run, args, kwargs)) is None:
-        call()
-    return changed
-
-
-def around_closure(run: Callable[[Callable[[], Any]], Any], args: Any, kwargs: Any) -> Any:
-    """Has ``run(closure)`` called in the place of a step's closure; for the pre-hook of the step, which returns this.
-
-    Returns:
-        ``None`` if the step has no closure.
-    """
-    if len(args) > 1 and callable(closure := args[1]):
-        return (args[0], lambda: run(closure), *args[2:]), kwargs
-    if callable(closure := kwargs.get("closure")):
-        return args, {**kwargs, "closure": lambda: run(closure)}
-    return None
 
 
 class Fence:

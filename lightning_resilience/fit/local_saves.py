@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from lightning_resilience._lightning import lightning_steps, lightning_strategies
+from lightning_resilience._torch import local
 from lightning_resilience.checkpoint import capacity, shard
 from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.generations import Transfer, rank_locations, rank_shard, replicated_shard
@@ -27,7 +28,6 @@ from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.replication import ReplicaError, Replicas, cliques, fetch
 from lightning_resilience.checkpoint.safe_serialization import Entries
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator, new_generation
-from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.snapshot import ON_DEVICE_BYTES
 from lightning_resilience.detect.hangs.rank_probe import own_directories
 from lightning_resilience.fit.participant import Participant

@@ -25,6 +25,7 @@ from lightning_resilience._lightning import (
     lightning_steps,
     lightning_strategies,
 )
+from lightning_resilience._torch import local
 from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves, Copy
 from lightning_resilience.checkpoint.capacity import format_bytes, memory_left
@@ -42,7 +43,6 @@ from lightning_resilience.checkpoint.safe_serialization import (
     to_safe,
     unpack,
 )
-from lightning_resilience.checkpoint.sharded import local
 from lightning_resilience.checkpoint.sharded_save import Draft, Outcome, Save, ShardedSaves, without_numpy_numbers
 from lightning_resilience.checkpoint.store_messages import StoreMessages
 from lightning_resilience.detect.numerics.divergence import Divergence

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_resilience.checkpoint.sharded import local
+from lightning_resilience._torch import local
 
 _SMALL = 1 << 14
 """Elements of a tensor for which a call costs more than writing the tensor back."""

@@ -28,8 +28,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_resilience.checkpoint.sharded import local
-from lightning_resilience.checkpoint.snapshot import around_closure, before_update
+from lightning_resilience._torch import around_closure, before_update, local
 from lightning_resilience.detect.numerics.numerics import (
     ChangingBuffers,
     LateReads,
