@@ -87,10 +87,10 @@ def _log_to_stderr() -> None:
     logger = logging.getLogger(__name__)
     logger.setLevel(logging.INFO)
     if not logging.root.hasHandlers():
-        from lightning_resilience.launch import output
+        from lightning_resilience import _output
 
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(output.Formatter())
+        handler.setFormatter(_output.Formatter())
         logger.addHandler(handler)
         logger.propagate = False
 

@@ -30,8 +30,8 @@ from types import FrameType
 from typing import Any, Literal
 
 from lightning_resilience._files import write_json
+from lightning_resilience._loopback import ADDRESS, serve_store
 from lightning_resilience.detect.hangs.progress import Section, read_progress
-from lightning_resilience.launch.loopback import ADDRESS, serve_store
 
 log = logging.getLogger(__name__)
 

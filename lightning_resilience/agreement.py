@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lightning_resilience._loopback import ADDRESS, serve_store
 from lightning_resilience.agreement_protocol import (
     FINISHED,
     START,
@@ -37,7 +38,6 @@ from lightning_resilience.agreement_protocol import (
     evaluation,
     training,
 )
-from lightning_resilience.launch.loopback import ADDRESS, serve_store
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

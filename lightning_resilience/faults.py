@@ -22,7 +22,7 @@ from datetime import timedelta
 from multiprocessing.sharedctypes import RawValue
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightning_resilience.launch.output import log_line
+from lightning_resilience._output import log_line
 from lightning_resilience.run.events import FaultInjected
 from lightning_resilience.run.ledger import Ledger, read_ledger
 

@@ -33,7 +33,7 @@ from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
-from lightning_resilience.launch.output import flush, signed, write_line
+from lightning_resilience._output import flush, signed, write_line
 from lightning_resilience.run import exit_codes
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience.launch import output
+from lightning_resilience import _output
 from lightning_resilience.launch.script_errors import describe, show
 from lightning_resilience.run.failures import Failure, cause_of_end
 from tests.ledgers import events_of, history_of
@@ -202,7 +202,7 @@ def test_which_errors_are_mistakes(error: BaseException, mistake: str | None) ->
 def test_a_traceback_is_no_news_because_the_disk_is_full_now(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "_speaker", None)  # other tests have begun a launch in this process
+    monkeypatch.setattr(_output, "_speaker", None)  # other tests have begun a launch in this process
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for _ in range(3):
         show(ConnectionError("x"), tmp_path, "launch", 0)

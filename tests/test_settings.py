@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience.fit.settings import (
+from lightning_resilience.run.settings import (
     Settings,
     changes,
     digests_of_files,
@@ -163,10 +163,10 @@ def test_a_finished_fit_is_not_taken_for_one_of_other_settings(
 
     from lightning_resilience import AutoResume
     from lightning_resilience.fit import context
-    from lightning_resilience.fit.settings import CONTINUE_VARIABLE
     from lightning_resilience.launch.report import report
     from lightning_resilience.launch.status import status
     from lightning_resilience.run.run_directory import AnotherFit, RunDirectory
+    from lightning_resilience.run.settings import CONTINUE_VARIABLE
 
     class Model(L.LightningModule):
         def __init__(self, lr: float, decay: float) -> None:

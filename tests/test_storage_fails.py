@@ -19,10 +19,10 @@ import torch
 
 from lightning_resilience import _files
 from lightning_resilience._files import Patience
+from lightning_resilience._lightning.lightning_strategies import StrategyTraits
 from lightning_resilience.checkpoint import checkpoint_file, resume, shard
 from lightning_resilience.fit import checkpoint_selector
 from lightning_resilience.fit.context import FitContext
-from lightning_resilience.fit.strategies import StrategyTraits
 from lightning_resilience.run.run_directory import FitDirectory, RunDirectory, StorageFails
 from tests.harness import Ranks, result, run
 from tests.ledgers import Ledger, read_ledger

@@ -27,9 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume
-from lightning_resilience._lightning.lightning_strategies import traits_of
+from lightning_resilience._lightning.lightning_strategies import STRATEGIES, name_of, traits_of
 from lightning_resilience.checkpoint.sharded import whole_parameters
-from lightning_resilience.fit.strategies import STRATEGIES, name_of
 from lightning_resilience.run.run_directory import RunDirectory
 from tests import test_auto_resume, test_go_back, test_local_checkpoint, test_nan_guard, test_preemption
 from tests.harness import result, run
@@ -52,7 +51,7 @@ def strategies_of(package: str) -> dict[str, type[Any]]:
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_every_strategy_of_lightning_is_classified(package: str) -> None:
-    """A new one: decide in strategies.py whether it is supported, and put it through test_exact_resume if so."""
+    """A new one: decide in lightning_strategies.py whether it is supported; if so, put it through test_exact_resume."""
     found = strategies_of(package)
     assert set(found) == set(STRATEGIES)
     for name, cls in found.items():

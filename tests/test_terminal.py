@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
+from lightning_resilience._output import KeptOutput
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE
-from lightning_resilience.launch.output import KeptOutput
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, RunDirectory
 from tests.ledgers import read_ledger
@@ -213,7 +213,7 @@ def test_output_that_is_held_holds_up_no_worker(case: Case, by: str) -> None:
 
 GUARDED = """
     import os, sys
-    from lightning_resilience.launch.output import guard_streams
+    from lightning_resilience._output import guard_streams
     release = guard_streams(__import__("pathlib").Path("kept"))
     sys.stdin.readline()  # from here on nobody reads
     for step in range(3):
@@ -257,7 +257,7 @@ def test_streams_are_given_back(tmp_path: Path) -> None:
     program = """
         import sys
         from pathlib import Path
-        from lightning_resilience.launch.output import guard_streams
+        from lightning_resilience._output import guard_streams
         before = dict(vars(sys.stdout))
         guard_streams(Path("kept"))()
         assert vars(sys.stdout) == before

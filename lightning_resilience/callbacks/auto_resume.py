@@ -92,4 +92,4 @@ class AutoResume(SessionCallback):
         """Somebody else saves: what the run resumes from follows at the next boundary."""
         session, saves = session_of(trainer, self), self._participant
         if session and not session.saver.is_dumping and isinstance(saves, RegularSaves):
-            saves.due = True
+            saves.save_soon()

@@ -29,13 +29,13 @@ import torch
 
 from lightning_resilience._files import clean_temporaries
 from lightning_resilience._lightning import lightning_callbacks, lightning_strategies
+from lightning_resilience._lightning.lightning_strategies import name_of
 from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
 from lightning_resilience.checkpoint.generations import Generation, is_on_course
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.safe_serialization import from_safe
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.outcome import ENDS_APART, FitOutcome
-from lightning_resilience.fit.strategies import name_of
 from lightning_resilience.run.events import (
     Finished,
     Fresh,
@@ -90,7 +90,6 @@ class CheckpointSelector:
     Attributes:
         uses_global: Whether the run's own global checkpoints are candidates.
         local: The local tier, if there is one.
-        probation_steps: For how many optimizer steps after a resume the checkpoint can be condemned.
     """
 
     def __init__(self, fit: FitContext, outcome: FitOutcome) -> None:
@@ -100,7 +99,7 @@ class CheckpointSelector:
         self.local: LocalTier | None = None
         self.complete: list[Generation] = []
         """The local generations that can still be resumed from, newest first, as of the resume."""
-        self.probation_steps = 10
+        self._probation_steps = 10
         self.loaded: _Loaded | None = None
         self.ended: dict[str, Any] | None = None
         """If that is a state from the end of the fit: how it had ended; see :meth:`.FitOutcome.ends_there`."""
@@ -111,6 +110,19 @@ class CheckpointSelector:
         self._users_choice: str | None = None
         self._event: type[Resumed] | type[RestoredInPlace] = Resumed
         self._unsaid: Callable[[], None] | None = None
+
+    def use_global_tier(self) -> None:
+        """Resumes from the checkpoints in the run directory too."""
+        self.uses_global = True
+
+    def use_local_tier(self, tier: LocalTier, probation_steps: int) -> None:
+        """Resumes from local checkpoints too.
+
+        Args:
+            tier: The local checkpoints of all nodes.
+            probation_steps: For how many optimizer steps after a resume its checkpoint can be marked bad.
+        """
+        self.local, self._probation_steps = tier, probation_steps
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
@@ -588,12 +600,12 @@ class CheckpointSelector:
 
     def is_suspect(self, step: int) -> bool:
         """Whether what has gone wrong after ``step`` may be the fault of the checkpoint that was loaded."""
-        return self.loaded is not None and step - self.loaded.step <= self.probation_steps
+        return self.loaded is not None and step - self.loaded.step <= self._probation_steps
 
     def mark_bad(self, reason: str) -> None:
         """Condemns the checkpoint that this fit has resumed from: it is never chosen again, by no attempt.
 
-        Called by a rank that has found, within :attr:`probation_steps`, that the training cannot go on from there: a
+        Called by a rank that has found, within the probation, that the training cannot go on from there: a
         loss or gradients that are not finite, or a spike. It is kept in quarantine, and the next start of the fit takes
         the next best one.
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from lightning_resilience._files import Patience
-from lightning_resilience._lightning import lightning_patches, lightning_progress
+from lightning_resilience._lightning import lightning_patches, lightning_progress, lightning_strategies
 from lightning_resilience.agreement import Agreement, Event, Position, neighbourhood, nodes_of
 from lightning_resilience.checkpoint.safe_serialization import device_of
 from lightning_resilience.detect.hangs.progress import Progress, Section
 from lightning_resilience.detect.numerics.divergence import Divergence
-from lightning_resilience.fit import checkpoint_io, strategies
+from lightning_resilience.fit import checkpoint_io
 from lightning_resilience.fit.participant import Participant, Participants
 from lightning_resilience.launch.job_info import log_job_info
 from lightning_resilience.run.events import DivergenceFound
@@ -56,7 +56,7 @@ class FitContext:
         self.gone_back = False
         """Whether the fit has gone back: hooks of its start are called again, for what is not new."""
         self.progress: Progress | None = None
-        """Where this rank says what it is doing, if anybody watches."""
+        """Where this rank reports what it is doing, if it is watched."""
         self.replicas_agreed = False
         """Whether the states of ranks that should hold the same were compared, and were the same; rank 0 knows."""
         self.final_path: Path | None = None
@@ -115,7 +115,7 @@ class FitContext:
             "id": self.run_id,
             "fit": self.index,
             "world_size": trainer.world_size,
-            "strategy": strategies.name_of(trainer.strategy),
+            "strategy": lightning_strategies.name_of(trainer.strategy),
             "attempt": self.token,
         }
         self.patches = lightning_patches.Patches()
@@ -171,6 +171,14 @@ class FitContext:
                 f"{self.run.path} is not one directory on all nodes: what rank 0 on {self.from_rank_0(node_name)} "
                 f"writes there is not seen on {', '.join(blind)}. Mount the same storage there on every node."
             )
+
+    def report_progress_to(self, progress: Progress) -> None:
+        """Reports sections and positions to ``progress`` from now on: a watchdog reads it."""
+        self.progress = progress
+
+    def note_replicas_agreed(self) -> None:
+        """Notes that replicas were compared and were equal: what differs later has not differed from the start."""
+        self.replicas_agreed = True
 
     def enter(self, section: Section) -> None:
         """Notes that this rank is in a section of the fit."""

@@ -300,6 +300,10 @@ class ExactState:
             "modes": lightning_loops.modes(self.fit.trainer, self.fit.module),
         }
 
+    def evaluation_ends(self) -> None:
+        """Saves are of the present again."""
+        self.before_evaluation = None
+
     def complete_resume(self) -> bool:
         """The last touch of a resume, right where the state was saved. Returns whether a validation is due first."""
         assert self.resumed is not None

@@ -126,7 +126,7 @@ class HangWatch(Participant):
             else:
                 self._directory = node_directory(session.fit.token, trainer.node_rank)
                 witness = Witness(self._directory, session.fit.rank, self.timeouts.by_section(), self._about())
-            session.fit.progress = witness.progress
+            session.fit.report_progress_to(witness.progress)
         except OSError as error:
             log.error("Rank %d is not watched: a hang of it will not be found (%s).", session.fit.rank, error)
             is_alone = launched is None and trainer.num_devices == 1

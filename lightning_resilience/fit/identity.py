@@ -17,7 +17,9 @@ from lightning_resilience.checkpoint import data_position, sharded
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.exact_state import ExactState
 from lightning_resilience.fit.outcome import FitOutcome
-from lightning_resilience.fit.settings import (
+from lightning_resilience.launch.schedulers import current_scheduler
+from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, AnotherFit
+from lightning_resilience.run.settings import (
     CONTINUE_VARIABLE,
     WORLD_SIZE,
     Settings,
@@ -28,8 +30,6 @@ from lightning_resilience.fit.settings import (
     say_changes,
     settings_of_arguments,
 )
-from lightning_resilience.launch.schedulers import current_scheduler
-from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, AnotherFit
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

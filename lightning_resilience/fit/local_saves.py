@@ -104,8 +104,7 @@ class LocalSavePolicy(Participant):
             raise Unusable(problems[0])
         self.owner = {"run": session.fit.run_id, "fit": session.fit.index}
         self._fetches = 0
-        session.selector.probation_steps = options.probation_steps
-        session.selector.local = LocalTier(
+        tier = LocalTier(
             self.store,
             self.locations,
             session.fit.rank,
@@ -115,6 +114,7 @@ class LocalSavePolicy(Participant):
             self._fetch,
             lambda: session.fit.patience,
         )
+        session.selector.use_local_tier(tier, options.probation_steps)
         self._common: list[torch.nn.Parameter] = []
         self._expected: dict[str, int] = {}
         self._kept_here: set[int] = {
@@ -285,7 +285,8 @@ class LocalSavePolicy(Participant):
 
     def _completed(self, step: int, generation: str) -> None:
         """A generation is complete; called from the thread that saves."""
-        self.session.fit.replicas_agreed |= bool(self._common)
+        if self._common:
+            self.session.fit.note_replicas_agreed()
         self._unrecorded += 1
         if self.session.fit.rank == 0 and time.monotonic() >= self._record_at:
             self._record(step, generation, "local")

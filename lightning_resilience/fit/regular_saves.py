@@ -34,7 +34,7 @@ class RegularSaves(Participant):
     def __init__(self, session: FitSession, options: RegularSaveOptions) -> None:
         self.session = session
         self._options = options
-        session.selector.uses_global = True
+        session.selector.use_global_tier()
         self.due = False
         self._saved_step = 0
         self._asked = False
@@ -58,6 +58,10 @@ class RegularSaves(Participant):
         self._held = ""
         self._saved_step = self.session.fit.trainer.global_step
         self._next = time.monotonic() + self._interval_s
+
+    def save_soon(self) -> None:
+        """Saves at the next boundary: ``ModelCheckpoint`` saves now."""
+        self.due = True
 
     def at_boundary(self, may_save: bool) -> None:
         """Saves what is due."""

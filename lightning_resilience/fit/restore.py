@@ -109,11 +109,8 @@ class Restorer:
         paths = checkpoint[STATE_KEY].get("left_out", [])  # earlier versions did not keep them
         self._left_out = [path for path in paths if path[0] != STATE_KEY]
         if any(self.fit.gather(bool(self._left_out))):
-            self.saver.is_dumping = True
-            try:
+            with self.saver.dumping():
                 left_out.complete(self.fit.trainer, checkpoint, self._left_out)
-            finally:
-                self.saver.is_dumping = False
         if "state_dict" in checkpoint:  # not where the strategy has loaded it
             left_out.complete_extra_states(self.fit.module, checkpoint["state_dict"])
 

@@ -9,8 +9,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,6 +129,15 @@ class Saver:
         self._left_out_reported: tuple[str, ...] = ()
         self._say_saved_at = 0.0
         self._read_back = True
+
+    @contextmanager
+    def dumping(self) -> Iterator[None]:
+        """Around hooks of a save that saves nothing for the user."""
+        self.is_dumping = True
+        try:
+            yield
+        finally:
+            self.is_dumping = False
 
     def save(self, reason: str, final: bool = False) -> Path | None:
         """Publishes the state of all ranks at this boundary. A collective.
@@ -395,9 +404,10 @@ class Saver:
         """Whether the ranks hold the same as far as they should; the same on all."""
         divergence = Divergence.between(self._step, state.digests)
         if self._fit.rank == 0:
-            self._fit.replicas_agreed |= divergence is None and "" not in state.digests
             if divergence is not None:
                 self._fit.diverged(divergence)
+            elif "" not in state.digests:
+                self._fit.note_replicas_agreed()
         return divergence is None
 
     def at_end_of_epoch(self) -> None:
@@ -490,11 +500,8 @@ class Saver:
         self, dump: Callable[[Trainer], dict[str, Any]], ranks: dict[str, Any], final: bool
     ) -> dict[str, Any]:
         before = self._exact.before_evaluation
-        self.is_dumping = True
-        try:
+        with self.dumping():
             checkpoint = dump(self._fit.trainer)
-        finally:
-            self.is_dumping = False
         if before is not None:
             checkpoint["loops"]["fit_loop"].update(before["progress"])
         state = {

@@ -269,7 +269,7 @@ class FitSession:
     def _evaluation_end(self) -> None:
         if self._is_training:
             self._boundary_in_evaluation(agreement.end_of_evaluation(self.fit.steps_counted))
-            self.exact.before_evaluation = None
+            self.exact.evaluation_ends()
             if not self.fit.trainer.sanity_checking:
                 self.fit.enter("out_of_section")
 

@@ -35,13 +35,13 @@ from pathlib import Path
 from types import FrameType
 
 from lightning_resilience._formatting import node_range
+from lightning_resilience._output import introduce, log_line
 from lightning_resilience.launch.allocations import (
     current_job_chain,
     nodes_to_exclude,
     why_it_must_end,
 )
 from lightning_resilience.launch.cli import launch_settings
-from lightning_resilience.launch.output import introduce, log_line
 from lightning_resilience.launch.schedulers import current_scheduler
 from lightning_resilience.launch.schedulers.base import (
     PORTS,

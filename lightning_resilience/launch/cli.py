@@ -14,11 +14,11 @@ from pathlib import Path
 
 from lightning_resilience import __version__
 from lightning_resilience._files import make_directory
+from lightning_resilience._output import introduce, log_line
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.launch import naming
 from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, other_command
 from lightning_resilience.launch.lookup import why_not_found
-from lightning_resilience.launch.output import introduce, log_line
 from lightning_resilience.launch.report import report
 from lightning_resilience.launch.schedulers import KINDS, current_scheduler
 from lightning_resilience.launch.schedulers.base import AFTER_GRACE_S, PREEMPT_TIME_S, Scheduler

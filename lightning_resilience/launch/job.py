@@ -16,17 +16,8 @@ from types import FrameType
 
 from lightning_resilience import _nvrx, signals
 from lightning_resilience._files import Patience
+from lightning_resilience._output import Relay, log_line
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
-from lightning_resilience.fit.settings import (
-    CONTINUE_VARIABLE,
-    Change,
-    changes,
-    digests_of_files,
-    identity_of_command,
-    is_another_run,
-    say_changes,
-    settings_of_command,
-)
 from lightning_resilience.launch import budget
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.naming import last_launch
@@ -37,7 +28,6 @@ from lightning_resilience.launch.nodes import (
     FirstNodeMissing,
     is_this_host,
 )
-from lightning_resilience.launch.output import Relay, log_line
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
 from lightning_resilience.launch.record import InUse, LaunchRecord, Spares, TakenOver, records
 from lightning_resilience.launch.schedulers import current_scheduler
@@ -80,6 +70,16 @@ from lightning_resilience.run.run_directory import (
     RUN_DIR_VARIABLE,
     Outcome,
     RunDirectory,
+)
+from lightning_resilience.run.settings import (
+    CONTINUE_VARIABLE,
+    Change,
+    changes,
+    digests_of_files,
+    identity_of_command,
+    is_another_run,
+    say_changes,
+    settings_of_command,
 )
 from lightning_resilience.run.wandb_runs import RUN_ID_VARIABLE, wandb_run_id
 

@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_resilience._files import load_json, sync_directory, write_json
-from lightning_resilience.fit.settings import has_arguments, identity_of_command
 from lightning_resilience.run.events import LaunchStart
 from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import RunDirectory
+from lightning_resilience.run.settings import has_arguments, identity_of_command
 
 FOLDER = "runs"
 """Where the run directories are that nobody has named."""

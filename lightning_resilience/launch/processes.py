@@ -17,8 +17,8 @@ from contextlib import suppress
 
 import psutil
 
+from lightning_resilience._output import log_line
 from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE
-from lightning_resilience.launch.output import log_line
 from lightning_resilience.run.deadlines import LEFTOVERS_PATIENCE_S
 
 LAUNCH_ID_VARIABLE = "LIGHTNING_RESILIENCE_LAUNCH_ID"

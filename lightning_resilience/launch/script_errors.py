@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience._formatting import timestamp
-from lightning_resilience.launch.output import log_line
+from lightning_resilience._output import log_line
 from lightning_resilience.run.failures import normalised
 from lightning_resilience.run.ledger import node_name
 

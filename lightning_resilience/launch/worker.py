@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience import signals
+from lightning_resilience._output import log_line, write_line
 from lightning_resilience.detect.hangs.rank_probe import Witness, node_directory
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.detect.hangs.watchdog import start_soon
 from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.launch.nodes import Board
-from lightning_resilience.launch.output import log_line, write_line
 from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.record import FIRST, newest
 from lightning_resilience.launch.script_errors import describe, show

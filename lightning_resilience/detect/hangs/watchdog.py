@@ -35,6 +35,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from lightning_resilience import _output
 from lightning_resilience._files import load_json, publish, read_json, write_json
 from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE, describe_process, is_running, pid_namespace
 from lightning_resilience.detect.hangs.deaths import Death, Deathbed, MemoryShortage, is_ending, is_stopped
@@ -47,7 +48,6 @@ from lightning_resilience.detect.hangs.rank_probe import (
     remove_abandoned,
 )
 from lightning_resilience.detect.hangs.verdict import Verdict, diagnose
-from lightning_resilience.launch import output
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.events import Fault, Killed
 from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
@@ -798,7 +798,7 @@ class _Speaker:
 
     def say(self, line: str) -> None:
         """One readable line."""
-        self._lines.put(f"{output.signed(line)}\n")
+        self._lines.put(f"{_output.signed(line)}\n")
 
     def stop(self) -> None:
         """Waits a moment until all is written."""
@@ -893,7 +893,7 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)  # it watches for as long as the ranks take to stop
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        output.introduce("watchdog" if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else f"watchdog {node_name()}")
+        _output.introduce("watchdog" if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else f"watchdog {node_name()}")
     watchdog = Watchdog(Path(sys.argv[1]))
     try:
         watchdog.register()

@@ -315,7 +315,7 @@ class Relay:
         readers = [reader for reader, _, _ in pairs.values()]
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-c", "from lightning_resilience.launch import output; output.main()"),
+                *(sys.executable, "-c", "from lightning_resilience import _output; _output.main()"),
                 *(os.fspath(path), *(f"{reader}:{target}" for reader, _, target in pairs.values())),
             ],
             stdin=subprocess.DEVNULL,
