@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +45,12 @@ class ResilienceCallback(Callback):
     def __init__(self) -> None:
         super().__init__()
         adopt_namespaces()
-        self._leave_out(hook for hook in _EVERY_BATCH if getattr(type(self), hook).__qualname__ == f"Callback.{hook}")
+        self._skip_hooks(hook for hook in _EVERY_BATCH if getattr(type(self), hook).__qualname__ == f"Callback.{hook}")
 
     def _before_setup(self, trainer: Trainer) -> None:
         """Called before anything is set up, on the first of our callbacks in a Trainer: see :class:`_SetupHook`."""
 
-    def _leave_out(self, hooks: Iterable[str]) -> None:
+    def _skip_hooks(self, hooks: Iterable[str]) -> None:
         """Says that these hooks do nothing.
 
         Lightning enters a profiler's context for each hook of each callback, also for an empty one, which makes ten
@@ -94,14 +94,24 @@ class _SetupHook:
 adopt_namespaces()
 
 
-def callbacks_named(trainer: Trainer, names: Collection[str]) -> list[Any]:
-    """The callbacks of ``trainer`` whose class, or a base of it, has one of ``names``: without importing that."""
-    return [each for each in callbacks(trainer) if any(cls.__name__ in names for cls in type(each).__mro__)]
+def is_named(owner: object, *names: str) -> bool:
+    """Whether the class of ``owner``, or a base of it, has one of ``names``: without importing that, of any package."""
+    return any(cls.__name__ in names for cls in type(owner).__mro__)
+
+
+def callbacks_named(trainer: Trainer, *names: str) -> list[Any]:
+    """The callbacks of ``trainer`` that are :func:`is_named` so."""
+    return [each for each in callbacks(trainer) if is_named(each, *names)]
 
 
 def has_pytorch_profiler(trainer: Trainer) -> bool:
     """Whether ``trainer`` profiles with PyTorch's profiler; of either package."""
-    return any(cls.__name__ == "PyTorchProfiler" for cls in type(getattr(trainer, "profiler", None)).__mro__)
+    return is_named(getattr(trainer, "profiler", None), "PyTorchProfiler")
+
+
+def module_of(owner: object, name: str) -> Any:
+    """The module that defines the class of ``owner``, or the base of it, that is called ``name``; else ``None``."""
+    return next((sys.modules[cls.__module__] for cls in type(owner).__mro__ if cls.__name__ == name), None)
 
 
 def callbacks(trainer: Trainer) -> list[Any]:
@@ -127,7 +137,7 @@ def found_by_searches(trainer: Trainer) -> dict[str, Any]:
     return found
 
 
-def leave_out_searches(trainer: Trainer, patches: Patches, found: dict[str, Any]) -> None:
+def skip_searches(trainer: Trainer, patches: Patches, found: dict[str, Any]) -> None:
     """Has the finders of a fit that is resumed set what they have found at its beginning, and search no more.
 
     A search would begin with the weights of now, and cost its time at every start. The learning rates of the optimizers
@@ -144,7 +154,7 @@ def leave_out_searches(trainer: Trainer, patches: Patches, found: dict[str, Any]
 def _searches(trainer: Trainer) -> Iterator[tuple[Any, Any, str]]:
     """The finders, Lightning's module that reads what they set, and its name in the module or its hyper-parameters."""
     names = ("LearningRateFinder", "BatchSizeFinder")
-    for finder in callbacks_named(trainer, names):
+    for finder in callbacks_named(trainer, *names):
         home = next(cls.__module__ for cls in type(finder).__mro__ if cls.__name__ in names)
         parsing = sys.modules[home.rpartition(".callbacks.")[0] + ".utilities.parsing"]
         if hasattr(finder, "optimal_batch_size"):
@@ -160,13 +170,13 @@ def _searches(trainer: Trainer) -> Iterator[tuple[Any, Any, str]]:
 
 def exception_checkpoints(trainer: Trainer) -> list[str]:
     """The files of every ``OnExceptionCheckpoint``: where one is, Lightning resumes from it without being asked."""
-    return [str(each.ckpt_path) for each in callbacks_named(trainer, ("OnExceptionCheckpoint",))]
+    return [str(each.ckpt_path) for each in callbacks_named(trainer, "OnExceptionCheckpoint")]
 
 
 _MARKS = ("current_score", "_defer_save_until_validation", "_last_checkpoint_saved", "_last_global_step_saved")
 
 
-def checkpoint_marks(trainer: Trainer) -> dict[str, dict[str, Any]]:
+def model_checkpoint_state(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """What ``ModelCheckpoint`` remembers of its last save and does not save itself.
 
     By these it decides whether a step was saved already, is to be saved after the validation that is due, and whether
@@ -174,20 +184,20 @@ def checkpoint_marks(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """
     return {
         callback.state_key: {name: getattr(callback, name) for name in _MARKS if hasattr(callback, name)}
-        for callback in callbacks_named(trainer, ("ModelCheckpoint",))
+        for callback in callbacks_named(trainer, "ModelCheckpoint")
     }
 
 
-def set_checkpoint_marks(trainer: Trainer, marks: dict[str, dict[str, Any]]) -> None:
-    """Restores :func:`checkpoint_marks`."""
-    for callback in callbacks_named(trainer, ("ModelCheckpoint",)):
+def set_model_checkpoint_state(trainer: Trainer, marks: dict[str, dict[str, Any]]) -> None:
+    """Restores :func:`model_checkpoint_state`."""
+    for callback in callbacks_named(trainer, "ModelCheckpoint"):
         for name, value in marks.get(callback.state_key, {}).items():
             setattr(callback, name, value)
 
 
 def last_saves(trainer: Trainer) -> list[tuple[Any, int]]:
     """Every ``ModelCheckpoint``, and the ``trainer.global_step`` of its last save."""
-    return [(each, each._last_global_step_saved) for each in callbacks_named(trainer, ("ModelCheckpoint",))]
+    return [(each, each._last_global_step_saved) for each in callbacks_named(trainer, "ModelCheckpoint")]
 
 
 def overwrite(callback: Any, patches: Patches, files: set[str]) -> None:
@@ -204,12 +214,12 @@ def overwrite(callback: Any, patches: Patches, files: set[str]) -> None:
     patches.set(callback, "file_exists", file_exists)
 
 
-def hold_weight_averaging(trainer: Trainer) -> None:
+def skip_weight_averaging(trainer: Trainer) -> None:
     """Has Lightning's ``WeightAveraging`` take the step that was just counted for one that it has seen.
 
     It averages after every step that is counted, also where the weights are what they were.
     """
-    for callback in callbacks_named(trainer, ("WeightAveraging",)):
+    for callback in callbacks_named(trainer, "WeightAveraging"):
         callback._latest_update_step = trainer.global_step
 
 
@@ -220,7 +230,7 @@ def resume_weight_averaging(trainer: Trainer, module: LightningModule) -> None:
     of one: the rest of the epoch would do without, and the next save would hold none. The learning rates that a new
     scheduler sets are in the checkpoint already.
     """
-    for callback in callbacks_named(trainer, ("StochasticWeightAveraging",)):
+    for callback in callbacks_named(trainer, "StochasticWeightAveraging"):
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         before, patches = [dict(group) for group in groups], Patches()
         patches.set(callback, "update_parameters", lambda *args: None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_resilience._lightning import lightning_strategies
-from lightning_resilience._lightning.lightning_callbacks import callbacks, callbacks_named
+from lightning_resilience._lightning.lightning_callbacks import callbacks, callbacks_named, module_of
 from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.checkpoint import sharded
 
@@ -48,10 +47,9 @@ def load_own_whole_checkpoint(trainer: Trainer, path: str) -> dict[str, Any]:
     ``FSDPStrategy`` reads a file with an unpickler of its own, that takes any class.
     """
     patches = Patches()
-    for cls in type(trainer.strategy).__mro__:
-        if cls.__name__ == "FSDPStrategy":
-            safe = functools.partial(torch.load, map_location="cpu", mmap=True, weights_only=True)
-            patches.set(sys.modules[cls.__module__], "_lazy_load", safe)
+    if (module := module_of(trainer.strategy, "FSDPStrategy")) is not None:
+        safe = functools.partial(torch.load, map_location="cpu", mmap=True, weights_only=True)
+        patches.set(module, "_lazy_load", safe)
     try:
         return load_checkpoint(trainer, path, weights_only=True)
     finally:
@@ -101,10 +99,10 @@ def restore_checkpoint(trainer: Trainer, path: str | None, checkpoint: dict[str,
     connector.restore_model()
     connector.restore_datamodule()
     # Lightning's SpikeDetection looks for its metric by a name that it has not: every resume would fail.
-    spikes = [each for each in callbacks_named(trainer, ("SpikeDetection",)) if not hasattr(each, "running")]
+    spikes = [each for each in callbacks_named(trainer, "SpikeDetection") if not hasattr(each, "running")]
     for each in spikes:
         each.running = each.running_mean
-    patiences = [(callback, callback.patience) for callback in callbacks_named(trainer, ("EarlyStopping",))]
+    patiences = [(callback, callback.patience) for callback in callbacks_named(trainer, "EarlyStopping")]
     connector.restore_callbacks()
     for callback, patience in patiences:  # that of the checkpoint, and the script may have more by now
         callback.patience = max(patience, callback.patience)
@@ -211,11 +209,11 @@ def load_own_checkpoint(trainer: Trainer, patches: Patches) -> None:
     """Has the strategy load what :func:`dump_own_checkpoint` has made, where it would load something else."""
     strategy: Any = trainer.strategy
     module = trainer.lightning_module
-    load_plain_optimizers = strategy.load_optimizer_state_dict
+    load_optimizer_states, traits = strategy.load_optimizer_state_dict, lightning_strategies.traits_of(strategy)
 
     def load_sharded(checkpoint: Any, strict: bool = True) -> None:
         saved = checkpoint["state_dict"]
-        if lightning_strategies.traits_of(strategy).gathers_state_dict:
+        if traits.gathers_state_dict:
             with torch.no_grad():
                 for name, tensor in _named_tensors(module):
                     tensor.detach().copy_(saved[name])
@@ -229,7 +227,7 @@ def load_own_checkpoint(trainer: Trainer, patches: Patches) -> None:
 
     def load_optimizers(checkpoint: Any) -> None:
         if not lightning_strategies.shards_state(trainer):
-            load_plain_optimizers(checkpoint)
+            load_optimizer_states(checkpoint)
             return
         for optimizer, state in zip(trainer.optimizers, checkpoint["optimizer_states"], strict=True):
             if lightning_strategies.is_zero(optimizer):
@@ -240,7 +238,7 @@ def load_own_checkpoint(trainer: Trainer, patches: Patches) -> None:
             else:
                 optimizer.load_state_dict(sharded.optimizer_state_from_local(optimizer, state))
 
-    if lightning_strategies.traits_of(strategy).all_ranks_write:
+    if traits.all_ranks_write:
         patches.set(strategy, "load_model_state_dict", load_sharded)
     else:
         patches.set(strategy, "load_optimizer_state_dict", load_optimizers)
@@ -265,7 +263,7 @@ def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
     out.
     """
     patches = Patches()
-    for callback in callbacks_named(trainer, ("ModelPruning",)):
+    for callback in callbacks_named(trainer, "ModelPruning"):
         # It multiplies the weights by their masks and leaves those out: the file is then for others.
         patches.set(callback, "_make_pruning_permanent", False)
     try:
@@ -285,7 +283,7 @@ def _leave_out_functions_of_averaging(trainer: Trainer, checkpoint: dict[str, An
     It can only be pickled, and what belongs to a function goes with it: all that ``StochasticWeightAveraging`` keeps.
     """
     states = list(checkpoint.get("lr_schedulers", ()))
-    for callback in callbacks_named(trainer, ("StochasticWeightAveraging",)):
+    for callback in callbacks_named(trainer, "StochasticWeightAveraging"):
         states.append(checkpoint.get("callbacks", {}).get(callback.state_key, {}).get("scheduler_state"))
     for state in states:
         if isinstance(state, dict) and isinstance(state.get("anneal_func"), FunctionType):

@@ -30,16 +30,15 @@ def on_train_data(
             draw random numbers after it.
     """
     fit_loop = trainer.fit_loop
-    load_states, on_run_start = fit_loop._load_combined_loader_states, fit_loop.epoch_loop.on_run_start
+    load_states = fit_loop._load_combined_loader_states
 
-    def wrapped_on_run_start(data_fetcher: Any) -> None:
+    def before_run() -> None:
         # the condition under which Lightning makes new iterators in there
         if trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting:
             again()
-        on_run_start(data_fetcher)
 
     patches.set(fit_loop, "_load_combined_loader_states", lambda: first(load_states))
-    patches.set(fit_loop.epoch_loop, "on_run_start", wrapped_on_run_start)
+    patches.wrap(fit_loop.epoch_loop, "on_run_start", before=before_run)
 
 
 def train_loaders(trainer: Trainer) -> list[Any]:
@@ -119,7 +118,7 @@ def replay_fetch(trainer: Trainer) -> Callable[[], Any]:
     return lambda: next(fetcher)
 
 
-def skip_batches(trainer: Trainer, batches: int) -> bool:
+def fast_forward(trainer: Trainer, batches: int) -> bool:
     """Moves the only training data loader on by ``batches`` without reading data. Returns whether that is possible.
 
     Both iterators, the combined one of Lightning and the one of torch, count what they have yielded.

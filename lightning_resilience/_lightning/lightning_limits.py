@@ -12,15 +12,13 @@ if TYPE_CHECKING:
 
 def _timers(trainer: Trainer) -> list[Any]:
     """Lightning's own: a script's may be called so, too."""
-    return [each for each in callbacks_named(trainer, ("Timer",)) if hasattr(each, "_duration")]
+    return [each for each in callbacks_named(trainer, "Timer") if hasattr(each, "_duration")]
 
 
 def limits(trainer: Trainer) -> dict[str, float | None]:
     """What may end the fit, by names that stay the same; ``None`` or a negative number is no limit."""
     times = [timer._duration for timer in _timers(trainer) if timer._duration is not None]
-    patiences = {
-        f"patience of {each.state_key}": each.patience for each in callbacks_named(trainer, ("EarlyStopping",))
-    }
+    patiences = {f"patience of {each.state_key}": each.patience for each in callbacks_named(trainer, "EarlyStopping")}
     counts = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps}
     return {**counts, "max_time": min(times, default=None), **patiences}
 
@@ -31,7 +29,7 @@ def limit_reached(trainer: Trainer) -> str | None:
         return "max_steps"
     if trainer.max_epochs not in (None, -1) and trainer.current_epoch >= trainer.max_epochs:
         return "max_epochs"
-    for callback in callbacks_named(trainer, ("EarlyStopping",)):
+    for callback in callbacks_named(trainer, "EarlyStopping"):
         if callback.wait_count >= callback.patience:
             return f"patience of {callback.state_key}"
     for timer in _timers(trainer):
@@ -42,12 +40,12 @@ def limit_reached(trainer: Trainer) -> str | None:
 
 def changes_weights_at_the_end(trainer: Trainer) -> bool:
     """Whether a callback of Lightning's changes the weights when the training has ended."""
-    return bool(callbacks_named(trainer, ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")))
+    return bool(callbacks_named(trainer, "WeightAveraging", "StochasticWeightAveraging", "ModelPruning"))
 
 
 def can_be_ended_again(trainer: Trainer) -> bool:
     """Whether a state from before ``on_train_end`` has all that these hooks need."""
-    return not callbacks_named(trainer, ("StochasticWeightAveraging",))  # attributes of its last epoch are not saved
+    return not callbacks_named(trainer, "StochasticWeightAveraging")  # attributes of its last epoch are not saved
 
 
 def acts_at_the_end(trainer: Trainer) -> bool:
@@ -65,7 +63,7 @@ def _acts_at_the_end(owner: Any) -> bool:
     return kind not in ("Callback", "ModelHooks", "Strategy", "TQDMProgressBar", "Timer")
 
 
-def clocks(trainer: Trainer) -> list[str]:
+def timer_keys(trainer: Trainer) -> list[str]:
     """The keys in ``callbacks`` of a checkpoint under which there is only how late it is."""
     return [timer.state_key for timer in _timers(trainer)]
 

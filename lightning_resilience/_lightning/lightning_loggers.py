@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning_resilience._lightning.lightning_callbacks import is_named, module_of
 from lightning_resilience._lightning.lightning_patches import Patches
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ def wandb_logger(**settings: Any) -> Any:
 
 def file_loggers(trainer: Trainer) -> list[Any]:
     """The loggers of ``trainer`` that write each version of an experiment to a folder of its own."""
-    kinds = ("TensorBoardLogger", "CSVLogger")
-    return [each for each in trainer.loggers if any(cls.__name__ in kinds for cls in type(each).__mro__)]
+    return [each for each in trainer.loggers if is_named(each, "TensorBoardLogger", "CSVLogger")]
 
 
 def set_logger_folder(logger: Any, save_dir: str, version: int | str | None) -> None:
@@ -47,7 +47,7 @@ def set_logger_folder(logger: Any, save_dir: str, version: int | str | None) -> 
 
 def append_to_csv(logger: Any) -> None:
     """Has a ``CSVLogger`` open its files without deleting what an earlier attempt has logged there."""
-    module = next((sys.modules[cls.__module__] for cls in type(logger).__mro__ if cls.__name__ == "CSVLogger"), None)
+    module = module_of(logger, "CSVLogger")
     if module is None or logger._experiment is not None:
         return
     patches = Patches()
@@ -80,5 +80,5 @@ def event_file(writer: Any) -> Any:
 
 def unopened_csv(logger: Any) -> str | None:
     """The file that a ``CSVLogger`` would delete when it is first used, which it has not been yet."""
-    is_csv = any(cls.__name__ == "CSVLogger" for cls in type(logger).__mro__)
-    return os.path.join(logger.log_dir, "metrics.csv") if is_csv and logger._experiment is None else None
+    is_unopened = is_named(logger, "CSVLogger") and logger._experiment is None
+    return os.path.join(logger.log_dir, "metrics.csv") if is_unopened else None

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchmetrics import Metric
 
-from lightning_resilience._lightning.lightning_callbacks import callbacks_named
+from lightning_resilience._lightning.lightning_callbacks import callbacks_named, is_named
+from lightning_resilience._lightning.lightning_data import validation_loaders
 from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.checkpoint import pruning
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def spawns_processes(trainer: Trainer) -> bool:
     """Whether the strategy runs each fit in processes of its own that end with it (``ddp_spawn``, ``ddp_fork``)."""
-    return any(cls.__name__ == "_MultiProcessingLauncher" for cls in type(trainer.strategy.launcher).__mro__)
+    return is_named(trainer.strategy.launcher, "_MultiProcessingLauncher")
 
 
 def before_strategy_setup(trainer: Trainer, patches: Patches, action: Callable[[], None]) -> None:
@@ -26,14 +27,7 @@ def before_strategy_setup(trainer: Trainer, patches: Patches, action: Callable[[
 
     ``configure_model`` has been called, and no hook is between the two.
     """
-    strategy: Any = trainer.strategy
-    setup = strategy.setup
-
-    def wrapper(trainer: Trainer) -> None:
-        action()
-        setup(trainer)
-
-    patches.set(strategy, "setup", wrapper)
+    patches.wrap(trainer.strategy, "setup", before=action)
 
 
 def on_fit_loop(
@@ -46,29 +40,12 @@ def on_fit_loop(
 ) -> None:
     """Has functions called around every epoch, and before and after all ``on_train_end`` hooks.
 
-    ``end_of_epoch`` comes after the epoch's last batch and before any hook of its end.
-
-    The module's own ``on_train_end``, and those of callbacks after ours, may still change the weights.
+    ``end_of_epoch`` comes after the epoch's last batch and before any hook of its end. The module's own
+    ``on_train_end``, and those of callbacks after ours, may still change the weights.
     """
-    fit_loop = trainer.fit_loop
-    advance_start, advance_end, run_end = fit_loop.on_advance_start, fit_loop.on_advance_end, fit_loop.on_run_end
-
-    def wrapped_advance_start() -> None:
-        before_epoch()
-        advance_start()
-
-    def wrapped_advance_end() -> None:
-        end_of_epoch()
-        advance_end()
-
-    def wrapped_run_end() -> None:
-        before_end()
-        run_end()
-        after()
-
-    patches.set(fit_loop, "on_advance_start", wrapped_advance_start)
-    patches.set(fit_loop, "on_advance_end", wrapped_advance_end)
-    patches.set(fit_loop, "on_run_end", wrapped_run_end)
+    patches.wrap(trainer.fit_loop, "on_advance_start", before=before_epoch)
+    patches.wrap(trainer.fit_loop, "on_advance_end", before=end_of_epoch)
+    patches.wrap(trainer.fit_loop, "on_run_end", before=before_end, after=after)
 
 
 def on_fit_run(trainer: Trainer, patches: Patches, run: Callable[[Callable[[], None]], None]) -> None:
@@ -78,7 +55,7 @@ def on_fit_run(trainer: Trainer, patches: Patches, run: Callable[[Callable[[], N
     patches.set(fit_loop, "run", lambda: run(loop))
 
 
-def end_again(trainer: Trainer) -> None:
+def rerun_end_of_fit(trainer: Trainer) -> None:
     """Runs the fit's outermost loop where its training has ended: only what comes around it is left, which it skips."""
     fit_loop = trainer.fit_loop
     fit_loop.setup_data()
@@ -88,10 +65,10 @@ def end_again(trainer: Trainer) -> None:
     fit_loop.on_run_end()
 
 
-def begin_anew(trainer: Trainer, module: LightningModule) -> None:
-    """Leaves of a fit that was interrupted between two batches only what a new process would have before it restores.
+def reset_loops(trainer: Trainer, module: LightningModule) -> None:
+    """Resets the loops of an interrupted fit to what a new process has before it restores a checkpoint.
 
-    The loaders are made anew when the loop is run again, and their workers with them.
+    The data loaders are made anew when the loop runs again, and their workers with them.
     """
     fit_loop = trainer.fit_loop
     epoch_loop, val_loop = fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop
@@ -120,11 +97,11 @@ def begin_anew(trainer: Trainer, module: LightningModule) -> None:
             callback._last_global_step_saved = 0
 
 
-def frame(trainer: Trainer) -> Any:
-    """What a new process makes and a checkpoint does not hold: which optimizers and schedulers there are.
+def optimizer_layout(trainer: Trainer) -> Any:
+    """Which optimizers and schedulers there are: a new process makes them, a checkpoint does not hold them.
 
-    Some callbacks change them during a fit: ``StochasticWeightAveraging``, ``BaseFinetuning``; and ``ModelPruning`` the
-    first values of the weights.
+    Some callbacks change them during a fit (``StochasticWeightAveraging``, ``BaseFinetuning``), and ``ModelPruning``
+    changes the first values of the weights. Compared by ``==``.
     """
     groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
     return groups, [id(config.scheduler) for config in trainer.lr_scheduler_configs], _trained_tickets(trainer)
@@ -132,20 +109,13 @@ def frame(trainer: Trainer) -> Any:
 
 def after_exception_hooks(trainer: Trainer, patches: Patches, action: Callable[[], None]) -> None:
     """Has ``action`` called when every callback has been told of an exception: one may still save then."""
-    strategy = trainer.strategy
-    on_exception = strategy.on_exception
-
-    def wrapper(exception: BaseException) -> None:
-        on_exception(exception)
-        action()
-
-    patches.set(strategy, "on_exception", wrapper)
+    patches.wrap(trainer.strategy, "on_exception", after=action)
 
 
-def drop_batch(trainer: Trainer) -> None:
-    """Fetches the next training batch and counts it as done, but does not train on it.
+def skip_batch(trainer: Trainer) -> None:
+    """Fetches the next training batch and counts it as done, without training on it.
 
-    To be followed by all that is due after a batch. The step counts of the fit do not change.
+    The caller does all that is due after a batch. The step counts of the fit do not change.
     """
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     assert fetcher is not None
@@ -197,28 +167,16 @@ def on_evaluation(
         end: After the last batch, before the reductions at the end. No hook is called there on all ranks alike.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
-    run, reset, step, run_end = loop.run, loop.reset, loop._evaluation_step, loop.on_run_end
-
-    def wrapped_run() -> Any:
-        start()
-        return run()
-
-    def wrapped_reset() -> None:
-        before_data(loop._combined_loader.flattened if loop._combined_loader is not None else [])
-        reset()
+    step = loop._evaluation_step
 
     def wrapped_step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         boundary(dataloader_idx, batch_idx)
         step(batch, batch_idx, dataloader_idx, dataloader_iter)
 
-    def wrapped_run_end() -> Any:
-        end()
-        return run_end()
-
-    patches.set(loop, "run", wrapped_run)
-    patches.set(loop, "reset", wrapped_reset)
+    patches.wrap(loop, "run", before=start)
+    patches.wrap(loop, "reset", before=lambda: before_data(validation_loaders(trainer)))
     patches.set(loop, "_evaluation_step", wrapped_step)
-    patches.set(loop, "on_run_end", wrapped_run_end)
+    patches.wrap(loop, "on_run_end", before=end)
 
 
 def on_other_trainers(
@@ -239,24 +197,17 @@ def on_other_trainers(
 
         return wrapped
 
-    for loop, name in (
-        (own, "advance"),
-        (own.val_loop, "_evaluation_step"),
-        (trainer.predict_loop, "_predict_step"),
-    ):
+    loops = ((own, "advance"), (own.val_loop, "_evaluation_step"), (trainer.predict_loop, "_predict_step"))
+    for loop, name in loops:
         patches.set(type(loop), name, counted(getattr(type(loop), name)))
-    connector = type(trainer._signal_connector)
-    put_back = connector.teardown
-
-    def wrapped_teardown(self: Any) -> None:
-        put_back(self)
-        signals_put_back()
-
-    patches.set(connector, "teardown", wrapped_teardown)
+    patches.wrap(type(trainer._signal_connector), "teardown", after=signals_put_back)
 
 
-def modes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """What hooks at the start of an epoch may have set; Lightning does not call them again in the middle of it."""
+def train_eval_modes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Train and eval modes and frozen parameters, which hooks at the start of an epoch may have set.
+
+    Lightning does not call these hooks again in the middle of an epoch.
+    """
     return {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
@@ -265,13 +216,13 @@ def modes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     }
 
 
-def set_modes(trainer: Trainer, module: LightningModule, state: dict[str, Any]) -> None:
-    """Restores :func:`modes`."""
+def set_train_eval_modes(trainer: Trainer, module: LightningModule, state: dict[str, Any]) -> None:
+    """Restores :func:`train_eval_modes`."""
     if "accumulate_grad_batches" in state:
         trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
     frozen, evaluating = set(state["frozen"]), set(state["evaluating"])
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad == (name in frozen):  # else nothing is asked of one that is not initialized yet
+        if parameter.requires_grad == (name in frozen):  # a lazy parameter takes no call that changes nothing
             parameter.requires_grad_(name not in frozen)
     for name, each in module.named_modules():
         each.training = name not in evaluating
@@ -286,7 +237,7 @@ def _lottery_tickets(trainer: Trainer) -> Iterator[tuple[torch.Tensor, torch.Ten
 
     Where both are on one device, the first time that it puts them back it makes them one tensor: they are trained.
     """
-    for callback in callbacks_named(trainer, ("ModelPruning",)):
+    for callback in callbacks_named(trainer, "ModelPruning"):
         for layer in (callback._original_layers or {}).values():
             for number, name in layer["names"]:
                 pruned, _ = callback._parameters_to_prune[number]

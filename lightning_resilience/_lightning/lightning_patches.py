@@ -36,6 +36,24 @@ class Patches:
         is_method = isinstance(value, FunctionType) and not isinstance(owner, type)
         setattr(owner, name, _Patch(owner, name, value) if is_method else value)
 
+    def wrap(
+        self,
+        owner: Any,
+        name: str,
+        before: Callable[[], object] = lambda: None,
+        after: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Has ``before`` called before every call of ``owner.name``, and ``after`` after every call that returns."""
+        call = getattr(owner, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            before()
+            result = call(*args, **kwargs)
+            after()
+            return result
+
+        self.set(owner, name, wrapper)
+
     def undo(self) -> None:
         """Restores everything, newest first."""
         while self._undo:

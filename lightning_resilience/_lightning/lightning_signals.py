@@ -29,16 +29,13 @@ def keep_signal_handlers(
         put_back: Called after Lightning has registered its handlers, right before the stages run.
     """
     connector = trainer._signal_connector
-    register = connector.register_signal_handlers
 
-    def wrapper() -> None:
-        take_over()
-        register()
+    def registered() -> None:
         for signum in signums:
             connector._original_handlers.pop(signum, None)
         put_back()
 
-    patches.set(connector, "register_signal_handlers", wrapper)
+    patches.wrap(connector, "register_signal_handlers", before=take_over, after=registered)
     # In DDP Lightning broadcasts "was there a SIGTERM" in every step, with a host sync.
     patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_resilience._lightning.lightning_callbacks import is_named
 from lightning_resilience._lightning.lightning_patches import Patches
 
 if TYPE_CHECKING:
@@ -17,16 +18,7 @@ def on_batch_done(trainer: Trainer, patches: Patches, done: Callable[[], None]) 
     """Has ``done`` called when a batch's forward, backward and optimizer steps are over, before any hook of its end."""
     loop = trainer.fit_loop.epoch_loop
     for optimization in (loop.automatic_optimization, loop.manual_optimization):
-        patches.set(optimization, "run", _followed_by(optimization.run, done))
-
-
-def _followed_by(run: Callable[..., Any], done: Callable[[], None]) -> Callable[..., Any]:
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        result = run(*args, **kwargs)
-        done()
-        return result
-
-    return wrapper
+        patches.wrap(optimization, "run", after=done)
 
 
 def on_sections_of_step(
@@ -45,15 +37,9 @@ def on_sections_of_step(
         begin: Called before its forward and backward pass and optimizer steps.
         end: Called behind them, before any hook of the batch's end.
     """
-    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
-    on_batch_start = connector.on_batch_start
-
-    def on_ready(*args: Any, **kwargs: Any) -> None:
-        if trainer.training:  # a validation in between has batches too
-            ready()
-        on_batch_start(*args, **kwargs)
-
-    patches.set(connector, "on_batch_start", on_ready)
+    loop = trainer.fit_loop.epoch_loop
+    # a validation in between has batches too
+    patches.wrap(trainer._logger_connector, "on_batch_start", before=lambda: ready() if trainer.training else None)
     for optimization in (loop.automatic_optimization, loop.manual_optimization):
         patches.set(optimization, "run", _between(optimization.run, begin, end))
 
@@ -103,7 +89,7 @@ def on_clipping_by_norm(
         return
 
     def clip(optimizer: Any, clip_val: Any) -> None:
-        if any(cls.__name__ == "LightningOptimizer" for cls in type(optimizer).__mro__):  # in manual optimization
+        if is_named(optimizer, "LightningOptimizer"):  # in manual optimization
             optimizer = optimizer.optimizer
         before(optimizer)
         parameters = list(plugin.main_params(optimizer))

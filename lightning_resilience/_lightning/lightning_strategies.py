@@ -135,7 +135,7 @@ def traits_of(strategy: Any) -> StrategyTraits:
     )
 
 
-def nobody_elses(trainer: Trainer, state: Any) -> Any:
+def clone_live_tensors(trainer: Trainer, state: Any) -> Any:
     """What FSDP1 has gathered, without a tensor that the training still writes.
 
     It copies to the host what is on a device; what is there already it may give as it is.
@@ -160,7 +160,7 @@ def live_tensors(trainer: Trainer) -> list[torch.Tensor]:
 
 def _averaged_tensors(trainer: Trainer) -> Iterator[torch.Tensor]:
     """What Lightning's callbacks average: written at the end of a batch or an epoch. It has no public name."""
-    for callback in callbacks_named(trainer, ("WeightAveraging", "StochasticWeightAveraging")):
+    for callback in callbacks_named(trainer, "WeightAveraging", "StochasticWeightAveraging"):
         if (average := getattr(callback, "_average_model", None)) is not None:
             yield from average.parameters()
             yield from average.buffers()

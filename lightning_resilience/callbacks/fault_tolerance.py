@@ -109,7 +109,7 @@ class FaultTolerance(SessionCallback):
         self.health_check_interval_steps = health_check_interval_steps
         self.run_dir = run_dir
         if self.simulated_fault_params is None:
-            self._leave_out(["on_before_backward"])
+            self._skip_hooks(["on_before_backward"])
 
     def _participate(self, session: FitSession) -> Participant:
         """Checks this rank's node and starts to watch."""

@@ -110,13 +110,13 @@ class ExactState:
             "reload_epochs": lightning_data.reload_epochs(self.fit.trainer),
             "searched": lightning_callbacks.found_by_searches(self.fit.trainer),
             "should_stop": self.fit.trainer.should_stop,
-            "marks": lightning_callbacks.checkpoint_marks(self.fit.trainer),
+            "marks": lightning_callbacks.model_checkpoint_state(self.fit.trainer),
             "limits": lightning_limits.limits(self.fit.trainer),
             "accumulates": self.accumulates,
             "batch_sizes": data_position.batch_sizes(lightning_data.train_loaders(self.fit.trainer)),
             "modes": before["modes"]
             if before is not None
-            else lightning_loops.modes(self.fit.trainer, self.fit.module),
+            else lightning_loops.train_eval_modes(self.fit.trainer, self.fit.module),
             "validated": data_position.persistent_workers_run(lightning_data.validation_loaders(self.fit.trainer)),
         }
 
@@ -217,7 +217,7 @@ class ExactState:
             batches = lightning_progress.epoch_loop_batches(self.fit.trainer)
             if mine is not None:
                 batches = int(mine["fetched"] * change)
-            if batches and lightning_data.skip_batches(self.fit.trainer, batches):
+            if batches and lightning_data.fast_forward(self.fit.trainer, batches):
                 lightning_progress.count_replayed(self.fit.trainer)
                 return
             if batches and self.fit.rank == 0:
@@ -297,7 +297,7 @@ class ExactState:
             "random": self.get_random_state(),
             "progress": lightning_progress.evaluation_progress(self.fit.trainer),
             "metrics": lightning_metrics.metric_states(self.fit.trainer, self.fit.module),
-            "modes": lightning_loops.modes(self.fit.trainer, self.fit.module),
+            "modes": lightning_loops.train_eval_modes(self.fit.trainer, self.fit.module),
         }
 
     def evaluation_ends(self) -> None:
@@ -316,7 +316,7 @@ class ExactState:
                 lightning_metrics.set_metric_states(self.fit.trainer, self.fit.module, mine["metrics"])
                 if mine.get("accumulates", self.accumulates) != self.accumulates:
                     del mine["modes"]["accumulate_grad_batches"]  # the script has another by now
-                lightning_loops.set_modes(self.fit.trainer, self.fit.module, mine["modes"])
+                lightning_loops.set_train_eval_modes(self.fit.trainer, self.fit.module, mine["modes"])
             self.set_random_state(mine["now"])
         return bool(resumed["due"] == "validation")
 
@@ -326,7 +326,7 @@ class ExactState:
         if (mine := self.resumed["mine"]) is not None:
             self.fit.trainer.should_stop = mine["should_stop"]
             lightning_metrics.set_latest_metrics(self.fit.trainer, mine["metrics"])
-            lightning_loops.set_modes(self.fit.trainer, self.fit.module, mine["modes"])
+            lightning_loops.set_train_eval_modes(self.fit.trainer, self.fit.module, mine["modes"])
         self.complete_resume()
 
     def put_back_finished(self) -> None:

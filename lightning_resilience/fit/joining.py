@@ -141,7 +141,7 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
     # is used for a second Trainer still holds those of the first.
     if callback is not min(alike, key=lambda other: other._injected):
         return None
-    if foreign := lightning_callbacks.callbacks_named(trainer, kind._same_as):
+    if foreign := lightning_callbacks.callbacks_named(trainer, *kind._same_as):
         theirs = f"{type(foreign[0]).__module__}.{type(foreign[0]).__name__}"
         reason = (
             f"{theirs} and {kind.__name__} do the same: two at once would act on each other. Take one of them out of "

@@ -249,7 +249,7 @@ class NumericsPolicy(Participant):
                 names,
                 trainer.strategy.root_device.type,
             )
-        if self._late and lightning_callbacks.callbacks_named(trainer, ("WeightAveraging",)):
+        if self._late and lightning_callbacks.callbacks_named(trainer, "WeightAveraging"):
             log.info("WeightAveraging averages the same weights once more in a step that NaNGuard skips on the device.")
 
     def _unable_to_skip(self) -> str:
@@ -314,7 +314,7 @@ class NumericsPolicy(Participant):
         ):  # there may be a step to come in the hook of the batch's end
             self._guard.settle()
         elif self._guard.end() and self._prevents:
-            lightning_callbacks.hold_weight_averaging(trainer)
+            lightning_callbacks.skip_weight_averaging(trainer)
 
     def at_end_of_epoch(self) -> None:
         """The hooks to come look at the metrics of the whole epoch."""

@@ -140,12 +140,12 @@ def _place(logger: Any) -> dict[str, Any]:
 
 
 def _checkpoints(trainer: Trainer) -> list[Any]:
-    return lightning_callbacks.callbacks_named(trainer, ("ModelCheckpoint",))
+    return lightning_callbacks.callbacks_named(trainer, "ModelCheckpoint")
 
 
 def _configs(trainer: Trainer) -> Iterator[tuple[Any, Path]]:
     """The callbacks by which a ``LightningCLI`` saves its configuration, and where."""
-    for callback in lightning_callbacks.callbacks_named(trainer, ("SaveConfigCallback",)):
+    for callback in lightning_callbacks.callbacks_named(trainer, "SaveConfigCallback"):
         if callback.save_to_log_dir and trainer.log_dir is not None:
             yield callback, Path(trainer.log_dir, callback.config_filename)
 

@@ -86,7 +86,7 @@ class Restorer:
             self._complete_what_was_left_out(checkpoint)
             self.exact.resumed = self.exact.understand(checkpoint, Path(str(path)))
             if self.exact.resumed is not None and (mine := self.exact.resumed["mine"]) is not None:
-                lightning_callbacks.leave_out_searches(self.fit.trainer, self.fit.patches, mine.get("searched", {}))
+                lightning_callbacks.skip_searches(self.fit.trainer, self.fit.patches, mine.get("searched", {}))
                 extra_state = self.exact.extra_state()
                 for name, value in mine.get("kept", {}).items():
                     if name in extra_state:
@@ -100,7 +100,7 @@ class Restorer:
             self._take_back(LOGS, self._logs_begun)
         lightning_checkpoints.restore_checkpoint(self.fit.trainer, None if path is None else str(path), checkpoint)
         if self.exact.resumed is not None and (mine := self.exact.resumed["mine"]) is not None:
-            lightning_callbacks.set_checkpoint_marks(self.fit.trainer, mine.get("marks", {}))
+            lightning_callbacks.set_model_checkpoint_state(self.fit.trainer, mine.get("marks", {}))
             if "marks" in mine:
                 outputs.overwrite_lost(self.fit.trainer, self.fit.patches, self.fit.metadata)
         self._checkpoint = checkpoint

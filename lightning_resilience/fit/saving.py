@@ -236,7 +236,7 @@ class Saver:
             whole = state.checkpoint.of
             apart = {name: whole[name] for name in ("state_dict", "optimizer_states") if gathers}
             structure, gathered, missing = pack(Entries(apart))
-            gathered = lightning_strategies.nobody_elses(self._fit.trainer, gathered)
+            gathered = lightning_strategies.clone_live_tensors(self._fit.trainer, gathered)
 
             def write(copied: Copy) -> None:
                 left_out = [*copied.left_out, *missing]
@@ -281,7 +281,7 @@ class Saver:
 
         part, gathered = shards.part(state.draft, state.plan), {}
         if lightning_strategies.traits_of(self._fit.trainer.strategy).gathers_state_dict:
-            part, gathered = {}, lightning_strategies.nobody_elses(self._fit.trainer, part)
+            part, gathered = {}, lightning_strategies.clone_live_tensors(self._fit.trainer, part)
         rest = state.checkpoint if self._fit.rank == 0 else None
         try:
             background.take({"part": part, "rest": rest}, live, write, miss)
@@ -612,7 +612,7 @@ class Saver:
         fit = self._fit
         try:
             checkpoint = self._checkpoint_with(lightning_checkpoints.dump_own_checkpoint, {}, final=True)
-            for name in lightning_limits.clocks(fit.trainer):
+            for name in lightning_limits.timer_keys(fit.trainer):
                 checkpoint.get("callbacks", {}).pop(name, None)
             structure, tensors, _ = pack([_entries(checkpoint), _own_entries(self._exact.own_state(True))])
             return f"{digest_of(tensors)} {hashlib.sha256(json.dumps(structure).encode()).hexdigest()}"

@@ -171,7 +171,7 @@ class FitSession:
         fit.patience = Patience(fit.advanced)
         self.selector.begin()
         if not fit.gone_back:  # before a resume has a callback of the user's change it
-            self._frame = lightning_loops.frame(fit.trainer)
+            self._optimizer_layout = lightning_loops.optimizer_layout(fit.trainer)
         self.exact.start(is_first=not fit.gone_back)
 
     def start_sanity_check(self) -> None:
@@ -225,7 +225,7 @@ class FitSession:
         self.exact.before_fetch()
         if any(skips_batch() for skips_batch in participants.implement(Participant.skips_batch)):
             before = self.exact.get_random_state()
-            lightning_loops.drop_batch(self.fit.trainer)
+            lightning_loops.skip_batch(self.fit.trainer)
             self.exact.set_random_state(before)  # as if it had never been there, as far as this process is concerned
             return False
         for before_batch in participants.implement(Participant.before_batch):
@@ -305,7 +305,7 @@ class FitSession:
     def _go_back(self) -> None:
         assert self._goes_back is not None
         (until, otherwise, only_global), self._goes_back = self._goes_back, None
-        if lightning_loops.frame(self.fit.trainer) != self._frame:
+        if lightning_loops.optimizer_layout(self.fit.trainer) != self._optimizer_layout:
             raise RuntimeError(
                 "The fit has to go back to an older state, but a callback has changed its optimizers, schedulers or "
                 "first weights meanwhile: only a restart makes them anew. Start it again; it resumes."
@@ -324,7 +324,7 @@ class FitSession:
         begun = self.exact.get_random_state()  # of which a new process makes its loaders
         while True:
             try:
-                return lightning_loops.end_again(self.fit.trainer) if self._ending.has_only_to_end() else loop()
+                return lightning_loops.rerun_end_of_fit(self.fit.trainer) if self._ending.has_only_to_end() else loop()
             except _GoBack as back:
                 choice = back.choice
             except (signals.Interrupted, StaleAttempt):
@@ -344,7 +344,7 @@ class FitSession:
         self._running = False
         fit.enter("setup")
         self.exact.loading.undo()
-        lightning_loops.begin_anew(fit.trainer, fit.module)
+        lightning_loops.reset_loops(fit.trainer, fit.module)
         self.exact.reset()
         self._step_before = None
         self._restorer.restore_from(choice)
