@@ -184,6 +184,13 @@ def main() -> None:
         "NaNGuard": lambda: [NaNGuard()],
         "StragglerDetection, no report due": lambda: [StragglerDetection()],
         "the same, in steps that are timed": lambda: [EveryStepWithSeveralRanks()],
+        "all but NaNGuard": lambda: [
+            FaultTolerance(),
+            Preemption(),
+            LocalCheckpoint(train_time_interval=3600),
+            StragglerDetection(),
+            AutoResume(),
+        ],
         "all together": lambda: [
             FaultTolerance(),
             Preemption(),

@@ -357,7 +357,7 @@ def test_memory_of_saves_is_registered_while_it_is_there(gpu: Any, patch: pytest
     saves.start(0)
     try:
         for step in range(1, 8):
-            planned = saves.at_boundary(step, True)
+            planned = saves.at_boundary(step, lambda: True)
             assert planned is not None
             saves.take(planned, step, net.state(), [net.weight], [])
             saves.fence()

@@ -1232,7 +1232,7 @@ class Rank:
     def step(self) -> None:
         """From one boundary to the next."""
         model = self.model
-        if (planned := self.saves.at_boundary(model.steps, True)) is not None:
+        if (planned := self.saves.at_boundary(model.steps, lambda: True)) is not None:
             live = model.live()
             self.saves.take(planned, model.steps, model.state(), live, live if self.commons else [])
         model.advance()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,7 +66,7 @@ class FindsBadSteps(Participant):
     def __init__(self) -> None:
         self.boundaries = 0
 
-    def at_boundary(self, may_save: bool) -> None:
+    def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
         self.boundaries += 1
 
     def pauses_saves(self) -> bool:
@@ -76,8 +77,8 @@ class Saves(Participant):
     def __init__(self) -> None:
         self.told: list[bool] = []
 
-    def at_boundary(self, may_save: bool) -> None:
-        self.told.append(may_save)
+    def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
+        self.told.append(may_save())
 
 
 class Joins(SessionCallback):

@@ -38,8 +38,14 @@ def on_sections_of_step(
         end: Called behind them, before any hook of the batch's end.
     """
     loop = trainer.fit_loop.epoch_loop
-    # a validation in between has batches too
-    patches.wrap(trainer._logger_connector, "on_batch_start", before=lambda: ready() if trainer.training else None)
+    stage: Any = trainer.state.stage
+    training = type(stage).TRAINING  # trainer.training compares their texts, which is six calls
+
+    def on_batch_start() -> None:
+        if trainer.state.stage is training:  # a validation in between has batches too
+            ready()
+
+    patches.wrap(trainer._logger_connector, "on_batch_start", before=on_batch_start)
     for optimization in (loop.automatic_optimization, loop.manual_optimization):
         patches.set(optimization, "run", _between(optimization.run, begin, end))
 

@@ -204,12 +204,12 @@ class LocalSaves:
         self._snapshots.look_at_all()
         self._schedule.begin()
 
-    def at_boundary(self, step: int, clean: bool) -> PlannedSave | None:
+    def at_boundary(self, step: int, may_save: Callable[[], bool]) -> PlannedSave | None:
         """Called at every boundary; returns the round for which the state has to be handed over to :meth:`take` now."""
         if self.trouble is not None:
             raise self.trouble
         if self._coordinator is None:
-            if not clean or not self._schedule.is_due(step, self._last):
+            if not self._schedule.is_due(step, self._last) or not may_save():
                 return None
             if self._busy:
                 if step != self._skipped_at and self._schedule.every_n_train_steps is not None:
@@ -226,7 +226,7 @@ class LocalSaves:
                 self._refused = False
                 self._changed.notify_all()
             planned = self._planned
-            if planned is None or not clean or step < planned.step:
+            if planned is None or step < planned.step or not may_save():
                 return None
             self._at_boundary = self._stand_still()
             self._wait_for(

@@ -203,10 +203,10 @@ class HangWatch(Participant):
                 if isinstance(loader, DataLoader):
                     self.session.fit.patches.set(loader, "collate_fn", injector.collate(loader.collate_fn))
 
-    def at_boundary(self, may_save: bool) -> None:
+    def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
         """Injects the fault that is due, and pings the ranks."""
         if self._faults is not None:
-            self._faults.at_step(self.session.fit.trainer.global_step)
+            self._faults.at_step(step)
         if self._options.health_check_interval_steps and self.session.fit.trainer.world_size > 1:
             self._ping()
 

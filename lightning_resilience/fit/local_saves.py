@@ -235,11 +235,10 @@ class LocalSavePolicy(Participant):
         layout = {"kind": _kind(self.session.fit.trainer), "commons": commons, "course": self.session.selector.course}
         return {**self.owner, "layout": layout}
 
-    def at_boundary(self, may_save: bool) -> None:
+    def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
         """Copies the state if a save is due."""
         if self._saves is None:
             return
-        step = self.session.fit.trainer.global_step
         if (planned := self._saves.at_boundary(step, may_save)) is not None:
             try:
                 if any(looks_bad() for looks_bad in self.session.fit.participants.implement(Participant.looks_bad)):

@@ -27,7 +27,7 @@ End
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -82,11 +82,12 @@ class Participant:
     def after_batch(self, window_complete: bool) -> None:
         """A training boundary; ``window_complete``: no accumulated gradients wait for a step."""
 
-    def at_boundary(self, may_save: bool) -> None:
+    def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
         """After every ``after_batch``. Collectives are allowed where all ranks decide alike.
 
         Args:
-            may_save: The window is complete and saves are not paused, also not by who was called before.
+            step: ``trainer.global_step``.
+            may_save: Whether the window is complete and no participant pauses saves.
         """
 
     def skips_batch(self) -> bool:
@@ -163,6 +164,15 @@ class Participant:
         """Nothing of the fit is left."""
 
 
+class BoundaryCalls(NamedTuple):
+    """What a training boundary calls, by method of :class:`Participant`."""
+
+    after_batch: tuple[Callable[[bool], None], ...]
+    at_boundary: tuple[Callable[[int, Callable[[], bool]], None], ...]
+    skips_batch: tuple[Callable[[], bool], ...]
+    before_batch: tuple[Callable[[], None], ...]
+
+
 class Participants:
     """The participants of a fit, in the order of their callbacks."""
 
@@ -170,16 +180,17 @@ class Participants:
         self._all: list[Participant] = []
         self._withdrawn: list[Participant] = []
         self._calls: dict[str, tuple[Any, ...]] = {}
+        self._boundary: BoundaryCalls | None = None
 
     def add(self, participant: Participant) -> None:
         """Has it called from now on."""
         self._all.append(participant)
-        self._calls = {}
+        self._calls, self._boundary = {}, None
 
     def withdraw(self, participant: Participant) -> None:
         """Has only ``leave`` and ``left`` of it called from now on, and its extra state saved."""
         self._withdrawn.append(participant)
-        self._calls = {}
+        self._calls, self._boundary = {}, None
 
     def implement(self, method: Callable[Concatenate[Any, _P], _R]) -> tuple[Callable[_P, _R], ...]:
         """The participants' own implementations of a method of :class:`Participant`. For any thread."""
@@ -190,6 +201,17 @@ class Participants:
             found = tuple(getattr(each, name) for each in active if getattr(type(each), name) is not method)
             calls[name] = found
         return found
+
+    def at_training_boundary(self) -> BoundaryCalls:
+        """The implementations of the methods of a training boundary, found once. For the main thread."""
+        if (calls := self._boundary) is None:
+            calls = self._boundary = BoundaryCalls(
+                self.implement(Participant.after_batch),
+                self.implement(Participant.at_boundary),
+                self.implement(Participant.skips_batch),
+                self.implement(Participant.before_batch),
+            )
+        return calls
 
     def extra_state(self) -> dict[str, Stateful]:
         """That of all participants."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -63,21 +64,17 @@ class RegularSaves(Participant):
         """Saves at the next boundary: ``ModelCheckpoint`` saves now."""
         self.due = True
 
-    def at_boundary(self, may_save: bool) -> None:
+    def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
         """Saves what is due."""
         if time.monotonic() >= self._next and not self._asked:
             self._asked = True
             self.session.fit.agreement.request(_SAVE, {"reason": "interval"}, Needs.CLEAN | Needs.TRAINING)
-        if not may_save:
-            return
-        if self._held:
-            self.save(self._held)
-        elif self.due:
-            self.save("follows ModelCheckpoint")
-        elif (n := self._options.every_n_train_steps) is not None:
-            step = self.session.fit.trainer.global_step
-            if step // n > self._saved_step // n:  # also if nothing could be saved at the very step
-                self.save("every_n_train_steps")
+        reason = self._held or ("follows ModelCheckpoint" if self.due else "")
+        # Made up for if nothing could be saved at the very step.
+        if not reason and (n := self._options.every_n_train_steps) is not None and step // n > self._saved_step // n:
+            reason = "every_n_train_steps"
+        if reason and may_save():
+            self.save(reason)
 
     def on_event(self, event: Event) -> None:
         """Saves because the interval is over, or a snapshot was no good."""

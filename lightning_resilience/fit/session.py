@@ -94,6 +94,7 @@ class FitSession:
         self._step_before: int | None = None
         self._steps_are_seen = False
         self._warm = False
+        self._clean = False
         self._unwatched: rank_probe.Witness | None = None
         """What the launcher watches this rank by, where no participant does."""
         self._install()
@@ -197,47 +198,52 @@ class FitSession:
     @property
     def _is_training(self) -> bool:
         """Whether what the loops do is the training of this fit."""
-        return self._running and not self._is_search()
+        # The first half of _is_search is repeated here: a healthy step asks once.
+        return self._running and (vars(self.fit.trainer)["callbacks"] is self._own_callbacks or not self._is_search())
 
     def _training_boundary(self) -> bool:
         if not self._is_training:
             self.fit.advanced()  # a search
             return True
-        position = agreement.training(self.fit.steps_counted)
-        # The first batch is slow in its own way: compilers, caches, workers that start.
-        self.fit.stand_at("step" if self._warm else "setup", position)
+        fit = self.fit
+        step, position = fit.trainer.global_step, agreement.training(fit.steps_counted)
+        if fit.progress is not None:
+            # The first batch is slow in its own way: compilers, caches, workers that start.
+            fit.progress.at("step" if self._warm else "setup", step, position)
         if self.exact.resumed is not None and self.exact.complete_resume():
             return False
         self._warm = True
         self.exact.at_boundary()
-        clean = lightning_progress.accumulation_window_complete(self.fit.trainer) and self._is_behind_a_step()
-        events = self.fit.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING)
-        for event in events:
+        self._clean = clean = lightning_progress.accumulation_window_complete(fit.trainer) and (
+            fit.module.automatic_optimization or self._is_behind_a_step(step)
+        )
+        for event in fit.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING):
             self._act(event)
         if self._goes_back is not None:
             self._go_back()
-        participants = self.fit.participants
-        for after_batch in participants.implement(Participant.after_batch):
+        calls = fit.participants.at_training_boundary()
+        for after_batch in calls.after_batch:
             after_batch(clean)
-        for at_boundary in participants.implement(Participant.at_boundary):
-            at_boundary(clean and not self.fit.saves_paused)  # one that was about to save may have found bad steps
+        for at_boundary in calls.at_boundary:
+            at_boundary(step, self._may_save)
         self.saver.at_boundary()
         self.exact.before_fetch()
-        if any(skips_batch() for skips_batch in participants.implement(Participant.skips_batch)):
-            before = self.exact.get_random_state()
-            lightning_loops.skip_batch(self.fit.trainer)
-            self.exact.set_random_state(before)  # as if it had never been there, as far as this process is concerned
-            return False
-        for before_batch in participants.implement(Participant.before_batch):
+        for skips_batch in calls.skips_batch:
+            if skips_batch():
+                before = self.exact.get_random_state()
+                lightning_loops.skip_batch(fit.trainer)
+                self.exact.set_random_state(before)  # as if it had never been there, for this process
+                return False
+        for before_batch in calls.before_batch:
             before_batch()
         self.outcome.has_trained = True
         return True
 
-    def _is_behind_a_step(self) -> bool:
+    def _may_save(self) -> bool:
+        return self._clean and not self.fit.saves_paused
+
+    def _is_behind_a_step(self, step: int) -> bool:
         """Whether no gradients of the user's own accumulation wait: in manual optimization only a step says so."""
-        if self.fit.module.automatic_optimization:
-            return True
-        step = self.fit.trainer.global_step
         before, self._step_before = self._step_before, step
         self._steps_are_seen |= before not in (None, step)  # not those of optimizers without Lightning's wrapper
         return before != step or not self._steps_are_seen

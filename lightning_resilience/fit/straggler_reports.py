@@ -224,7 +224,7 @@ class StragglerReports(Participant):
             self._profiler.stop()
         self._time.enter(CALLBACKS)
 
-    def at_boundary(self, may_save: bool) -> None:
+    def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
         """Asks for a report when it is due; on rank 0 only, as ``_due`` is infinite elsewhere."""
         if time.monotonic() >= self._due and len(self._time) >= _LEAST_STEPS:
             self._due = math.inf  # until it is made

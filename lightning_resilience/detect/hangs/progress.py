@@ -110,8 +110,7 @@ class Progress:
         now = time.monotonic()
         if (elapsed := now - self._since) > self._longest_here:
             self._longest_here = elapsed
-        self._since = now
-        self._step, self._position = step, position
+        self._since, self._step, self._position = now, step, position
         self._write()
 
     def tick(self) -> None:
