@@ -47,7 +47,7 @@ FaultType = Literal[
 """What can be simulated, see :class:`SimulatedFault`."""
 
 _RANDOM_CHOICE: tuple[FaultType, ...] = ("rank_killed", "rank_hung")
-_STRIKES_AT_ONCE: frozenset[FaultType] = frozenset({"rank_killed", "rank_hung", "sigterm", "node_lost"})
+_INJECTED_AT_ONCE: frozenset[FaultType] = frozenset({"rank_killed", "rank_hung", "sigterm", "node_lost"})
 """By a signal, wherever the main thread is. The others happen in the main thread, between two steps or after."""
 
 _OTHER_SPELLINGS = {"base_delay": "base_delay_s", "rand_delay": "rand_delay_s", "rank_to_fail": "rank"}
@@ -300,7 +300,7 @@ class FaultInjector:
         if self.delay_s > 0:
             self._start_timer()
         else:
-            self._strike()
+            self._inject()
 
     def _start_timer(self) -> None:
         self._timer = threading.Timer(self.delay_s, self._delay_is_over)
@@ -308,13 +308,13 @@ class FaultInjector:
         self._timer.start()
 
     def _delay_is_over(self) -> None:
-        if self.fault_type in _STRIKES_AT_ONCE:
-            self._strike()
+        if self.fault_type in _INJECTED_AT_ONCE:
+            self._inject()
         else:
-            self._next = self._strike
+            self._next = self._inject
             self._busy_from = 0
 
-    def _strike(self) -> None:
+    def _inject(self) -> None:
         self._busy_from = math.inf
         self._is_armed = False
         if self.fault_type == "stuck_in_data_loader" and self._loader_is_stuck is None:
@@ -347,9 +347,9 @@ class FaultInjector:
             case "nan_loss":
                 self._spoils_loss = True
             case "slow_rank":
-                self._next = self._dawdle
+                self._next = self._slow_down
                 self._busy_from = 0
-                self._dawdle()
+                self._slow_down()
 
     def _wait_for_nobody(self) -> None:
         import torch
@@ -359,7 +359,7 @@ class FaultInjector:
         torch.distributed.recv(message, src=(self._rank + 1) % self._world_size)
         message.item()  # NCCL's recv returns when it is enqueued
 
-    def _dawdle(self) -> None:
+    def _slow_down(self) -> None:
         time.sleep(self._fault.slow_s)
 
 

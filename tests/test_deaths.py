@@ -17,7 +17,7 @@ import pytest
 
 from lightning_resilience._files import write_json
 from lightning_resilience.detect.hangs import deaths
-from lightning_resilience.detect.hangs.deaths import Death, Deathbed, MemoryShortage, is_ending
+from lightning_resilience.detect.hangs.deaths import Death, ExitWatcher, MemoryShortage, is_ending
 from lightning_resilience.detect.hangs.watchdog import Watchdog
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.interruptions import interruptions
@@ -63,19 +63,19 @@ def child() -> Iterator[Callable[[str], int]]:
 def test_how_a_process_ended_is_known_to_others_than_its_parent(
     child: Callable[[str], int], code: str, said: str
 ) -> None:
-    pid, deathbed = child(f"time.sleep(0.2); {code}"), Deathbed()
-    deathbed.add(pid)
+    pid, exits = child(f"time.sleep(0.2); {code}"), ExitWatcher()
+    exits.add(pid)
     assert not is_ending(pid)
     began = time.monotonic()
     while not is_ending(pid):
-        deathbed.wait(20)
+        exits.wait(20)
     assert time.monotonic() - began < 10, "its end has woken nobody"
-    assert str(Death(deathbed.status(pid))) == said
-    deathbed.wait(0.01)  # and it wakes nobody again
+    assert str(Death(exits.status(pid))) == said
+    exits.wait(0.01)  # and it wakes nobody again
 
 
 def test_a_process_that_nobody_can_tell_of_has_died() -> None:
-    assert Deathbed().status(2**22 + 1) is None
+    assert ExitWatcher().status(2**22 + 1) is None
     assert str(Death(None)) == "died"
     assert Death(None).is_from_outside
     assert str(Death(signal.SIGKILL, out_of_memory=True)) == "was killed by SIGKILL: the kernel was out of memory"
@@ -140,12 +140,12 @@ def little_memory() -> Iterator[Path]:
 
 
 def test_a_process_for_which_the_memory_did_not_suffice(child: Callable[[str], int], little_memory: Path) -> None:
-    pid, deathbed = child("time.sleep(0.5); kept = b'x' * 10**9"), Deathbed()
+    pid, exits = child("time.sleep(0.5); kept = b'x' * 10**9"), ExitWatcher()
     (little_memory / "cgroup.procs").write_text(str(pid))
     shortage = MemoryShortage(pid)
-    deathbed.add(pid)
-    deathbed.wait(20)
-    death = Death(deathbed.status(pid), shortage.is_recent())
+    exits.add(pid)
+    exits.wait(20)
+    death = Death(exits.status(pid), shortage.is_recent())
     assert str(death) == "was killed by SIGKILL: the kernel was out of memory"
     os.waitpid(pid, 0)
 

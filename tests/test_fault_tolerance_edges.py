@@ -33,7 +33,7 @@ from lightning_resilience._files import read_json
 from lightning_resilience._processes import is_running
 from lightning_resilience.detect.hangs import process_probe, rank_probe, watchdog
 from lightning_resilience.detect.hangs.progress import Progress, read_progress
-from lightning_resilience.detect.hangs.rank_probe import Witness, node_directory
+from lightning_resilience.detect.hangs.rank_probe import RankProbe, node_directory
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.fit.hang_watch import HangWatch
 from lightning_resilience.run import exit_codes
@@ -53,11 +53,11 @@ class Seen(L.Callback):
 
     def __init__(self) -> None:
         self.directories: set[Path | None] = set()
-        self.witness: Any = None
+        self.probe: Any = None
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self.witness = trainer.callbacks[0]._participant.witness
-        self.directories.add(self.witness.directory if self.witness is not None else None)
+        self.probe = trainer.callbacks[0]._participant.probe
+        self.directories.add(self.probe.directory if self.probe is not None else None)
 
 
 class KillsWatchdog(L.Callback):
@@ -65,7 +65,7 @@ class KillsWatchdog(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == 1:
-            record = read_json(trainer.callbacks[0]._participant.witness.directory / "watchdog.json")
+            record = read_json(trainer.callbacks[0]._participant.probe.directory / "watchdog.json")
             assert record is not None
             os.kill(record["pid"], signal.SIGKILL)
             while is_running(record):
@@ -210,7 +210,7 @@ def failing_witnesses(tmp: Path) -> None:
     rank_probe.write_json = no_space
     for rank in range(20):
         with pytest.raises(OSError, match="No space left"):
-            Witness(tmp, rank, {}, {})
+            RankProbe(tmp, rank, {}, {})
         assert process_probe.ask(tmp / f"rank-{rank:05d}", "ping") is None
         for signum in (rank_probe.STACKS_SIGNAL, rank_probe.EXIT_SIGNAL):
             assert not process_probe._handles(os.getpid(), signum)
@@ -393,7 +393,7 @@ class CleansUp(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == 1:
-            directory = trainer.callbacks[0]._participant.witness.directory
+            directory = trainer.callbacks[0]._participant.probe.directory
             self.watchdog = read_json(directory / "watchdog.json") or {}
             shutil.rmtree(directory)
 
@@ -424,7 +424,7 @@ class Forks(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step in (3, 5):
-            path = trainer.callbacks[0]._participant.witness.progress_path
+            path = trainer.callbacks[0]._participant.probe.progress_path
             before = read_progress(path)
             if (pid := os.fork()) == 0:
                 if trainer.global_step == 3:

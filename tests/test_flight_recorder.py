@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.detect.hangs.flight_recorder import collectives, merge, shorten
-from lightning_resilience.detect.hangs.rank_probe import Witness, node_directory
+from lightning_resilience.detect.hangs.rank_probe import RankProbe, node_directory
 from lightning_resilience.detect.hangs.verdict import Verdict, diagnose
 from lightning_resilience.run import exit_codes
 from tests.test_hangs_verdict import entry as gloo_entry
@@ -201,9 +201,9 @@ def rank_of(directory: Path, run_dir: Path, rank: int, world_size: int, scenario
     serve_nccl(dump)
     about = {"run_dir": str(run_dir), "fit": 0, "token": directory.name, "node": "here", "nodes": 1}
     about |= {"world_size": world_size, "elastic_run_id": None, "restart_count": 0}
-    witness = Witness(directory, rank, {"step": LIMIT_S}, about)
+    probe = RankProbe(directory, rank, {"step": LIMIT_S}, about)
     begin.wait(60)  # one that begins late is not overdue with the others
-    witness.progress.at("step", 57, (57, 1, 0, 0))
+    probe.progress.at("step", 57, (57, 1, 0, 0))
     if rank == 0:
         watchdog.start(directory)
     hang()

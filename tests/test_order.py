@@ -53,7 +53,7 @@ PLACES = {
     "fault: started": "HangWatch.start",
     "fault: inject": "FaultInjector.at_step",
     "fault: saved": "HangWatch.after_save",
-    "fault: failure": "Witness.fail",
+    "fault: failure": "RankProbe.fail",
     "fault: policy": "HangWatch._ask_policy",
     "fault: leave": "HangWatch.leave",
     "local: started": "LocalSavePolicy.start",

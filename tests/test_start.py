@@ -22,7 +22,7 @@ from lightning_resilience._files import read_json
 from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.detect.hangs.evidence import Frame, ProcessEvidence, RankEvidence, Thread
 from lightning_resilience.detect.hangs.progress import read_progress
-from lightning_resilience.detect.hangs.rank_probe import Witness, node_directory, of_worker
+from lightning_resilience.detect.hangs.rank_probe import RankProbe, node_directory, probe_of_worker
 from lightning_resilience.detect.hangs.verdict import diagnose
 from lightning_resilience.launch.view import ranks_now
 from lightning_resilience.run import exit_codes
@@ -40,7 +40,7 @@ def _rank(job: Job, rank: int, does: str) -> None:
     os.dup2(fd, 2)
     about = {"run_dir": str(job.run_dir), "fit": None, "token": job.token, "node": "node-0", "nodes": 1}
     about |= {"world_size": 2, "elastic_run_id": None, "restart_count": 0}
-    witness = Witness(job.directory(), rank, {"start": LIMIT_S, "setup": 60.0}, about, is_workers=True)
+    probe = RankProbe(job.directory(), rank, {"start": LIMIT_S, "setup": 60.0}, about, is_workers=True)
     if rank == 0:
         watchdog.start(job.directory())
     until = time.monotonic() + 4 * LIMIT_S
@@ -50,9 +50,9 @@ def _rank(job: Job, rank: int, does: str) -> None:
         while time.monotonic() < until:
             subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
     elif does == "fits":
-        witness.begin_fit({"start": LIMIT_S, "setup": 60.0}, {**about, "fit": 0, "token": "another"})
+        probe.begin_fit({"start": LIMIT_S, "setup": 60.0}, {**about, "fit": 0, "token": "another"})
         time.sleep(4 * LIMIT_S)
-        witness.end_fit()
+        probe.end_fit()
     elif does == "waits for ever":
         time.sleep(30)
     else:
@@ -139,20 +139,20 @@ def test_launch_survives_one(launcher: Launcher) -> None:
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Witness]:
+def worker(tmp_path: Path) -> Iterator[RankProbe]:
     """What a launched worker has when its script begins."""
     directory = node_directory(os.urandom(8).hex(), 0)
     about = {"run_dir": str(tmp_path / "run"), "fit": None, "token": "launch", "node": "here", "nodes": 1}
     about |= {"world_size": 1, "elastic_run_id": "1", "restart_count": 0}
-    witness = Witness(directory, 0, {"start": 60.0}, about, is_workers=True)
-    yield witness
-    witness.close()
+    probe = RankProbe(directory, 0, {"start": 60.0}, about, is_workers=True)
+    yield probe
+    probe.close()
     shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_the_fits_of_a_launched_worker_are_watched_by_the_same_watchdog(
-    tmp_path: Path, worker: Witness, watched: bool
+    tmp_path: Path, worker: RankProbe, watched: bool
 ) -> None:
     seen: list[tuple[str, Any]] = []
 
@@ -163,7 +163,7 @@ def test_the_fits_of_a_launched_worker_are_watched_by_the_same_watchdog(
         assert about["token"] == "launch"
         seen.append((stay.section, about["fit"]))
 
-    assert of_worker() is worker
+    assert probe_of_worker() is worker
     run_dir = tmp_path / "run"
     for _ in range(2):
         module = Module()

@@ -26,10 +26,10 @@ from lightning_resilience import _processes
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience._processes import describe_process, is_running
 from lightning_resilience.detect.hangs import watchdog
-from lightning_resilience.detect.hangs.process_probe import examine
+from lightning_resilience.detect.hangs.process_probe import probe_process
 from lightning_resilience.detect.hangs.rank_probe import (
     STACKS_SIGNAL,
-    Witness,
+    RankProbe,
     node_directory,
     own_directories,
     remove_abandoned,
@@ -77,10 +77,10 @@ def _rank(job: Job, rank: int, pause_s: float, seconds: float, options: dict[str
     os.dup2(fd, 2)
     about = {"run_dir": str(job.run_dir), "fit": 0, "token": job.token, "node": f"node-{rank}", "nodes": job.nodes}
     about |= {"world_size": job.nodes, "elastic_run_id": None, "restart_count": 0}
-    witness = Witness(job.directory(rank), rank, {"step": LIMIT_S}, about)
+    probe = RankProbe(job.directory(rank), rank, {"step": LIMIT_S}, about)
     if options.get("beside_a_container"):  # whose numbers of processes mean nothing here
         record = read_json(job.directory(rank) / f"rank-{rank:05d}.json")
-        shutil.copy(witness.progress_path, job.directory(rank) / "rank-00001.progress")
+        shutil.copy(probe.progress_path, job.directory(rank) / "rank-00001.progress")
         there = {"rank": 1, "pid": 2**22 + 1, "process_started": "then", "namespace": "pid:[1]"}
         write_json(job.directory(rank) / "rank-00001.json", {**record, **there})
     if options.get("watched", True):
@@ -88,7 +88,7 @@ def _rank(job: Job, rank: int, pause_s: float, seconds: float, options: dict[str
     began, step = time.monotonic(), 0
     while time.monotonic() - began < seconds:
         step += 1
-        witness.progress.at("step", step, (step, 1, 0, 0))
+        probe.progress.at("step", step, (step, 1, 0, 0))
         time.sleep(0.05)
         if step == 20:
             if options.get("dies"):
@@ -96,7 +96,7 @@ def _rank(job: Job, rank: int, pause_s: float, seconds: float, options: dict[str
             if options.get("unlink"):
                 shutil.rmtree(job.directory(rank))
             time.sleep(pause_s)
-    witness.close()
+    probe.close()
     os._exit(0)
 
 
@@ -212,7 +212,7 @@ def test_a_hang_before_a_restart_that_keeps_the_token_ends_nobody(run_dir: Path)
 def _never_begins(job: Job) -> None:
     about = {"run_dir": str(job.run_dir), "fit": None, "token": job.token, "node": "node-0", "nodes": 1}
     about |= {"world_size": 1, "elastic_run_id": "launch", "restart_count": 0}
-    Witness(job.directory(), 0, {"start": 1.0}, about, is_workers=True)
+    RankProbe(job.directory(), 0, {"start": 1.0}, about, is_workers=True)
     time.sleep(60)
 
 
@@ -261,7 +261,7 @@ def test_a_rank_that_answers_is_not_busy_for_that(tmp_path: Path) -> None:
     await_that((tmp_path / "ready").exists)
     about = {"pid": rank.pid, "process_started": _processes._started(rank.pid or 0), "rank": 0, "node": "here"}
     about |= {"main_thread": threading.get_ident(), "has_server": False}
-    found = examine(about, tmp_path / "rank-00000", None, 1.0)
+    found = probe_process(about, tmp_path / "rank-00000", None, 1.0)
     rank.kill()
     rank.join()
     assert "dump (test_watchdog.py" in (verdict := diagnose([found], 1)).line
@@ -285,13 +285,13 @@ def _catch_a_failure(job: Job, rank: int) -> None:
     about = {"run_dir": str(job.run_dir), "token": job.token, "node": "node-0", "nodes": 1, "world_size": 2}
     about |= {"elastic_run_id": None, "restart_count": 0}
     for fit in (0, 1):
-        witness = Witness(job.directory(), rank, {"step": 60.0}, about | {"fit": fit})
+        probe = RankProbe(job.directory(), rank, {"step": 60.0}, about | {"fit": fit})
         if rank == 0:
             watchdog.start(job.directory())
         time.sleep(9.0 if rank == 0 and fit else 1.0)  # it waits for the other in its next fit
         if fit == 0:
-            witness.fail()
-        witness.close()
+            probe.fail()
+        probe.close()
         time.sleep(8.0 if rank == 1 and not fit else 0.0)
     os._exit(0)
 
@@ -420,9 +420,9 @@ def test_what_is_shown(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_late_signals_of_the_watchdog_are_ignored(run_dir: Path) -> None:
-    witness = Witness(Job(run_dir).directory(), 0, {}, {"run_dir": str(run_dir)})
-    directory = witness.directory
-    witness.close()
+    probe = RankProbe(Job(run_dir).directory(), 0, {}, {"run_dir": str(run_dir)})
+    directory = probe.directory
+    probe.close()
     os.kill(os.getpid(), exit_codes.HUNG)  # the signal has the number of the exit code
     os.kill(os.getpid(), exit_codes.HUNG - 1)
     shutil.rmtree(directory)

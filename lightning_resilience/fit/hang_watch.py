@@ -23,11 +23,11 @@ from lightning_resilience.detect import health
 from lightning_resilience.detect.hangs import timeouts, watchdog
 from lightning_resilience.detect.hangs.progress import Section
 from lightning_resilience.detect.hangs.rank_probe import (
-    Witness,
+    RankProbe,
     handle_signals_again,
     node_directory,
-    of_worker,
     pids,
+    probe_of_worker,
 )
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.faults import FaultInjector, SimulatedFault
@@ -96,7 +96,7 @@ class HangWatch(Participant):
         self._directory: Path | None = None
         self._watchdog: dict[str, Any] | None = None
         self._has_failed_to_start = False
-        self.witness = self._begin()
+        self.probe = self._begin()
         self._reporter = self._start_reporter()
         self._faults = self._prepare_fault()
         for owner, name in (
@@ -112,21 +112,21 @@ class HangWatch(Participant):
             if session.fit.index == 0:
                 self._say_what_watches()
 
-    def _begin(self) -> Witness | None:
+    def _begin(self) -> RankProbe | None:
         """Has this rank watched; what hinders that must not end a healthy training."""
         session, trainer = self.session, self.session.fit.trainer
-        witness = launched = None
+        probe = launched = None
         try:
             if sys.platform != "linux":
                 raise OSError("hangs are looked for on Linux only")
-            if (launched := of_worker()) is not None:
+            if (launched := probe_of_worker()) is not None:
                 self._directory = launched.directory
                 launched.begin_fit(self.timeouts.by_section(), self._about())
-                witness = launched
+                probe = launched
             else:
                 self._directory = node_directory(session.fit.token, trainer.node_rank)
-                witness = Witness(self._directory, session.fit.rank, self.timeouts.by_section(), self._about())
-            session.fit.report_progress_to(witness.progress)
+                probe = RankProbe(self._directory, session.fit.rank, self.timeouts.by_section(), self._about())
+            session.fit.report_progress_to(probe.progress)
         except OSError as error:
             log.error("Rank %d is not watched: a hang of it will not be found (%s).", session.fit.rank, error)
             is_alone = launched is None and trainer.num_devices == 1
@@ -135,7 +135,7 @@ class HangWatch(Participant):
                 self._directory = None
         self._keep_watchdog()
         lightning_loops.on_other_trainers(trainer, session.fit.patches, session.fit.advanced, handle_signals_again)
-        return witness
+        return probe
 
     def _keep_watchdog(self) -> None:
         """Starts the watchdog of this node unless it runs; if it does not start, the training goes on without it."""
@@ -174,9 +174,9 @@ class HangWatch(Participant):
         }
 
     def _start_reporter(self) -> _nvrx.SectionReporter | None:
-        if self._monitor is None or self.witness is None:
+        if self._monitor is None or self.probe is None:
             return None
-        reporter = _nvrx.SectionReporter(self.witness.progress_path, self._monitor)
+        reporter = _nvrx.SectionReporter(self.probe.progress_path, self._monitor)
         reporter.start()
         return reporter
 
@@ -212,8 +212,8 @@ class HangWatch(Participant):
 
     def on_raised(self) -> None:
         """Whoever finds this rank's peers waiting must know that it has failed."""
-        if self.witness is not None:
-            self.witness.fail()
+        if self.probe is not None:
+            self.probe.fail()
 
     def on_failure(self, exception: BaseException) -> str | None:
         """Asks the policy."""
@@ -222,8 +222,8 @@ class HangWatch(Participant):
 
     def left(self) -> None:
         """This rank is watched by its launcher alone again."""
-        if self.witness is not None:
-            self.witness.end_fit()
+        if self.probe is not None:
+            self.probe.end_fit()
 
     def leave(self) -> None:
         """Stops what runs beside the training."""
@@ -322,7 +322,7 @@ class HangWatch(Participant):
             ledger=session.fit.ledger,
             seed=session.fit.token,
             device=session.fit.trainer.strategy.root_device,
-            node_pids=lambda: pids(self.witness.directory) if self.witness is not None else [],
+            node_pids=lambda: pids(self.probe.directory) if self.probe is not None else [],
         )
 
         if injector.fault_type == "nan_loss":
@@ -425,7 +425,7 @@ class HangWatch(Participant):
     def _say_what_watches(self) -> None:
         trainer = self.session.fit.trainer
         is_restarted = "TORCHELASTIC_RUN_ID" in os.environ
-        watching = ["a watchdog on every node"] if self.witness is not None and self._watchdog is not None else []
+        watching = ["a watchdog on every node"] if self.probe is not None and self._watchdog is not None else []
         watching += ["NVRx's rank monitors"] if self._reporter is not None else []
         if watching:
             log.info("Hangs are found by %s; seconds allowed: %s.", " and ".join(watching), self.timeouts)

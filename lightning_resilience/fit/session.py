@@ -95,7 +95,7 @@ class FitSession:
         self._steps_are_seen = False
         self._warm = False
         self._clean = False
-        self._unwatched: rank_probe.Witness | None = None
+        self._unwatched: rank_probe.RankProbe | None = None
         """What the launcher watches this rank by, where no participant does."""
         self._install()
         _native_threads.guard()
@@ -166,7 +166,7 @@ class FitSession:
             return
         self._running = True
         fit = self.fit
-        if fit.progress is None and (launched := rank_probe.of_worker()) is not None:
+        if fit.progress is None and (launched := rank_probe.probe_of_worker()) is not None:
             launched.progress.enter("left")  # nobody notes the sections of this fit
             self._unwatched = launched
         fit.patience = Patience(fit.advanced)

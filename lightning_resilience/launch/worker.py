@@ -24,7 +24,7 @@ from typing import Any
 
 from lightning_resilience import signals
 from lightning_resilience._output import log_line, write_line
-from lightning_resilience.detect.hangs.rank_probe import Witness, node_directory
+from lightning_resilience.detect.hangs.rank_probe import RankProbe, node_directory
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.detect.hangs.watchdog import start_soon
 from lightning_resilience.launch.job_info import job_info
@@ -162,7 +162,7 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
         directory = node_directory(token, int(os.environ.get("GROUP_RANK", "0")))
-        Witness(directory, rank, SectionTimeouts.parse(limits).by_section(), about, is_workers=True)
+        RankProbe(directory, rank, SectionTimeouts.parse(limits).by_section(), about, is_workers=True)
         # The first one's affair, and another one's only if that has not, because it is stopped already.
         start_soon(directory, local_rank and _FIRST_STARTS_WATCHDOG_WITHIN_S + local_rank)
     except OSError as error:

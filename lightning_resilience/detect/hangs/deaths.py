@@ -68,7 +68,7 @@ class Death:
         return "died" + (": the kernel was out of memory" if self.out_of_memory else "")
 
 
-class Deathbed:
+class ExitWatcher:
     """Waits for the ends of processes.
 
     A parent that polls, as elastic launchers do, leaves an ended process lying for a moment. Whoever is woken by its

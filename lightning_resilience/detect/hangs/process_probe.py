@@ -19,7 +19,7 @@ import psutil
 from lightning_resilience._processes import is_running
 from lightning_resilience.detect.hangs.evidence import ProcessEvidence, RankEvidence
 from lightning_resilience.detect.hangs.flight_recorder import merge
-from lightning_resilience.detect.hangs.progress import Stay
+from lightning_resilience.detect.hangs.progress import ProgressRecord
 from lightning_resilience.detect.hangs.rank_probe import STACKS_SIGNAL
 from lightning_resilience.detect.hangs.stacks import parse_stacks
 
@@ -37,7 +37,7 @@ _ANSWER_WITHIN_S = 1.0
 _MAX_WORKERS_ASKED = 16
 
 
-def examine(about: dict[str, Any], path: Path, stay: Stay | None, seconds: float) -> RankEvidence:
+def probe_process(about: dict[str, Any], path: Path, stay: ProgressRecord | None, seconds: float) -> RankEvidence:
     """What can be known of a rank of this node.
 
     Args:

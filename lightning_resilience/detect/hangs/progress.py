@@ -37,7 +37,7 @@ _NOWHERE: Position = (0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
-class Stay:
+class ProgressRecord:
     """Where a rank is and since when.
 
     Args:
@@ -182,7 +182,7 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def read_progress(path: Path) -> Stay | None:
+def read_progress(path: Path) -> ProgressRecord | None:
     """What the record at ``path`` says, or ``None`` if there is none."""
     try:
         with open(path, "rb", buffering=0) as file:
@@ -191,7 +191,7 @@ def read_progress(path: Path) -> Stay | None:
         return None
 
 
-def read_record(file: FileIO) -> Stay | None:
+def read_record(file: FileIO) -> ProgressRecord | None:
     """The same from a file that is open already, which stays readable when its name has gone."""
     for _ in range(100):  # the writer may be faster than this reader
         file.seek(0)
@@ -205,5 +205,5 @@ def read_record(file: FileIO) -> Stay | None:
         # Else the writer may be at this half again, and the end of it is newer than its beginning.
         is_whole = file.read(_TICKS.size) == data[: _TICKS.size]
         if is_whole and ticks == valid > 0 and section < len(_SECTIONS):
-            return Stay(ticks, _SECTIONS[section], since, timeout, step, (a, b, c, d))
+            return ProgressRecord(ticks, _SECTIONS[section], since, timeout, step, (a, b, c, d))
     return None

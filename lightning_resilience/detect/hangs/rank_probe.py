@@ -90,7 +90,7 @@ def pids(directory: Path) -> list[int]:
     return [int(record["pid"]) for record in records if record is not None]
 
 
-class Witness:
+class RankProbe:
     """The rank's side.
 
     Args:
@@ -207,19 +207,19 @@ class Witness:
                 server.shutdown()
 
 
-_open: set[Witness] = set()
+_open: set[RankProbe] = set()
 """Those of this process: none or one."""
 
 
-def of_worker() -> Witness | None:
+def probe_of_worker() -> RankProbe | None:
     """That of this launched worker, if it has one."""
     return next((each for each in _open if each._is_workers and each.pid == os.getpid()), None)
 
 
 def handle_signals_again() -> None:
     """Handles the watchdog's signals again if this rank is watched; whose end takes the handlers away need not know."""
-    for witness in _open:
-        witness.handle_signals()
+    for probe in _open:
+        probe.handle_signals()
 
 
 _C_SIG_IGN = ctypes.c_void_p(1)  # signal.h

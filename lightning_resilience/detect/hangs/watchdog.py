@@ -3,7 +3,7 @@
 It notices, too, when a rank has gone from the middle of the fit: the others may wait for it without ever knowing.
 
 It reads the ranks' progress from shared memory, so that it needs neither their help nor their interpreter lock. When a
-rank is overdue it collects what is known of every rank (``witness`` says what they leave), writes it into
+rank is overdue it collects what is known of every rank (``probe`` says what they leave), writes it into
 ``RUN_DIR/diagnostics/<time>``, and has ``hangs`` judge it. Then it ends the ranks of its node, and whatever started
 them starts them again. With several nodes every watchdog looks at its own ranks, and that of the first gives the
 verdict.
@@ -38,11 +38,11 @@ from typing import Any, TypeVar
 from lightning_resilience import _output
 from lightning_resilience._files import load_json, publish, read_json, write_json
 from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE, describe_process, is_running, pid_namespace
-from lightning_resilience.detect.hangs.deaths import Death, Deathbed, MemoryShortage, is_ending, is_stopped
+from lightning_resilience.detect.hangs.deaths import Death, ExitWatcher, MemoryShortage, is_ending, is_stopped
 from lightning_resilience.detect.hangs.evidence import RankEvidence
 from lightning_resilience.detect.hangs.flight_recorder import shorten
-from lightning_resilience.detect.hangs.process_probe import examine, usage, usage_of_all
-from lightning_resilience.detect.hangs.progress import Stay, read_record
+from lightning_resilience.detect.hangs.process_probe import probe_process, usage, usage_of_all
+from lightning_resilience.detect.hangs.progress import ProgressRecord, read_record
 from lightning_resilience.detect.hangs.rank_probe import (
     EXIT_SIGNAL,
     remove_abandoned,
@@ -108,7 +108,7 @@ class Rank:
     ticks: int = -1
     lost_s: float = 0.0  # time within the present stay in which this watchdog did not run either
     excused_until: float = 0.0
-    seen: Stay | None = field(default=None)
+    seen: ProgressRecord | None = field(default=None)
     is_ended: bool = False  # by this watchdog: it may take a while to go
     active_at: float = 0.0  # when it was seen to do something, in a section that has no boundaries
     _used: tuple[float, dict[int, tuple[float, int]]] | None = field(default=None)
@@ -229,7 +229,7 @@ class Watchdog:
         self._looked_for_case = 0.0
         self._looked_for_loss = 0.0
         self._lost_fit: int | None = None  # that has lost a rank: what the others do there is a consequence
-        self._deathbed = Deathbed()
+        self._exits = ExitWatcher()
         self._storage = _Storage()
         self._speaker = _Speaker()
         self._has_stumbled = False
@@ -282,7 +282,7 @@ class Watchdog:
                     return
             if is_over:
                 break
-            self._deathbed.wait(POLL_S)
+            self._exits.wait(POLL_S)
         shutil.rmtree(self.directory, ignore_errors=True)
         self._speaker.stop()
 
@@ -335,7 +335,7 @@ class Watchdog:
                 progress = open(path.with_suffix(".progress"), "rb", buffering=0)
                 shortage = MemoryShortage(int(about["pid"]))
                 self.ranks[about["rank"]] = Rank(about, path.with_suffix(""), progress, shortage)
-                self._deathbed.add(int(about["pid"]))
+                self._exits.add(int(about["pid"]))
 
     @property
     def _about(self) -> dict[str, Any]:
@@ -367,7 +367,7 @@ class Watchdog:
         return False
 
     def _death_of(self, rank: Rank) -> Death:
-        return Death(self._deathbed.status(int(rank.about["pid"])), rank.shortage.is_recent())
+        return Death(self._exits.status(int(rank.about["pid"])), rank.shortage.is_recent())
 
     def _handle_death(self, rank: Rank, death: Death) -> None:
         about, stay = rank.about, rank.seen
@@ -648,7 +648,9 @@ class Watchdog:
     def _gather(self) -> list[RankEvidence]:
         ranks, now = list(self.ranks.values()), time.monotonic()
         with ThreadPoolExecutor(max_workers=max(1, len(ranks))) as pool:
-            return list(pool.map(lambda rank: examine(rank.about, rank.path, rank.seen, rank.seconds(now)), ranks))
+            return list(
+                pool.map(lambda rank: probe_process(rank.about, rank.path, rank.seen, rank.seconds(now)), ranks)
+            )
 
     def _write_evidence(self, folder: Path, evidence: list[RankEvidence]) -> None:
         def write() -> None:
