@@ -20,7 +20,7 @@ BUDGET = {
     "checkpoint": 4928,
     "contrib": 225,
     "detect": 307,
-    "detect/hangs": 2373,
+    "detect/hangs": 2375,
     "detect/numerics": 892,
     "detect/stragglers": 364,
     "fit": 5256,
