@@ -218,7 +218,7 @@ def _dangling(path: Path) -> None:
         (_nothing, "does not exist"),
         (_dangling, "does not exist"),
         (Path.touch, "is empty"),
-        (Path.mkdir, "is a directory"),
+        (Path.mkdir, "not a regular file"),
         (_pipe, "not a regular file"),
         (lambda path: path.write_bytes(os.urandom(100_000)), "no zip archive"),
         (lambda path: path.write_bytes(bytes(100_000)), "no zip archive"),

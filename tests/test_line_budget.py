@@ -17,7 +17,7 @@ BUDGET = {
     ".": 2958,
     "_lightning": 1153,
     "callbacks": 526,
-    "checkpoint": 4928,
+    "checkpoint": 4876,
     "contrib": 225,
     "detect": 307,
     "detect/hangs": 2375,

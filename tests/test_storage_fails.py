@@ -317,7 +317,7 @@ class Reads:
             self.hashed[job.rank.number] += (hashed := hash_blocks(hasher, file, count))
             return hashed
 
-        monkeypatch.setattr(checkpoint_file, "_open", lambda path: io.BufferedReader(Counted(path)))
+        monkeypatch.setattr(checkpoint_file, "open_regular", lambda path: io.BufferedReader(Counted(path)))
         monkeypatch.setattr(checkpoint_file, "_hash_blocks", hash_counted)
 
 

@@ -100,8 +100,9 @@ class CorruptCheckpoint(ValueError):
         self.reason = reason or message
 
 
-def _corrupt(path: str | os.PathLike[str], reason: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(f"checkpoint {os.fspath(path)} cannot be used: {reason}", reason)
+def corrupt(path: str | os.PathLike[str], reason: str, kind: str = "checkpoint") -> CorruptCheckpoint:
+    """The error that ``path``, a checkpoint or a ``shard``, cannot be used."""
+    return CorruptCheckpoint(f"{kind} {os.fspath(path)} cannot be used: {reason}", reason)
 
 
 # Files: writing
@@ -201,16 +202,24 @@ def _read_back(file: IO[bytes]) -> None:
 # Files: reading
 
 
-def _open(path: str | os.PathLike[str]) -> BufferedReader:
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
+
+
+def open_regular(path: str | os.PathLike[str], kind: str = "checkpoint") -> BufferedReader:
+    """Opens a regular file for reading, and nothing else: opening a pipe blocks, opening a device may do anything."""
+    not_regular = corrupt(path, "it is not a regular file", kind)
     try:
-        mode = os.stat(path).st_mode
-        if stat.S_ISDIR(mode):
-            raise _corrupt(path, "it is a directory, not a file")
-        if not stat.S_ISREG(mode):  # Opening a pipe would block.
-            raise _corrupt(path, "it is not a regular file")
-        return open(path, "rb")
-    except (FileNotFoundError, NotADirectoryError):
-        raise _corrupt(path, "it does not exist") from None
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise not_regular
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno not in _MISSING:
+            raise
+        raise corrupt(path, f"it does not exist ({os.strerror(error.errno)})", kind) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # replaced in between
+        os.close(descriptor)
+        raise not_regular
+    return open(descriptor, "rb")
 
 
 def _hash_blocks(hasher: xxhash.xxh3_128, file: BufferedReader, count: int) -> int:
@@ -227,7 +236,7 @@ def _read_trailer(file: BinaryIO, path: str | os.PathLike[str]) -> tuple[Stamp, 
     """The stamp and the trailer that it was read from, or ``None`` if the archive ends without a comment."""
     length = file.seek(0, os.SEEK_END)
     if length == 0:
-        raise _corrupt(path, "it is empty")
+        raise corrupt(path, "it is empty")
     start = max(0, length - _END_RECORD_SIZE - _LONGEST_COMMENT)
     file.seek(start)
     tail = file.read()
@@ -235,12 +244,12 @@ def _read_trailer(file: BinaryIO, path: str | os.PathLike[str]) -> tuple[Stamp, 
     if position < 0 or len(tail) - position < _END_RECORD_SIZE:
         file.seek(0)
         if file.read(4) == b"PK\x03\x04":
-            raise _corrupt(path, f"it is truncated or its end is damaged ({length} bytes, no end of the archive)")
-        raise _corrupt(path, "it is not a file written by torch.save (no zip archive)")
+            raise corrupt(path, f"it is truncated or its end is damaged ({length} bytes, no end of the archive)")
+        raise corrupt(path, "it is not a file written by torch.save (no zip archive)")
     (comment_length,) = struct.unpack_from("<H", tail, position + _END_RECORD_SIZE - 2)
     comment = tail[position + _END_RECORD_SIZE :]
     if len(comment) != comment_length:
-        raise _corrupt(
+        raise corrupt(
             path,
             f"it is truncated or its end is damaged (a trailer of {len(comment)} bytes instead of {comment_length})",
         )
@@ -251,11 +260,11 @@ def _read_trailer(file: BinaryIO, path: str | os.PathLike[str]) -> tuple[Stamp, 
         stamp = Stamp(trailer["xxh3_128"], trailer["size"], trailer["metadata"])
         version = trailer["format"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise _corrupt(path, "its trailer is damaged") from None
+        raise corrupt(path, "its trailer is damaged") from None
     if version != _FORMAT:
-        raise _corrupt(path, f"its trailer has format {version!r}; this version of the package reads {_FORMAT}")
+        raise corrupt(path, f"its trailer has format {version!r}; this version of the package reads {_FORMAT}")
     if stamp.size != start + position + _END_RECORD_SIZE:
-        raise _corrupt(path, "its size is not the one that was written")
+        raise corrupt(path, "its size is not the one that was written")
     return stamp, comment
 
 
@@ -271,7 +280,7 @@ def _verify(file: BufferedReader, path: str | os.PathLike[str]) -> Stamp | None:
     hasher.update(b"\0\0")
     hasher.update(trailer[: -_DIGEST_SIZE - len(_CLOSING)])
     if trailer[-_DIGEST_SIZE - len(_CLOSING) :] != hasher.hexdigest().encode() + _CLOSING:
-        raise _corrupt(path, "its content is damaged (the checksum differs)")
+        raise corrupt(path, "its content is damaged (the checksum differs)")
     return stamp
 
 
@@ -285,16 +294,16 @@ def _verify_unstamped(file: BinaryIO, path: str | os.PathLike[str]) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:  # zipfile seeks to wherever a damaged record sends it.
             raise
-        raise _corrupt(path, f"the archive is damaged ({error})") from error
+        raise corrupt(path, f"the archive is damaged ({error})") from error
     except Exception as error:  # zipfile raises a dozen types on damaged archives, by no means only BadZipFile.
-        raise _corrupt(path, f"the archive is damaged ({error})") from error
+        raise corrupt(path, f"the archive is damaged ({error})") from error
     if damaged is not None:
-        raise _corrupt(path, f"the archive's record {damaged} is damaged")
+        raise corrupt(path, f"the archive's record {damaged} is damaged")
     # The first record of an archive that lost its beginning, or is the end of another one, is not at the start.
     if not records or min(record.header_offset for record in records) != 0:
-        raise _corrupt(path, "the archive is incomplete")
+        raise corrupt(path, "the archive is incomplete")
     if not any(record.filename.endswith("/data.pkl") for record in records):
-        raise _corrupt(path, "it is a zip archive, but not one written by torch.save")
+        raise corrupt(path, "it is a zip archive, but not one written by torch.save")
 
 
 def read_stamp(path: str | os.PathLike[str]) -> Stamp | None:
@@ -306,7 +315,7 @@ def read_stamp(path: str | os.PathLike[str]) -> Stamp | None:
     Raises:
         CorruptCheckpoint: If this is no checkpoint or its end is missing or damaged.
     """
-    with _open(path) as file:
+    with open_regular(path) as file:
         found = _read_trailer(file, path)
     return None if found is None else found[0]
 
@@ -321,7 +330,7 @@ def verify(path: str | os.PathLike[str]) -> Stamp | None:
     Raises:
         CorruptCheckpoint: If it is not intact.
     """
-    with _open(path) as file:
+    with open_regular(path) as file:
         which = _which(file)
         stamp = _verify(file, path)
     return None if stamp is None else replace(stamp, file=which)
@@ -352,7 +361,8 @@ def load(
         CorruptCheckpoint: If it is not intact, or holds with ``weights_only=True`` what a safe load does not read;
             nothing has been loaded then.
     """
-    with _open(path) as file:  # One open file: what is loaded is what was verified, even if the name is replaced.
+    # One open file: what is loaded is what was verified, even if the name is replaced.
+    with open_regular(path) as file:
         # What is feared is damage, not malice: nobody forges inodes and times. Who has verified a file reads it once
         # more too, to load it; and all that comes from the page cache, which the processes of a node share.
         if not verified or verified != _which(file):
@@ -362,19 +372,13 @@ def load(
             try:
                 return safe_load(file, map_location)
             except UnsafeContent as error:
-                raise _corrupt(path, f"it is refused: {error}") from None
-            except (OSError, MemoryError):
-                raise
+                raise corrupt(path, f"it is refused: {error}") from None
             except Exception as error:
-                if is_lack_of_memory(error):
+                # Storage that fails and a lack of memory say nothing about the checkpoint.
+                if isinstance(error, (OSError, MemoryError)) or "allocate memory" in str(error):
                     raise
-                raise _corrupt(path, f"its content cannot be read ({type(error).__name__}: {error})") from error
+                raise corrupt(path, f"its content cannot be read ({type(error).__name__}: {error})") from error
         return torch.load(file, map_location=map_location, weights_only=weights_only)
-
-
-def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether a load has failed for want of memory, which says nothing about what was to be loaded."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 
 class UnsafeContent(ValueError):
@@ -403,12 +407,8 @@ def _files_of(directory: Path) -> list[Path]:
     def fail(error: OSError) -> NoReturn:
         raise error
 
-    return sorted(
-        Path(folder, name)
-        for folder, _, names in os.walk(directory, onerror=fail)
-        for name in names
-        if Path(folder, name) != directory / MARKER and not is_temporary(name)
-    )
+    found = [Path(folder, name) for folder, _, names in os.walk(directory, onerror=fail) for name in names]
+    return sorted(path for path in found if path != directory / MARKER and not is_temporary(path))
 
 
 def hash_file(path: Path, sync: bool = False) -> dict[str, Any]:
@@ -444,10 +444,10 @@ def seal_directory(
     directory, known = Path(path), known or {}
     for name, digest in known.items():
         if (directory / name).stat().st_size != digest["size"]:
-            raise _corrupt(path, f"its file {name} is not what was written")
+            raise corrupt(path, f"its file {name} is not what was written")
     files = [file for file in _files_of(directory) if str(file.relative_to(directory)) not in known]
     if not files and not known:
-        raise _corrupt(path, "there is nothing in it to seal")
+        raise corrupt(path, "there is nothing in it to seal")
     with ThreadPoolExecutor(_SEALING_THREADS) as pool:
         digests = list(pool.map(lambda file: hash_file(file, sync=True), files))
     for folder in {directory.parent, directory, *(file.parent for file in files)}:
@@ -458,32 +458,31 @@ def seal_directory(
 
 
 def publish_directory(
-    written: str | os.PathLike[str],
-    path: str | os.PathLike[str],
-    metadata: dict[str, Any] | None = None,
-    before_publish: Callable[[], None] | None = None,
-    known: dict[str, dict[str, Any]] | None = None,
+    written: Path,
+    path: Path,
+    metadata: dict[str, Any],
+    before_publish: Callable[[], None],
+    known: dict[str, dict[str, Any]],
 ) -> None:
-    """Seals the directory ``written`` and gives it its name: under ``path`` there is never half a checkpoint.
+    """Seals the directory ``written`` and renames it to ``path``, which is never half a checkpoint.
 
     Args:
         written: Beside ``path``.
         path: Where it is to be. A sealed directory that is there already is set aside meanwhile, then removed.
-        metadata: See :func:`seal_directory`, as for the other arguments.
+        metadata: See :func:`seal_directory`, as for ``known``.
         before_publish: Called right before the rename; what it raises stops that.
         known: See there.
     """
     seal_directory(written, metadata, known=known)
-    if before_publish is not None:
-        before_publish()
+    before_publish()
     set_aside(path)
     try:
         os.replace(written, path)
     except OSError:
-        if (_aside(Path(path)) / MARKER).is_file() and not Path(path).exists():
-            os.replace(_aside(Path(path)), path)
+        if (_aside(path) / MARKER).is_file() and not path.exists():
+            os.replace(_aside(path), path)
         raise
-    sync_directory(Path(path).parent)
+    sync_directory(path.parent)
     discard_aside(path)
 
 
@@ -500,30 +499,30 @@ def verify_directory(path: str | os.PathLike[str], mine: Callable[[str], bool] =
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise _corrupt(path, "it is not a directory" if directory.exists() else "it does not exist")
+        raise corrupt(path, "it is not a directory" if directory.exists() else "it does not exist")
     try:
         marker = json.loads((directory / MARKER).read_bytes())
         digest = marker.pop("xxh3_128")
         if _digest_of(marker) != digest:
-            raise _corrupt(path, f"its {MARKER} marker is damaged (the checksum differs)")
+            raise corrupt(path, f"its {MARKER} marker is damaged (the checksum differs)")
         expected: dict[str, dict[str, Any]] = marker["files"]
         stamp = Stamp(digest, sum(file["size"] for file in expected.values()), marker["metadata"])
     except FileNotFoundError:
-        raise _corrupt(path, f"it was never finished (no {MARKER} marker)") from None
+        raise corrupt(path, f"it was never finished (no {MARKER} marker)") from None
     except CorruptCheckpoint:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise _corrupt(path, f"its {MARKER} marker is damaged") from None
+        raise corrupt(path, f"its {MARKER} marker is damaged") from None
 
     def check(name: str) -> None:
         try:
             found = hash_file(directory / name)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-            raise _corrupt(path, f"its file {name} is missing") from None
+            raise corrupt(path, f"its file {name} is missing") from None
         if found["size"] != expected[name]["size"]:
-            raise _corrupt(path, f"its file {name} has {found['size']} bytes instead of {expected[name]['size']}")
+            raise corrupt(path, f"its file {name} has {found['size']} bytes instead of {expected[name]['size']}")
         if found != expected[name]:
-            raise _corrupt(path, f"its file {name} is damaged (the checksum differs)")
+            raise corrupt(path, f"its file {name} is damaged (the checksum differs)")
 
     with ThreadPoolExecutor(_SEALING_THREADS) as pool:
         list(pool.map(check, filter(mine, expected)))
@@ -622,11 +621,8 @@ def quarantine(path: str | os.PathLike[str], folder: str | os.PathLike[str], rea
             make_directory(folder)
             os.rename(path, folder / name)
     except FileNotFoundError:
-        moved = [
-            found
-            for place in (folder, path.parent / "quarantine")
-            for found in place.glob(f"{escape(path.name)}.????????")
-        ]
+        folders = (folder, path.parent / "quarantine")
+        moved = [found for each in folders for found in each.glob(f"{escape(path.name)}.????????")]
         if not moved:
             raise
         return max(moved, key=lambda found: found.lstat().st_ctime_ns)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint, UnsafeContent, safe_load
+from lightning_resilience.checkpoint.checkpoint_file import UnsafeContent, corrupt, safe_load
 
 METADATA = ".metadata"
 """The file in which DCP describes a directory."""
@@ -265,9 +265,9 @@ def check(directory: Path, mine: Callable[[str], bool]) -> None:
                 file.seek(stored.offset)
                 safe_load(io.BytesIO(file.read(stored.length)))
     except OSError as error:
-        raise CorruptCheckpoint(f"checkpoint {directory} cannot be used: {name} cannot be read ({error})") from error
+        raise corrupt(directory, f"{name} cannot be read ({error})") from error
     except Exception as error:  # a pickle that is refused, or nothing that torch.load knows
-        raise CorruptCheckpoint(f"checkpoint {directory} cannot be used: {name} is refused: {error}") from error
+        raise corrupt(directory, f"{name} is refused: {error}") from error
 
 
 @contextmanager

@@ -67,12 +67,10 @@ def verify(
     """
     stamp = checkpoint_file.verify_directory(path, mine) if path.is_dir() else checkpoint_file.verify(path)
     if stamp is None:
-        raise checkpoint_file.CorruptCheckpoint(f"{path} carries no checksum: it was not written here")
+        raise checkpoint_file.corrupt(path, "it has no checksum: it was not written by this package")
     for key, value in (expected or {}).items():
         if stamp.metadata.get(key) != value:
-            raise checkpoint_file.CorruptCheckpoint(
-                f"{path} is foreign: its {key} is {stamp.metadata.get(key)!r}, expected {value!r}"
-            )
+            raise checkpoint_file.corrupt(path, f"its {key} is {stamp.metadata.get(key)!r}, not {value!r}")
     if path.is_dir():
         dcp.check(path, mine)
     return stamp

@@ -11,26 +11,25 @@ changed, cut off, added or moved unnoticed. Nothing is ever unpickled. docs/chec
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import re
-import stat
 import struct
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
+from functools import partial
+from io import BufferedReader
 from math import prod
 from typing import Any
 
 import torch
 import xxhash
 
-from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
+from lightning_resilience.checkpoint.checkpoint_file import corrupt, open_regular
 from lightning_resilience.checkpoint.tensor_bytes import DTYPES, host_bytes, is_dense
 
 ALIGNMENT = 64
@@ -97,15 +96,8 @@ class Identity:
     layout: dict[str, Any]
 
 
-_IDENTITY_TYPES = {
-    "run": str,
-    "fit": int,
-    "step": int,
-    "generation": str,
-    "part": str,
-    "world_size": int,
-    "layout": dict,
-}
+_TYPES: dict[Any, type] = {"str": str, "int": int}
+_IDENTITY_TYPES = {each.name: _TYPES.get(each.type, dict) for each in fields(Identity)}
 
 
 @dataclass(frozen=True)
@@ -187,21 +179,19 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(max(length, 1) for length in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def view(memory: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def view(memory: torch.Tensor, spec: TensorSpec, start: int = 0) -> torch.Tensor:
     """The tensor at its place in ``memory``: no copy, and what is written into one is in the other.
 
     Args:
         memory: What becomes, or is, the content of a shard: bytes (uint8), one dimension.
         spec: Of the tensor. One on the meta device is made anew, outside of ``memory``.
+        start: At which byte of the shard ``memory`` begins.
     """
-    return _view(memory, spec, spec.offset)
-
-
-def _view(memory: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:
     dtype = _DTYPES[spec.dtype]
     if spec.device == "meta":
         return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta")
-    return memory[offset : offset + spec.nbytes].view(dtype).as_strided(spec.shape, spec.stride)
+    begin = spec.offset - start
+    return memory[begin : begin + spec.nbytes].view(dtype).as_strided(spec.shape, spec.stride)
 
 
 def seal(
@@ -230,14 +220,14 @@ def seal(
     rows = []  # as text: thousands of lists would have Python's collector look at everything there is, now and then
     for spec in specs:
         end = spec.offset + spec.nbytes
-        padded_end = spec.offset + _padded(spec.nbytes)
+        padded_end = _end(spec)
         if padded_end > end:
             content[end:padded_end] = _ZEROS[: padded_end - end]
         checksum = xxhash.xxh3_128_hexdigest(content[spec.offset : padded_end])
         numbers = f"{[*spec.shape]},{[*spec.stride]},{spec.offset},{spec.nbytes}"
         rows.append(f'["{spec.dtype}",{numbers},"{spec.device}","{checksum}"]')
     document = {
-        "identity": {name: getattr(identity, name) for name in _IDENTITY_TYPES},
+        "identity": vars(identity),
         "torch": str(torch.__version__),
         "created": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "byteorder": sys.byteorder,
@@ -252,8 +242,12 @@ def seal(
     return b"".join((header, place, _digest(_PREAMBLE, header, place), _END_MAGIC))
 
 
+def _end(spec: TensorSpec) -> int:
+    return spec.offset + _padded(spec.nbytes)
+
+
 def _end_of(specs: Sequence[TensorSpec]) -> int:
-    return specs[-1].offset + _padded(specs[-1].nbytes) if specs else len(_PREAMBLE)
+    return _end(specs[-1]) if specs else len(_PREAMBLE)
 
 
 def _digest(preamble: bytes, header: bytes, place: bytes) -> bytes:
@@ -278,8 +272,8 @@ def read_identity(path: str | os.PathLike[str], expected: Expected = None) -> He
     Raises:
         CorruptCheckpoint: If it is no shard, its ends are damaged, or it is another one than expected.
     """
-    with _opened(path) as (file, size):
-        return _read_header(_reader(file, path), size, path, expected)
+    with open_regular(path, "shard") as file:
+        return _read_header(_reader(file, path), os.fstat(file.fileno()).st_size, path, expected)
 
 
 def verify(path: str | os.PathLike[str], expected: Expected = None) -> Header:
@@ -292,11 +286,10 @@ def verify(path: str | os.PathLike[str], expected: Expected = None) -> Header:
     Raises:
         CorruptCheckpoint: If it is not intact, or another one than expected.
     """
-    with _opened(path) as (file, size):
+    with open_regular(path, "shard") as file:
         read = _reader(file, path, memoryview(bytearray(_PIECE)))
-        header = _read_header(read, size, path, expected)
-        for start, end, first, last in _batches(header.tensors):
-            _check(header, read, start, end, first, last, path)
+        header = _read_header(read, os.fstat(file.fileno()).st_size, path, expected)
+        _check(header, read, range(len(header.tensors)), path)
         return header
 
 
@@ -316,11 +309,12 @@ def load(path: str | os.PathLike[str], expected: Expected = None) -> tuple[Heade
     Raises:
         CorruptCheckpoint: If it is not intact, or another one than expected. Nothing has been loaded then.
     """
-    with _opened(path) as (file, size):
-        header = _read_header(_reader(file, path), size, path, expected)
+    with open_regular(path, "shard") as file:
+        header = _read_header(_reader(file, path), os.fstat(file.fileno()).st_size, path, expected)
         tensors: dict[int, torch.Tensor] = {}
 
-        def load_batch(start: int, end: int, first: int, last: int) -> None:
+        def load_batch(batch: range) -> None:
+            start, end = header.tensors[batch[0]].offset, _end(header.tensors[batch[-1]])
             memory = _allocate(end - start, path)
             content = host_bytes(memory)
 
@@ -329,14 +323,14 @@ def load(path: str | os.PathLike[str], expected: Expected = None) -> tuple[Heade
                 _read_into(file, piece, start_of_piece, path)
                 return piece
 
-            _check(header, read, start, end, first, last, path)
-            for index in range(first, last):
+            _check(header, read, batch, path)
+            for index in batch:
                 spec = header.tensors[index]
-                tensor = _view(memory, spec, spec.offset - start)
+                tensor = view(memory, spec, start)
                 # A small one would keep all of its batch in memory, and torch.save would write all of it.
-                tensors[index] = tensor if last - first == 1 else _copy(tensor, spec)
+                tensors[index] = tensor if len(batch) == 1 else _copy(tensor, spec)
 
-        _for_each(load_batch, header)
+        _for_each_batch(load_batch, header)
         return header, [tensors[index] for index in range(len(header.tensors))]
 
 
@@ -357,51 +351,27 @@ def load_bytes(
         CorruptCheckpoint: If it is not intact, or another one than expected.
     """
     content = host_bytes(memory)
-    header = _read_header(lambda start, end: content[start:end], len(content), source, expected)
-
-    def check_batch(start: int, end: int, first: int, last: int) -> None:
-        _check(header, lambda piece, end_of_piece: content[piece:end_of_piece], start, end, first, last, source)
-
-    _for_each(check_batch, header)
+    read = lambda start, end: content[start:end]  # noqa: E731
+    header = _read_header(read, len(content), source, expected)
+    _for_each_batch(lambda batch: _check(header, read, batch, source), header)
     if memory.storage_offset() % ALIGNMENT:  # torch has no views of numbers that begin anywhere
         memory = memory.clone()
     return header, [view(memory, spec) for spec in header.tensors]
 
 
-def _corrupt(source: str | os.PathLike[str], reason: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(f"shard {os.fspath(source)} cannot be used: {reason}", reason)
+_corrupt = partial(corrupt, kind="shard")
 
 
-@contextlib.contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[int, int]]:
-    """A file descriptor, and the size of the file."""
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise _corrupt(path, "it is not a regular file")  # to open a device may do anything
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO):
-            raise _corrupt(path, f"it does not exist ({os.strerror(error.errno)})") from None
-        raise
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):  # replaced in between
-            raise _corrupt(path, "it is not a regular file")
-        yield file, status.st_size
-    finally:
-        os.close(file)
-
-
-def _read_into(file: int, piece: memoryview, start: int, path: str | os.PathLike[str]) -> None:
+def _read_into(file: BufferedReader, piece: memoryview, start: int, path: str | os.PathLike[str]) -> None:
     done = 0
     while done < len(piece):
-        got = os.preadv(file, [piece[done:]], start + done)
+        got = os.preadv(file.fileno(), [piece[done:]], start + done)
         if not got:
             raise _corrupt(path, "it has become shorter while it was read")
         done += got
 
 
-def _reader(file: int, path: str | os.PathLike[str], buffer: memoryview | None = None) -> _Read:
+def _reader(file: BufferedReader, path: str | os.PathLike[str], buffer: memoryview | None = None) -> _Read:
     """Reads into ``buffer``, if there is one that is large enough, or else into new memory."""
 
     def read(start: int, end: int) -> memoryview:
@@ -492,40 +462,32 @@ def _foreign(found: Identity, expected: Expected) -> str:
     if expected is None:
         return ""
     if isinstance(expected, Identity):
-        expected = {name: getattr(expected, name) for name in _IDENTITY_TYPES}
+        expected = vars(expected)
     wanted = json.loads(json.dumps(dict(expected)))  # layouts have passed through JSON, too
     differing = [name for name, value in wanted.items() if getattr(found, name) != value]
     return "; ".join(f"{name} is {getattr(found, name)!r}, not {wanted[name]!r}" for name in differing)
 
 
-def _batches(specs: Sequence[TensorSpec]) -> Iterator[tuple[int, int, int, int]]:
-    """Divides tensors into those read at once: from byte, to byte, from index, to index. Large ones come alone."""
-    first, start = 0, len(_PREAMBLE)
+def _batches(specs: Sequence[TensorSpec]) -> Iterator[range]:
+    """Divides tensors into those loaded at once: small ones together, a large one alone."""
+    first = 0
     for index, spec in enumerate(specs):
-        end = spec.offset + _padded(spec.nbytes)
-        if end - start > _PIECE and index > first:
-            yield start, spec.offset, first, index
-            first, start = index, spec.offset
+        if _end(spec) - specs[first].offset > _PIECE and index > first:
+            yield range(first, index)
+            first = index
     if specs:
-        yield start, _end_of(specs), first, len(specs)
+        yield range(first, len(specs))
 
 
-def _check(
-    header: Header, read: _Read, start: int, end: int, first: int, last: int, source: str | os.PathLike[str]
-) -> None:
-    """Reads a batch and compares the digests of its tensors."""
-    if last - first == 1:
-        hasher = xxhash.xxh3_128()
-        for piece in range(start, end, _PIECE):
-            hasher.update(read(piece, min(piece + _PIECE, end)))
-        _compare(header, first, hasher.hexdigest(), source)
-        return
-    content = read(start, end)
-    for index in range(first, last):
+def _check(header: Header, read: _Read, batch: range, source: str | os.PathLike[str]) -> None:
+    """Reads tensors and compares their digests."""
+    for index in batch:
         spec = header.tensors[index]
-        begin = spec.offset - start
-        digest = xxhash.xxh3_128_hexdigest(content[begin : begin + _padded(spec.nbytes)])
-        _compare(header, index, digest, source)
+        end = _end(spec)
+        hasher = xxhash.xxh3_128()
+        for piece in range(spec.offset, end, _PIECE):
+            hasher.update(read(piece, min(piece + _PIECE, end)))
+        _compare(header, index, hasher.hexdigest(), source)
 
 
 def _compare(header: Header, index: int, digest: str, source: str | os.PathLike[str]) -> None:
@@ -535,27 +497,16 @@ def _compare(header: Header, index: int, digest: str, source: str | os.PathLike[
         raise _corrupt(source, f"tensor {index} ({where}) or its padding is damaged (the checksum differs)")
 
 
-def _for_each(task: Callable[[int, int, int, int], None], header: Header) -> None:
+def _for_each_batch(task: Callable[[range], None], header: Header) -> None:
     """Does ``task`` for all batches, by several threads if there is much to do."""
     batches = list(_batches(header.tensors))
-    threads = min(_THREADS, len(os.sched_getaffinity(0)), len(batches))
-    if threads < 2 or header.size < 8 * _PIECE:
+    threads = min(_THREADS, len(os.sched_getaffinity(0)), len(batches)) if header.size >= 8 * _PIECE else 1
+    if threads < 2:
         for batch in batches:
-            task(*batch)
+            task(batch)
         return
-    stop = threading.Event()
-
-    def unless_stopped(batch: tuple[int, int, int, int]) -> None:
-        if stop.is_set():
-            return
-        try:
-            task(*batch)
-        except BaseException:
-            stop.set()
-            raise
-
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(unless_stopped, batches))
+        list(pool.map(task, batches))  # an error cancels the batches that have not begun
 
 
 def _allocate(nbytes: int, path: str | os.PathLike[str]) -> torch.Tensor:
