@@ -74,6 +74,28 @@ def _mistake(error: BaseException) -> str | None:
     return "code" if is_one and not isinstance(error, OSError) and not _OF_MACHINES.search(str(error)) else None
 
 
+def wrong_world_size(error: BaseException) -> str | None:
+    """What to change if a ``ClusterEnvironment`` has refused the Trainer's ``devices`` and ``num_nodes``.
+
+    Args:
+        error: What was raised.
+    """
+    called = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if _checks_world_size(frame)]
+    if not isinstance(error, ValueError) or not called:
+        return None
+    devices, nodes = called[-1]["num_devices"], called[-1]["num_nodes"]
+    return (
+        f"the script makes a Trainer(devices={devices}, num_nodes={nodes}), and launch has made a world of "
+        f"{os.environ.get('WORLD_SIZE')}: give launch --nproc-per-node {devices} --nnodes {nodes}, or the Trainer "
+        "other numbers"
+    )
+
+
+def _checks_world_size(frame: types.FrameType) -> bool:
+    code = frame.f_code
+    return code.co_name == "validate_settings" and code.co_varnames[1:3] == ("num_devices", "num_nodes")
+
+
 def show(error: BaseException, folder: Path, launch_id: str, rank: int) -> None:
     """Reports an exception as Python does for a script of its own; one that was reported before in a line.
 

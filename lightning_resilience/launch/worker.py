@@ -10,7 +10,6 @@ import hashlib
 import io
 import os
 import platform
-import re
 import runpy
 import signal
 import sys
@@ -31,7 +30,7 @@ from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.launch.nodes import Board
 from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.record import FIRST, newest
-from lightning_resilience.launch.script_errors import describe, show
+from lightning_resilience.launch.script_errors import describe, show, wrong_world_size
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.deadlines import ENDED_WITHIN_S
@@ -55,18 +54,6 @@ FIRST_LAUNCH_VARIABLE = "LIGHTNING_RESILIENCE_FIRST_LAUNCH"
 
 
 _FIRST_STARTS_WATCHDOG_WITHIN_S = 5.0
-
-# What Lightning says when script and run cannot go together, and what is to be done about it.
-_IN_VAIN = {
-    re.compile(
-        r"You set `devices=(?P<devices>\d+)` and `num_nodes=(?P<nodes>\d+)`.* does not match the world size", re.DOTALL
-    ): "the script makes a Trainer(devices={devices}, num_nodes={nodes}), and launch has made a world of {workers}: "
-    "give launch --nproc-per-node {devices} --nnodes {nodes}, or the Trainer other numbers",
-    re.compile(
-        r"restored a checkpoint with current_epoch=(?P<epoch>\d+).*max_epochs=(?P<end>\d+)"
-    ): "the run in {run_dir} has come to epoch {epoch}, and the script's Trainer ends at max_epochs={end}: give it "
-    "more, or launch another --run-dir if this is another run",
-}
 
 
 def main() -> None:
@@ -124,7 +111,7 @@ def main() -> None:
                 write_line(str(exit_request.code))  # as Python does
     except BaseException as error:
         outcome = Outcome("failed", traceback.format_exception_only(type(error), error)[-1].strip())
-        if in_vain := _why_in_vain(error, run_directory.path):
+        if in_vain := str(error) if isinstance(error, AnotherFit) else wrong_world_size(error):
             outcome = Outcome("halted", in_vain)
         fault = describe(error)
         show(error, run_directory.path / "errors", os.environ.get(FIRST_LAUNCH_VARIABLE, ""), ledger.rank or 0)
@@ -220,16 +207,6 @@ def _record_end(
         outcome, attempt=run_directory.attempt, time=time.time(), details=outcome.details | details
     )
     ledger.record(ScriptOutcome(status=outcome.status, reason=outcome.reason))
-
-
-def _why_in_vain(error: BaseException, run_dir: Path) -> str | None:
-    """Why every further attempt would end as this one has, if so."""
-    if isinstance(error, AnotherFit):
-        return str(error)
-    for pattern, reason in _IN_VAIN.items():
-        if found := pattern.search(str(error)):
-            return reason.format(**found.groupdict(), workers=os.environ.get("WORLD_SIZE"), run_dir=run_dir)
-    return None
 
 
 def _run_script(command: list[str]) -> None:
