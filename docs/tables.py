@@ -174,6 +174,10 @@ def _exit_codes() -> str:
     return _table(["code", "meaning"], rows)
 
 
+def _batch_jobs() -> str:
+    return _table(["`launch` has ended with", "the job"], exit_codes.BATCH_JOB.items())
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{f"options of {name}": _of_class(getattr(lightning_resilience, name)) for name in CALLBACKS},
     "options of SimulatedFault": _of_class(faults.SimulatedFault),
@@ -182,6 +186,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipes": _recipes,
     "fields of Recipe": _recipe,
     "exit codes of launch": _exit_codes,
+    "batch jobs": _batch_jobs,
     "events of the ledger": _events,
     "fields of events": _event_fields,
 }

@@ -2,17 +2,7 @@
 
 It starts one ``launch`` on every node and waits for them. When they have ended it ends the job, or requeues it, by what
 the first of them has recorded in the ledger. An exit code alone would not do: that of the whole step is the highest of
-all nodes, and a launch that was killed leaves one too.
-
-=========================================  =============================================================
-``launch`` ended with                      then
-=========================================  =============================================================
-0: finished                                the job ends with 0
-75: interrupted, or to be retried as a     the job is requeued
-new job
-1, 16, 17: failed for good                 the job ends with that, and is not requeued
-nothing, because it was killed             the job is requeued
-=========================================  =============================================================
+all nodes, and a launch that was killed leaves one too. :data:`.exit_codes.BATCH_JOB` holds the rules.
 
 A job that has ended before it was requeued counts as completed, and never comes back; so this process waits until the
 scheduler ends it.

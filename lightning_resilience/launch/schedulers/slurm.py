@@ -630,17 +630,7 @@ def launch_step(launch: str, verdict: str) -> str:
 def requeue_trap(verdict: str, head_node_ip: str, max_requeues: int) -> str:
     """Bash for the beginning of a batch script: requeues or ends the job by what :func:`launch_step` has written.
 
-    ===================================  ===============================================================
-    the file says                        then
-    ===================================  ===============================================================
-    0: finished                          the job ends with 0
-    75: interrupted, or to be retried    the job is requeued
-    as a new job
-    any other exit code                  the job ends with it, and is not requeued
-    a signal, or nothing but that the    the job is requeued
-    launch has begun: it was killed
-    nothing: it never began              the job is requeued, but not more than twice in a row
-    ===================================  ===============================================================
+    :data:`.exit_codes.BATCH_JOB` holds the rules. A launch that never began is requeued twice in a row at most.
 
     SIGTERM to the batch shell itself means that Slurm ends the job and everything in it: because somebody cancels it,
     its time is up, or its nodes are taken away. Then nothing is decided here; Slurm requeues a job whose nodes it took
