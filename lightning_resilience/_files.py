@@ -23,7 +23,7 @@ T = TypeVar("T")
 PATIENCE_S = 60.0
 """For how long reads are tried again at a start before they fail it."""
 
-_LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+_LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG)
 """Errors that waiting does not help against."""
 _SAID_EVERY_S = 15.0
 _LONGEST_PAUSE_S = 2.0
@@ -198,6 +198,12 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
         return None
 
 
+def _lasts(error: OSError) -> bool:
+    # The files of the kernel are there or not; elsewhere a missing file may be one that a server shows late.
+    is_kernels = error.errno == errno.ENOENT and os.path.realpath(str(error.filename)).startswith("/proc/")
+    return error.errno in _LASTING or is_kernels
+
+
 class Patience:
     """Tries again what fails because the storage does not answer, for about a minute in all.
 
@@ -229,7 +235,7 @@ class Patience:
             try:
                 result = action()
             except OSError as error:
-                if self.left_s <= 0 or error.errno in _LASTING:
+                if self.left_s <= 0 or _lasts(error):
                     raise
                 if failed_s - said_s >= _SAID_EVERY_S:
                     said_s = failed_s

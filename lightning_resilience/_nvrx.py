@@ -32,14 +32,14 @@ from typing import Any, Literal
 from lightning_resilience._files import write_json
 from lightning_resilience._loopback import ADDRESS, serve_store
 from lightning_resilience.detect.hangs.progress import Section, read_progress
+from lightning_resilience.run.deadlines import (
+    DIAGNOSIS_MARGIN_S,
+    NVRX_ANSWERS_WITHIN_S,
+    STORE_WITHIN_S,
+    WORKERS_STOP_TIMEOUT_S,
+)
 
 log = logging.getLogger(__name__)
-
-WORKERS_STOP_TIMEOUT_S = 15
-"""How long the survivors of a failed worker may take to end before they are killed and the group is restarted."""
-
-DIAGNOSIS_MARGIN_S = 15.0
-"""How much later than ours NVRx's limits are: the watchdog explains and ends a hang first, NVRx what is left of it."""
 
 WorkloadAction = Literal["continue", "exclude_this_node", "shutdown_workload"]
 """What a worker may ask of its launcher: to restart as usual, to do so without this node, or not at all."""
@@ -62,8 +62,6 @@ _NVRX_SECTIONS: dict[Section, str] = {
 _MONITOR_VARIABLE = "FT_RANK_MONITOR_IPC_SOCKET"
 _CHECK_EVERY_S = 1.0
 _REPORT_EVERY_S = 0.5
-_ANSWER_WITHIN_S = 5.0
-_STORE_WITHIN_S = 60.0
 
 RUN_ID_VARIABLE = "LIGHTNING_RESILIENCE_RENDEZVOUS_ID"
 """Environment variable with the id of the rendezvous: who knows it can take part, and all may see a command line."""
@@ -260,7 +258,7 @@ class RankMonitor:
 
         name = next(name for name, known in _NVRX_ACTIONS.items() if known == action)
         request = WorkloadControlRequest(NvrxAction[name], description)
-        problem: list[object] = [f"no answer within {_ANSWER_WITHIN_S:g} s"]
+        problem: list[object] = [f"no answer within {NVRX_ANSWERS_WITHIN_S:g} s"]
 
         def send() -> None:
             try:
@@ -271,7 +269,7 @@ class RankMonitor:
 
         sender = threading.Thread(target=send, daemon=True)  # a launcher that is stopped would never answer
         sender.start()
-        sender.join(_ANSWER_WITHIN_S)
+        sender.join(NVRX_ANSWERS_WITHIN_S)
         if problem:
             log.warning("ft_launcher could not be asked to %s: %s", action.replace("_", " "), problem[0])
 
@@ -338,9 +336,9 @@ class SectionReporter(threading.Thread):
     def stop(self) -> None:
         """The rank leaves the fit; returns when it is not watched any more, or when the monitor does not answer."""
         self._stopping.set()
-        self.join(_ANSWER_WITHIN_S)
+        self.join(NVRX_ANSWERS_WITHIN_S)
         if self.is_alive():
-            log.warning("NVRx's rank monitor has not answered for %g s; it is left alone.", _ANSWER_WITHIN_S)
+            log.warning("NVRx's rank monitor has not answered for %g s; it is left alone.", NVRX_ANSWERS_WITHIN_S)
 
 
 _PROFILED_STEPS = 32
@@ -513,7 +511,7 @@ def main() -> None:
     if (folder := os.environ.pop(FOLDER_VARIABLE, None)) is not None:
         tempfile.tempdir = folder
     if (loopback := f"--rdzv-endpoint={LOOPBACK}") in arguments:
-        store = serve_store(_STORE_WITHIN_S)
+        store = serve_store(STORE_WITHIN_S)
         # The rendezvous makes a server of its own, which is this one. NVRx's first versions cannot, and connect to it.
         version = installed_version()
         is_host = int(version is None or version >= (0, 5))

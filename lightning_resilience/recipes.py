@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lightning_resilience._arguments import changed, path
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.launch.budget import Budget
+from lightning_resilience.run.deadlines import DEFAULT_GRACE_PERIOD_S
 from lightning_resilience.run.run_directory import WORKER_PID_VARIABLE, RunDirectory, is_turned_off
-from lightning_resilience.signals import DEFAULT_GRACE_PERIOD_S
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback

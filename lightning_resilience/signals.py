@@ -35,27 +35,24 @@ from typing import Any
 
 from lightning_resilience._output import flush, signed, write_line
 from lightning_resilience.run import exit_codes
+from lightning_resilience.run.deadlines import (
+    DATA_WORKERS_END_WITHIN_S,
+    DEFAULT_GRACE_PERIOD_S,
+    EXITS_WITHIN_S,
+    LAST_WORDS_WITHIN_S,
+    SECOND_SIGNAL_AFTER_S,
+)
 
 log = logging.getLogger(__name__)
-
-SECOND_SIGNAL_AFTER_S = 2.0
-"""A repetition within this time is the same request delivered twice: under Slurm both the scheduler and the launcher
-send SIGTERM to a worker. A later one means "now"."""
 
 GRACE_PERIOD_VARIABLE = "LIGHTNING_RESILIENCE_GRACE_PERIOD_S"
 """Environment variable in which a launcher that knows the real limit tells it to the workers."""
 
 _TERMINALS = (signal.SIGHUP, signal.SIGINT)
-_WORKERS_END_WITHIN_S = 5.0  # torch's own patience with a worker that has nothing left to do
 _FROM_PYTHON = 0x80  # in a byte of the listener's socket: noted by the handler in Python; signals end at 64
 _PAUSE_AFTER_ERROR_S = 0.1
 _LONGEST_POLL_S = 3600.0
 _SPEAKS_WITHIN_S = 0.5
-_LAST_WORDS_WITHIN_S = 3.0
-_EXITS_WITHIN_S = 5.0  # after that C code ends the process, with another exit code
-
-DEFAULT_GRACE_PERIOD_S = 600.0
-"""KempnerForge's shutdown deadline."""
 
 
 class Interrupted(SystemExit):
@@ -92,7 +89,8 @@ class SignalListener:
     """Notices signals in a thread of its own and ends the process when its time is up.
 
     The process ends at once, by ``os._exit``, when the grace period after the first signal has run out or when a second
-    signal arrives (see :data:`SECOND_SIGNAL_AFTER_S`). Whoever subscribes is told about the first signal only.
+    signal arrives (see :data:`~.deadlines.SECOND_SIGNAL_AFTER_S`). Whoever subscribes is told about the first
+    signal only.
 
     A handler that the script has set itself is called too, as Python calls it, and put back at the end. What it raises
     does not end the training in the middle of a step: the run stops at its next boundary in any case.
@@ -230,7 +228,7 @@ class SignalListener:
                 if sys.__stderr__ is not None:
                     with suppress(OSError, ValueError, RuntimeError, OverflowError):  # it may be closed
                         faulthandler.dump_traceback_later(
-                            self.grace_period_s + _EXITS_WITHIN_S, exit=True, file=sys.__stderr__
+                            self.grace_period_s + EXITS_WITHIN_S, exit=True, file=sys.__stderr__
                         )
         self._wake()
 
@@ -339,7 +337,7 @@ class SignalListener:
             line = signed(f"Ending now: {reason}. The newest published checkpoint stands.")
             _within(_SPEAKS_WITHIN_S, _say, line)
             if (before_exit := self._before_exit) is not None:
-                _within(_LAST_WORDS_WITHIN_S, before_exit, reason)  # it writes to storage, which may not answer
+                _within(LAST_WORDS_WITHIN_S, before_exit, reason)  # it writes to storage, which may not answer
             _within(_SPEAKS_WITHIN_S, _say, "")
         finally:
             os._exit(exit_code())
@@ -537,7 +535,7 @@ def _end_workers() -> None:
     workers = [process for process in multiprocessing.active_children() if process.daemon]
     for worker in workers:
         worker.terminate()
-    deadline = time.monotonic() + _WORKERS_END_WITHIN_S
+    deadline = time.monotonic() + DATA_WORKERS_END_WITHIN_S
     for worker in workers:
         worker.join(max(0.0, deadline - time.monotonic()))
         if worker.is_alive():

@@ -22,3 +22,15 @@ def test_a_launch_that_lives_is_not_taken_for_dead() -> None:
 
 def test_other_nodes_outlive_the_end_of_the_first_nodes_workers() -> None:
     assert at.KILL_MARGIN_S + at.LEFTOVERS_PATIENCE_S < at.OTHERS_END_WITHIN_S < at.OWNER_LOST_AFTER_S
+
+
+def test_an_interrupted_process_says_why_before_c_code_ends_it_and_the_launcher_later() -> None:
+    assert at.LAST_WORDS_WITHIN_S < at.EXITS_WITHIN_S <= at.TERM_MARGIN_S
+
+
+def test_survivors_of_a_failed_worker_are_killed_before_the_launch_kills_all() -> None:
+    assert at.EXITS_WITHIN_S < at.WORKERS_STOP_TIMEOUT_S < at.KILL_MARGIN_S
+
+
+def test_nvrx_waits_for_the_diagnosis() -> None:
+    assert at.DIAGNOSIS_MARGIN_S > at.CHECK_NODES_EVERY_S + at.NVRX_ANSWERS_WITHIN_S

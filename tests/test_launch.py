@@ -245,6 +245,14 @@ def test_an_exit_that_says_why(launcher: Launcher, end: str, reason: str) -> Non
     assert [event["reason"] for event in launcher.events("fault")] == [reason]
 
 
+@pytest.mark.parametrize("arguments", [["fit", "--help"], ["-h"]])
+def test_the_help_of_a_script_is_no_run(launcher: Launcher, arguments: list[str]) -> None:
+    (launcher.folder / "script.py").write_text("import sys; print(sys.argv, file=sys.stderr); sys.exit(3)")
+    assert launcher.run("script.py", *arguments) == 3
+    assert str(["script.py", *arguments]) in launcher.stderr()
+    assert not launcher.run_directory.path.exists()
+
+
 @pytest.mark.slow
 def test_a_trainer_of_another_size_than_the_launch_is_not_tried_again(launcher: Launcher) -> None:
     trainer = "import lightning.pytorch as L; L.Trainer(accelerator='cpu', devices=4, num_nodes=2, logger=False)"

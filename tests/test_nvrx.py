@@ -437,7 +437,7 @@ def test_a_launcher_that_waits_for_heartbeats_gets_along_without_them(ranks: Ran
 def test_a_monitor_that_is_gone_or_stopped_does_not_disturb_the_rank(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_nvrx, "_ANSWER_WITHIN_S", 0.5)
+    monkeypatch.setattr(_nvrx, "NVRX_ANSWERS_WITHIN_S", 0.5)
 
     def killed(rank: Rank) -> None:
         rank.enter("step")
@@ -511,7 +511,7 @@ def test_a_launcher_that_is_gone_or_does_not_answer_is_a_warning(
 ) -> None:
     pytest.importorskip("nvidia_resiliency_ext.fault_tolerance")
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(_nvrx, "_ANSWER_WITHIN_S", 0.2)
+    monkeypatch.setattr(_nvrx, "NVRX_ANSWERS_WITHIN_S", 0.2)
     monkeypatch.setenv("FT_LAUNCHER_IPC_SOCKET", str(tmp_path / "gone"))
     _nvrx.RankMonitor().send("exclude_this_node", "ECC")
     assert "ft_launcher could not be asked to exclude this node: [Errno 2]" in caplog.text

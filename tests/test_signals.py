@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_resilience import Interrupted, Preemption, signals
-from lightning_resilience.run import exit_codes
+from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.events import Event, SignalReceived
 from lightning_resilience.run.ledger import Ledger
 from tests.harness import run_command
@@ -97,7 +97,7 @@ def test_a_signal_that_python_hears_late_is_not_taken_for_a_second_one() -> None
         listener = listen()
         libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        threading.Timer({signals.SECOND_SIGNAL_AFTER_S} + 0.5, libc.pthread_mutex_unlock, (mutex,)).start()
+        threading.Timer({deadlines.SECOND_SIGNAL_AFTER_S} + 0.5, libc.pthread_mutex_unlock, (mutex,)).start()
         libc.pthread_mutex_lock(mutex)
         libc.pthread_mutex_lock(mutex)  # the handler in Python is called after this
         time.sleep(0.3)
@@ -150,7 +150,7 @@ def test_whatever_is_raised_in_the_listener_the_grace_period_ends_the_process(tr
 def test_last_words_that_find_no_end_do_not_keep_the_process() -> None:
     done = script(
         """
-        signals._LAST_WORDS_WITHIN_S = 0.2
+        signals.LAST_WORDS_WITHIN_S = 0.2
         listener = listen(grace_period_s=0.2)
         listener.subscribe(lambda signum: None, before_exit=lambda reason: threading.Event().wait())
         os.kill(os.getpid(), signal.SIGTERM)

@@ -128,8 +128,12 @@ def test_patience_has_an_end_for_all_reads_together(monkeypatch: pytest.MonkeyPa
     assert 60 <= clock.now < 63
     answers = iter([fail, fail, lambda: 7])
     assert Patience()(lambda: next(answers)()) == 7
+    tried_until = clock.now
     with pytest.raises(PermissionError):  # against which waiting does not help
         Patience()(lambda: (_ for _ in ()).throw(PermissionError(13, "not yours")))
+    with pytest.raises(FileNotFoundError):
+        Patience()(lambda: Path("/proc/no-such-folder/run").mkdir(parents=True))
+    assert clock.now == tried_until
 
 
 # Simulated: ranks as threads with the very class that ships, on real files, with storage that fails anywhere

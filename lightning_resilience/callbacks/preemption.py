@@ -16,6 +16,7 @@ from lightning_resilience.fit.joining import SessionCallback, session_of
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 from lightning_resilience.fit.stop_on_signal import StopOnSignal
+from lightning_resilience.run.deadlines import DEFAULT_GRACE_PERIOD_S
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -65,7 +66,7 @@ class Preemption(SessionCallback):
     def __init__(
         self,
         signals: Sequence[signal.Signals | int | str] = (signal.SIGTERM,),
-        grace_period_s: timedelta | float = signals.DEFAULT_GRACE_PERIOD_S,
+        grace_period_s: timedelta | float = DEFAULT_GRACE_PERIOD_S,
         enable_exit_handler_for_data_loader: bool = True,
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:

@@ -15,6 +15,7 @@ from lightning_resilience.agreement import Event, Needs
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 from lightning_resilience.launch.schedulers import current_scheduler
+from lightning_resilience.run.deadlines import DEFAULT_GRACE_PERIOD_S
 from lightning_resilience.run.events import FitInterrupted, SignalReceived
 from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import NOT_SHOWN, RUN_DIR_VARIABLE
@@ -103,7 +104,7 @@ def _stop(session: FitSession, event: Event) -> None:
     if local := session.fit.participants.implement(Participant.save_locally):
         short = trainer.strategy.broadcast(trainer.is_global_zero and _is_short_of_time(session))
         listener = signals.installed()
-        within_s = _LOCAL_SHARE * (listener.seconds_left if listener is not None else signals.DEFAULT_GRACE_PERIOD_S)
+        within_s = _LOCAL_SHARE * (listener.seconds_left if listener is not None else DEFAULT_GRACE_PERIOD_S)
         if short and local[0]("preemption", within_s) and trainer.is_global_zero:
             log.info("The state of step %d is safe in the local checkpoints of all nodes.", trainer.global_step)
     path = session.saver.save("preemption")

@@ -86,6 +86,8 @@ def _run(options: argparse.Namespace) -> None:
             watch(options.run_dir, options.interval)
         return
     settings = _settings(options)
+    if "--help" in options.args or options.args == ["-h"]:  # a question to the script, and no run
+        os.execv(sys.executable, [sys.executable, *settings.command])
     if options.fresh:
         settings = replace(settings, run_dir=_begin_afresh(options))
     if not settings.is_single_node:

@@ -40,11 +40,13 @@ from lightning_resilience.recipes import RECIPE_VARIABLE
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.deadlines import (
     CHECK_NODES_EVERY_S,
+    DEFAULT_GRACE_PERIOD_S,
     FIRST_NODE_WITHIN_S,
     KILL_MARGIN_S,
     LEFTOVERS_PATIENCE_S,
     OTHERS_END_WITHIN_S,
     OWNER_LOST_AFTER_S,
+    SECOND_SIGNAL_AFTER_S,
     TERM_MARGIN_S,
 )
 from lightning_resilience.run.events import (
@@ -119,7 +121,7 @@ class LaunchSettings:
     spare: bool = False
     rdzv_endpoint: str | None = None
     budget: Budget = field(default_factory=Budget)
-    grace_period_s: float = signals.DEFAULT_GRACE_PERIOD_S
+    grace_period_s: float = DEFAULT_GRACE_PERIOD_S
     section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
     local_dir: Path | None = None
     is_default_run_dir: bool = False
@@ -185,7 +187,7 @@ class _StopRequest:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is None:
             self.signum, self._at = signal.Signals(signum), time.monotonic()
-        elif time.monotonic() - self._at >= signals.SECOND_SIGNAL_AFTER_S:  # else the same one, delivered twice
+        elif time.monotonic() - self._at >= SECOND_SIGNAL_AFTER_S:  # else the same one, delivered twice
             self.now = True
 
     def __bool__(self) -> bool:

@@ -38,3 +38,31 @@ OWNER_LOST_AFTER_S = 120.0
 
 FIRST_NODE_WITHIN_S = 600.0
 """How long the other nodes wait for the first node to begin; a scheduler may start it minutes later."""
+
+DEFAULT_GRACE_PERIOD_S = 600.0
+"""From the signal that asks a process to stop to its end; KempnerForge's shutdown deadline."""
+
+SECOND_SIGNAL_AFTER_S = 2.0
+"""A repetition within this time is the same request delivered twice: under Slurm both the scheduler and the launcher
+send SIGTERM to a worker. A later one means "now"."""
+
+LAST_WORDS_WITHIN_S = 3.0
+"""How long an interrupted process that is out of time may take to write why; storage may not answer."""
+
+EXITS_WITHIN_S = 5.0
+"""From the end of the grace period until C code ends a process in which Python does not come to its turn."""
+
+DATA_WORKERS_END_WITHIN_S = 5.0
+"""How long the data-loader workers of an interrupted process may take to end; torch's own patience."""
+
+WORKERS_STOP_TIMEOUT_S = 15
+"""How long the survivors of a failed worker may take to end before NVRx kills them and restarts the group."""
+
+DIAGNOSIS_MARGIN_S = 15.0
+"""How much later than ours NVRx's limits are: the watchdog explains and ends a hang first, NVRx what is left of it."""
+
+NVRX_ANSWERS_WITHIN_S = 5.0
+"""How long a rank waits for NVRx's launcher or rank monitor, which may be stopped."""
+
+STORE_WITHIN_S = 60.0
+"""How long an operation on the store of a one-node rendezvous may take."""

@@ -39,8 +39,8 @@ OF_LAUNCH = {
 BATCH_JOB = {
     f"{FINISHED}: finished": "ends with 0 (`COMPLETED`)",
     f"{INTERRUPTED}: a preemption, the time limit, or a signal": "is requeued; this costs no job retry",
-    f"{INTERRUPTED}: its restarts are used up, and a job retry is left": "is requeued: a retry is a new job, perhaps on "
-    "other nodes",
+    f"{INTERRUPTED}: its restarts are used up, and a job retry is left": "is requeued: a retry is a new job, perhaps "
+    "on other nodes",
     f"{FAILED}, {USAGE}, {TRY_ELSEWHERE}, {RERUN_FAILED}: failed or refused": "ends with that (`FAILED`), with the "
     "reason in its output",
     "nothing: it was killed, or a node was lost": "is requeued",
