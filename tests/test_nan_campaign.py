@@ -558,20 +558,14 @@ def resumes(config: dict[str, Any]) -> list[tuple[str, int]]:
     return [(each["tier"], each["step"]) for each in events(config, "resumed", "went_back")]
 
 
-def kill(config: dict[str, Any]) -> None:
-    ended = run_command(command(config), env=ENVIRONMENT)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-
-
-@pytest.mark.nvrx
 @pytest.mark.parametrize("spoil", [nan_moment, pytest.param(huge_moment, marks=pytest.mark.campaign)])
 def test_bad_states_that_verify_are_condemned_until_a_good_one_is_found(spoil: Any, tmp_path: Path) -> None:
     config = killed(tmp_path)
-    kill(config)
+    assert run(config, tmp_path)[0] == [-signal.SIGKILL]
     for path in parts_in(tmp_path / "local"):
         reseal(path, change=spoil)
-    code, text = launch(config)
-    assert code == 0, text
+    codes, text = run(config, tmp_path)
+    assert codes == [0], text
     assert resumes(config) == [("local", 25), ("local", 20), ("global", 18)]
     assert [each["step"] for each in events(config, "condemned")] == [25, 20]
     bad = [each["step"] for each in events(config, "bad_step")]
@@ -580,7 +574,6 @@ def test_bad_states_that_verify_are_condemned_until_a_good_one_is_found(spoil: A
     for begun_at, steps in ((25, of_newest), (20, bad[len(of_newest) :])):
         assert 2 <= len(steps) <= 4, "two in a row are enough, and the next one is under way by then"
         assert steps == [*range(begun_at + 1, begun_at + 1 + len(steps))], bad
-    assert len(events(config, "start")) == 1, "no process is restarted"
     saved = [torch.load(path, weights_only=False) for path in Path(config["run_dir"]).glob("fit-000/checkpoints/*")]
     assert saved
     assert all(torch.isfinite(each).all() for state in saved for each in _tensors(state))
@@ -597,7 +590,8 @@ def test_bad_states_that_verify_are_condemned_until_a_good_one_is_found(spoil: A
 )
 def test_if_all_states_are_bad_the_run_ends_with_the_reason(max_rollbacks: int, reason: str, tmp_path: Path) -> None:
     config = killed(tmp_path, max_rollbacks)
-    kill(config)
+    ended = run_command(command(config), env=ENVIRONMENT)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
     for path in parts_in(tmp_path / "local"):
         reseal(path, change=nan_moment)
     (path,) = Path(config["run_dir"]).glob("fit-000/checkpoints/*")

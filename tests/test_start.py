@@ -32,7 +32,7 @@ from tests.test_signals import Module
 from tests.test_watchdog import _FORK, Job, hangs
 from tests.test_watchdog import run_dir as run_dir
 
-LIMIT_S = 1.5
+LIMIT_S = 0.8
 
 
 def _rank(job: Job, rank: int, does: str) -> None:
