@@ -63,7 +63,7 @@ FAKE = f"""
 import functools, sys
 from lightning_resilience.launch import cli
 def starter(settings, run_id, max_restarts):
-    return [sys.executable, "-c", {ELASTIC!r}, run_id, str(max_restarts), *settings.command], {{}}
+    return [sys.executable, "-IS", "-c", {ELASTIC!r}, run_id, str(max_restarts), *settings.command], {{}}
 cli.Launch = functools.partial(cli.Launch, starter=starter)
 cli.main(sys.argv[1:])
 """

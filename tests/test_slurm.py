@@ -279,7 +279,8 @@ time.sleep(step.get("takes", 0))
 sys.exit(step["exit_code"])
 """
 
-SCONTROL = """#!{python}
+# Without site-packages, which take as long as the rest: a test asks it ten times.
+SCONTROL = """#!{python} -IS
 import json, os, signal, sys
 words = sys.argv[1:]
 with open({folder!r} + "/scontrol", "a") as file:
@@ -303,7 +304,7 @@ elif words[0] == "requeue":
     os.kill(os.getppid(), signal.SIGTERM)
 """
 
-SINFO = """#!{python}
+SINFO = """#!{python} -IS
 import json, sys
 if any("down" in word for word in sys.argv):
     print(json.load(open({folder!r} + "/job"))["lost"])

@@ -40,23 +40,31 @@ def _rank(job: Job, rank: int, does: str, limit_s: float) -> None:
     os.dup2(fd, 2)
     about = {"run_dir": str(job.run_dir), "fit": None, "token": job.token, "node": "node-0", "nodes": 1}
     about |= {"world_size": 2, "elastic_run_id": None, "restart_count": 0}
+    # Rank 1 is there before rank 0 waits for it, and until it has waited, however busy the machine is.
+    is_there, has_waited = job.run_dir.with_suffix(".there"), job.run_dir.with_suffix(".waited")
+    while rank == 0 and not is_there.exists():
+        time.sleep(0.01)
     probe = RankProbe(job.directory(), rank, {"start": limit_s, "setup": 60.0}, about, is_workers=True)
     if rank == 0:
         watchdog.start(job.directory())
-    until = time.monotonic() + 4 * LIMIT_S
+    if does == "fits":
+        probe.begin_fit({"start": LIMIT_S, "setup": 60.0}, {**about, "fit": 0, "token": "another"})
+    is_there.touch()
     if does == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif does == "computes in a child":
-        while time.monotonic() < until:
+        while not has_waited.exists():
             subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
     elif does == "fits":
-        probe.begin_fit({"start": LIMIT_S, "setup": 60.0}, {**about, "fit": 0, "token": "another"})
-        time.sleep(4 * LIMIT_S)
+        while not has_waited.exists():
+            time.sleep(0.01)
         probe.end_fit()
     elif does == "waits for ever":
         time.sleep(30)
     else:
         time.sleep(4 * LIMIT_S)
+        probe.close()
+        has_waited.touch()
     os._exit(0)
 
 
