@@ -255,10 +255,9 @@ def _shown(value: Any) -> str:
 def nemo(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
     """NeMo's defaults, for a cluster: resume automatically, save every 15 minutes, find hangs and stragglers.
 
-    Timeouts are calculated from what sections take. Stragglers are reported every 5 minutes, and the run ends for one
-    below 0.7 in two reports in a row (in NeMo's, in one). Beyond NeMo's: a verified copy of the state on every node
-    every few seconds, replicated with several nodes, where there is room for it, steps that would spoil the model do
-    not happen, and a rank whose weights are no longer those of the others is found.
+    Timeouts are calculated from measured section times. Stragglers are reported every 5 minutes, and the run ends for a
+    score below 0.7 in two reports in a row (in NeMo's, in one). Beyond NeMo's defaults: ``LocalCheckpoint``,
+    ``NaNGuard`` and ``ReplicaCheck``.
 
     Args:
         run_dir: The run directory on storage that all nodes share; see :class:`Recipe`.
@@ -294,8 +293,8 @@ def nemo(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
 def preemptible(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
     """For machines that are taken away at short notice (spot instances): short grace, frequent saves of both kinds.
 
-    Like :func:`nemo`, with a global save every 5 minutes, since a machine that is taken away takes its memory with it,
-    and with 25 seconds of grace.
+    Like :func:`nemo`, with a global save every 5 minutes, since local checkpoints are lost with the machine, and a
+    grace period of 25 seconds.
 
     Args:
         run_dir: The run directory on storage that all nodes share; see :class:`Recipe`.
@@ -315,9 +314,9 @@ def preemptible(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
 def workstation(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
     """For one machine, no launcher needed: Ctrl-C or a closed terminal loses nothing, and the same command goes on.
 
-    A crash loses what was done since the last save; there is one every 15 minutes. Without local checkpoints and
-    stragglers, which are for several nodes. What hangs is ended with a diagnosis; who wants it restarted as well starts
-    the script by ``lightning-resilience launch --recipe workstation``.
+    A crash loses the steps since the last save, at most 15 minutes ago. There are no local checkpoints and no straggler
+    reports. A hang is diagnosed and ended; to have it restarted too, start the script by
+    ``lightning-resilience launch --recipe workstation``.
 
     Args:
         run_dir: The run directory; see :class:`Recipe`.

@@ -20,18 +20,16 @@ if TYPE_CHECKING:
 class AutoResume(SessionCallback):
     """Saves the state of a run and resumes ``fit()`` exactly where it left off, however the last process ended.
 
-    State is saved into the run directory between batches, when all that was due after a batch (validation, scheduler
-    steps, early stopping) has happened, and never in the middle of an accumulation window. It holds what Lightning
-    saves and what it does not: the random states of every rank, the place in the data, the metrics of the epoch, the
-    order in which DDP reduces. ``fit()`` then resumes from the newest checkpoint that can be verified; one that cannot
-    is moved to ``quarantine`` with the reason, and the next older is taken. A fit that is finished is restored, not
-    trained again, unless the limit that ended it has been raised: ``max_epochs``, ``max_steps``, ``max_time`` or the
-    patience of an ``EarlyStopping``.
+    The state is saved into the run directory between batches, when everything due after a batch (validation, scheduler
+    steps, early stopping) has happened, and never within an accumulation window. It holds what Lightning saves, and the
+    random states of every rank, the position in the data, the metrics of the epoch and the order in which DDP reduces.
+    ``fit()`` resumes from the newest checkpoint that verifies; one that does not is moved to ``quarantine`` with the
+    reason. A finished fit is restored, not trained again, unless the limit that ended it has been raised:
+    ``max_epochs``, ``max_steps``, ``max_time`` or the patience of an ``EarlyStopping``.
 
-    An explicit ``fit(ckpt_path=...)`` wins. Only if it is the one from which the fit was begun last, or the newest that
-    a ``ModelCheckpoint`` of this fit has saved in its folder, the run goes on from its own newest checkpoint: a
-    restarted script must not fall back. What was saved before the fit was begun anew from another path is set aside in
-    ``quarantine``.
+    An explicit ``fit(ckpt_path=...)`` takes precedence, and what was saved before is set aside in ``quarantine``. If it
+    is the path from which the fit was last started, or the newest that a ``ModelCheckpoint`` of this fit has saved in
+    its folder, the run resumes from its own newest checkpoint.
 
     While this callback is in use, Lightning's own checkpoints (``ModelCheckpoint``, ``trainer.save_checkpoint``) are
     written atomically, to disk, and with a checksum too. Whenever ``ModelCheckpoint`` saves, the state to resume from
@@ -55,7 +53,7 @@ class AutoResume(SessionCallback):
     Example::
 
         trainer = Trainer(callbacks=[AutoResume(run_dir="runs/gpt", every_n_train_steps=500)], max_epochs=2)
-        trainer.fit(model, data)  # started again with the same run_dir, it goes on
+        trainer.fit(model, data)  # started again with the same run_dir, it resumes
     """
 
     @checked

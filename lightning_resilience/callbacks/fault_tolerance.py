@@ -25,43 +25,42 @@ if TYPE_CHECKING:
 class FaultTolerance(SessionCallback):
     """Finds a rank that makes no progress, logs which one and where it is stuck, and has the run restarted.
 
-    Every rank notes in shared memory which section of the run it is in, and moves a counter at every boundary between
-    two batches, of training and of validation. A watchdog, one process for each node, reads that: it needs neither the
-    help of a rank nor its interpreter lock. The sections cover the whole fit:
+    Every rank records in shared memory which section of the run it is in, and increments a counter at every boundary
+    between two batches, of training and of validation. A watchdog, one process per node, reads that: it needs neither
+    the help of a rank nor its interpreter lock. The sections cover the whole fit:
 
     ==================  ==================================================================================
-    ``setup``           from ``setup`` to the end of the first batch: restoring, the place in the data, compilers
+    ``setup``           from ``setup`` to the end of the first batch: restoring, position in the data, compilers
     ``step``            a whole batch: fetching it, forward, backward, collectives, optimizer, every callback
-    ``checkpointing``   every save, by whomever, and waiting for saves in the background
+    ``validation``      the same for a validation batch
+    ``checkpointing``   every save, and waiting for saves in the background
     ``out_of_section``  the rest: the ends of epochs and validations, new data-loader iterators
     ==================  ==================================================================================
 
-    Where ``launch`` has started the rank, it is watched from its first line on, before and after a fit in section
-    ``start``: while it and what it has started neither compute nor read nor write.
+    Under ``launch`` a rank is watched from its first line on, before and after a fit in section ``start``: while it and
+    its child processes neither compute nor read nor write.
 
-    When a rank is overdue, the watchdog collects what is known of all ranks (their Python stacks, what the kernel says,
-    torch's Flight Recorder) in ``RUN_DIR/diagnostics``, says in one line which rank is stuck and how, and ends the
-    ranks; whatever started them (``lightning-resilience launch``, ``ft_launcher``, ``torchrun``) starts them again. A
-    rank that a debugger holds, or that is still writing a checkpoint, is not ended.
-
-    Under ``ft_launcher`` NVRx's rank monitors are told the same sections, twice a second from a thread of their own,
-    with a limit that is a little later: they end what the watchdog could not.
+    When a rank is overdue, the watchdog collects evidence of all ranks (Python stacks, the state in the kernel, torch's
+    Flight Recorder) in ``RUN_DIR/diagnostics``, logs which rank is stuck and how, and ends the ranks; what started them
+    (``lightning-resilience launch``, ``ft_launcher``, ``torchrun``) restarts them. A rank that a debugger holds, or
+    that is still writing a checkpoint, is not ended. Under ``ft_launcher`` NVRx's rank monitors get the same sections
+    with slightly longer timeouts: they end what the watchdog could not.
 
     Args:
         autoresume: When the fit has finished, create the file named in ``FAULT_TOL_FINISHED_FLAG_FILE``, if any; warn
             if the Trainer has no ``AutoResume`` (NVRx's and NeMo's name).
-        calculate_timeouts: Calculate the limits from measured section times, as NVRx does (see
+        calculate_timeouts: Calculate the timeouts from measured section times, as NVRx does (see
             :func:`~lightning_resilience.detect.hangs.timeouts.calculate`), and keep them in ``ft_state.json`` for the
-            next job of the same size. Only where a launcher restarts ended workers: elsewhere a limit that is too short
-            would cost the run.
+            next job of the same size. Only where a launcher restarts ended workers: elsewhere a timeout that is too
+            short would cost the run.
         simulated_fault_params: A fault to inject: a :class:`~lightning_resilience.faults.SimulatedFault`, a mapping, or
             NVRx's ``SimulatedFaultParams``.
         exp_dir: The folder of ``ft_state.json``. Default: the run directory.
         exc_handling_policy: Called with the exception that ends the fit on a rank. Returns ``"exclude_this_node"``,
             ``"shutdown_workload"``, NVRx's ``WorkloadControlRequest``, or ``None`` for the usual handling.
-        section_timeouts: The limits: a :class:`~lightning_resilience.detect.hangs.timeouts.SectionTimeouts`, a mapping,
-            or text such as ``"setup:600,step:180"`` in seconds. Default: the launcher's, else Megatron-Bridge's values.
-            The limit of ``start`` is always the launcher's.
+        section_timeouts: The timeouts: a :class:`~lightning_resilience.detect.hangs.timeouts.SectionTimeouts`, a
+            mapping, or text such as ``"setup:600,step:180"`` in seconds. Default: the launcher's, else
+            Megatron-Bridge's values. That of ``start`` is always the launcher's.
         engine: What ends hung ranks besides the watchdog: ``"nvrx"`` (NVRx's rank monitors; needs ``ft_launcher``),
             ``"watchdog"`` (nothing else), ``"auto"`` (NVRx's monitors where they run).
         health_check_interval_steps: Number of steps between two small collectives of all ranks, with a deadline
@@ -74,8 +73,8 @@ class FaultTolerance(SessionCallback):
 
     Example::
 
-        limits = {"step": 300, "checkpointing": 900}
-        trainer = Trainer(callbacks=[FaultTolerance(section_timeouts=limits), AutoResume()], max_epochs=2)
+        timeouts = {"step": 300, "checkpointing": 900}
+        trainer = Trainer(callbacks=[FaultTolerance(section_timeouts=timeouts), AutoResume()], max_epochs=2)
         trainer.fit(model, data)
     """
 

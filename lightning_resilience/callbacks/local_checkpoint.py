@@ -24,20 +24,19 @@ log = logging.getLogger(__name__)
 class LocalCheckpoint(SessionCallback):
     """Saves the state of every rank to memory or storage of its own node every few seconds.
 
-    Parameters and optimizer state are copied while the next batch is computed, checked, written and replicated behind
-    the training; a save holds the training up only for what cannot wait. On a restart ``fit()`` resumes from the
-    newest state that all ranks can verify, local or global, whichever has more steps. Nothing is loaded unverified:
-    what does not verify goes into quarantine, and its replica, an older local state or the newest global one is taken.
+    Parameters and optimizer state are copied while the next batch is computed, then verified, written and replicated in
+    the background. On a restart ``fit()`` resumes from the newest state that all ranks can verify, local or global.
+    What does not verify is quarantined, and its copy, an older local checkpoint or the newest global one is used.
 
-    In DDP a node keeps one copy of what all ranks have alike, shared out among its ranks, and what differs by rank of
-    each. A state counts only if they do have it alike, which the digests of what each holds say
-    (:class:`~lightning_resilience.ReplicaCheck` has the run go back where they do not). Strategies that shard (FSDP2,
-    tensor parallelism) save the shards; nothing is gathered. With several nodes each rank's own part is copied to
-    another node too, so that the loss of a node loses nothing.
+    In DDP a node keeps one copy of the state that all ranks share, split among its ranks, and the state that only one
+    rank has. A checkpoint counts only if the digests of the shared state agree (with
+    :class:`~lightning_resilience.ReplicaCheck` the run rolls back where they do not). Strategies that shard (FSDP2,
+    tensor parallelism) save the shards; nothing is gathered. With several nodes each rank's own file is copied to
+    another node too.
 
-    Local states belong to the number of ranks and the strategy that have saved them; with others the run resumes from
-    its newest global checkpoint (:class:`~lightning_resilience.AutoResume`). When the fit has finished they are
-    removed.
+    Local checkpoints belong to the number of ranks and the strategy that saved them; with others the run resumes from
+    its newest global checkpoint (:class:`~lightning_resilience.AutoResume`). They are removed when the fit has
+    finished.
 
     Args:
         dir: Folder on storage of the node, in which ``local_ckpt-<user id>/<host>`` is created. Default: that of
@@ -60,7 +59,7 @@ class LocalCheckpoint(SessionCallback):
             ``default_root_dir``. Under ``launch``, its ``--run-dir`` takes precedence.
 
     Raises:
-        ValueError: If an argument makes no sense, or the states will not fit where they are to be kept.
+        ValueError: If an argument makes no sense, or the checkpoints do not fit into the storage.
 
     Example::
 

@@ -28,20 +28,19 @@ _STATE = "NaNGuard"
 class NaNGuard(SessionCallback):
     """Skips steps with non-finite losses or gradients, or loss spikes, and rolls back if necessary.
 
-    The verdict is that of all ranks, and comes before the optimizer changes anything. A step that is skipped is no
-    step: parameters, moments, weight decay and the running statistics of batch normalisation stay bitwise what they
-    were. ``trainer.global_step`` and learning-rate schedules go on, as where a gradient scaler skips a step.
+    All ranks reach the same verdict before the optimizer changes anything. A skipped step leaves parameters, moments,
+    weight decay and the running statistics of batch normalisation bitwise unchanged. ``trainer.global_step`` and
+    learning-rate schedules go on, as where a gradient scaler skips a step.
 
     After too many skipped steps in a row the run rolls back to the newest verified checkpoint
     (:class:`~lightning_resilience.LocalCheckpoint`, :class:`~lightning_resilience.AutoResume`), in the same processes,
     bitwise as a restart would; the batches of the bad steps are skipped from then on, also after a restart. A
     checkpoint after which training diverges within its first steps is marked bad, and an older one is used.
 
-    Where reading a number costs the host nothing (CPU) all of this happens at once. On an accelerator the host waits
-    for nothing: an optimizer with ``fused=True`` skips the step on the device, and the host counts it some steps later.
-    With any other a bad step has happened by then, and the run rolls back, whatever ``action`` says but ``"stop"``.
-    The same holds where sharded gradients are not clipped by norm: ranks could agree in time only by a collective in
-    every step. Which of these holds is logged at the start.
+    On an accelerator the host does not wait: an optimizer with ``fused=True`` skips the step on the device, and the
+    host counts it some steps later. With any other optimizer a bad step has happened by then, and the run rolls back,
+    whatever ``action`` says but ``"stop"``. The same holds where sharded gradients are not clipped by norm. Which of
+    these holds is logged at the start.
 
     Args:
         action: What follows a bad step. ``"skip"``: the step is skipped; after ``max_consecutive`` in a row the run

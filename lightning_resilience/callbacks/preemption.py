@@ -27,19 +27,16 @@ log = logging.getLogger(__name__)
 class Preemption(SessionCallback):
     """Saves and stops the run between two batches when a scheduler sends a signal.
 
-    The signal may reach any rank, at any time: it is noticed at once, even while the main thread is blocked in a
-    collective, and all ranks stop between the same two batches, in training or in validation. They save one checkpoint
-    that counts the batches done, and end with :class:`~lightning_resilience.signals.Interrupted`, a ``SystemExit``: the
-    script's own code after ``fit()`` does not run on an unfinished model. A signal before the training starts takes
-    effect at its first boundary. A handler that the script has set itself is called as well and is in place again
-    after the fit; what it raises during the fit does not come before the stop in order.
+    The signal may reach any rank, at any time, even while its main thread is blocked in a collective. All ranks stop
+    between the same two batches, in training or in validation, save one checkpoint, and end with
+    :class:`~lightning_resilience.signals.Interrupted`, a ``SystemExit``: the script's code after ``fit()`` does not run
+    on an unfinished model. A signal before the training starts takes effect at its first boundary. A second signal,
+    more than two seconds later, or the end of the grace period ends the process at once; the newest checkpoint remains.
 
-    A second signal (later than the double delivery that schedulers produce), or the end of the grace period, ends the
-    process at once; the newest checkpoint published before stands.
-
-    Lightning's own SIGTERM handler, which broadcasts inside the handler and can deadlock DDP, is not used; its
-    requeuing of Slurm jobs (``SLURMEnvironment(auto_requeue=True)``) is done from the boundary instead of from inside
-    the handler.
+    A handler that the script has set is called as well and is restored after the fit; what it raises during the fit is
+    held back until the run has stopped. Lightning's own SIGTERM handler, which broadcasts inside the handler and can
+    deadlock DDP, is not used; its requeuing of Slurm jobs (``SLURMEnvironment(auto_requeue=True)``) happens at the
+    boundary.
 
     Args:
         signals: The signals that stop the run: names, numbers or ``signal.Signals``. Default: SIGTERM.

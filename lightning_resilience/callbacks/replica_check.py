@@ -15,21 +15,21 @@ class ReplicaCheck(SessionCallback):
     """Finds a rank whose weights differ from those of the others, names it, and rolls back.
 
     In DDP all ranks hold the same parameters and optimizer state, bit for bit. After a silent error (a bit that flips
-    in memory, a core that miscalculates) one does not, and nothing in DDP notices: it averages the gradients of
-    different models from then on, and what is saved is one of them, or a mixture.
+    in memory, a core that miscalculates) one does not. DDP does not notice: it averages the gradients of different
+    models, and a checkpoint holds one of them, or a mixture.
 
-    Whenever the state is saved, locally or globally, each rank makes a digest of what it holds, and the digests are
-    compared: for local saves (:class:`~lightning_resilience.LocalCheckpoint`) behind the training, for global ones
-    (:class:`~lightning_resilience.AutoResume`) where the ranks meet for the save anyway. A healthy step has no part in
-    it. Where they differ, that state does not count, the rank that differs is named by the majority (of two it is one
-    of the two), and the run goes back to the newest checkpoint on which all agreed, in the same processes, bitwise as a
-    restart would. A loss that is not finite for that reason is not blamed on its batch
+    Whenever the state is saved, each rank computes a digest of what it holds, and the digests are compared: for local
+    saves (:class:`~lightning_resilience.LocalCheckpoint`) in the background, for global ones
+    (:class:`~lightning_resilience.AutoResume`) where the ranks meet for the save. A step without a save does nothing.
+    Where digests differ, that state does not count, the rank that differs from the majority is named (of two ranks,
+    both), and the run rolls back to the newest checkpoint on which all agreed, in the same processes, bitwise as a
+    restart would. A non-finite loss for that reason is not blamed on its batch
     (:class:`~lightning_resilience.NaNGuard`).
 
-    What ranks may have each for itself is not compared: buffers, such as the statistics of batch normalisation without
-    synchronisation; random states, metrics, the place in the data; what was frozen when the training began. Ranks that
-    share out the state (FSDP, tensor parallelism, ``ZeroRedundancyOptimizer``) or average it now and then keep no
-    replicas, and one rank has none: this is said at the start, and nothing is done.
+    Not compared is what may differ between ranks: buffers, such as the statistics of batch normalisation without
+    synchronisation; random states, metrics, the position in the data; parameters that were frozen when training began.
+    Without replicas (FSDP, tensor parallelism, ``ZeroRedundancyOptimizer``, models averaged now and then, a single
+    rank) the callback does nothing and logs that once.
 
     Args:
         max_rollbacks: Number of rollbacks for the same divergence, restarts included. Then the fit fails; a launcher

@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 class StragglerDetection(SessionCallback):
     """Names the slow ranks that the others wait for.
 
-    What counts is a rank's own work: the time that it does not wait for others. A score of 0.5 says that a rank takes
-    twice as long for it as the others (relative), or as itself at its best (individual). Data loading, computing and
-    callbacks are told apart.
+    Compared is each rank's own work: the time that it does not wait for others. A score of 0.5 means that a rank takes
+    twice as long as the others (relative), or as itself at its best (individual). Data loading, computing and callbacks
+    are told apart.
 
-    A healthy step reads a clock a few times. Every ``report_time_interval``, at a boundary that all ranks agree on, the
-    ranks exchange what their steps take, and rank 0 prints the report that NeMo's users know, and gives it to the
-    loggers.
+    Every ``report_time_interval``, at a boundary that all ranks agree on, the ranks exchange their step times, and rank
+    0 logs the report that NeMo's users know, and gives it to the loggers. A step in between only reads a clock.
 
     Args:
         report_time_interval: Time between two reports: a ``timedelta`` or seconds; longer where 10 steps take longer.
