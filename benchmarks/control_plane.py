@@ -1,6 +1,6 @@
 """How long a signal on one rank takes until all act on it, with up to 100,000 ranks: in virtual time.
 
-Every rank is a ``Participant`` as it is shipped and every node has its ``Relay``; their stores are simulated. What a
+Every rank is a ``Member`` as it is shipped and every node has its ``Relay``; their stores are simulated. What a
 call to the job's store takes is measured first, on a real ``TCPStore`` (libuv) with up to 500 connected clients that
 call it all at once, for every kind of call that the protocol makes; in the simulation one call waits for the other, and
 each takes what it took there with the most clients. A rank that sleeps while nothing changes on its node is not woken,
@@ -37,11 +37,12 @@ from lightning_resilience.agreement_protocol import (
     Event,
     Get,
     LocalStore,
+    Member,
     Needs,
-    Participant,
     Relay,
     Set,
     Sleep,
+    changes,
     training,
 )
 
@@ -85,10 +86,9 @@ class Costs:
 class Rank:
     """A rank whose main thread is always between two batches."""
 
-    def __init__(self, job: Job, node: int, index: int, linger: float) -> None:
-        ranks = job.nodes[node]
+    def __init__(self, job: Job, node: int, index: int) -> None:
         self.job = job
-        self.participant = Participant(ranks, index, lambda: job.now, 60.0, 1800.0, linger)
+        self.member = Member(job.nodes, node, index, lambda: job.now, 60.0, 1800.0)
         self.step = 0
         self.due: list[Event] = []  # the first of them is arrived for
         self.acted_at: list[float] = []
@@ -96,21 +96,21 @@ class Rank:
     def look(self) -> None:
         """What the main thread does in each boundary."""
         while True:
-            while self.due and self.participant.arrived():
+            while self.due and self.member.arrived():
                 del self.due[0]
                 self.acted_at.append(self.job.now)
                 self.job.acted += 1
                 if self.due:
-                    self.participant.arrive(self.due[0])
-            if self.due or not self.participant.alert:
+                    self.member.arrive(self.due[0])
+            if self.due or not self.member.alert:
                 return
             self.step += 1
-            events = self.participant.cross(training(self.step), Needs.CLEAN | Needs.TRAINING)
+            events = self.member.cross(training(self.step), Needs.CLEAN | Needs.TRAINING)
             if events is None:  # held
                 return
             if events:
                 self.due = list(events)
-                self.participant.arrive(self.due[0])
+                self.member.arrive(self.due[0])
 
 
 class Watcher:
@@ -144,9 +144,9 @@ class Job:
             relay = Relay(self.nodes, node, lambda: self.now, 60.0, 1800.0)
             self.start(Watcher(relay.watch(), node, None, relay))
             for index in range(len(ranks)):
-                rank = Rank(self, node, index, relay.linger)
+                rank = Rank(self, node, index)
                 self.ranks.append(rank)
-                self.start(Watcher(rank.participant.watch(), node, rank, None))
+                self.start(Watcher(rank.member.watch(), node, rank, None))
         self.quiet_after = 2 + 5 * relay._above.longest  # of an event, or the start
 
     def start(self, watcher: Watcher) -> None:
@@ -170,7 +170,7 @@ class Job:
             result = wanted.operation.apply(self.above)
         elif wanted is not None:
             result = wanted.apply(self.here[watcher.node])
-            if isinstance(wanted, Set | Append) or getattr(wanted, "amount", 0):
+            if changes(wanted):
                 self.wake(watcher.node)
         else:
             watcher.seen = self.changes[watcher.node]
@@ -182,7 +182,7 @@ class Job:
             if not isinstance(wanted, Announce):
                 break
         if isinstance(wanted, Sleep):
-            if watcher.rank is not None and watcher.rank.participant._posts:  # the main thread does not let it sleep
+            if watcher.rank is not None and watcher.rank.member._posts:  # the main thread does not let it sleep
                 self.at(self.now, watcher)
                 return
             if watcher.seen != self.changes[watcher.node]:  # meanwhile
@@ -215,7 +215,7 @@ def measure_everywhere(world_size: int, costs: Costs) -> float:
     job.run(lambda: job.now > job.quiet_after)
     begun = job.now
     for rank in job.ranks:
-        rank.participant.request("preempt", {}, Needs.NOTHING)
+        rank.member.request("preempt", {}, Needs.NOTHING)
     for node in range(len(job.nodes)):
         job.wake(node)
     job.run(lambda: job.acted >= world_size and all(rank.acted_at for rank in job.ranks))
@@ -232,7 +232,7 @@ def measure(world_size: int, costs: Costs, events: int = 3) -> dict[str, float]:
     for number in range(events):
         asked = job.random.randrange(world_size)
         begun, before = job.now, job.calls
-        job.ranks[asked].participant.request("preempt", {}, Needs.NOTHING)
+        job.ranks[asked].member.request("preempt", {}, Needs.NOTHING)
         job.wake(asked // NODE)
         job.run(lambda number=number: job.acted == (number + 1) * world_size)
         last = max(rank.acted_at[number] for rank in job.ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import threading
 import time
@@ -15,47 +16,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_resilience._loopback import ADDRESS, serve_store
 from lightning_resilience.agreement_protocol import (
-    FINISHED,
-    START,
     Above,
-    Add,
     Announce,
-    Append,
-    Delete,
     Event,
-    Get,
     LocalStore,
+    Member,
     Needs,
-    Participant,
+    Operation,
     PeerLost,
     Position,
     Relay,
-    Replace,
-    Set,
     Sleep,
     Watching,
-    end_of_evaluation,
-    evaluation,
-    training,
+    changes,
 )
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
-
-__all__ = [
-    "FINISHED",
-    "START",
-    "Agreement",
-    "Event",
-    "Needs",
-    "PeerLost",
-    "Position",
-    "end_of_evaluation",
-    "evaluation",
-    "neighbourhood",
-    "nodes_of",
-    "training",
-]
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -126,7 +103,7 @@ class Agreement:
         node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
         limits = (time.monotonic, self._answer_timeout_s, arrival_timeout.total_seconds())
         relay = Relay(nodes, node, *limits)
-        self._participant = Participant(nodes[node], nodes[node].index(rank), *limits, relay.linger)
+        self._member = Member(nodes, node, nodes[node].index(rank), *limits)
         self._relay = relay if rank == nodes[node][0] else None
         self._stores = _Stores(world_size, store, prefix, nodes, node, rank == nodes[node][0], self._answer_timeout_s)
         self._on_event = on_event
@@ -150,14 +127,14 @@ class Agreement:
             needs: Where it may be done.
         """
         with self._lock:
-            self._participant.request(kind, payload or {}, needs)
+            self._member.request(kind, payload or {}, needs)
         self._wake.set()
 
     def boundary(self, position: Position, allows: Needs = Needs.CLEAN | Needs.TRAINING) -> tuple[Event, ...]:
         """Passes a boundary: called by the main thread in every gap between two batches.
 
         Args:
-            position: Where this rank is: :func:`training`, :func:`evaluation` or :func:`end_of_evaluation`.
+            position: Where this rank is: :func:`.training`, :func:`.evaluation` or :func:`.end_of_evaluation`.
             allows: What this boundary offers, the same on all ranks.
 
         Returns:
@@ -168,12 +145,12 @@ class Agreement:
         Raises:
             PeerLost: If another rank gave up or does not answer.
         """
-        participant = self._participant
+        member = self._member
         with self._lock:
-            if not participant.alert:
-                participant.passed = position
+            if not member.alert:
+                member.passed = position
                 return ()
-        return self._wait(lambda: participant.cross(position, allows))
+        return self._wait(lambda: member.cross(position, allows))
 
     def arrive(self, event: Event) -> None:
         """Waits until every rank is about to act on ``event``: called before the first collective of the action.
@@ -182,9 +159,9 @@ class Agreement:
             PeerLost: If that can't happen any more, or not within ``arrival_timeout``.
         """
         with self._lock:
-            self._participant.arrive(event)
+            self._member.arrive(event)
         self._wake.set()
-        self._wait(self._participant.arrived)
+        self._wait(self._member.arrived)
 
     def abort(self, reason: str) -> None:
         """Tells every rank that this one raises, and stops. All others get a :class:`PeerLost` that names the reason.
@@ -192,7 +169,7 @@ class Agreement:
         Never raises, and returns after a few seconds even if the store does not answer.
         """
         with self._lock:
-            self._participant.abort(reason)
+            self._member.abort(reason)
         self._wake.set()
         with self._moved:
             self._moved.wait_for(lambda: self._is_over() or self._stopped, self._STORE_PATIENCE_S)
@@ -215,12 +192,12 @@ class Agreement:
         if self._stopped:
             return ()
         with self._lock:
-            self._participant.finish()
+            self._member.finish()
         self._wake.set()
 
         def ended() -> tuple[Event, ...] | None:
             waiting()
-            return self._participant.ended() if self._is_over() else None
+            return self._member.ended() if self._is_over() else None
 
         try:
             return self._wait(ended)
@@ -249,7 +226,7 @@ class Agreement:
             return result
 
     def _is_over(self) -> bool:
-        return self._participant.over and (self._relay is None or self._relay.over)
+        return self._member.over and (self._relay is None or self._relay.over)
 
     def _watch(self) -> None:
         try:
@@ -258,16 +235,17 @@ class Agreement:
         except Exception as error:
             log.debug("The agreement's watcher ended", exc_info=True)
             with self._moved:
-                self._participant.lose_touch(error)
+                self._member.lose_touch(error)
                 self._moved.notify_all()
 
     def _drive(self) -> None:
         """Takes turns with all watchers of this rank, until each has ended."""
-        watchers = {self._participant.watch(): 0.0}  # and until when each sleeps
+        watchers = {self._member.watch(): 0.0}  # and until when each sleeps
         if self._relay is not None:
             watchers[self._relay.watch()] = 0.0
         while watchers:
-            woken = self._wake.wait(max(0.0, min(watchers.values()) - time.monotonic()))
+            until = min(watchers.values())
+            woken = self._wake.wait(max(0.0, until - time.monotonic()) if until < math.inf else None)
             self._wake.clear()
             for watcher, until in list(watchers.items()):
                 if not woken and time.monotonic() < until:
@@ -369,8 +347,7 @@ class _Stores:
         self._here = TCPStore(ADDRESS, port, is_master=False, timeout=timedelta(seconds=self._timeout_s))
         self._above = None
 
-    def apply(self, wanted: Get | Set | Append | Replace | Add | Delete | Above) -> Any:
+    def apply(self, wanted: Operation | Above) -> Any:
         """Does what a watcher wants."""
-        operation = wanted.operation if isinstance(wanted, Above) else wanted
-        self.changed |= isinstance(operation, Set | Append) or (isinstance(operation, Add) and operation.amount > 0)
-        return operation.apply(self._above if isinstance(wanted, Above) else self._here)
+        self.changed |= changes(wanted)
+        return wanted.operation.apply(self._above) if isinstance(wanted, Above) else wanted.apply(self._here)

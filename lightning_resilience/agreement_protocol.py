@@ -27,7 +27,7 @@ a time but for as long as all watchers live: the relay of rank 0 opens a round n
 and holds nobody. Who does not answer it is lost, and where none comes, rank 0 is. Keys are deleted when nobody can want
 them any more: the stores do not grow with the events.
 
-:class:`Participant` and :class:`Relay` make all decisions and hold no thread, lock or store: their watchers are
+:class:`Member` and :class:`Relay` make all decisions and hold no thread, lock or store: their watchers are
 generators that *yield* what a store shall do. :class:`.Agreement` runs them on real stores; the tests run them on
 simulated ones, in thousands of interleavings.
 """
@@ -41,6 +41,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 _T = TypeVar("_T")
@@ -183,11 +184,14 @@ class Delete:
         store.delete_key(self.key)
 
 
+Operation: TypeAlias = "Get | Set | Append | Replace | Add | Delete"
+
+
 @dataclass(frozen=True)
 class Above:
     """The same, in the store of the job instead of that of the node."""
 
-    operation: Get | Set | Append | Replace | Add | Delete
+    operation: Operation
 
 
 @dataclass(frozen=True)
@@ -204,7 +208,13 @@ class Announce:
     event: Event
 
 
-Watching: TypeAlias = "Generator[Get | Set | Append | Replace | Add | Delete | Above | Sleep | Announce, Any, _T]"
+Watching: TypeAlias = "Generator[Operation | Above | Sleep | Announce, Any, _T]"
+
+
+def changes(wanted: Operation | Above) -> bool:
+    """Whether an operation changes what a watcher looks at."""
+    operation = wanted.operation if isinstance(wanted, Above) else wanted
+    return isinstance(operation, Set | Append) or (isinstance(operation, Add) and operation.amount > 0)
 
 
 class LocalStore:
@@ -252,7 +262,13 @@ More than at a boundary: an export at the end, say, may keep the interpreter for
 """
 
 _FAN_OUT = 64
-"""How many positions one participant compares: the last of so many nodes, or ranks of a node, to answer."""
+"""How many positions one member compares: the last of so many nodes, or ranks of a node, to answer."""
+
+
+def _post(key: str, value: str) -> Watching[None]:
+    """Sets a key of the node's store, and has its watchers look."""
+    yield Set(key, value)
+    yield Add("news", 1)
 
 
 def _meet(
@@ -308,7 +324,7 @@ def _missing(name: str, size: int, at: Callable[[Any], Any] = lambda each: each)
     return suspects
 
 
-class Participant:
+class Member:
     """One rank's part in the agreement: pure state, to be driven by :class:`Agreement` or by a simulator.
 
     Two sides share it. The main side calls the methods below; one that returns ``None`` is to be called again once the
@@ -317,38 +333,39 @@ class Participant:
     works.
 
     Args:
-        ranks: Those of its node.
-        index: Its own place among them. The first one is beside the relay.
+        nodes: The ranks of every node.
+        node: Which of them is its own.
+        index: Its own place among the ranks of that node. The first one is beside the relay.
         clock: Seconds, monotonic.
         answer_timeout: Seconds for a peer's watcher to answer.
         arrival_timeout: Seconds for a peer's main thread to reach a boundary.
-        linger: Seconds that the first one goes on after a failure, for others to read the reason.
     """
 
     def __init__(
         self,
-        ranks: Sequence[int],
+        nodes: Sequence[Sequence[int]],
+        node: int,
         index: int,
         clock: Callable[[], float],
         answer_timeout: float,
         arrival_timeout: float,
-        linger: float = 0.0,
     ) -> None:
         self.passed: Position = START
         self.alert = False  # the one thing a healthy boundary looks at: held, something to act on, or failed
         self.over = False  # the watcher has ended
 
-        self._ranks = list(ranks)
-        self._rank = ranks[index]
+        self._ranks = nodes[node]
+        self._rank = self._ranks[index]
         self._index = index
         self._clock = clock
         self._answer_timeout = answer_timeout
         self._arrival_timeout = arrival_timeout
-        self._pace = _Pace(len(ranks), clock)
-        self._linger = linger + 3 * self._pace.longest
+        self._pace = _Pace(len(self._ranks), clock, _is_alone(nodes))
+        self._linger = _linger(nodes, clock) + 3 * self._pace.longest
         self._since: dict[str, float] = {}  # when a wait was first looked at
 
         self._posts: deque[Watching[None]] = deque()  # what the main side wants in the store
+        self._news = -1  # the changes of the node's store that it has looked at
         self._round = 0
         self._is_open = False  # whether the answer of the round is awaited
         self._held: list[Event] | None = None  # its events meanwhile
@@ -433,14 +450,17 @@ class Participant:
             while self._posts:
                 self._pace.stir()
                 yield from self._posts.popleft()
-            if (reason := (yield Get("abort"))) is not None:
-                yield from self._fail_last(reason.decode())
-                break
-            yield from self._follow_rounds()
-            yield from self._look_for_arrivals()
-            if self._finished and not self._end_agreed and not self._is_open:
-                yield from self._give_up_if_nobody_asks()
-            if not self._posts:
+            news = yield Add("news", 0)  # in quiet, this request is all that a poll costs
+            if news != self._news or self._is_open or self._arriving is not None or self._finished:
+                self._news = news
+                if (reason := (yield Get("abort"))) is not None:
+                    yield from self._fail_last(reason.decode())
+                    break
+                yield from self._follow_rounds()
+                yield from self._look_for_arrivals()
+                if self._finished and not self._end_agreed and not self._is_open:
+                    yield from self._give_up_if_nobody_asks()
+            if not self._posts and self._news >= 0 and not self._end_agreed:
                 yield Sleep(self._pace.pause())
         if self._end_agreed:
             yield Add("left", 1)
@@ -448,21 +468,15 @@ class Participant:
 
     def _post_event(self, description: str) -> Watching[None]:
         number = (yield Add("events", 1)) - 1
-        yield Set(f"event/{number}", description)
-        yield Add("news", 1)
+        yield from _post(f"event/{number}", description)
 
     def _say_done(self) -> Watching[None]:
-        yield Set("finished", "")
-        yield Add("news", 1)
+        yield from _post("finished", "")
         yield from self._answer("done")
 
     def _answer(self, name: str) -> Watching[None]:
         """Posts this rank's position under ``name``."""
-
-        def publish(position: str) -> Watching[None]:
-            yield Set(f"{name}/here", position)
-            yield Add("news", 1)
-
+        publish = partial(_post, f"{name}/here")
         yield from _meet(name, self._index, len(self._ranks), json.dumps(self.passed), publish)
 
     def _follow_rounds(self) -> Watching[None]:
@@ -492,6 +506,7 @@ class Participant:
             self._since.pop(name, None)
             self._update_alert()
             self._round += 1
+            self._news = -1  # the next one may be there already
             self._pace.stir()
         else:
             timeout = _answers_within(self._answer_timeout, at_the_end=self._held is None)
@@ -501,8 +516,7 @@ class Participant:
         """The others may take as long as they like to finish while rank 0 asks whether they live."""
         since = self._since.setdefault("asked", self._clock())
         if self._clock() - since > (limit := (_ASKED_AFTER + _SILENT_FOR) * self._answer_timeout):
-            relay = "" if self._ranks[0] == 0 else f" or of rank {self._ranks[0]}, which speaks with it for its node"
-            yield from self._give_up(f"nothing was heard of rank 0{relay} for {limit:.0f} s at the end of the fit")
+            yield from self._give_up(f"nothing was heard of rank 0 for {limit:.0f} s at the end of the fit")
 
     def _look_for_arrivals(self) -> Watching[None]:
         if (event := self._arriving) is None:
@@ -539,8 +553,7 @@ class Participant:
         """Fails, and makes every other rank fail for the same reason. The first reason is the one that counts."""
         posted = yield Get("abort")
         if posted is None:
-            yield Set("abort", reason)
-            yield Add("news", 1)
+            yield from _post("abort", reason)
         yield from self._fail_last(reason if posted is None else posted.decode())
 
     def _fail_last(self, reason: str) -> Watching[None]:
@@ -571,6 +584,16 @@ def _brief(ranks: Sequence[int]) -> str:
     return str(list(ranks)) if len(ranks) <= 32 else f"[{', '.join(map(str, ranks[:32]))}, ...] ({len(ranks)} of them)"
 
 
+def _is_alone(nodes: Sequence[Sequence[int]]) -> bool:
+    """Whether the job has one rank: all that changes is changed by its own watchers, which wake each other."""
+    return len(nodes) == len(nodes[0]) == 1
+
+
+def _linger(nodes: Sequence[Sequence[int]], clock: Callable[[], float]) -> float:
+    """How long it may take until all other nodes have read what has been published, in seconds."""
+    return 3 * _Pace(len(nodes), clock).longest if len(nodes) > 1 else 0.0
+
+
 class _Pace:
     """How long a watcher sleeps: little while something happens, more the longer nothing has.
 
@@ -578,12 +601,14 @@ class _Pace:
         watchers: How many poll the same store. All together do it some 4,000 times a second in quiet, and 10,000 times
             within the moments of a round: more often, and what they ask keeps waiting what they have to say.
         clock: Seconds.
+        alone: Whether nobody else changes the store.
     """
 
-    def __init__(self, watchers: int, clock: Callable[[], float]) -> None:
+    def __init__(self, watchers: int, clock: Callable[[], float], alone: bool = False) -> None:
         self.longest = max(0.05, watchers / 4_000)
         self.shortest = max(0.002, watchers / 10_000)
         self._clock = clock
+        self._alone = alone
         self._stirred = clock()
 
     def stir(self) -> None:
@@ -592,6 +617,8 @@ class _Pace:
 
     def pause(self) -> float:
         """How long to sleep now."""
+        if self._alone:
+            return math.inf
         return min(self.longest, max(self.shortest, (self._clock() - self._stirred) / 4))
 
 
@@ -606,14 +633,14 @@ class _Meeting:
 class Relay:
     """A node's part in the agreement: brings what its ranks say to the job's store, and back what concerns them.
 
-    To be driven as a :class:`Participant` is. It has no main side.
+    To be driven as a :class:`Member` is. It has no main side.
 
     Args:
         nodes: The ranks of every node. The relay of the first one opens the rounds.
         index: Which of them is its own.
         clock: Seconds, monotonic.
-        answer_timeout: As for a participant.
-        arrival_timeout: As for a participant.
+        answer_timeout: As for a member.
+        arrival_timeout: As for a member.
     """
 
     def __init__(
@@ -625,17 +652,14 @@ class Relay:
         arrival_timeout: float,
     ) -> None:
         self.over = False
-        self.linger = 3 * _Pace(len(nodes), clock).longest if len(nodes) > 1 else 0.0
-        """How long it may take until all others have read what has been published, in seconds."""
-
         self._nodes = nodes
         self._ranks = nodes[index]
         self._index = index
         self._clock = clock
         self._answer_timeout = answer_timeout
         self._arrival_timeout = arrival_timeout
-        self._here = _Pace(len(self._ranks), clock)
-        self._above = _Pace(1 if index == 0 else len(nodes), clock)
+        self._here = _Pace(len(self._ranks), clock, _is_alone(nodes))
+        self._above = _Pace(1 if index == 0 else len(nodes), clock, _is_alone(nodes))
         self._look_at = clock()  # when to look above again
         self._status: bytes | None = None  # what was published above when it last looked
         self._news_here = -1  # how much had been here
@@ -673,7 +697,7 @@ class Relay:
             if self._ends:
                 return
             first_line = (str(error).splitlines() or [""])[0]
-            yield Set(
+            yield from _post(
                 "abort",
                 f"ranks {_brief(self._ranks)} lost touch with the others ({type(error).__name__}: {first_line}), as "
                 "happens when the process that owns the store they share has ended or its node can't be reached",
@@ -715,10 +739,7 @@ class Relay:
                 yield from self._pass_on_events()  # what a rank asked before it finished is among the events
                 meeting.posted = self._clock()
                 self._stir()
-
-                def publish(position: str, name: str = name) -> Watching[None]:
-                    yield from self._say("met", name, position)
-
+                publish = partial(self._say, "met", name)
                 yield from _meet(name, self._index, len(self._nodes), position.decode(), publish, Above)
 
     def _pass_on_failure(self) -> Watching[None]:
@@ -735,14 +756,15 @@ class Relay:
         yield from self._look_for_the_missing()
 
     def _follow(self) -> Watching[None]:
-        if (published := (yield Above(Get("status")))) == self._status:
+        published = self._lead.published if self._lead is not None else (yield Above(Get("status")))
+        if published is None or published == self._status:
             return
         self._status = published
         status = json.loads(published)
         self._stir()
         if status["abort"] is not None:
             self._failed = True
-            yield Set("abort", status["abort"])
+            yield from _post("abort", status["abort"])
             return
         for name, position in status["answers"].values():
             meeting = self._meetings.get(name)
@@ -750,7 +772,7 @@ class Relay:
                 yield from self._bring_answer(name, position)
         if status["finished"] and not self._finished:  # after the answers: who acted had arrived before
             self._finished = True
-            yield Set("finished", "")
+            yield from _post("finished", "")
         if status["round"] == self._round and not self._is_open:
             name = f"round/{self._round}"
             described = (yield Above(Get(name))).decode()
@@ -761,7 +783,7 @@ class Relay:
             else:
                 timeout = _answers_within(self._answer_timeout, at_the_end=listing is None)
                 self._meetings[name] = _Meeting("answer", timeout)
-            yield Set(name, described)
+            yield from _post(name, described)
         if status["asked"] is not None:
             yield from self._say_who_is_missing(*status["asked"])
 
@@ -772,7 +794,7 @@ class Relay:
             for event in self._listed:
                 what = _reach(event["number"], event["kind"])
                 self._meetings[_arrival(event["number"])] = _Meeting(what, self._arrival_timeout)
-        yield Set(f"{name}/all", position)
+        yield from _post(f"{name}/all", position)
         # All ranks have come to this meeting, and know how the one before it has ended.
         kind = name.partition("/")[0]
         before, self._past[kind] = self._past.get(kind), name
@@ -785,7 +807,7 @@ class Relay:
     def _look_for_the_missing(self) -> Watching[None]:
         """Asks all relays which rank does not come, and gives up on nodes that do not say.
 
-        Their own participants know it first, and are left time to say it.
+        Their own members know it first, and are left time to say it.
         """
         now = self._clock()
         for name, meeting in self._meetings.items():
@@ -795,7 +817,7 @@ class Relay:
             if late and _ALTHOUGH not in meeting.what:
                 meeting.what += f", {_ALTHOUGH}"
             if meeting.asked is not None:
-                if now - meeting.asked > self.linger + 1.0:
+                if now - meeting.asked > _linger(self._nodes, self._clock) + 1.0:
                     yield from self._follow()
                     if name in self._meetings and not self._failed:
                         nodes = yield from _missing(name, len(self._nodes), Above)
@@ -814,7 +836,7 @@ class Relay:
 
     def _give_up(self, ranks: Sequence[int], meeting: _Meeting) -> Watching[None]:
         if (yield Get("abort")) is None:
-            yield Set("abort", _blame(ranks, meeting.what, meeting.timeout))
+            yield from _post("abort", _blame(ranks, meeting.what, meeting.timeout))
         yield from self._pass_on_failure()
 
     def _leave(self) -> Watching[None]:
@@ -842,6 +864,7 @@ class _Lead:
         self._numbered = 0  # the events that are in one
         self._all_finished = self._is_open = False
         self._clock = clock
+        self.published: bytes | None = None  # the status, as all relays read it
         self._ask_after = _ASKED_AFTER * answer_timeout
         self._quiet_since = clock()  # when a rank has finished, or the last round has
         self._status: dict[str, Any] = {
@@ -866,6 +889,7 @@ class _Lead:
             yield from self._open_round()
         if (status := json.dumps(self._status)) != before:
             yield Above(Set("status", status))
+            self.published = status.encode()
             self._relay.look_at_once()
         for name in over:
             yield Above(Delete(name))

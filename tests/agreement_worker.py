@@ -16,15 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_resilience.agreement import (
-    Agreement,
-    Needs,
-    PeerLost,
-    Position,
-    end_of_evaluation,
-    evaluation,
-    training,
-)
+from lightning_resilience.agreement import Agreement
+from lightning_resilience.agreement_protocol import Needs, PeerLost, Position, end_of_evaluation, evaluation, training
 
 BATCHES, EVALUATE_EVERY = 30, 10
 VICTIM = {"a rank dies": 2, "the store's owner dies": 0, "a rank raises": 2, "a node's second rank dies": 3}

@@ -33,12 +33,8 @@ CONTEXT.set_forkserver_preload(
         "pytest",
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
-        "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
-        "torch.distributed.checkpoint.state_dict",
-        "lightning_resilience.callbacks",
-        "lightning_resilience.recipes",
+        "lightning_resilience",
         "tests.program",
-        "tests.frozen",
     ]
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.fit import joining
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession

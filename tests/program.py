@@ -45,7 +45,7 @@ from torch.utils.data import (
 from torchmetrics import MeanMetric
 
 from lightning_resilience import _files
-from lightning_resilience.agreement import Needs
+from lightning_resilience.agreement_protocol import Needs
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.node_store import ShardWriter
 from lightning_resilience.detect import health
@@ -53,8 +53,7 @@ from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.hangs import progress, timeouts
 from lightning_resilience.detect.hangs.rank_probe import node_directory
 from lightning_resilience.detect.numerics import numerics
-from lightning_resilience.fit import joining, numerics_policy
-from lightning_resilience.run import deadlines
+from lightning_resilience.fit import hang_watch, joining, numerics_policy
 from lightning_resilience.run.ledger import node_name
 from lightning_resilience.run.run_directory import RunDirectory
 
@@ -814,7 +813,7 @@ def sabotage(config: dict[str, Any]) -> None:
     if config["floor_s"] is not None:
         timeouts.MIN_CALCULATED_S = config["floor_s"]
     if config["ping_within_s"] is not None:
-        deadlines.LONGEST_PING_S = config["ping_within_s"]
+        hang_watch._PING_WITHIN_S = config["ping_within_s"]
     if config["sick_rank"] == rank:
         found = health.HealthReport((health.Check(*config["sickness"]),))
         health.check_node = lambda *args: found

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_resilience.agreement import (
+from lightning_resilience.agreement import Agreement
+from lightning_resilience.agreement_protocol import (
     FINISHED,
     START,
-    Agreement,
     Event,
     Needs,
     PeerLost,
@@ -322,8 +322,8 @@ def test_the_store_does_not_grow_with_the_events() -> None:
 def test_a_healthy_boundary_asks_nobody_and_does_next_to_nothing(ranks: int) -> None:
     """No message, no file, no clock: what it calls is counted, since on a busy machine a time proves nothing."""
     store = dist.HashStore()
-    participants = [Agreement(rank, 2, store, "cheap") for rank in range(2)] if ranks > 1 else [Agreement()]
-    agreement = participants[0]
+    members = [Agreement(rank, 2, store, "cheap") for rank in range(2)] if ranks > 1 else [Agreement()]
+    agreement = members[0]
     agreement.boundary(training(0))
     places = [training(batches) for batches in range(1, 101)]
     calls: Counter[str] = Counter()
@@ -338,6 +338,24 @@ def test_a_healthy_boundary_asks_nobody_and_does_next_to_nothing(ranks: int) -> 
             agreement.boundary(place)
     finally:
         sys.setprofile(None)
-    both(*(each.close for each in participants))
+    both(*(each.close for each in members))
     # A lock that nobody holds; and in front of it, what an event of another rank could have changed.
     assert calls == {"boundary": 100, "lock.__exit__": 100, "setprofile": 1}
+
+
+def test_a_rank_alone_does_not_poll() -> None:
+    """Its watcher sleeps until it is woken: nobody else changes what it looks at."""
+    agreement = Agreement()
+
+    def switches() -> int:
+        status = Path(f"/proc/self/task/{agreement._watcher.native_id}/status").read_text()
+        return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+    agreement.request("save")
+    _, events = wait_for_events(agreement)
+    agreement.arrive(events[0])
+    time.sleep(0.2)
+    before = switches()
+    time.sleep(0.5)
+    assert switches() == before
+    assert agreement.close() == ()

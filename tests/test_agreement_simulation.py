@@ -1,6 +1,6 @@
 """The shipped agreement under a simulated scheduler, store and clock, so that thousands of interleavings can be tried.
 
-Every rank runs a small training script against its `Participant`, beside its watcher and somebody who makes requests at
+Every rank runs a small training script against its `Member`, beside its watcher and somebody who makes requests at
 random moments. The scheduler decides after every step of anybody who goes next, and how long a sleep really takes. What
 a healthy agreement may never do is a `Violation`; the last tests put old mistakes back and expect one.
 """
@@ -8,6 +8,7 @@ a healthy agreement may never do is a `Violation`; the last tests put old mistak
 from __future__ import annotations
 
 import json
+import math
 import random
 import runpy
 from collections import deque
@@ -27,14 +28,15 @@ from lightning_resilience.agreement_protocol import (
     Event,
     Get,
     LocalStore,
+    Member,
     Needs,
-    Participant,
     PeerLost,
     Position,
     Relay,
     Sleep,
     _meet,
     _missing,
+    changes,
     end_of_evaluation,
     evaluation,
     training,
@@ -106,7 +108,7 @@ class Actor:
 class Fit:
     """What one rank did in one fit."""
 
-    participant: Participant
+    member: Member
     relay: Relay | None = None
     requested: list[int] = field(default_factory=list)
     announced: list[int] = field(default_factory=list)
@@ -119,7 +121,7 @@ class Fit:
 class Mistakes:
     """Mistakes that an agreement, or its user, could make."""
 
-    participant: type[Participant] = Participant
+    member: type[Member] = Member
     relay: type[Relay] = Relay
     stale_keys: bool = False
     plain_counter: bool = False
@@ -146,12 +148,13 @@ class Simulation:
         store: LocalStore | None = None,
         attempt: int = 0,
         small: bool = False,
+        alone: bool = False,
         deadlines: tuple[float, float] = (ANSWER_TIMEOUT, ARRIVAL_TIMEOUT),
         long_end: float = 0.0,
     ) -> None:
         """`fall`: which rank dies (or `raises`), and before which of its own steps. `small`: one short fit, 2 ranks.
 
-        `long_end`: how long one of the ranks takes when its last batch is done.
+        `alone`: 1 rank. `long_end`: how long one of the ranks takes when its last batch is done.
         """
         self.random = random.Random(seed)
         self.mistakes = mistakes or Mistakes()
@@ -166,7 +169,7 @@ class Simulation:
         self.told_at: dict[int, float] = {}
         self.fell_at = 0.0
 
-        self.world_size = 2 if small else self.random.choice([2, 2, 3, 3, 4])
+        self.world_size = 1 if alone else 2 if small else self.random.choice([2, 2, 3, 3, 4])
         if small:
             self.nodes = self.random.choice([[[0, 1]], [[0], [1]]])
         else:
@@ -189,7 +192,7 @@ class Simulation:
         self.done: list[list[Fit]] = [[] for _ in range(self.world_size)]
         self.errors: dict[int, Exception] = {}
         self.moved = [False] * self.world_size  # the watcher has moved since the main thread looked
-        self.woken = [False] * self.world_size  # the main thread wants the watcher
+        self.woken: list[dict[Any, bool]] = [{} for _ in range(self.world_size)]  # its watchers, to look now
         self.actors = [Actor(rank, self.script(rank)) for rank in range(self.world_size)]
         self.mains = list(self.actors)
 
@@ -245,15 +248,15 @@ class Simulation:
                 yield from self.run_fit(rank, number)
         except (PeerLost, CollectiveBroken, Boom) as error:
             self.errors[rank], self.told_at[rank] = error, self.now
-            participant = self.done[rank][-1].participant
-            participant.abort(str(error))
-            self.woken[rank] = True
+            member = self.done[rank][-1].member
+            member.abort(str(error))
+            self.wake(rank)
             while not self.is_over(self.done[rank][-1]):
                 yield self.until_moved(rank)
         self.gone.add(rank)
 
     def is_over(self, fit: Fit) -> bool:
-        return fit.participant.over and (fit.relay is None or fit.relay.over)
+        return fit.member.over and (fit.relay is None or fit.relay.over)
 
     def run_fit(self, rank: int, number: int) -> Steps:
         prefix = "" if self.mistakes.stale_keys else f"{self.attempt}/{number}/"
@@ -261,12 +264,12 @@ class Simulation:
         ranks = self.nodes[node]
         limits = (lambda: self.now, *self.deadlines)
         relay = self.mistakes.relay(self.nodes, node, *limits)
-        participant = self.mistakes.participant(ranks, ranks.index(rank), *limits, relay.linger)
-        fit = Fit(participant, relay if rank == ranks[0] else None)
+        member = self.mistakes.member(self.nodes, node, ranks.index(rank), *limits)
+        fit = Fit(member, relay if rank == ranks[0] else None)
         self.done[rank].append(fit)
         here = Prefixed(self.node_stores[node], lambda: self.lost(ranks[0]), f"{prefix}here/")
         above = Prefixed(self.store, lambda: self.rank_0_owns_store and 0 in self.gone, f"{prefix}above/")
-        for watch in (participant.watch(), fit.relay and fit.relay.watch()):
+        for watch in (member.watch(), fit.relay and fit.relay.watch()):
             if watch is not None:
                 self.actors.append(Actor(rank, self.watch(rank, fit, watch, here, above)))
         self.actors.append(Actor(rank, self.ask(rank, fit)))
@@ -287,8 +290,8 @@ class Simulation:
         if self.random.random() < 0.3:
             self.request(rank, fit, "save", Needs.NOTHING)
         self.finished_at[rank] = self.now
-        participant.finish()
-        untouched += yield from self.wait_for(rank, lambda: participant.ended() if self.is_over(fit) else None)
+        member.finish()
+        untouched += yield from self.wait_for(rank, lambda: member.ended() if self.is_over(fit) else None)
         fit.left_over = sorted(event.payload["id"] for event in untouched)
 
     def evaluate(self, rank: int, number: int, fit: Fit, batches: int) -> Steps:
@@ -303,24 +306,27 @@ class Simulation:
     def boundary(self, rank: int, number: int, fit: Fit, position: Position, allows: Needs) -> Steps:
         fit.boundaries += 1
         place = (fit.boundaries, 1, 0, 0) if self.mistakes.plain_counter else position
-        events = yield from self.wait_for(rank, lambda: fit.participant.cross(place, allows))
+        events = yield from self.wait_for(rank, lambda: fit.member.cross(place, allows))
         for done, event in enumerate(events, start=1):
             if event.needs not in allows:
                 raise Violation(f"{event} acted on at {position}, which allows {allows}")
             self.reached.setdefault((number, event.number), set()).add(rank)
             if not self.mistakes.no_arrival:
-                fit.participant.arrive(event)
-                yield from self.wait_for(rank, fit.participant.arrived)
+                fit.member.arrive(event)
+                yield from self.wait_for(rank, fit.member.arrived)
             fit.acted.append((event.payload["id"], position))
             yield from self.collective(rank, number, "act", event.number)
             if event.kind == "stop":  # a rank that evaluates more batches may get the others only later, so never
                 raise Stop(events[done:])
 
     def wait_for(self, rank: int, step: Callable[[], Any]) -> Steps:
-        self.woken[rank] = True
+        self.wake(rank)
         while (result := step()) is None:
             yield self.until_moved(rank)
         return result
+
+    def wake(self, rank: int, but: Any = None) -> None:
+        self.woken[rank] |= {watch: True for watch in self.woken[rank] if watch is not but}
 
     def until_moved(self, rank: int) -> Wait:
         self.moved[rank] = False
@@ -328,6 +334,7 @@ class Simulation:
 
     def watch(self, rank: int, fit: Fit, watch: Any, here: Prefixed, above: Prefixed) -> Steps:
         result, failure = None, None
+        self.woken[rank][watch] = False
         while True:
             self.moved[rank] = True
             try:
@@ -335,14 +342,14 @@ class Simulation:
             except StopIteration:
                 return
             except ConnectionError as error:
-                fit.participant.lose_touch(error)
+                fit.member.lose_touch(error)
                 self.moved[rank] = True
                 return
             result = failure = None
             if isinstance(wanted, Sleep):
-                self.woken[rank] = False
-                pause = self.sleep(wanted.seconds)
-                yield Wait(pause.until, lambda: self.woken[rank])
+                until = self.sleep(wanted.seconds).until if wanted.seconds < math.inf else math.inf
+                yield Wait(until, lambda: self.woken[rank][watch])
+                self.woken[rank][watch] = False
             elif isinstance(wanted, Announce):
                 fit.announced.append(wanted.event.payload["id"])
             else:
@@ -350,6 +357,8 @@ class Simulation:
                 try:
                     is_above = isinstance(wanted, Above)
                     result = wanted.operation.apply(above) if is_above else wanted.apply(here)
+                    if self.world_size == 1 and changes(wanted):
+                        self.wake(rank, but=watch)
                 except ConnectionError as error:
                     failure = error
                 yield AT_ONCE  # between the operation and the next transition
@@ -357,15 +366,15 @@ class Simulation:
     def ask(self, rank: int, fit: Fit) -> Steps:
         for _ in range(self.random.choice([0, 0, 1, 2, 3])):
             yield self.sleep(self.slowness * self.random.choice([0, 3, 10]))
-            if fit.participant.passed < FINISHED:  # what is asked after the end may be dropped
+            if fit.member.passed < FINISHED:  # what is asked after the end may be dropped
                 needs = self.random.choice([Needs.NOTHING, Needs.NOTHING, Needs.TRAINING, Needs.CLEAN])
                 self.request(rank, fit, self.random.choice(["save"] * 5 + ["stop"]), needs)
 
     def request(self, rank: int, fit: Fit, kind: str, needs: Needs) -> None:
         name = self.random.randrange(2**31)
         fit.requested.append(name)
-        fit.participant.request(kind, {"id": name}, needs)
-        self.woken[rank] = True
+        fit.member.request(kind, {"id": name}, needs)
+        self.wake(rank)
 
     def collective(self, rank: int, *name: Any) -> Steps:
         """Lets nobody go before all ranks are in it, and no rank be in another one."""
@@ -438,9 +447,9 @@ def run_with_a_fall(seed: int, rank: int, step: int, mistakes: Mistakes | None =
     simulation.run()
     simulation.check_actions()
     for survivor in set(range(simulation.world_size)) - {rank}:
-        if survivor in simulation.errors and simulation.done[survivor][-1].participant._end_agreed:
+        if survivor in simulation.errors and simulation.done[survivor][-1].member._end_agreed:
             raise Violation(f"rank {survivor} failed after the end was agreed: {simulation.errors}")
-        if survivor not in simulation.errors and simulation.done[rank][-1].participant.passed != FINISHED:
+        if survivor not in simulation.errors and simulation.done[rank][-1].member.passed != FINISHED:
             raise Violation(f"rank {survivor} ended well although rank {rank} never did")
     return simulation
 
@@ -460,16 +469,9 @@ def random_falls(seeds: range) -> Iterator[tuple[int, int, int]]:
         yield seed, chosen.randrange(2), chosen.randrange(600)
 
 
-def schedules(fast: int, all_: int) -> pytest.MarkDecorator:
-    """The seeds of a test: so many of them in `make test`, and the rest in CI."""
-    rest = pytest.param(range(fast, all_), marks=pytest.mark.slow, id="the rest")
-    return pytest.mark.parametrize("seeds", [pytest.param(range(fast), id="some"), rest])
-
-
-@schedules(80, 250)
-def test_all_ranks_act_at_the_same_boundary_or_none_does(seeds: range) -> None:
+def test_all_ranks_act_at_the_same_boundary_or_none_does() -> None:
     acted = left_over = between = several = 0
-    for seed in seeds:
+    for seed in range(250):
         simulation = run_undisturbed(seed)
         several += len(simulation.nodes) > 1
         for store in (simulation.store, *simulation.node_stores):
@@ -479,10 +481,19 @@ def test_all_ranks_act_at_the_same_boundary_or_none_does(seeds: range) -> None:
             left_over += len(fit.left_over or ())
             between += sum(position[1] == 0 for _, position in fit.acted)
     # The schedules reach what they are meant to reach.
-    assert acted > 0.7 * len(seeds)
-    assert several > 0.2 * len(seeds)
-    assert left_over > 0.12 * len(seeds)
-    assert between > 0.12 * len(seeds)
+    assert acted > 180
+    assert several > 60
+    assert left_over > 35
+    assert between > 35
+
+
+def test_a_rank_alone_acts_without_polling() -> None:
+    acted = 0
+    for seed in range(40):
+        simulation = run_undisturbed(seed, alone=True, deadlines=(1e6, 1e6))  # no deadline wakes a watcher
+        acted += sum(len(fit.acted) for fit in simulation.done[0])
+        run_with_a_fall(seed, 0, seed + 30, alone=True, raises=True)
+    assert acted > 20
 
 
 QUICK, LONG_END = (0.5, 0.5), 12.0
@@ -496,13 +507,12 @@ def test_those_that_have_finished_wait_for_one_that_takes_its_time() -> None:
             assert store.num_keys() <= 40, "it grows with the time"
 
 
-@schedules(6, 18)
 @pytest.mark.parametrize("rank_0_owns_store", [True, False], ids=["store dies with rank 0", "store survives"])
-def test_those_that_have_finished_do_not_wait_for_one_that_is_gone(rank_0_owns_store: bool, seeds: range) -> None:
+def test_those_that_have_finished_do_not_wait_for_one_that_is_gone(rank_0_owns_store: bool) -> None:
     """Whoever dies: the one that takes its time, or one that waits for it. Arrivals have no limit that could help."""
     forever = (QUICK[0], 1e6)
     waited = 0
-    for seed in seeds:
+    for seed in range(12):
         steps = run_undisturbed(seed, small=True, deadlines=forever, long_end=LONG_END).steps_of
         rank = seed % 2
         step = random.Random(seed).randrange(steps[rank] // 3, steps[rank])  # most of them are made at the end
@@ -512,7 +522,7 @@ def test_those_that_have_finished_do_not_wait_for_one_that_is_gone(rank_0_owns_s
             known_at = max(simulation.fell_at, simulation.finished_at.get(survivor, told_at))
             assert told_at - known_at <= 12 * QUICK[0]
             waited += known_at == simulation.fell_at
-    assert waited > 1
+    assert waited > 3
 
 
 def sizes(*owners: Any) -> int:
@@ -531,28 +541,28 @@ def most_kept(nodes: list[list[int]], events: int) -> tuple[tuple[int, ...], tup
     above, here = LocalStore(), [LocalStore() for _ in nodes]
     limits = (lambda: now, ANSWER_TIMEOUT, ARRIVAL_TIMEOUT)
     relays = [Relay(nodes, node, *limits) for node in range(len(nodes))]
-    participants = [Participant(ranks, index, *limits) for ranks in nodes for index in range(len(ranks))]
+    members = [Member(nodes, node, index, *limits) for node in range(len(nodes)) for index in range(len(nodes[node]))]
     node_of = [node for node, ranks in enumerate(nodes) for _ in ranks]
-    watchers = [*zip((each.watch() for each in participants), node_of, strict=True)]
+    watchers = [*zip((each.watch() for each in members), node_of, strict=True)]
     watchers += [(relay.watch(), node) for node, relay in enumerate(relays)]
-    due: list[deque[Event]] = [deque() for _ in participants]
+    due: list[deque[Event]] = [deque() for _ in members]
     acted, asked, batches = 0, 0, 0
     most: list[tuple[int, ...]] = [(0, 0), (0, 0)]
     while asked < events:
         for _ in range(chosen.choice([1, 1, 2, 3])):
-            participants[chosen.randrange(len(participants))].request("save", {"id": asked}, Needs.NOTHING)
+            members[chosen.randrange(len(members))].request("save", {"id": asked}, Needs.NOTHING)
             asked += 1
-        while acted < asked * len(participants):
+        while acted < asked * len(members):
             now, batches = now + 0.1, batches + 1
-            for participant, mine in zip(participants, due, strict=True):
-                if mine and participant.arrived():
+            for member, mine in zip(members, due, strict=True):
+                if mine and member.arrived():
                     acted += 1
                     mine.popleft()
                     if mine:
-                        participant.arrive(mine[0])
-                if not mine and (crossed := participant.cross(training(batches), Needs.TRAINING | Needs.CLEAN)):
+                        member.arrive(mine[0])
+                if not mine and (crossed := member.cross(training(batches), Needs.TRAINING | Needs.CLEAN)):
                     mine.extend(crossed)
-                    participant.arrive(mine[0])
+                    member.arrive(mine[0])
             for watch, node in watchers:
                 result = None
                 while not isinstance(wanted := watch.send(result), Sleep):
@@ -560,7 +570,7 @@ def most_kept(nodes: list[list[int]], events: int) -> tuple[tuple[int, ...], tup
                         result = wanted.operation.apply(above)
                     else:
                         result = None if isinstance(wanted, Announce) else wanted.apply(here[node])
-        things = sizes(above, *here, *relays, relays[0]._lead, *participants)
+        things = sizes(above, *here, *relays, relays[0]._lead, *members)
         text = sum(len(value) for store in (above, *here) for value in store._values.values())
         most[1] = tuple(map(max, most[1], (things, text)))
         if 2 * asked <= events:
@@ -582,17 +592,16 @@ def test_nothing_grows_with_the_events(nodes: list[list[int]], events: int) -> N
     assert most_text <= half_text + 100 * len(nodes), "what is kept gets longer with the events"
 
 
-@schedules(50, 200)
 @pytest.mark.parametrize("rank_0_owns_store", [True, False], ids=["store dies with rank 0", "store survives"])
-def test_nobody_hangs_or_acts_alone_wherever_a_rank_dies(rank_0_owns_store: bool, seeds: range) -> None:
+def test_nobody_hangs_or_acts_alone_wherever_a_rank_dies(rank_0_owns_store: bool) -> None:
     lost = 0
-    for seed, rank, step in every_fall(range(4), stride=3000 // len(seeds)):  # one node or two
+    for seed, rank, step in every_fall(range(4), stride=23):  # one node or two
         simulation = run_with_a_fall(seed, rank, step, small=True, rank_0_owns_store=rank_0_owns_store)
         lost += any(isinstance(error, PeerLost) for error in simulation.errors.values())
-    for seed, rank, step in random_falls(seeds):
+    for seed, rank, step in random_falls(range(150)):
         simulation = run_with_a_fall(seed, rank, step, rank_0_owns_store=rank_0_owns_store)
         lost += any(isinstance(error, PeerLost) for error in simulation.errors.values())
-    assert lost > 0.4 * len(seeds)
+    assert lost > 60
 
 
 @pytest.mark.campaign
@@ -608,22 +617,20 @@ def test_all_ranks_act_at_the_same_boundary_or_none_does_at_length() -> None:
         run_undisturbed(seed)
 
 
-@schedules(50, 150)
-def test_a_rank_that_raises_is_named_to_all_others(seeds: range) -> None:
+def test_a_rank_that_raises_is_named_to_all_others() -> None:
     told = 0
-    for seed, rank, step in random_falls(seeds):
+    for seed, rank, step in random_falls(range(150)):
         forever = (ANSWER_TIMEOUT, 1e6)  # it is not by a deadline of their own that they learn of it
         simulation = run_with_a_fall(seed, rank, step, raises=True, rank_0_owns_store=False, deadlines=forever)
         for survivor, error in simulation.errors.items():
             if survivor != rank and isinstance(error, PeerLost):
                 assert f"rank {rank} stopped: out of memory" in str(error)
                 told += 1
-    assert told > 0.15 * len(seeds)
+    assert told > 25
 
 
-@schedules(25, 75)
-def test_a_restart_on_the_same_store_sees_nothing_of_the_attempt_before(seeds: range) -> None:
-    for seed, rank, step in random_falls(seeds):
+def test_a_restart_on_the_same_store_sees_nothing_of_the_attempt_before() -> None:
+    for seed, rank, step in random_falls(range(75)):
         simulation = run_with_a_fall(seed, rank, step, rank_0_owns_store=False)
         run_undisturbed(seed, store=simulation.store, attempt=1)
 
@@ -656,10 +663,10 @@ class ByHand:
             self.run_until(lambda wanted: isinstance(wanted, Sleep))
 
 
-def two_and_a_relay(store: LocalStore) -> tuple[list[Participant], list[ByHand], ByHand]:
+def two_and_a_relay(store: LocalStore) -> tuple[list[Member], list[ByHand], ByHand]:
     """Two ranks of one node."""
     limits = (lambda: 0.0, ANSWER_TIMEOUT, ARRIVAL_TIMEOUT)
-    ranks = [Participant([0, 1], rank, *limits) for rank in range(2)]
+    ranks = [Member([[0, 1]], 0, rank, *limits) for rank in range(2)]
     return ranks, [ByHand(rank.watch(), store) for rank in ranks], ByHand(Relay([[0, 1]], 0, *limits).watch(), store)
 
 
@@ -761,7 +768,7 @@ def test_a_rank_that_acted_and_finished_has_arrived() -> None:
 
 def test_who_has_answered_is_not_blamed_for_a_relay_that_is_silent() -> None:
     now, store = [0.0], LocalStore()
-    ranks = [Participant([4, 5], index, lambda: now[0], ANSWER_TIMEOUT, ARRIVAL_TIMEOUT) for index in range(2)]
+    ranks = [Member([[4, 5]], 0, index, lambda: now[0], ANSWER_TIMEOUT, ARRIVAL_TIMEOUT) for index in range(2)]
     watches = [ByHand(rank.watch(), store) for rank in ranks]
     event = {"number": 0, "kind": "save", "rank": 4, "needs": 0, "payload": {}}
     watches[0].here.set("round/0", json.dumps([event]))
@@ -782,7 +789,7 @@ def test_a_store_that_goes_after_the_agreed_end_is_not_missed() -> None:
     assert rank.ended() == ()
 
 
-class NeverDone(Participant):
+class NeverDone(Member):
     """A rank that has finished leaves without a word."""
 
     def finish(self) -> None:
@@ -790,7 +797,7 @@ class NeverDone(Participant):
         self._end_agreed = True
 
 
-class NeverHeld(Participant):
+class NeverHeld(Member):
     """The main thread goes on while its position is being compared."""
 
     def cross(self, position: Position, allows: Needs) -> tuple[Event, ...] | None:
@@ -802,7 +809,7 @@ class NeverHeld(Participant):
             self._update_alert()
 
 
-class OwnPositionCounts(Participant):
+class OwnPositionCounts(Member):
     """Every rank acts after its own position instead of the largest one."""
 
     def _follow_rounds(self) -> Any:
@@ -825,9 +832,9 @@ class ForgetsAtOnce(Relay):
         pytest.param(Mistakes(stale_keys=True), id="a second fit on the keys of the first"),
         pytest.param(Mistakes(plain_counter=True), id="a plain counter for a position"),
         pytest.param(Mistakes(no_end_of_evaluation=True), id="no boundary at the end of an evaluation"),
-        pytest.param(Mistakes(participant=NeverDone), id="the end is not an event"),
-        pytest.param(Mistakes(participant=NeverHeld), id="nobody is held"),
-        pytest.param(Mistakes(participant=OwnPositionCounts), id="no common position"),
+        pytest.param(Mistakes(member=NeverDone), id="the end is not an event"),
+        pytest.param(Mistakes(member=NeverHeld), id="nobody is held"),
+        pytest.param(Mistakes(member=OwnPositionCounts), id="no common position"),
         pytest.param(Mistakes(relay=ForgetsAtOnce), id="keys are deleted that are still wanted"),
     ],
 )

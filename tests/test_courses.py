@@ -12,7 +12,7 @@ import lightning.pytorch as L
 import pytest
 
 from lightning_resilience import NaNGuard
-from lightning_resilience.agreement import Needs
+from lightning_resilience.agreement_protocol import Needs
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.generations import ShardInfo, generations, is_on_course
 from lightning_resilience.fit import joining

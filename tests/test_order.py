@@ -31,7 +31,8 @@ from lightning_resilience import (
     StragglerDetection,
 )
 from lightning_resilience._lightning import lightning_strategies
-from lightning_resilience.agreement import Agreement, Event
+from lightning_resilience.agreement import Agreement
+from lightning_resilience.agreement_protocol import Event
 from lightning_resilience.checkpoint.local import LocalSaves
 from lightning_resilience.fit import context
 

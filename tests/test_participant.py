@@ -11,7 +11,7 @@ import lightning.pytorch as L
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.fit import context
 from lightning_resilience.fit.joining import SessionCallback
 from lightning_resilience.fit.participant import Participant, Participants

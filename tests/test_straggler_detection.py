@@ -30,7 +30,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_resilience import AutoResume, StragglerDetection, _nvrx
-from lightning_resilience.agreement import Needs
+from lightning_resilience.agreement_protocol import Needs
 from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.stragglers.step_timer import DeviceTime, HostTime, Sample
 from lightning_resilience.detect.stragglers.stragglers import Straggler

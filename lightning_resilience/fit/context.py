@@ -15,7 +15,8 @@ import torch
 
 from lightning_resilience._files import Patience
 from lightning_resilience._lightning import lightning_patches, lightning_progress, lightning_strategies
-from lightning_resilience.agreement import Agreement, Event, Position, neighbourhood, nodes_of
+from lightning_resilience.agreement import Agreement, neighbourhood, nodes_of
+from lightning_resilience.agreement_protocol import Event, Position
 from lightning_resilience.checkpoint.safe_serialization import device_of
 from lightning_resilience.detect.hangs.progress import Progress, Section
 from lightning_resilience.detect.numerics.divergence import Divergence

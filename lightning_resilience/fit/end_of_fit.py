@@ -7,9 +7,9 @@ import os
 import threading
 from contextlib import suppress
 
-from lightning_resilience import agreement
+from lightning_resilience import agreement_protocol
 from lightning_resilience._lightning import lightning_limits, lightning_progress
-from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.checkpoint import resume
 from lightning_resilience.fit import checkpoint_io
 from lightning_resilience.fit.checkpoint_selector import CheckpointSelector
@@ -84,7 +84,7 @@ class EndOfFit(Participant):
 
     def before_train_end(self) -> None:
         """Training has ended: what it has come to is safe before any ``on_train_end`` may take its time."""
-        self.fit.stand_at("out_of_section", agreement.training(self.fit.steps_counted))
+        self.fit.stand_at("out_of_section", agreement_protocol.training(self.fit.steps_counted))
         if self.fit.trainer.world_size > 1:
             self._meet_behind_training()
         if self.exact.is_final:  # an earlier attempt has saved it, and has not come to its end
@@ -99,7 +99,7 @@ class EndOfFit(Participant):
     def _meet_behind_training(self) -> None:
         """Waits, in no collective, until all ranks have come to the end of the training; one that fails is named."""
         # Those that ask have passed the first of these boundaries, so that all act at the second one.
-        first, second = (agreement.training(self.fit.steps_counted + more) for more in (1, 2))
+        first, second = (agreement_protocol.training(self.fit.steps_counted + more) for more in (1, 2))
         self._left += self.fit.agreement.boundary(first, Needs.NOTHING)
         if not self._is_behind_training.is_set():
             self.fit.agreement.request(_TRAINED)

@@ -18,7 +18,7 @@ from lightning_resilience._lightning import (
     lightning_steps,
     lightning_strategies,
 )
-from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.numerics.numerics import ChangingBuffers, SpikeReference, all_finite, nonfinite_names
 from lightning_resilience.detect.numerics.reruns import PendingRerun, blamed_devices, decide_rerun

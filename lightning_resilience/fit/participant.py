@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Proto
 if TYPE_CHECKING:
     import torch
 
-    from lightning_resilience.agreement import Event
+    from lightning_resilience.agreement_protocol import Event
     from lightning_resilience.detect.numerics.divergence import Divergence
 
 _P = ParamSpec("_P")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from lightning_resilience._lightning import lightning_strategies
-from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.checkpoint import resume
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession

@@ -11,7 +11,7 @@ import torch
 
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience._lightning import lightning_progress, lightning_strategies
-from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.detect.numerics.rollback_history import Rollbacks

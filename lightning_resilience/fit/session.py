@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lightning_resilience import _native_threads, agreement, signals
+from lightning_resilience import _native_threads, agreement_protocol, signals
 from lightning_resilience._files import Patience
 from lightning_resilience._lightning import (
     lightning_checkpoints,
@@ -21,7 +21,7 @@ from lightning_resilience._lightning import (
     lightning_loops,
     lightning_progress,
 )
-from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.checkpoint import data_position
 from lightning_resilience.detect.hangs import rank_probe
 from lightning_resilience.fit import checkpoint_io
@@ -206,7 +206,7 @@ class FitSession:
             self.fit.advanced()  # a search
             return True
         fit = self.fit
-        step, position = fit.trainer.global_step, agreement.training(fit.steps_counted)
+        step, position = fit.trainer.global_step, agreement_protocol.training(fit.steps_counted)
         if fit.progress is not None:
             # The first batch is slow in its own way: compilers, caches, workers that start.
             fit.progress.at("step" if self._warm else "setup", step, position)
@@ -270,16 +270,16 @@ class FitSession:
 
     def _evaluation_boundary(self, loader: int, index: int) -> None:
         if self._is_training:
-            self._boundary_in_evaluation(agreement.evaluation(self.fit.steps_counted, loader, index))
+            self._boundary_in_evaluation(agreement_protocol.evaluation(self.fit.steps_counted, loader, index))
 
     def _evaluation_end(self) -> None:
         if self._is_training:
-            self._boundary_in_evaluation(agreement.end_of_evaluation(self.fit.steps_counted))
+            self._boundary_in_evaluation(agreement_protocol.end_of_evaluation(self.fit.steps_counted))
             self.exact.evaluation_ends()
             if not self.fit.trainer.sanity_checking:
                 self.fit.enter("out_of_section")
 
-    def _boundary_in_evaluation(self, position: agreement.Position) -> None:
+    def _boundary_in_evaluation(self, position: agreement_protocol.Position) -> None:
         self.fit.stand_at("setup" if self.fit.trainer.sanity_checking else "validation", position)
         # Before the first batch there is nothing to save yet that a fresh start would not make again: the sanity check
         # is short, and the first training boundary follows it.

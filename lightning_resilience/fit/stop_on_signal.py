@@ -11,7 +11,7 @@ from collections.abc import Callable
 from lightning_resilience import signals
 from lightning_resilience._lightning import lightning_signals
 from lightning_resilience._output import guard_streams
-from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 from lightning_resilience.launch.schedulers import current_scheduler

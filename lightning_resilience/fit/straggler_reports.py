@@ -14,7 +14,7 @@ import torch
 
 from lightning_resilience import _nvrx, wandb_panels
 from lightning_resilience._lightning import lightning_callbacks, lightning_progress, lightning_steps
-from lightning_resilience.agreement import Event, Needs
+from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.hangs.comm_wait import CommWaitTimer
 from lightning_resilience.detect.stragglers.step_timer import (
