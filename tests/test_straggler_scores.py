@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import importlib
 import itertools
 import json
@@ -33,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.hangs import comm_wait as waits
 from lightning_resilience.detect.hangs.comm_wait import CommWaitTimer
-from lightning_resilience.detect.stragglers.scores import PerformanceScores, fastest, lost, scores
+from lightning_resilience.detect.stragglers.scores import lost, scores
 from lightning_resilience.detect.stragglers.step_timer import (
     CALLBACKS,
     COMPUTE,
@@ -276,6 +275,10 @@ def test_a_kernel_that_a_rank_does_not_run_is_compared_among_the_others(nvrx: Ca
 # -- scores ------------------------------------------------------------------------------------------------------------
 
 
+def fastest(medians: Tensor) -> Tensor:
+    return medians.nan_to_num(nan=INF).amin(dim=0)
+
+
 def test_a_score_weighs_signals_by_the_time_that_goes_into_them() -> None:
     medians, weights = rows([1, 4], [2, 4]), rows([10, 30], [20, 20])
     close(fastest(medians), of(1, 4))
@@ -324,68 +327,6 @@ def test_all_ranks_at_once_are_what_each_rank_is_alone() -> None:
     close(1 - lost(medians, weights, reference).sum(-1), together)
     own = medians.nan_to_num(nan=INF) / 2
     close(scores(medians, weights, own), torch.full((6,), 0.5, dtype=torch.float64))
-
-
-# -- as a metric -------------------------------------------------------------------------------------------------------
-
-
-def floats(*numbers: float) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float32)
-
-
-def computed(metric: PerformanceScores) -> dict[str, list[float]]:
-    # torchmetrics makes a number of a vector of one.
-    return {name: value.reshape(-1).tolist() for name, value in metric.compute().items()}
-
-
-def test_a_metric_remembers_the_best_and_forgets_the_rest() -> None:
-    metric = PerformanceScores(2)
-    metric.update(floats(1, 2), floats(1, 1))
-    assert computed(metric) == {"relative": [1], "individual": [1]}
-    metric.update(floats(2, 1), floats(3, 1))
-    assert computed(metric) == {"relative": [1], "individual": [pytest.approx(0.625)]}
-    metric.reset()
-    close(metric.best, floats(1, 1))
-    metric.update(floats(2, 2), floats(1, 1))
-    assert computed(metric)["individual"] == [0.5]
-
-
-def test_a_metric_without_numbers() -> None:
-    metric = PerformanceScores(2)
-    metric.update(floats(nan, nan), floats(0, 0))
-    assert all(math.isnan(value[0]) for value in computed(metric).values())
-    close(metric.best, floats(INF, INF))
-    metric.update(floats(4, nan), floats(1, 0))
-    metric.update(floats(8, 3), floats(1, 1))
-    metric.update(floats(nan, 6), floats(0, 1))
-    close(metric.best, floats(4, 3))
-    assert computed(metric) == {"relative": [1], "individual": [0.5]}
-
-
-def test_the_state_of_a_metric_is_what_was_best() -> None:
-    metric, restored = PerformanceScores(2), PerformanceScores(2)
-    metric.update(floats(1, 3), floats(1, 1))
-    restored.load_state_dict(metric.state_dict())
-    close(restored.best, floats(1, 3))
-    restored.update(floats(2, 6), floats(1, 1))
-    assert computed(restored)["individual"] == [0.5]
-
-
-def test_a_metric_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        PerformanceScores(0)
-
-
-def test_the_example_of_the_metric_is_true() -> None:
-    assert doctest.testmod(importlib.import_module("lightning_resilience.detect.stragglers.scores")).failed == 0
-
-
-def test_a_metric_that_is_called_knows_as_much_as_one_that_is_updated() -> None:
-    metric = PerformanceScores(2)
-    metric.update(floats(1, 1), floats(1, 1))
-    found = metric(floats(2, 2), floats(1, 1))
-    assert (float(found["relative"]), float(found["individual"])) == (1, 0.5)
-    assert computed(metric) == {"relative": [1], "individual": [0.5]}
 
 
 # -- what a rank was like before ---------------------------------------------------------------------------------------
@@ -1524,7 +1465,7 @@ def test_collectives_of_compiled_code_compile_as_before() -> None:
         def doubled(tensor: Tensor) -> Tensor:
             return functional.all_reduce(tensor * 2, "sum", dist.group.WORLD)
 
-        close(doubled(torch.ones(2)) + 0, floats(2, 2))
+        close(doubled(torch.ones(2)) + 0, torch.full((2,), 2.0))
     finally:
         waiting.stop()
         dist.destroy_process_group()
@@ -1823,15 +1764,8 @@ def rank_of_two(rank: int, folder: Path) -> None:
             waited[name] = both
             if is_told_apart(both, napper):
                 break
-    metric = PerformanceScores(2)
-    metric.update(floats(1, 1), floats(1, 1))
-    metric.update(*((floats(1, 2), floats(1, 1)) if rank == 0 else (floats(2, nan), floats(1, 0))))
-    answers = [computed(metric)]
-    metric.update(floats(1 + rank, 1), floats(1, 0))
-    answers.append(computed(metric))
-    scored = {"answers": answers, "best": metric.best.tolist()}
     missed = {name: unmarked(call) for name, call in CALLS.items()}
-    (folder / f"{rank}.json").write_text(json.dumps({"waited": waited, "metric": scored, "missed": missed}))
+    (folder / f"{rank}.json").write_text(json.dumps({"waited": waited, "missed": missed}))
     dist.destroy_process_group()
 
 
@@ -1862,13 +1796,3 @@ def test_the_other_rank_has_waited_and_the_slow_one_has_not(two_ranks: list[dict
 @pytest.mark.parametrize("call", CALLS)
 def test_the_device_is_marked_as_waiting_in_every_collective(two_ranks: list[dict[str, Any]], call: str) -> None:
     assert [rank["missed"][call] for rank in two_ranks] == [[], []]
-
-
-def test_a_metric_says_the_same_on_all_ranks(two_ranks: list[dict[str, Any]]) -> None:
-    one, other = (each["metric"] for each in two_ranks)
-    first, second = one["answers"]
-    assert first == other["answers"][0]
-    assert first == {"relative": [1, 0.5], "individual": [0.75, 0.5]}
-    assert second == other["answers"][1]
-    assert second == {"relative": [1, 0.5], "individual": [1, 0.5]}
-    assert one["best"] == other["best"] == [1, 1], "what one rank gathers is not its own past"
