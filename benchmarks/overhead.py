@@ -101,6 +101,7 @@ def ours_on(trainer: L.Trainer, on: bool) -> None:
         (trainer.fit_loop.epoch_loop.automatic_optimization, "run"),
         (trainer._logger_connector, "on_batch_start"),
         (trainer.strategy, "backward"),
+        (trainer.precision_plugin, "pre_backward"),
     ):
         patch = vars(fit).setdefault(f"_benchmark_{name}", vars(owner).get(name))
         vars(owner).pop(name, None)

@@ -21,6 +21,22 @@ def on_batch_done(trainer: Trainer, patches: Patches, done: Callable[[], None]) 
         patches.wrap(optimization, "run", after=done)
 
 
+def on_backward(trainer: Trainer, patches: Patches, check: Callable[[torch.Tensor], None]) -> None:
+    """Has ``check`` called with what each backward pass begins with, after all hooks ``on_before_backward``.
+
+    Not as such a hook: Lightning enters a profiler's context for it, which costs more than a look at the loss.
+    """
+    plugin = trainer.precision_plugin
+    pre_backward = plugin.pre_backward
+
+    def checked(tensor: torch.Tensor, module: Any) -> Any:
+        loss = pre_backward(tensor, module)
+        check(loss)
+        return loss
+
+    patches.set(plugin, "pre_backward", checked)
+
+
 def on_sections_of_step(
     trainer: Trainer,
     patches: Patches,

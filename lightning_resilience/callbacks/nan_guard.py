@@ -17,7 +17,6 @@ from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 
 if TYPE_CHECKING:
-    import torch
     from lightning.pytorch import LightningModule, Trainer
 
 log = logging.getLogger(__name__)
@@ -150,11 +149,6 @@ class NaNGuard(SessionCallback):
         factor = self.spiky_loss_factor
         spikes = SpikeReference(factor, self.spike_window) if factor is not None else None
         return NumericsPolicy(session, options, self._counts, spikes)
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Looks at the loss."""
-        if isinstance(policy := self._participant, NumericsPolicy) and policy.session.fit.trainer is trainer:
-            policy.look_at(loss)
 
     # Not as the state of a callback: a Trainer may hold several of this class, of which one acts, and Lightning refuses
     # two that have a state.

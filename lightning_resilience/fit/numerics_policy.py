@@ -217,6 +217,7 @@ class NumericsPolicy(Participant):
             self._devices = session.fit.gather(str(DeviceId.of(trainer.strategy.root_device)))
         if self._prevents:
             self._logged = lightning_metrics.LoggedValues(trainer, session.fit.patches)
+        lightning_steps.on_backward(trainer, session.fit.patches, self._check_loss)
         lightning_steps.on_batch_done(trainer, session.fit.patches, self._batch_done)
         self._initially_nonfinite = self._find_initially_nonfinite()
         lightning_checkpoints.on_save(trainer, session.fit.save_patches, self._may_save)
@@ -297,11 +298,10 @@ class NumericsPolicy(Participant):
 
     # -- every step ----------------------------------------------------------------------------------------------------
 
-    def look_at(self, loss: torch.Tensor) -> None:
-        """Before a backward pass."""
-        if self._guard is not None:
-            automatic = self.session.fit.module.automatic_optimization
-            self._guard.look_at(loss, self.session.fit.trainer.accumulate_grad_batches if automatic else 1)
+    def _check_loss(self, loss: torch.Tensor) -> None:
+        assert self._guard is not None
+        automatic = self.session.fit.module.automatic_optimization
+        self._guard.look_at(loss, self.session.fit.trainer.accumulate_grad_batches if automatic else 1)
 
     def _batch_done(self) -> None:
         assert self._guard is not None
@@ -309,10 +309,8 @@ class NumericsPolicy(Participant):
         self._window.end = lightning_progress.batches_begun(trainer)
         if not lightning_progress.accumulation_window_complete(trainer):
             return
-        if (
-            not self.session.fit.module.automatic_optimization
-        ):  # there may be a step to come in the hook of the batch's end
-            self._guard.settle()
+        if not self.session.fit.module.automatic_optimization:
+            self._guard.settle()  # there may be a step to come in the hook of the batch's end
         elif self._guard.end() and self._prevents:
             lightning_callbacks.skip_weight_averaging(trainer)
 

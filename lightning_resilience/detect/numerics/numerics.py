@@ -10,8 +10,8 @@ everything before it is done, in every step. So verdicts stay tensors on the dev
 
 from __future__ import annotations
 
+import contextlib
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,10 +20,7 @@ import torch
 
 from lightning_resilience._torch import local
 
-_SMALL = 1 << 14
-"""Elements of a tensor for which a call costs more than writing the tensor back."""
-
-_TENSOR, _FLOAT32, _STRIDED = torch.Tensor, torch.float32, torch.strided  # attributes of a module cost more
+_STRIDED = torch.strided  # an attribute of a module costs more
 
 _LARGE = 1 << 16
 """Elements of a buffer that is not copied in every step unless it changes."""
@@ -61,44 +58,20 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Like :func:`all_finite`, where the host may wait. Several times faster for float32 tensors on the CPU.
+    """Like :func:`all_finite`, where the host may wait. Several times faster for dense tensors on the CPU.
 
-    Small tensors share one call of the operation with which gradient scalers look for infinities: it is exact, and with
-    a scale of 1 it writes back the bits that it has read. Large tensors are summed, which only reads memory: a sum is
-    finite only if all elements are. If it is not, it may have overflowed, and everything is checked.
+    They share one call of the operation with which gradient scalers look for infinities: it is exact, and with a scale
+    of 1 it writes back the bits that it has read. It raises for what it cannot take.
     """
-    plain = [
-        tensor
-        for tensor in tensors
-        if type(tensor) is _TENSOR and tensor.dtype is _FLOAT32 and tensor.is_cpu and tensor.layout is _STRIDED
-    ]
-    if len(plain) < len(tensors):
-        return bool(all_finite(tensors))
-    small = [tensor for tensor in plain if tensor.numel() <= _SMALL and tensor.is_contiguous()]
-    if small and _scaler.finds_nonfinite(small):
-        return False
-    if len(small) == len(plain):
-        return True
-    large = [tensor for tensor in plain if tensor.numel() > _SMALL or not tensor.is_contiguous()]
-    return all(math.isfinite(tensor.sum().item()) for tensor in large) or bool(all_finite(large))
+    if all(type(tensor) is torch.Tensor for tensor in tensors):  # a subclass may reduce over ranks
+        found = torch.zeros(1, device="cpu")
+        with contextlib.suppress(RuntimeError):
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, _ONE)
+            return not found.item()
+    return bool(all_finite(tensors))
 
 
-class _Scaler(threading.local):
-    """What the operation of gradient scalers needs, made once for each thread: it costs as much as the operation."""
-
-    def __init__(self) -> None:
-        self._scale = torch.ones(1, dtype=torch.float32, device="cpu")
-        self._found = torch.zeros(1, dtype=torch.float32, device="cpu")
-
-    def finds_nonfinite(self, tensors: list[torch.Tensor]) -> bool:
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, self._found, self._scale)
-        if not self._found.item():
-            return False
-        self._found = torch.zeros_like(self._found)
-        return True
-
-
-_scaler = _Scaler()
+_ONE = torch.ones(1, device="cpu")
 
 
 def _is_group_finite(group: list[torch.Tensor], device: torch.device) -> torch.Tensor:

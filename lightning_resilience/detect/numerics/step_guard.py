@@ -282,6 +282,8 @@ class StepGuard:
             loss: What the backward pass begins with.
             scale: What the loss was divided by: by the number of batches that are accumulated, say.
         """
+        if not self._open:  # of a learning-rate search, say
+            return
         if self._late:
             self._look_later(loss, scale)
             return
