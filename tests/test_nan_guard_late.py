@@ -160,7 +160,7 @@ class Reads(TorchDispatchMode):
 
 
 def guarded(module: nn.Module, *optimizers: torch.optim.Optimizer, **options: Any) -> StepGuard:
-    options = {"prevents": True, "late": True, **options}
+    options = {"skips": True, "late": True, **options}
     return StepGuard(
         lambda: optimizers, module.named_parameters, ChangingBuffers(module), torch.device("cpu"), **options
     )
@@ -199,7 +199,7 @@ def test_the_host_waits_in_the_first_step_only(
         optimizer.zero_grad()
         loss = module(torch.randn(3, 4)).pow(2).mean()
         with Reads() as counting:
-            guard.look_at(loss)
+            guard.check_loss(loss)
             loss.backward()
             optimizer.step()
             guard.end()
@@ -264,7 +264,7 @@ def test_large_buffers_that_are_put_back_have_not_changed(removed: list[StepGuar
         guard.begin(step)
         optimizer.zero_grad()
         loss = module(torch.randn(3, 4)).mean()
-        guard.look_at(loss)
+        guard.check_loss(loss)
         loss.backward()
         optimizer.step()
     assert changing() == []
@@ -367,12 +367,12 @@ def test_verdicts_of_several_devices(removed: list[StepGuard], monkeypatch: pyte
         )
         removed.append(guard)
         guard.begin(0)
-        guard.look_at(torch.empty(()))  # on the CPU
-        guard.look_at(torch.empty((), device=there))
+        guard.check_loss(torch.empty(()))  # on the CPU
+        guard.check_loss(torch.empty((), device=there))
         for gradients in (None, torch.empty):
             for parameter in parameters:
                 parameter.grad = None if gradients is None else gradients(2, device=parameter.device)
-            guard._judge_later(optimizer)
+            guard._check_later(optimizer)
             guard._put_back(optimizer)
         guard.end()
     assert [each.device for each in sent] == [here]
@@ -383,14 +383,14 @@ def test_the_smallest_parameter_tells(removed: list[StepGuard]) -> None:
     module = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 64, bias=False))
     module[0].bias.requires_grad_(False)
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-    guard = guarded(module, optimizer, tells=True)
+    guard = guarded(module, optimizer, replicated=True)
     removed.append(guard)
     for value, finite in ((1.0, True), (math.nan, False)):
         guard.begin(value)
         optimizer.zero_grad()
         loss = module(torch.randn(3, 4)).mean()
         loss = torch.where(torch.tensor(math.isnan(value)), torch.tensor(value), loss)  # no gradient tells
-        guard.look_at(loss)
+        guard.check_loss(loss)
         loss.backward()
         assert bool(torch.isfinite(module[0].weight.grad).all()) is finite
         assert torch.isfinite(module[1].weight.grad).all()

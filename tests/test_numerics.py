@@ -676,17 +676,17 @@ def test_however_many_tensors_a_few_kernels_are_enough() -> None:
 def test_what_was_finite_and_is_not(truth: Callable[[bool], Tensor | bool]) -> None:
     tensors = [torch.tensor([1.0, -INF]), torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor(3)]
     undo = Undo(lambda: tensors)
-    assert not undo.spoilt()
+    assert not undo.invalidated()
     undo.keep()
-    assert not undo.spoilt()
+    assert not undo.invalidated()
     tensors[0][1] = NAN  # it was none before
-    assert not undo.spoilt()
+    assert not undo.invalidated()
     tensors[1][0] = INF
     with NothingRead():
-        spoilt = undo.spoilt()
-    assert spoilt
+        invalidated = undo.invalidated()
+    assert invalidated
     undo.restore(truth(True))
-    assert not undo.spoilt()
+    assert not undo.invalidated()
 
 
 @pytest.mark.parametrize("where", [torch.tensor(1.0), torch.tensor([True, False]), torch.ones(0, dtype=torch.bool)])

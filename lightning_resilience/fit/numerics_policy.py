@@ -23,7 +23,7 @@ from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.numerics.numerics import ChangingBuffers, SpikeReference, all_finite, nonfinite_names
 from lightning_resilience.detect.numerics.reruns import PendingRerun, blamed_devices, decide_rerun
 from lightning_resilience.detect.numerics.rollback_history import RollbackHistory, Window
-from lightning_resilience.detect.numerics.step_guard import Reruns, StepGuard, Verdict, can_skip, on_host
+from lightning_resilience.detect.numerics.step_guard import Reruns, StepGuard, StepResult, can_skip, on_host
 from lightning_resilience.fit import checkpoint_io
 from lightning_resilience.fit.participant import Participant, Stateful
 from lightning_resilience.fit.session import FitSession
@@ -200,13 +200,13 @@ class NumericsPolicy(Participant):
             trainer.lightning_module.named_parameters,
             ChangingBuffers(trainer.lightning_module),
             trainer.strategy.root_device,
-            prevents=self._prevents,
+            skips=self._prevents,
             late=self._late,
-            tells=several and not sharded,
+            replicated=several and not sharded,
             sharded=sharded,
-            checks_grads=self._options.check_grads,
+            check_grads=self._options.check_grads,
             spikes=self._spikes,
-            judges=not lightning_steps.has_grad_scaler(trainer),
+            has_scaler=lightning_steps.has_grad_scaler(trainer),
             reruns=self._reruns(),
         )
         if sharded:
@@ -301,7 +301,7 @@ class NumericsPolicy(Participant):
     def _check_loss(self, loss: torch.Tensor) -> None:
         assert self._guard is not None
         automatic = self.session.fit.module.automatic_optimization
-        self._guard.look_at(loss, self.session.fit.trainer.accumulate_grad_batches if automatic else 1)
+        self._guard.check_loss(loss, self.session.fit.trainer.accumulate_grad_batches if automatic else 1)
 
     def _batch_done(self) -> None:
         assert self._guard is not None
@@ -337,7 +337,7 @@ class NumericsPolicy(Participant):
         assert self._guard is not None
         if self._window.end > self._window.begin:  # the next one may have begun
             self._guard.end()
-        for verdict in self._guard.verdicts(wait):
+        for verdict in self._guard.results(wait):
             self._judge(verdict)
 
     def looks_bad(self) -> bool:
@@ -370,7 +370,7 @@ class NumericsPolicy(Participant):
 
     # -- bad steps -----------------------------------------------------------------------------------------------------
 
-    def _judge(self, verdict: Verdict) -> None:
+    def _judge(self, verdict: StepResult) -> None:
         session, window = self.session, verdict.tag
         if self._options.rerun != "disabled" or self._pending_rerun is not None:
             self._note_rerun(verdict)
@@ -430,7 +430,7 @@ class NumericsPolicy(Participant):
         too_many = self._consecutive >= self._options.max_consecutive
         return _ROLL_BACK if self._options.action == "rollback" or has_happened or too_many else None
 
-    def _request_pause(self, hold: bool, verdict: Verdict) -> None:
+    def _request_pause(self, hold: bool, verdict: StepResult) -> None:
         """While steps are bad nothing is saved: soon there would be no state left from before the first of them."""
         if not self._prevents:
             return
@@ -464,7 +464,7 @@ class NumericsPolicy(Participant):
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=lightning_progress.logged_step(trainer))
 
-    def _ask(self, kind: str, verdict: Verdict) -> None:
+    def _ask(self, kind: str, verdict: StepResult) -> None:
         # All ranks have the same verdict. Should one of them alone have a bad one after all, its word counts too.
         if self._asked > self._answered or not (self.session.fit.rank == 0 or verdict.is_here):
             return
@@ -620,7 +620,7 @@ class NumericsPolicy(Participant):
 
     # -- reruns --------------------------------------------------------------------------------------------------------
 
-    def _note_rerun(self, verdict: Verdict) -> None:
+    def _note_rerun(self, verdict: StepResult) -> None:
         """What a second run, here or elsewhere, has shown."""
         session, window = self.session, verdict.tag
         if verdict.first is not None:  # and then it was good

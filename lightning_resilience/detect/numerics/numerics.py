@@ -295,7 +295,7 @@ class Undo:
                     else:
                         tensor.copy_(kept)
 
-    def spoilt(self) -> torch.Tensor:
+    def invalidated(self) -> torch.Tensor:
         """Whether a number that was finite when it was kept is not so any more; one boolean, not looked at by the host.
 
         Of tensors that are the same ones, or like them.
@@ -304,7 +304,7 @@ class Undo:
         verdicts: list[torch.Tensor] = []
         with torch.no_grad():
             if now and self._is_prepared(now):
-                verdicts = [group.spoilt(now) for group in self._groups if _has_nonfinite(group.dtype)]
+                verdicts = [group.invalidated(now) for group in self._groups if _has_nonfinite(group.dtype)]
             if not verdicts:
                 return torch.zeros((), dtype=torch.bool, device="cpu")
             home = next((each.device for each in verdicts if each.device.type != "cpu"), verdicts[0].device)
@@ -373,7 +373,7 @@ class _Group:
         torch.where(bad, self._all_kept, chosen, out=chosen)
         torch._foreach_copy_(self.behind_autograd(now), self._views)
 
-    def spoilt(self, now: list[torch.Tensor]) -> torch.Tensor:
+    def invalidated(self, now: list[torch.Tensor]) -> torch.Tensor:
         """Whether a number that was finite is not so any more."""
         values, kept = self._gather(now), self._all_kept
         if self.dtype.itemsize == 1:

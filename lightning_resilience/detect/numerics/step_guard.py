@@ -1,28 +1,27 @@
 """Whether a step of the training may change the model, decided alike on all ranks; and what to do if not. No Trainer.
 
-**One verdict without a collective of its own.** A loss that is not finite, or a spike, on one rank is made known to the
-others by its gradients: they are replaced by NaN, and the reduction of gradients that happens anyway (DDP's all-reduce)
-brings that to every rank. So all that a rank of a DDP job looks at are its reduced gradients, which are the same on
-all. Where ranks hold different parts of the gradients, their norm is looked at if they are clipped by it. If they are
-not, nothing that all ranks know comes between the last gradient and the step, and no rank may skip alone: the step
-happens, and the rank that has seen something bad says so.
+**One result without a collective of its own.** A rank with a bad loss (not finite, or a spike) notifies the others by
+its gradients: they are replaced by NaN, and the reduction of gradients that happens anyway (DDP's all-reduce) brings
+that to every rank. So a rank of a DDP job checks only its reduced gradients, which are the same on all. Where gradients
+are sharded, their norm is checked if they are clipped by it. If they are not, nothing that all ranks know comes between
+the last gradient and the step, and no rank may skip alone: the step happens, and the rank that has found something bad
+reports it.
 
 **When.** Right before an optimizer changes anything: after the gradients have been reduced, unscaled and clipped. On
-the CPU a number is read at no cost, so the verdict is there at once. An accelerator is asked nothing that the host
-would have to wait for: an optimizer that can skips the step on the device by itself (fused ones, by what gradient
-scalers use), and the host learns of it some steps later. With one that cannot the step happens, and all that is left is
-to go back; to keep a copy of parameters and moments for every step would take as much memory again.
+the CPU a number is read at no cost, so the result is known at once. On an accelerator the host must not wait: an
+optimizer that can skips the step on the device by itself (fused ones, by what gradient scalers use), and the host
+learns of it some steps later. With other optimizers the step happens, and all that is left is a rollback; a copy of
+parameters and moments for every step would take as much memory again.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -40,10 +39,8 @@ from lightning_resilience.detect.numerics.numerics import (
     stored_numbers,
 )
 
-log = logging.getLogger(__name__)
-
 Tag = Any
-"""What the caller calls a window; given back with its verdict."""
+"""What the caller calls a window; returned with its result."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,8 @@ class Reruns:
     """How a batch is run a second time.
 
     Attributes:
-        get_random: Gives the state of all random generators of this process.
-        set_random: Puts it back.
+        get_random: Returns the state of all random generators of this process.
+        set_random: Restores it.
         always: Whether every batch is run twice, or only one whose step is bad.
     """
 
@@ -61,19 +58,20 @@ class Reruns:
     always: bool = False
 
 
-class Verdict(NamedTuple):  # made in every step, and a frozen dataclass takes a microsecond more
-    """What has become of a window: of the batches whose gradients went into one step.
+@dataclass(slots=True)
+class StepResult:
+    """The result of a window: of the batches whose gradients went into one step.
 
     Attributes:
-        tag: As it was given to :meth:`StepGuard.begin`.
-        problem: What was wrong, for a person; ``None`` if nothing was.
+        tag: As given to :meth:`StepGuard.begin`.
+        problem: What was wrong, as text; ``None`` if nothing was.
         is_here: Whether it is known to have begun on this rank.
-        is_common: Whether all ranks have this verdict, and get it at the same boundary.
-        has_happened: Whether the step has happened although it was to be prevented: the verdict has come too late, or
-            is that of one rank where others cannot know it in time.
+        is_common: Whether all ranks have this result, and get it at the same boundary.
+        has_happened: Whether a bad step has happened although it was to be skipped: the result has come too late, or is
+            that of one rank where others cannot know it in time.
         loss: The last one of the window on this rank, if it was read.
-        grad_norm: Of the gradients of a bad step: their norm, which need not be a number.
-        first: What was wrong in the first run, if the second one was good: a fault that has passed.
+        grad_norm: Norm of the gradients of a bad step, which need not be a number.
+        first: What was wrong in the first run, if the second one was good: a transient fault.
         reproducible: Whether a second run of the same batch had the same result; ``None`` if there was none.
     """
 
@@ -87,92 +85,65 @@ class Verdict(NamedTuple):  # made in every step, and a frozen dataclass takes a
     first: str | None = None
     reproducible: bool | None = None
 
+    def blame(self, problem: str, is_here: bool) -> None:
+        """Records a problem, unless there is one already."""
+        if self.problem is None:
+            self.problem, self.is_here = problem, is_here
 
+
+@dataclass(eq=False)
 class StepGuard:
-    """Watches the steps of some optimizers.
+    """Checks the steps of some optimizers.
 
     Args:
-        optimizers: Those of this moment.
-        named_parameters: The model's, to name those whose gradients are not finite.
-        buffers: What the forward pass may change: the running statistics of batch normalisation, say.
-        device: Where this rank trains, and all verdicts are brought together.
-        prevents: Whether a bad step is kept from changing anything: parameters, optimizer state, buffers.
-        late: Whether the verdicts of a window come later, since the host must not wait for the device.
-        tells: Whether all ranks have the same gradients, and learn by them that the loss of one was bad.
+        optimizers: Returns those of this moment.
+        named_parameters: Returns the model's, to name those whose gradients are not finite.
+        buffers: Those that the forward pass may change: the running statistics of batch normalisation, say.
+        device: Where this rank trains, and all results are brought together.
+        skips: Whether a bad step is kept from changing anything: parameters, optimizer state, buffers.
+        late: Whether the results of a window come later, since the host must not wait for the device.
+        replicated: Whether all ranks have the same gradients, by which they learn that the loss of one was bad.
         sharded: Whether ranks have different parts of the gradients. Then a step is skipped if their norm is known (see
             :meth:`take_norm`), and happens if it is not.
-        checks_grads: Whether gradients are looked at, or only losses.
+        check_grads: Whether gradients are checked, or only losses.
         spikes: What a loss must stay below, if anything.
-        judges: Whether this is the place to look at gradients; not where a gradient scaler does so and skips steps
-            in its normal work. Where one has been given an optimizer by hand, it is known by what it says to it.
+        has_scaler: Whether a gradient scaler checks the gradients and skips steps in its normal work. One in the user's
+            own code is known by what it sets on the optimizer.
         reruns: How a batch whose step is bad is run again, before anything is decided. For steps with a closure that
-            runs the whole batch, and where verdicts do not come later.
+            runs the whole batch, and results that do not come later.
     """
 
-    def __init__(
-        self,
-        optimizers: Callable[[], Sequence[Optimizer]],
-        named_parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]],
-        buffers: ChangingBuffers,
-        device: torch.device,
-        prevents: bool,
-        late: bool,
-        tells: bool = False,
-        sharded: bool = False,
-        checks_grads: bool = True,
-        spikes: SpikeReference | None = None,
-        judges: bool = True,
-        reruns: Reruns | None = None,
-    ) -> None:
-        self._optimizers = optimizers
-        self._named_parameters = named_parameters
-        self._device = device
-        self._prevents = prevents
-        self._late = late
-        self._tells = tells
-        self._sharded = sharded
-        self._checks_grads = checks_grads
-        self._spikes = spikes
-        self._judges = judges
-        self._reruns = reruns
-        self._changing = buffers
-        self._buffers = Undo(buffers) if prevents and buffers.exist else None
-        self._tag: Tag = None
+    optimizers: Callable[[], Sequence[Optimizer]]
+    named_parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    buffers: ChangingBuffers
+    device: torch.device
+    skips: bool
+    late: bool
+    replicated: bool = False
+    sharded: bool = False
+    check_grads: bool = True
+    spikes: SpikeReference | None = None
+    has_scaler: bool = False
+    reruns: Reruns | None = None
+
+    def __post_init__(self) -> None:
+        self._undo = Undo(self.buffers) if self.skips and self.buffers.exist else None
         self._open = False
-        self._problem: str | None = None
-        self._is_here = False
-        self._is_common = False
-        self._grad_norm: float | None = None
-        self._norm: dict[int, torch.Tensor] = {}
-        self._first: str | None = None
-        self._reproducible: bool | None = None
-        self._seen: list[float] = []
-        self._losses: list[float] = []
-        self._bad_loss = False
-        self._scaled = False
-        """Whether a gradient scaler decides about the steps of this window."""
-        self._happens = False
-        """Whether a step of this window happens even if it is bad."""
-        self._told: list[Any] = []
-        self._messengers: weakref.WeakKeyDictionary[Optimizer, torch.Tensor] = weakref.WeakKeyDictionary()
-        # Verdicts of this window that are on the device: all of them, those about losses, those about what only this
-        # rank has seen.
-        self._fine: list[torch.Tensor] = []
-        self._fine_losses: list[torch.Tensor] = []
-        self._fine_here: list[torch.Tensor] = []
-        self._settled: torch.Tensor | None = None
+        self._gradient_hooks: list[Any] = []
+        self._carriers: weakref.WeakKeyDictionary[Optimizer, torch.Tensor] = weakref.WeakKeyDictionary()
         self._skipping: dict[int, dict[str, Any]] = {}
         self._beginning: set[int] = set()
         self._stateless: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._reads = LateReads()
-        self._learns = LateReads()
-        self._verdicts: list[Verdict] = []
+        self._accepted_losses = LateReads()
+        self._results: list[StepResult] = []
+        self._clear(None)
         self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
-        if late and prevents:
+        if self.late and self.skips:
             self._hooks.append(register_optimizer_step_post_hook(self._after_step))
 
     def remove(self) -> None:
-        """Watches no more."""
+        """Checks no more steps."""
         for hook in self._hooks:
             hook.remove()
 
@@ -181,48 +152,48 @@ class StepGuard:
     def begin(self, tag: Tag) -> None:
         """A window begins; the one before it, if there was one, is complete."""
         self.end()
-        self._tag, self._open = tag, True
-        self._first = self._reproducible = None
-        self._clear()
-        if self._buffers is not None:
-            self._changing.look()
-            self._buffers.keep()
+        self._open = True
+        self._clear(tag)
+        if self._undo is not None:
+            self.buffers.look()
+            self._undo.keep()
 
-    def _clear(self) -> None:
-        self._problem, self._is_here, self._is_common, self._grad_norm = None, False, False, None
-        self._bad_loss = self._happens = False
-        self._scaled = not self._judges
-        self._norm.clear()
-        self._losses.clear()
-        self._seen.clear()
-        self._fine.clear()
-        self._fine_losses.clear()
-        self._fine_here.clear()
-        self._settled = None
-        while self._told:
-            self._told.pop().remove()
+    def _clear(self, tag: Tag) -> None:
+        self._result = StepResult(tag)
+        self._losses: list[float] = []
+        self._norm: dict[int, torch.Tensor] = {}
+        self._bad_loss = False
+        self._scaled = self.has_scaler
+        """Whether a gradient scaler decides about the steps of this window."""
+        # Results of this window on the device: all of them, those of losses, those of what only this rank has seen.
+        self._fine: list[torch.Tensor] = []
+        self._fine_losses: list[torch.Tensor] = []
+        self._fine_here: list[torch.Tensor] = []
+        self._settled: torch.Tensor | None = None
+        while self._gradient_hooks:
+            self._gradient_hooks.pop().remove()
 
     def settle(self) -> None:
-        """Takes back what the batches so far have done to buffers, if they were bad; the window goes on."""
-        if self._open and self._late:
+        """Restores the buffers that the batches so far have changed, if they were bad; the window goes on."""
+        if self._open and self.late:
             self._settle_later()
         elif self._open:
-            if self._problem is None and self._scaled and self._buffers is not None and bool(self._buffers.spoilt()):
-                self._blame(_BUFFERS, is_here=True)  # infinite gradients alone are normal, and leave no such trace
-            if self._problem is not None and self._buffers is not None:
-                self._buffers.restore()
+            if self._scaled and self._undo is not None and self._result.problem is None and self._undo.invalidated():
+                self._result.blame(_BUFFERS, is_here=True)  # infinite gradients are normal, and leave no such trace
+            if self._result.problem is not None and self._undo is not None:
+                self._undo.restore()
 
     def _settle_later(self) -> None:
         # Once for a window, not after every step: few kernels, and none at all where there is nothing new.
         if not self._fine or self._settled is not None:
             return
-        if self._scaled and self._buffers is not None:
-            whole = self._at_home(self._buffers.spoilt().logical_not())
+        if self._scaled and self._undo is not None:
+            whole = self._at_home(self._undo.invalidated().logical_not())
             self._fine.append(whole)
             self._fine_here.append(whole)
         self._settled = torch.stack(self._fine).all()
-        if self._buffers is not None:
-            self._buffers.restore(self._settled.logical_not())
+        if self._undo is not None:
+            self._undo.restore(self._settled.logical_not())
 
     def end(self) -> bool:
         """The window is complete; returns whether it is known already that it was a bad one."""
@@ -230,53 +201,46 @@ class StepGuard:
             return False
         self.settle()
         self._open = False
-        if self._late:
+        result = self._result
+        if self.late:
             if self._settled is not None:
                 here = torch.stack(self._fine_here).all() if self._fine_here else torch.ones_like(self._settled)
-                self._reads.put((self._tag, self._happens), self._settled.float() + 2 * here)
-        else:
-            is_common = not self._scaled and (self._problem is None or self._is_common)
-            self._verdicts.append(
-                Verdict(
-                    self._tag,
-                    self._problem,
-                    self._is_here,
-                    is_common,
-                    has_happened=self._problem is not None and self._happens,
-                    loss=self._seen[-1] if self._seen else None,
-                    grad_norm=self._grad_norm,
-                    first=self._first,
-                    reproducible=self._reproducible,
-                )
-            )
-            if self._spikes is not None and self._problem is None:
-                for loss in self._losses:
-                    self._spikes.observe(loss)
-        return self._problem is not None
+                self._reads.put(result, self._settled.float() + 2 * here)
+            return False
+        result.is_common = not self._scaled and (result.problem is None or result.is_common)
+        result.loss = self._losses[-1] if self._losses else None
+        self._results.append(result)
+        if self.spikes is not None and result.problem is None:
+            for loss in self._losses:
+                self.spikes.observe(loss)
+        return result.problem is not None
 
     def forget(self) -> None:
-        """What is under way will not be judged: the training has gone back to an older state."""
+        """Drops what is under way: the training has gone back to an older state."""
         self._open = False
         self._reads.drain()
-        self._learns.drain()
-        self._verdicts.clear()
+        self._accepted_losses.drain()
+        self._results.clear()
 
-    def verdicts(self, wait: bool = False) -> list[Verdict]:
-        """What has become known since the last call, in order.
+    def results(self, wait: bool = False) -> list[StepResult]:
+        """Those that have become known since the last call, in order.
 
         Args:
-            wait: Whether to wait for what is still on its way.
+            wait: Whether to wait for those that are still on their way.
         """
-        if self._late:
-            arrived = self._reads.drain() if wait else self._reads.ready()
-            return [_late_verdict(tag, happens, int(number)) for (tag, happens), number in arrived]
-        verdicts, self._verdicts = self._verdicts, []
-        return verdicts
+        if not self.late:
+            results, self._results = self._results, []
+            return results
+        arrived = self._reads.drain() if wait else self._reads.ready()
+        for result, number in arrived:
+            if not int(number) & 1:
+                result.problem, result.is_here = _LATE, not int(number) & 2
+        return [result for result, _ in arrived]
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
-    def look_at(self, loss: torch.Tensor, scale: float = 1.0) -> None:
-        """Looks at a loss before its backward pass.
+    def check_loss(self, loss: torch.Tensor, scale: float = 1.0) -> None:
+        """Checks a loss before its backward pass.
 
         Args:
             loss: What the backward pass begins with.
@@ -284,62 +248,52 @@ class StepGuard:
         """
         if not self._open:  # of a learning-rate search, say
             return
-        if self._late:
-            self._look_later(loss, scale)
+        if self.late:
+            self._check_loss_later(loss, scale)
             return
         value = float(loss.item()) * scale
-        self._seen.append(value)
-        if math.isfinite(value) and not (self._spikes is not None and self._spikes.is_spike(value)):
-            self._losses.append(value)
-            return
-        if math.isfinite(value):
-            assert self._spikes is not None
-            self._blame(f"the loss is {value:.6g}, more than {self._spikes.threshold:.6g}", True)
+        self._losses.append(value)
+        if not math.isfinite(value):
+            self._result.blame(f"the loss is {value}", is_here=True)
+        elif self.spikes is not None and self.spikes.is_spike(value):
+            self._result.blame(f"the loss is {value:.6g}, more than {self.spikes.threshold:.6g}", is_here=True)
         else:
-            self._blame(f"the loss is {value}", is_here=True)
+            return
         self._bad_loss = True
-        if self._prevents and loss.requires_grad and (self._tells or not self._judges):
-            self._tell()
+        if self.skips and loss.requires_grad and (self.replicated or self.has_scaler):
+            # By the gradients of all parameters: where a loss is clamped, what is multiplied with its own is lost.
+            factor = torch.tensor(math.nan, device="cpu")
+            self._multiply_gradients((each for _, each in self.named_parameters() if each.requires_grad), factor)
 
-    def _tell(self) -> None:
-        """Makes the gradients of this batch such that whatever reduces them, or scales them, tells everybody."""
-        # Of each parameter, not of the loss: where a loss is clamped, what is multiplied with its gradient is lost.
-        for _, parameter in self._named_parameters():
-            if parameter.requires_grad:
-                self._told.append(parameter.register_hook(_spoil))  # type: ignore[no-untyped-call]
+    def _multiply_gradients(self, parameters: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+        """By NaN, it has whatever reduces or scales the gradients of this batch notify all ranks."""
+        for parameter in parameters:
+            hook = parameter.register_hook(functools.partial(_multiplied, factor=factor))  # type: ignore[no-untyped-call]
+            self._gradient_hooks.append(hook)
 
-    def _blame(self, problem: str, is_here: bool) -> None:
-        if self._problem is None:
-            self._problem, self._is_here = problem, is_here
-
-    def _look_later(self, loss: torch.Tensor, scale: float) -> None:
+    def _check_loss_later(self, loss: torch.Tensor, scale: float) -> None:
         value = loss.detach() * scale
         fine = torch.isfinite(value)
-        if self._spikes is not None:
-            fine = fine & (value.abs() < self._spikes.threshold)
+        if self.spikes is not None:
+            fine = fine & (value.abs() < self.spikes.threshold)
             # What was not accepted is no number, and nothing is learned from it.
-            self._learns.put(None, torch.where(fine, value, math.nan))
-            for _, number in self._learns.ready():
-                self._spikes.observe(number)
+            self._accepted_losses.put(None, torch.where(fine, value, math.nan))
+            for _, number in self._accepted_losses.ready():
+                self.spikes.observe(number)
         at_home = self._at_home(fine.reshape(()))
-        for verdicts in (self._fine, self._fine_losses, self._fine_here):
-            verdicts.append(at_home)
+        for results in (self._fine, self._fine_losses, self._fine_here):
+            results.append(at_home)
         self._settled = None
-        if self._prevents and loss.requires_grad:
+        if self.skips and loss.requires_grad:
             factor = torch.where(fine, 1.0, math.nan)
-            if self._tells or not self._judges:
-                self._tell_later(factor)
+            if self.replicated or self.has_scaler:
+                # By one parameter of each optimizer, since this happens in every step.
+                carriers = (self._carrier(each, with_gradient=False) for each in self.optimizers())
+                self._multiply_gradients((each for each in carriers if each is not None), factor)
             loss.register_hook(functools.partial(_multiplied, factor=factor))  # type: ignore[no-untyped-call]
 
-    def _tell_later(self, factor: torch.Tensor) -> None:
-        # By one parameter of each optimizer, since this happens in every step.
-        for optimizer in self._optimizers():
-            if (parameter := self._messenger(optimizer, with_gradient=False)) is not None:
-                hook = parameter.register_hook(functools.partial(_multiplied, factor=factor))  # type: ignore[no-untyped-call]
-                self._told.append(hook)
-
-    def _messenger(self, optimizer: Optimizer, with_gradient: bool) -> torch.Tensor | None:
-        """The smallest parameter that takes part: by its gradient the others are told, or told by the others.
+    def _carrier(self, optimizer: Optimizer, with_gradient: bool) -> torch.Tensor | None:
+        """The smallest parameter that takes part: by its gradient ranks notify each other.
 
         Args:
             optimizer: Whose parameter.
@@ -351,158 +305,146 @@ class StepGuard:
                 return parameter.grad is not None and local(parameter.grad).numel() > 0
             return parameter.requires_grad
 
-        known = self._messengers.get(optimizer)
+        known = self._carriers.get(optimizer)
         if known is not None and takes_part(known):
             return known
         found = [each for group in optimizer.param_groups for each in group["params"] if takes_part(each)]
         if not found:
             return None
         smallest: torch.Tensor = min(found, key=lambda parameter: local(parameter).numel())
-        self._messengers[optimizer] = smallest
+        self._carriers[optimizer] = smallest
         return smallest
 
-    def _at_home(self, verdict: torch.Tensor) -> torch.Tensor:
-        """On this rank's device: verdicts may come from anywhere (a loss on the CPU, layers on several devices)."""
+    def _at_home(self, result: torch.Tensor) -> torch.Tensor:
+        """On this rank's device: results may come from anywhere (a loss on the CPU, layers on several devices)."""
         # Towards the CPU a copy must be waited for; that is only where this rank trains there, and at no cost.
-        return verdict.to(self._device, non_blocking=self._device.type != "cpu")
+        return result.to(self.device, non_blocking=self.device.type != "cpu")
 
     def take_norm(self, optimizer: Optimizer, norm: torch.Tensor) -> None:
-        """The norm of an optimizer's gradients of all ranks is known anyway: it says the same on all of them."""
+        """The norm of an optimizer's gradients of all ranks is known, the same on all of them."""
         self._norm[id(optimizer)] = norm.detach()
 
     def before_norm(self, optimizer: Optimizer) -> None:
-        """Before that norm: a rank whose loss is bad says so in it."""
-        if not self._prevents or not (self._bad_loss or self._fine_losses):
+        """Before that norm: a rank whose loss is bad notifies the others by it."""
+        if not self.skips or not (self._bad_loss or self._fine_losses):
             return
-        messenger = self._messenger(optimizer, with_gradient=True)
-        if messenger is None or messenger.grad is None:
+        carrier = self._carrier(optimizer, with_gradient=True)
+        if carrier is None or carrier.grad is None:
             return
-        fine = torch.stack(self._fine_losses).all() if self._late else torch.tensor(False, device="cpu")
-        mine = local(messenger.grad)
+        fine = torch.stack(self._fine_losses).all() if self.late else torch.tensor(False, device="cpu")
+        mine = local(carrier.grad)
         mine.copy_(_multiplied(mine, torch.where(fine, 1.0, math.nan)))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if not self._open or not self._judges or optimizer not in self._optimizers():
+        if not self._open or self.has_scaler or optimizer not in self.optimizers():
             return None
         self._put_back(optimizer)  # of a step that has raised
-        if self._late:
-            return before_update(lambda: self._judge_later(optimizer), args, kwargs)
-        if self._reruns is not None:
+        if self.late:
+            return before_update(lambda: self._check_later(optimizer), args, kwargs)
+        if self.reruns is not None:
             return around_closure(lambda closure: self._run(optimizer, closure), args, kwargs)
-        return before_update(lambda: self._judge(optimizer), args, kwargs)
+        return before_update(lambda: self._check_now(optimizer), args, kwargs)
 
-    def _judge_later(self, optimizer: Optimizer) -> None:
+    def _check_later(self, optimizer: Optimizer) -> None:
         self._settled = None
         norm = self._norm.pop(id(optimizer), None)
         self._scaled |= _is_scaled(optimizer)
-        if self._sharded and norm is None and not _is_scaled(optimizer):
-            self._happens = self._prevents
-            if self._checks_grads:
+        if self.sharded and norm is None and not _is_scaled(optimizer):
+            self._result.has_happened = self.skips
+            if self.check_grads:
                 fine = self._at_home(all_finite(_gradients(optimizer)))
                 self._fine.append(fine)
                 self._fine_here.append(fine)
             return
         fine = self._is_fine(optimizer, norm)
         self._fine.append(fine)
-        if self._prevents:
+        if self.skips:
             self._skip_on_device(optimizer, fine)
 
-    def _judge(self, optimizer: Optimizer) -> None:
-        if not self._look(optimizer) and self._prevents:
+    def _check_now(self, optimizer: Optimizer) -> None:
+        if not self._may_step(optimizer) and self.skips:
             self._skip(optimizer)
 
     def _run(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Runs a batch, and again if that is called for."""
-        assert self._reruns is not None
-        before = self._reruns.get_random()
-        result = closure()
-        fine = self._look(optimizer)
-        if fine and not self._reruns.always:
-            return result
-        first, seen = self._problem, ([*self._seen], _norms(optimizer))
-        self._take_away_gradients(optimizer)
-        if self._buffers is not None:
-            self._buffers.restore()
-        self._reruns.set_random(before)
-        self._clear()
-        result = closure()
-        again = self._look(optimizer)
+        assert self.reruns is not None
+        before = self.reruns.get_random()
+        output = closure()
+        fine = self._may_step(optimizer)
+        if fine and not self.reruns.always:
+            return output
+        first, seen = self._result.problem, (self._losses, _norms(optimizer))
+        self._skip(optimizer)
+        self.reruns.set_random(before)
+        self._clear(self._result.tag)
+        output = closure()
+        again = self._may_step(optimizer)
         # A bad result is the same bad result: NaN has no value to compare.
-        self._reproducible = seen == (self._seen, _norms(optimizer)) if fine and again else fine == again
+        self._result.reproducible = seen == (self._losses, _norms(optimizer)) if fine and again else fine == again
         if again:
-            self._first = first
-        elif self._prevents:
+            self._result.first = first
+        elif self.skips:
             self._skip(optimizer)
-        return result
+        return output
 
-    def _look(self, optimizer: Optimizer) -> bool:
-        """Whether the step may happen; says what is wrong if it is not as it should be."""
+    def _may_step(self, optimizer: Optimizer) -> bool:
+        """Whether the step may happen; records what is wrong if it is bad."""
         norm = self._norm.pop(id(optimizer), None)
         if _is_scaled(optimizer):
-            # Its gradients are the scaler's business, and where there are other ranks, so is a bad loss: it finds it in
-            # the gradients, on all of them.
-            self._scaled, fine = True, not self._bad_loss or self._tells or self._sharded
+            # The scaler checks the gradients, and where there are other ranks finds a bad loss in them, on all ranks.
+            self._scaled, fine = True, not self._bad_loss or self.replicated or self.sharded
         elif norm is not None:
             fine = math.isfinite(norm)
-        elif self._tells:
-            fine = are_finite(self._looked_at(optimizer))
         else:
-            fine = not self._bad_loss and are_finite(self._looked_at(optimizer))
+            fine = (self.replicated or not self._bad_loss) and are_finite(self._to_check(optimizer))
         if fine:
             return True
-        alone = self._sharded and norm is None
-        self._is_common = not alone
-        self._grad_norm = math.hypot(*_norms(optimizer))
-        if self._problem is None:
-            names = nonfinite_names(
-                (name, each.grad) for name, each in self._named_parameters() if each.grad is not None
-            )
-            if names:  # in DDP the same on all ranks, whoever it was
-                self._blame(f"gradients are not finite: {', '.join(names)}", is_here=self._sharded)
+        result, alone = self._result, self.sharded and norm is None
+        result.is_common = not alone
+        result.grad_norm = math.hypot(*_norms(optimizer))
+        if result.problem is None:
+            named = ((name, each.grad) for name, each in self.named_parameters() if each.grad is not None)
+            if names := nonfinite_names(named):  # in DDP the same on all ranks, whoever it was
+                result.blame(f"gradients are not finite: {', '.join(names)}", is_here=self.sharded)
             else:
-                self._blame(_ELSEWHERE, is_here=False)
-        self._happens |= alone and self._prevents
+                result.blame(_ELSEWHERE, is_here=False)
+        result.has_happened |= alone and self.skips
         return alone
 
-    def _looked_at(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        if self._checks_grads:
+    def _to_check(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """The gradients by which this rank learns of a bad step."""
+        if self.check_grads:
             return _gradients(optimizer)
-        if not self._tells:
-            return []
-        messenger = self._messenger(optimizer, with_gradient=True)
-        return [messenger.grad] if messenger is not None and messenger.grad is not None else []
+        carrier = self._carrier(optimizer, with_gradient=True) if self.replicated else None
+        return [carrier.grad] if carrier is not None and carrier.grad is not None else []
 
     def _skip(self, optimizer: Optimizer) -> None:
-        self._take_away_gradients(optimizer)
-        if self._buffers is not None:
-            self._buffers.restore()
-
-    @staticmethod
-    def _take_away_gradients(optimizer: Optimizer) -> None:
         # Zeros would not do: moments, momentum and weight decay go on with zeros too.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+        if self._undo is not None:
+            self._undo.restore()
 
     def _is_fine(self, optimizer: Optimizer, norm: torch.Tensor | None) -> torch.Tensor:
         """Whether the step may happen; the same on all ranks, on the device of this rank."""
-        looked_at: list[torch.Tensor] = []
+        to_check: list[torch.Tensor] = []
         if not _is_scaled(optimizer):
             if norm is not None:
                 return self._at_home(torch.isfinite(norm))
-            looked_at = self._looked_at(optimizer)
-        fine = self._at_home(all_finite(looked_at))
-        if self._tells:
-            self._messenger(optimizer, with_gradient=True)  # chosen for the next step
-        elif not self._sharded and self._fine_losses:  # this rank is alone: what it has seen counts
+            to_check = self._to_check(optimizer)
+        fine = self._at_home(all_finite(to_check))
+        if self.replicated:
+            self._carrier(optimizer, with_gradient=True)  # chosen for the next step
+        elif not self.sharded and self._fine_losses:  # this rank is alone: its own losses count
             fine = fine & torch.stack(self._fine_losses).all()
         return fine
 
     def _skip_on_device(self, optimizer: Optimizer, fine: torch.Tensor) -> None:
         begins = not optimizer.state and optimizer not in self._stateless
-        if begins or on_host(optimizer, self._device):
+        if begins or on_host(optimizer, self.device):
             # Its first step, for which the host may wait: optimizers make their state even if they skip it, and a
             # momentum that begins with the first gradient is not one that begins with nothing. And what steps on the
             # host has waited for its gradients anyway.
@@ -518,7 +460,7 @@ class StepGuard:
             skipping.grad_scale = before.get("grad_scale")
             self._skipping[id(optimizer)] = before
         else:
-            self._happens = True
+            self._result.has_happened = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._put_back(optimizer)
@@ -528,7 +470,7 @@ class StepGuard:
                 self._stateless.add(optimizer)  # it never has any: plain SGD
 
     def _put_back(self, optimizer: Optimizer) -> None:
-        """What a gradient scaler has said to the optimizer, or nothing."""
+        """Restores what a gradient scaler had set on the optimizer."""
         if (before := self._skipping.pop(id(optimizer), None)) is not None:
             for name in _SCALERS:
                 if name in before:
@@ -551,26 +493,15 @@ def _norms(optimizer: Optimizer) -> list[float]:
     return [float(torch.linalg.vector_norm(stored_numbers(gradient))) for gradient in _gradients(optimizer)]
 
 
-def _spoil(gradient: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(gradient, math.nan) if gradient.layout is torch.strided else gradient * math.nan
-
-
 def _multiplied(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return gradient * factor.to(gradient.device, gradient.dtype, non_blocking=gradient.device.type != "cpu")
-
-
-def _late_verdict(tag: Tag, happens: bool, number: int) -> Verdict:
-    all_is_fine, all_here_is_fine = bool(number & 1), bool(number & 2)
-    if all_is_fine:
-        return Verdict(tag)
-    return Verdict(tag, _LATE, is_here=not all_here_is_fine, has_happened=happens)
 
 
 _LATE = "the loss or a gradient was not finite"
 _ELSEWHERE = "the loss or the gradients of another rank are not as they should be"
 _BUFFERS = "buffers of the module are not finite any more"
 _SCALERS = ("grad_scale", "found_inf")
-"""What a gradient scaler says to an optimizer that can skip a step by itself."""
+"""What a gradient scaler sets on an optimizer that can skip a step by itself."""
 
 
 def _is_scaled(optimizer: Optimizer) -> bool:
