@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         return torch.stack(verdicts).all()
 
 
-def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+def are_finite(tensors: list[torch.Tensor]) -> bool:
     """Like :func:`all_finite`, where the host may wait. Several times faster for dense tensors on the CPU.
 
     They share one call of the operation with which gradient scalers look for infinities: it is exact, and with a scale
