@@ -16,11 +16,11 @@ from lightning_resilience.agreement_protocol import Needs
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.generations import ShardInfo, generations, is_on_course
 from lightning_resilience.fit import joining
-from lightning_resilience.fit.checkpoint_selector import MAX_CONDEMNED, BadCheckpoint
+from lightning_resilience.fit.checkpoint_selector import MAX_MARKED_BAD, BadCheckpoint
 from lightning_resilience.fit.numerics_policy import TrainingDiverged
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.participants import GoesBack
-from tests.test_local_checkpoint import Run, ends_well, ledger, parts_in, spoil, steps_in, watched
+from tests.test_local_checkpoint import Run, ends_well, ledger, mark_bad, parts_in, spoil, steps_in, watched
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ class Condemns(L.Callback):
         assert active is not None
         loaded = active.selector.loaded
         if loaded is not None and loaded.step in self.steps and trainer.global_step == loaded.step + 2:
-            active.selector.mark_bad("found late")
+            mark_bad(active, "found late")
 
 
 def test_what_has_come_from_a_condemned_state_is_not_resumed_from(run: Run) -> None:
@@ -109,9 +109,9 @@ def test_what_has_come_from_a_condemned_state_is_not_resumed_from(run: Run) -> N
 
 
 def with_bad_local_ones(run: Run) -> None:
-    """A run with so many bad local states as may be condemned, and one more, and a good global one of before."""
+    """A run with so many bad local states as may be marked bad, and one more, and a good global one of before."""
     run.die(run.resume(1), step=3)
-    run.die(run.local(keep=MAX_CONDEMNED + 1), step=16)
+    run.die(run.local(keep=MAX_MARKED_BAD + 1), step=16)
     assert steps_in(run.folder) == [6, 9, 12, 15]
     for path in parts_in(run.folder):
         spoil(path)
@@ -119,8 +119,8 @@ def with_bad_local_ones(run: Run) -> None:
 
 def test_local_states_leave_the_global_one_a_try(run: Run) -> None:
     with_bad_local_ones(run)
-    options = {"keep": MAX_CONDEMNED + 1}
-    for _ in range(MAX_CONDEMNED):
+    options = {"keep": MAX_MARKED_BAD + 1}
+    for _ in range(MAX_MARKED_BAD):
         with pytest.raises(BadCheckpoint):
             run.fit(run.resume(), *watched(run, **options))
         assert run.outcome.status == "failed"
@@ -134,19 +134,19 @@ def test_a_bad_global_state_ends_the_run_when_none_is_left(run: Run) -> None:
         state = checkpoint_file.load(path)
         state["state_dict"]["layers.0.weight"][0] = float("nan")
         checkpoint_file.save(state, path, {"fit": 0})
-    for number in range(MAX_CONDEMNED + 2):
+    for number in range(MAX_MARKED_BAD + 2):
         with pytest.raises(BadCheckpoint):
-            run.fit(run.resume(), *watched(run, keep=MAX_CONDEMNED + 1))
-        assert run.outcome.status == ("halted" if number == MAX_CONDEMNED + 1 else "failed")
+            run.fit(run.resume(), *watched(run, keep=MAX_MARKED_BAD + 1))
+        assert run.outcome.status == ("halted" if number == MAX_MARKED_BAD + 1 else "failed")
     assert [tier for tier, _ in run.resumes] == ["local"] * 3 + ["global"] * 2
-    assert "5 checkpoints of this fit have been condemned" in run.outcome.reason
+    assert "5 checkpoints of this fit were marked bad" in run.outcome.reason
 
 
 @pytest.mark.parametrize("max_rollbacks", [1, 2])
 def test_going_back_to_local_states_leaves_the_global_one_a_try(run: Run, max_rollbacks: int) -> None:
     with_bad_local_ones(run)
     guard = NaNGuard("rollback", max_rollbacks=max_rollbacks)
-    ends_well(run, run.resume(), run.local(keep=MAX_CONDEMNED + 1), guard)
+    ends_well(run, run.resume(), run.local(keep=MAX_MARKED_BAD + 1), guard)
     went = [(each["tier"], each["step"]) for each in ledger(run.path, "went_back")]
     assert went == [*[("local", 12), ("local", 9)][:max_rollbacks], ("global", 3)]
 

@@ -592,7 +592,7 @@ def test_bad_states_that_verify_are_condemned_until_a_good_one_is_found(spoil: A
     ("max_rollbacks", "reason"),
     [
         (2, "the run has gone back 2 times because of it"),
-        pytest.param(9, "3 checkpoints of this fit have been condemned", marks=pytest.mark.campaign),
+        pytest.param(9, "3 checkpoints of this fit were marked bad", marks=pytest.mark.campaign),
     ],
 )
 def test_if_all_states_are_bad_the_run_ends_with_the_reason(max_rollbacks: int, reason: str, tmp_path: Path) -> None:

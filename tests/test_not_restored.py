@@ -63,7 +63,7 @@ def test_what_has_failed_twice_is_set_aside(
     assert killed.resumes == [("local", 12), ("local", 12), ("local", 9)]
     [condemned] = ledger(killed.path, "condemned")
     assert condemned["reason"] == f"2 attempts could not restore it ({type(error).__name__}: {error})"
-    assert "the local checkpoint of step 12 is set aside, and the next best one is tried: 2 attempts" in caplog.text
+    assert "the local checkpoint of step 12 is set aside, trying the next best one: 2 attempts" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_sharded_checkpoint_that_does_not_fit_together(tmp_path: Path) -> None
         assert any(codes), text
     codes, text = run(config, tmp_path / "run")
     assert codes == [0, 0], text
-    assert f"{newest} is set aside, and the next best one is tried: 2 attempts could not restore it" in text
+    assert f"{newest} is set aside, trying the next best one: 2 attempts could not restore it" in text
     events = list(read_ledger(RunDirectory(config["run_dir"]).ledger))
     assert [event["step"] for event in events if event["event"] == "resumed"] == [10, 10, 5]
     assert result(config) == undisturbed(tmp_path, **options)[0]

@@ -214,7 +214,7 @@ class Job:
             thread.join()
         return found
 
-    def chooser(self, rank: int) -> checkpoint_selector.Tiers:
+    def chooser(self, rank: int) -> checkpoint_selector.CheckpointSelector:
         first = {"is_global_zero": rank == 0, "global_rank": rank, "world_size": self.world_size}
         strategy = SimpleNamespace(
             broadcast=lambda value: self.gather(value)[0], barrier=lambda name: self.gather(0), **first

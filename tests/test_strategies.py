@@ -250,7 +250,7 @@ def test_parts_that_the_strategy_cannot_read_end_the_run(tmp_path: Path, first: 
     assert -signal.SIGKILL in codes
     codes, text = run({**config, "sharded": then}, tmp_path / "run")
     assert 1 in codes, text
-    assert "was saved in parts by ModelParallelStrategy" in text
+    assert "was saved as shards by ModelParallelStrategy" in text
     outcome = RunDirectory(config["run_dir"]).fit(0).outcome
     assert outcome is not None
     assert outcome.status == "halted"

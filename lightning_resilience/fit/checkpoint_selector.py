@@ -6,11 +6,10 @@
 | replica | another node's local storage | the loss of a node |
 | global | the run directory | everything |
 
-A generation of the local tier comes before a global checkpoint of the same step; where a part of it is missing or bad,
-its replica is taken. All ranks decide together. What fails its verification goes into quarantine, with the reason; what
-was condemned in its probation (:meth:`Tiers.mark_bad`) is never chosen again, nor is what belongs to a course that the
-training has left. Storage that does not answer says nothing about what lies on it: it is waited for, then the start
-fails, and nothing is moved.
+At the same step a local generation precedes a global checkpoint; a replica replaces a missing or bad shard. All ranks
+decide together. A checkpoint that fails verification is quarantined, with the reason. One that was marked bad
+(:meth:`CheckpointSelector.mark_bad`) is never chosen again, and neither is one of a course that the training has left.
+When storage does not respond, the start waits, then fails, and nothing is moved.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -48,33 +47,30 @@ from lightning_resilience.run.events import (
 from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import AnotherFit, StorageFails
 
-if TYPE_CHECKING:
-    pass
-
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-"""In the details of a fit's outcome: whether a longer fit would not have come by its final state."""
+Choice: TypeAlias = "tuple[Path, dict[str, Any] | None]"
+"""A checkpoint's path and content; no content where the strategy itself loads it."""
 
-MAX_CONDEMNED = 3
-"""How many checkpoints of a tier may be condemned in a fit: by then the cause is not in the checkpoints.
+MAX_MARKED_BAD = 3
+"""How many checkpoints of a tier may be marked bad in a fit: with more, the cause is not in the checkpoints.
 
-Of the local tier: then the newest global one is tried. Of the global one, or when there is none left: the run ends.
+After so many local ones the newest global one is tried. After so many global ones, or without any left, the run ends.
 """
 
-
 MAX_RESTORES = 2
-"""How many attempts in a row may fail to restore one checkpoint; then it is condemned, though it verifies."""
+"""How many attempts in a row may fail to restore a checkpoint; then it is marked bad, although it verifies."""
 
 
 class BadCheckpoint(RuntimeError):
-    """The checkpoint that a fit has resumed from has turned out to be bad; the next start takes the one before it."""
+    """Too many checkpoints of a fit were marked bad."""
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What the fit has resumed from: a generation of the local tier or the path of a global checkpoint."""
+    """The checkpoint that the fit has resumed from: a local generation, or the path of a global checkpoint."""
 
     step: int
     generation: str | None
@@ -102,21 +98,21 @@ class CheckpointSelector:
         self._probation_steps = 10
         self.loaded: _Loaded | None = None
         self.ended: dict[str, Any] | None = None
-        """If that is a state from the end of the fit: how it had ended; see :meth:`.FitOutcome.ends_there`."""
+        """How the fit had ended, if that is its final state; see :meth:`.FitOutcome.ends_there`."""
         self.forks: list[int] = []
         """At which steps the fit has left a course for another one; see :func:`~.generations.is_on_course`."""
-        self._left_lying: list[str] = []
-        """Checkpoints that are passed over although they may be intact, the same on all ranks."""
+        self._unreadable: list[str] = []
+        """Why checkpoints that may be intact were skipped; equal on all ranks."""
         self._users_choice: str | None = None
         self._event: type[Resumed] | type[RestoredInPlace] = Resumed
-        self._unsaid: Callable[[], None] | None = None
+        self._postponed: Callable[[], None] | None = None
 
     def use_global_tier(self) -> None:
-        """Resumes from the checkpoints in the run directory too."""
+        """Adds the checkpoints in the run directory to the candidates."""
         self.uses_global = True
 
     def use_local_tier(self, tier: LocalTier, probation_steps: int) -> None:
-        """Resumes from local checkpoints too.
+        """Adds local checkpoints to the candidates.
 
         Args:
             tier: The local checkpoints of all nodes.
@@ -126,14 +122,11 @@ class CheckpointSelector:
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
-    def choose(self, explicit: str | None) -> tuple[Path, dict[str, Any] | None] | None:
-        """The checkpoint that all ranks have verified and loaded; called on all ranks where Lightning would load one.
+    def choose(self, explicit: str | None) -> Choice | None:
+        """The newest checkpoint that all ranks can verify and load; ``None`` for a fresh start. A collective.
 
         Args:
             explicit: The user's ``fit(ckpt_path=...)``.
-
-        Returns:
-            Its path and content; no content where the strategy itself loads it; ``None`` for a fresh start.
         """
         fit = self._fit
         if self.local is None and not self.uses_global:
@@ -147,9 +140,9 @@ class CheckpointSelector:
             self._users_choice, self.complete = explicit, []
             return None
         if zero:
-            with contextlib.suppress(OSError):  # they harm nobody
+            with contextlib.suppress(OSError):  # they do no harm
                 clean_temporaries(fit.folder.checkpoints)
-        if own and fit.from_rank_0(self._mark_bad_what_is_not_restored):
+        if own and fit.from_rank_0(self._mark_bad_if_not_restorable):
             paths, generations = self._paths(), self._generations()
         finished = self._outcome.finished_before()
         if (choice := self._first_usable(paths, generations, finished)) is not None:
@@ -164,20 +157,15 @@ class CheckpointSelector:
             fit.ledger.record(Fresh(fit=fit.index))
         return None
 
-    def newest(
-        self, until: int, or_begin: bool, only_global: bool = False
-    ) -> tuple[Path, dict[str, Any] | None] | None:
-        """The newest checkpoint of this fit that all ranks can verify, in the middle of it; called on all ranks.
+    def newest(self, until: int, or_begin: bool, only_global: bool = False) -> Choice | None:
+        """The newest checkpoint to roll back to that all ranks can verify. A collective.
 
-        What is newer is set aside: from here on the training takes another course.
+        Newer ones are set aside: the training starts another course.
 
         Args:
-            until: Not one of a larger ``trainer.global_step`` than this.
-            or_begin: Whether the fit goes back to its beginning if there is none.
-            only_global: Whether the local tier had its tries.
-
-        Returns:
-            As :meth:`choose`; ``None`` if there is none.
+            until: The largest ``trainer.global_step``.
+            or_begin: Whether the fit rolls back to its beginning if there is none.
+            only_global: Whether to ignore local checkpoints.
         """
         if self.local is None and not self.uses_global:
             return None
@@ -190,7 +178,7 @@ class CheckpointSelector:
         )
         if choice is not None or or_begin:
             step = self.loaded.step if choice is not None and self.loaded is not None else -1
-            reason = "the fit has gone back to an older one"
+            reason = "the fit was rolled back to an older one"
             self._leave_course(step)
             self.complete = [each for each in self.complete if each.step <= step and not only_global]
             if self.local is not None:
@@ -208,7 +196,7 @@ class CheckpointSelector:
         return len(self.forks)
 
     def _leave_course(self, step: int) -> None:
-        """Only what was saved up to ``step`` counts from now on, on whichever node it lies; called on all ranks."""
+        """Invalidates everything saved after ``step``, also on nodes that are absent now. A collective."""
         self._fit.from_rank_0(lambda: self._write_fork(step))
         self.forks = [*self.forks, step]
         self._fit.metadata["course"] = self.course
@@ -221,15 +209,13 @@ class CheckpointSelector:
         folder = self._fit.folder
 
         def look() -> list[Path]:
-            folder.checkpoints.stat()  # it was made: what is missing now is not empty
+            folder.checkpoints.stat()  # it was created: a missing folder is not an empty one
             return resume.checkpoints(folder.checkpoints)
 
         return self._fit.from_rank_0(look) if self.uses_global else []
 
-    def _first_usable(
-        self, paths: list[Path], generations: list[Generation], finished: bool
-    ) -> tuple[Path, dict[str, Any] | None] | None:
-        self._left_lying = []
+    def _first_usable(self, paths: list[Path], generations: list[Generation], finished: bool) -> Choice | None:
+        self._unreadable = []
         for candidate in self._in_order(paths, generations, finished):
             if isinstance(candidate, Generation):
                 choice = self._load_local(candidate)
@@ -237,28 +223,27 @@ class CheckpointSelector:
                 choice = self._load_global(candidate, finished)
             if choice is not None:
                 return choice
-        unread = [*self._left_lying, *(self.local.unreadable if self.local is not None else [])]
+        unread = [*self._unreadable, *(self.local.unreadable if self.local is not None else [])]
         if unread:
             raise StorageFails(
                 f"No checkpoint of {self._fit.folder.path} can be used now, and some may be intact: {unread[0]}. "
-                "Nothing was moved or begun anew: start it again when the storage answers. To begin anew all the same, "
+                "Nothing was moved or started anew: start again when the storage responds. To start anew all the same, "
                 "move it away, or use another run directory."
             )
         return None
 
     def _is_users_choice(self, explicit: str, own: bool) -> bool:
         if (self._fit.folder.fingerprint or {}).get("ckpt_path") == explicit:
-            return False  # where this fit once began: it goes on from its own newer checkpoint
-        # ckpt_path="last" and "hpc" mean "resume": Lightning has made paths of them before it calls us. By itself it
-        # takes what an OnExceptionCheckpoint has saved, which is a state in the middle of a step.
+            return False  # where this fit started: it resumes from its own newer checkpoint
+        # ckpt_path="last" and "hpc" mean "resume"; Lightning has turned them into paths by now. By itself it takes the
+        # file of an OnExceptionCheckpoint, a state in the middle of a step.
         of_exception = explicit in lightning_callbacks.exception_checkpoints(self._fit.trainer)
         means_resume = of_exception or Path(explicit).stem.startswith(("last", "hpc_ckpt_"))
         if own and not means_resume and self._is_newest_of_this_fit(Path(explicit)):
             means_resume = True
             log.warning(
-                "fit(ckpt_path=%r) is the newest that a ModelCheckpoint of this very fit has saved there: that means "
-                "to resume, which the fit does from its own newest state, exactly. To begin anew from that file, use "
-                "another run directory.",
+                "fit(ckpt_path=%r) is the newest file of this fit's ModelCheckpoint: resuming from the newest state of "
+                "the fit instead. To start from that file, use another run directory.",
                 explicit,
             )
         return not (means_resume and own)
@@ -266,7 +251,7 @@ class CheckpointSelector:
     def _is_newest_of_this_fit(self, path: Path) -> bool:
         """Whether this fit has saved ``path`` through Lightning, and nothing later in the same folder.
 
-        Scripts look for such a file at their start. One that names an older file, or a copy, goes back to it.
+        Scripts look for such a file when they start. With an older file, or a copy, the fit starts from that.
         """
         if (step := self._step_of_this_fit(path)) is None:
             return False
@@ -283,27 +268,35 @@ class CheckpointSelector:
         return stamp.metadata.get("step")
 
     def begin(self) -> None:
-        """The training begins. If it does so from what the user has chosen, a restart goes on from there.
+        """Training begins. If it does from a checkpoint that the user chose, a restart resumes from there.
 
-        What the fit has saved before belongs to another course of the training, and would be taken for its newest.
+        Older checkpoints of the fit belong to another course; a restart would take them for its newest.
         """
         fit, chosen = self._fit, self._users_choice
         if chosen is None:
             return
-        # A checkpoint of the fit's own, and those before it, are on the way to where it is.
+        # If it is one of the fit's own, the older ones belong to its course.
         here = Path(chosen).absolute().parent == fit.folder.checkpoints.absolute()
         self._leave_course(fit.trainer.global_step if here else -1)
 
         def begin() -> None:
             for path in resume.checkpoints(fit.folder.checkpoints) if self.uses_global else []:
                 if not here or path.name > Path(chosen).name:
-                    self._set_aside(path, f"the fit was begun anew from {chosen}, which is not where this has led from")
+                    self._set_aside(path, f"the fit was started from {chosen}, which does not come from this one")
             fit.folder.fingerprint = {**(fit.folder.fingerprint or {}), "ckpt_path": chosen}
 
         fit.from_rank_0(begin)
 
     def _set_aside(self, path: Path, reason: str) -> None:
         log.info("%s is set aside in %s: %s.", path.name, self._fit.folder.quarantine, reason)
+        self._move_to_quarantine(path, reason)
+
+    def _quarantine(self, path: Path, reason: str) -> None:
+        log.warning("Checkpoint rejected: %s; trying the next best one.", reason)
+        self._fit.ledger.record(Quarantined(fit=self._fit.index, path=str(path), reason=reason))
+        self._move_to_quarantine(path, reason)
+
+    def _move_to_quarantine(self, path: Path, reason: str) -> None:
         try:
             checkpoint_file.quarantine(path, self._fit.folder.quarantine, reason)
         except OSError as failure:
@@ -312,13 +305,13 @@ class CheckpointSelector:
     def _generations(self) -> list[Generation]:
         """The local generations that can be used."""
         fit = self._fit
-        # As rank 0 reads it: on shared storage others may still see what was there before.
-        condemned, self.forks = fit.from_rank_0(lambda: (fit.folder.bad_checkpoints, fit.folder.forks))
+        # As rank 0 reads it: on shared storage other ranks may see an older version.
+        marked_bad, self.forks = fit.from_rank_0(lambda: (fit.folder.bad_checkpoints, fit.folder.forks))
         fit.metadata["course"] = self.course
         if self.local is None:
             return []
-        self.local.discard(set(condemned), "condemned in its probation")
-        usable, reasons = self.local.find(without=condemned, forks=self.forks)
+        self.local.discard(set(marked_bad), "marked bad in its probation")
+        usable, reasons = self.local.find(without=marked_bad, forks=self.forks)
         self._report_bad()
         if reasons and fit.trainer.is_global_zero:
             log.info("Local checkpoints that are not used: %s.", "; ".join(reasons))
@@ -328,13 +321,13 @@ class CheckpointSelector:
     def _in_order(
         self, paths: list[Path], generations: list[Generation], finished: bool
     ) -> Iterator[Generation | Path]:
-        """Newest first; on every rank the same."""
-        # A limit may end a fit in the middle of an epoch, whose end Lightning then makes up. When it has been raised,
-        # the longer run goes on exactly from a state before that end; from the end itself only if there is none.
+        """Newest first; equal on all ranks."""
+        # A limit may end a fit in the middle of an epoch, which Lightning then ends early. When the limit is raised,
+        # the longer run is exact only from a state before that end.
         ended = not finished and any(map(resume.is_final, paths))
         stretched = ended and self._fit.from_rank_0(lambda: self._ends_apart(paths))
 
-        # With all its steps done a fit is not run again by Lightning, which would leave out what had been left of it.
+        # Lightning does not run a fit whose steps are all done: its remaining hooks would be left out.
         given = self._fit.trainer.max_steps
         most = -1 if given is None else given
 
@@ -349,90 +342,80 @@ class CheckpointSelector:
         yield from sorted(candidates, key=rank, reverse=True)
 
     def _ends_apart(self, paths: list[Path]) -> bool:
-        """Whether the fit as it is now would not come by its newest final state."""
+        """Whether the fit as it is now would not pass through its newest final state."""
         fit = self._fit
         path = next(filter(resume.is_final, paths), None)
-        with contextlib.suppress(
-            checkpoint_file.CorruptCheckpoint, KeyError, TypeError
-        ):  # what is wrong with it is said later
+        with contextlib.suppress(checkpoint_file.CorruptCheckpoint, KeyError, TypeError):  # reported when it is loaded
             if path is not None and (stamp := _stamp(path)) is not None and "ended" in stamp.metadata:
                 ended = stamp.metadata["ended"]
                 return bool(ended[ENDS_APART]) and not self._outcome.ends_there(ended["by"], ended["limits"])
-        outcome = fit.previous_outcome  # older versions have noted it there alone
+        outcome = fit.previous_outcome  # where older versions recorded it
         return outcome is not None and bool(outcome.details.get(ENDS_APART, outcome.reason == "max_steps"))
 
-    def _load_local(self, generation: Generation) -> tuple[Path, dict[str, Any] | None] | None:
+    def _load_local(self, generation: Generation) -> Choice | None:
         assert self.local is not None
         fit = self._fit
-        saved_at = self.local.saved_at(generation)  # no event was recorded then: local saves are too many
+        saved_at = self.local.saved_at(generation)  # local saves are too many for an event each
         checkpoint = self.local.load(generation)
         self._report_bad()
         if checkpoint is None:
             if fit.trainer.is_global_zero:
-                log.warning("The local checkpoint of step %d is rejected. The next best one is tried.", generation.step)
+                log.warning("The local checkpoint of step %d is rejected; trying the next best one.", generation.step)
             self.complete.remove(generation)
             return None
-        name = f"step-{generation.step:012d}-{generation.name}"
+        step, name = generation.step, f"step-{generation.step:012d}-{generation.name}"
         tier = "replica" if self.local.travelled else "local"
         self.loaded = _Loaded(generation.step, generation.name, None)
         if fit.trainer.is_global_zero:
-            fit.ledger.record(
-                self._event(
-                    fit=fit.index,
-                    step=generation.step,
-                    path=name,
-                    tier=tier,
-                    generation=generation.name,
-                    saved_at=saved_at,
-                )
-            )
-            log.info("Resuming from step %d (local checkpoint %s).", generation.step, name)
+            where = generation.name
+            event = self._event(fit=fit.index, step=step, path=name, tier=tier, generation=where, saved_at=saved_at)
+            fit.ledger.record(event)
+            log.info("Resuming from step %d (local checkpoint %s).", step, name)
         return Path(name), checkpoint
 
-    def _load_global(self, path: Path, finished: bool) -> tuple[Path, dict[str, Any] | None] | None:
+    def _load_global(self, path: Path, finished: bool) -> Choice | None:
         fit, strategy = self._fit, self._fit.trainer.strategy
-        is_directory, found, reason = fit.from_rank_0(lambda: self._look(path))  # before anybody else
+        is_directory, found, reason = fit.from_rank_0(lambda: self._look(path))  # before other ranks
         if is_directory and reason is None:
             mine, corrupt = self._try(lambda: self._verify(path, is_directory))
             found, reason = strategy.broadcast(mine), next(iter(corrupt.values()), None)
         course = int(found.metadata.get("course", 0)) if found is not None else 0
         if reason is None and not is_on_course(self.forks, course, resume.step_of(path)):
             if fit.rank == 0:
-                self._set_aside(path, "it is of a course that the training has left")
+                self._set_aside(path, "it belongs to a course that the training has left")
             return None
         if found is not None and reason is None:
-            _check_parts(path, is_directory, found.metadata.get("strategy"), strategy)
+            _check_strategy(path, is_directory, found.metadata.get("strategy"), strategy)
             verified, corrupt = self._verify_on_each_node(path, () if is_directory else found.file)
             if not corrupt:
                 loaded, corrupt = self._try(lambda: _load(path, is_directory, verified))
             if not corrupt:
-                # Without its final state a finished fit is resumed from an older one, and finished again.
+                # A finished fit without its final state resumes from an older one and finishes again.
                 self.ended = ended = found.metadata.get("ended") if resume.is_final(path) else None
-                # Where it was ended before that could be written down, its final state says so.
+                # If the process died before it wrote the outcome, the final state says that it had finished.
                 finished |= bool(ended and ended["is_over"] and self._outcome.ends_there(ended["by"], ended["limits"]))
                 self._restored(path, finished and resume.is_final(path))
-                # Such a strategy reads a file of its own by itself, and takes nothing from what it is given.
+                # A strategy that loads state reads its own file and ignores what it is given.
                 return path, None if lightning_strategies.traits_of(strategy).loads_state else loaded
             reason = corrupt.get(0)
-        if reason is None:  # rank 0 has read every byte of it, and some other one reads something else
-            self._left_lying += corrupt.values()
+        if reason is None:  # intact for rank 0, but not for another rank
+            self._unreadable += corrupt.values()
         elif fit.rank == 0:
             self._quarantine(path, reason)
         return None
 
     def _verify_on_each_node(self, path: Path, by_rank_0: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, str]]:
-        """Has one rank of every other node read every byte of a file; all ranks of it load what that has verified.
+        """Has one rank of every other node verify a file; all ranks of that node load what it has verified.
 
-        Not a copy of it in shared memory: the page cache is one already, which all ranks of the node have alike, which
-        is given up when memory is wanted, and which nobody has to remove. Nor is the file mapped: where the storage
-        fails, a process that reads is told, and one that touches a mapping is killed.
+        The page cache shares the file within the node: a copy in shared memory would have to be removed. Nor is it
+        mapped: when storage fails, reading raises, but touching a mapping kills the process.
 
         Args:
             path: A file that rank 0 has verified, or a directory.
-            by_rank_0: Which file it is there; empty for a directory.
+            by_rank_0: Identifies the file there; empty for a directory.
 
         Returns:
-            Which one it is on this rank's node, and by rank what is corrupt, as :meth:`_try`.
+            Identifies the file on this node; and by rank what is corrupt, as :meth:`_try`.
         """
         fit = self._fit
         node = next(ranks for ranks in fit.nodes if fit.rank in ranks)
@@ -449,14 +432,14 @@ class CheckpointSelector:
         return fit.gather(mine)[node[0]], corrupt
 
     def _look(self, path: Path) -> tuple[bool, checkpoint_file.Stamp | None, str | None]:
-        """Whether it is a directory, and of a file also what :meth:`_verify` says. What is not there any more fails."""
+        """Whether it is a directory; and of a file the result of :meth:`_verify`. A missing one raises."""
         if not stat.S_ISDIR(path.stat().st_mode):
             return (False, *self._verify(path, False))
         sealed = os.path.lexists(path / checkpoint_file.MARKER)
         return True, None, None if sealed else f"{path} was never finished (no {checkpoint_file.MARKER} marker)"
 
     def _verify(self, path: Path, is_directory: bool) -> tuple[checkpoint_file.Stamp | None, str | None]:
-        """What a checkpoint says about itself, or what is wrong with it."""
+        """The stamp of a checkpoint, or why it is corrupt."""
         fit = self._fit
         of_mine = functools.partial(dcp.is_share, rank=fit.rank, world_size=fit.trainer.world_size)
         seen = path / checkpoint_file.MARKER if is_directory else path  # by rank 0
@@ -464,20 +447,20 @@ class CheckpointSelector:
         try:
             return resume.verify(path, {"fit": fit.index}, of_mine), None
         except checkpoint_file.CorruptCheckpoint as error:
-            seen.stat()  # else it is not what is in it that is wrong
+            seen.stat()  # raises if it is gone: not corrupt
             return None, str(error)
 
     def _try(self, read: Callable[[], tuple[_T, str | None]]) -> tuple[_T, dict[int, str]]:
         """Reads a checkpoint on all ranks.
 
         Args:
-            read: Reads this rank's; returns also why it is corrupt, if it is.
+            read: Called on every rank; returns the result, and why the checkpoint is corrupt.
 
         Returns:
-            This rank's, and by rank what is corrupt, the same on all.
+            The result of this rank; and by rank why it is corrupt, equal on all ranks.
 
         Raises:
-            StorageFails: On all ranks, if one of them could not read its own.
+            StorageFails: On all ranks, if the storage of one did not respond.
         """
         fit = self._fit
         content: Any = None
@@ -491,18 +474,10 @@ class CheckpointSelector:
         everywhere = fit.gather((corrupt, unread))
         if problem := next((each for _, each in everywhere if each is not None), None):
             raise StorageFails(
-                f"The newest checkpoint cannot be read: {problem}. Nothing was moved or begun anew: start it again "
-                "when the storage answers. If that file alone is lost, move it away, and an older one is taken."
+                f"The newest checkpoint cannot be read: {problem}. Nothing was moved or started anew: start again when "
+                "the storage responds. If only that file is lost, move it away: an older one is used."
             )
         return content, {rank: each for rank, (each, _) in enumerate(everywhere) if each is not None}
-
-    def _quarantine(self, path: Path, reason: str) -> None:
-        log.warning("Checkpoint rejected: %s. The next best one is tried.", reason)
-        self._fit.ledger.record(Quarantined(fit=self._fit.index, path=str(path), reason=reason))
-        try:
-            checkpoint_file.quarantine(path, self._fit.folder.quarantine, reason)
-        except OSError as failure:
-            log.warning("%s could not be moved to quarantine (%s); it is left where it is.", path, failure)
 
     def _report_bad(self) -> None:
         assert self.local is not None
@@ -518,62 +493,63 @@ class CheckpointSelector:
             fit.final_path = path
             fit.trainer.should_stop = True
         if self._outcome.had_finished and self._event is Resumed:
-            self._unsaid = functools.partial(self._say_restored, path, finished)
+            self._postponed = functools.partial(self._report_restored, path, finished)
         else:
-            self._say_restored(path, finished)
+            self._report_restored(path, finished)
 
     def settings_are_accepted(self) -> None:
-        """A finished fit is restored for good: before, it may have turned out that the script has another one."""
-        if self._unsaid is not None:
-            self._unsaid()
-            self._unsaid = None
+        """Reports that a finished fit is restored: its settings are those of the script."""
+        if self._postponed is not None:
+            self._postponed()
+            self._postponed = None
 
-    def _say_restored(self, path: Path, finished: bool) -> None:
+    def _report_restored(self, path: Path, finished: bool) -> None:
         fit, step = self._fit, resume.step_of(path)
-        if fit.trainer.is_global_zero:
-            fit.ledger.record(self._event(fit=fit.index, step=step, path=str(path), tier="global"))
-            if finished:
-                fit.ledger.record(Finished(fit=fit.index, step=step))
-                if not self._outcome.had_finished and self.ended is not None:
-                    about = {**self.ended["limits"], ENDS_APART: self.ended[ENDS_APART]}
-                    self._outcome.write("finished", self.ended["by"], about)
-                log.info(
-                    "This fit finished at step %d before; its final state is restored and it is not trained again. "
-                    "To train more, raise %s; to train anew, use another run directory.",
-                    step,
-                    self._outcome.what_ended_it(),
-                )
-            else:
-                log.info("Resuming from step %d (%s).", step, path)
+        if not fit.trainer.is_global_zero:
+            return
+        fit.ledger.record(self._event(fit=fit.index, step=step, path=str(path), tier="global"))
+        if not finished:
+            log.info("Resuming from step %d (%s).", step, path)
+            return
+        fit.ledger.record(Finished(fit=fit.index, step=step))
+        if not self._outcome.had_finished and self.ended is not None:
+            about = {**self.ended["limits"], ENDS_APART: self.ended[ENDS_APART]}
+            self._outcome.write("finished", self.ended["by"], about)
+        log.info(
+            "This fit finished at step %d before: restoring its final state without training. To train more, raise %s; "
+            "to start anew, use another run directory.",
+            step,
+            self._outcome.what_ended_it(),
+        )
 
-    # -- what verifies and cannot be restored all the same -------------------------------------------------------------
+    # -- checkpoints that verify but cannot be restored ----------------------------------------------------------------
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Notes for the next start if what was chosen cannot be restored; in this process the model is half loaded."""
+        """Records for the next start that the chosen checkpoint cannot be restored; this process must end."""
         try:
             yield
         except BaseException as error:
-            if self.loaded is not None and _says_something_about_the_state(error):
-                reason = f"{type(error).__name__}: {error}"
+            if self.loaded is not None and _may_be_the_states_fault(error):
+                kind, loaded = type(error).__name__, self.loaded
                 self._fit.ledger.record(
                     NotRestored(
                         fit=self._fit.index,
-                        generation=self.loaded.generation,
+                        generation=loaded.generation,
                         attempt=self._fit.token,
-                        kind=type(error).__name__,
-                        reason=reason[:2000],
-                        step=self.loaded.step,
-                        path=str(self.loaded.path or ""),
+                        kind=kind,
+                        reason=f"{kind}: {error}"[:2000],
+                        step=loaded.step,
+                        path=str(loaded.path or ""),
                     )
                 )
             raise
 
-    def _mark_bad_what_is_not_restored(self) -> bool:
-        """Condemns what the last attempts could not restore; returns whether there was any. Called on rank 0.
+    def _mark_bad_if_not_restorable(self) -> bool:
+        """Marks bad what the last attempts could not restore; returns whether there was any. Called on rank 0.
 
         Raises:
-            BadCheckpoint: If too many were condemned.
+            BadCheckpoint: If too many were marked bad.
         """
         fit = self._fit
         failed = read_history(fit.run.ledger).not_restored(fit.index, MAX_RESTORES)
@@ -585,7 +561,7 @@ class CheckpointSelector:
             return False
         self.forks = fit.folder.forks
         reason = f"{MAX_RESTORES} attempts could not restore it ({failed.reason})"
-        log.warning("%s is set aside, and the next best one is tried: %s.", loaded, reason)
+        log.warning("%s is set aside, trying the next best one: %s.", loaded, reason)
         self._mark_bad(loaded, reason)
         if (too_many := self._too_many(reason)) is not None:
             raise BadCheckpoint(too_many)
@@ -593,53 +569,28 @@ class CheckpointSelector:
 
     # -- probation -----------------------------------------------------------------------------------------------------
 
-    @property
-    def on_probation(self) -> bool:
-        """Whether what goes wrong now may be the fault of the checkpoint that was loaded."""
-        return self.is_suspect(self._fit.trainer.global_step)
-
     def is_suspect(self, step: int) -> bool:
-        """Whether what has gone wrong after ``step`` may be the fault of the checkpoint that was loaded."""
+        """Whether a problem after ``step`` may be caused by the checkpoint that was loaded."""
         return self.loaded is not None and step - self.loaded.step <= self._probation_steps
 
-    def mark_bad(self, reason: str) -> None:
-        """Condemns the checkpoint that this fit has resumed from: it is never chosen again, by no attempt.
+    def mark_bad(self, reason: str, step: int) -> str | None:
+        """Marks the loaded checkpoint bad if it is on probation, before a rollback: no attempt loads it again.
 
-        Called by a rank that has found, within the probation, that the training cannot go on from there: a
-        loss or gradients that are not finite, or a spike. It is kept in quarantine, and the next start of the fit takes
-        the next best one.
+        It is kept in quarantine. A collective.
 
         Args:
-            reason: What was found, for a person.
-
-        Raises:
-            BadCheckpoint: Always; also if there is nothing to mark.
-        """
-        fit, loaded = self._fit, self.loaded
-        if loaded is None or not self.on_probation:
-            raise BadCheckpoint(f"{reason}, at step {fit.trainer.global_step}")
-        self._mark_bad(loaded, reason)
-        raise BadCheckpoint(
-            f"{reason}, {fit.trainer.global_step - loaded.step} steps after resuming from {loaded}, which is "
-            "condemned and will not be used again"
-        )
-
-    def mark_bad_together(self, reason: str, step: int) -> str | None:
-        """Condemns what the fit has resumed from if that is on probation; called on all ranks, which go back then.
-
-        Args:
-            reason: What was found, for a person.
+            reason: What was found.
             step: ``trainer.global_step`` when it was found.
 
         Returns:
-            Why the run should end instead; ``None`` if it need not.
+            Why the run should end instead; ``None`` to continue.
         """
         loaded = self.loaded
         if loaded is None or not self.is_suspect(step):
             return None
 
         def mark_bad() -> str | None:
-            log.warning("%s is condemned, and will not be used again: %s.", loaded, reason)
+            log.warning("%s is marked bad and will not be used again: %s.", loaded, reason)
             self._mark_bad(loaded, reason)
             return self._too_many(reason)
 
@@ -650,97 +601,93 @@ class CheckpointSelector:
         fit.check_owner()
         name = loaded.generation or f"{loaded.path} ({fit.token[:8]})"
         fit.folder.mark_bad(name, reason)
-        # What was saved since then has come from it. When the local tier has had its tries, nothing newer than the
-        # newest global checkpoint counts.
+        # Later states derive from it. After too many bad local ones, only the newest global one and older count.
         left = self._global_ones_left()
         of_local, _ = self._count_bad()
-        has_had_its_tries = of_local >= MAX_CONDEMNED and loaded.generation is not None and left
+        has_had_its_tries = of_local >= MAX_MARKED_BAD and loaded.generation is not None and left
         self._write_fork(min(loaded.step, left[0]) if has_had_its_tries else loaded.step)
         fit.ledger.record(MarkedBad(fit=fit.index, step=loaded.step, path=str(loaded), reason=reason))
         if loaded.path is not None:
-            self._quarantine(loaded.path, f"{loaded.path} is condemned: {reason}")
+            self._quarantine(loaded.path, f"{loaded.path} is marked bad: {reason}")
 
     def verdict(self, exception: BaseException) -> str | None:
-        """Whether the run ends by this exception: the reason, once too many checkpoints have been condemned."""
+        """Why the run must halt after this exception: too many checkpoints were marked bad; else ``None``."""
         if not isinstance(exception, BadCheckpoint):
             return None
         try:
             return self._too_many(str(exception))
-        except OSError as error:  # then the next start counts
-            log.warning("It cannot be read how many checkpoints have been condemned (%s).", error)
+        except OSError as error:  # the next start counts them
+            log.warning("Could not read how many checkpoints were marked bad (%s).", error)
             return None
 
     def _too_many(self, last: str) -> str | None:
         of_local, of_global = self._count_bad()
-        if of_global < MAX_CONDEMNED and (of_local + of_global < MAX_CONDEMNED or self._global_ones_left()):
+        if of_global < MAX_MARKED_BAD and (of_local + of_global < MAX_MARKED_BAD or self._global_ones_left()):
             return None
         return (
-            f"{of_local + of_global} checkpoints of this fit have been condemned, so the cause is not in the "
-            f"checkpoints (last: {last}). Look at the data and the learning rate around this step; the checkpoints are "
-            f"in {self._fit.folder.quarantine} and in the quarantine of the nodes"
+            f"{of_local + of_global} checkpoints of this fit were marked bad, so the cause is not in the checkpoints "
+            f"(last: {last}). Look at the data and the learning rate around this step; the checkpoints are in "
+            f"{self._fit.folder.quarantine} and in the quarantine of the nodes"
         )
 
     def _count_bad(self) -> tuple[int, int]:
-        """How many of the local tier and of the global one; the former have no path."""
+        """How many local and global checkpoints were marked bad; the names of local ones are no paths."""
         names = self._fit.folder.bad_checkpoints
         of_global = sum(os.sep in name for name in names)
         return len(names) - of_global, of_global
 
     def has_global(self, until: int) -> bool:
-        """Whether there is a global checkpoint of at most this step, as rank 0 sees it."""
+        """Whether there is a global checkpoint of at most this step; for rank 0."""
         return any(step <= until for step in self._global_ones_left())
 
     def _global_ones_left(self) -> list[int]:
-        """The steps of the global checkpoints that are there, newest first."""
+        """The steps of the existing global checkpoints, newest first."""
         if not self.uses_global:
             return []
         return [resume.step_of(path) for path in resume.checkpoints(self._fit.folder.checkpoints)]
 
 
 def _stamp(path: Path) -> checkpoint_file.Stamp | None:
-    """What a checkpoint says about itself; its content is not looked at."""
-    return (
-        checkpoint_file.verify_directory(path, lambda name: False)
-        if path.is_dir()
-        else checkpoint_file.read_stamp(path)
-    )
+    """The stamp of a checkpoint, without its content."""
+    if path.is_dir():
+        return checkpoint_file.verify_directory(path, lambda name: False)
+    return checkpoint_file.read_stamp(path)
 
 
-def _says_something_about_the_state(error: BaseException) -> bool:
-    """Whether an error may be the fault of what was restored, and not of this node, its storage or the script."""
+def _may_be_the_states_fault(error: BaseException) -> bool:
+    """Whether an error may be caused by the restored state, and not by this node, its storage or the script."""
     if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError, AnotherFit, StorageFails)):
         return False
     causes = getattr(error, "failures", None)  # by rank, of a collective load of torch.distributed.checkpoint
     if isinstance(causes, dict):
-        return all(_says_something_about_the_state(each[0]) for each in causes.values())
+        return all(_may_be_the_states_fault(each[0]) for each in causes.values())
     return isinstance(error, Exception)
 
 
-def _check_parts(path: Path, is_directory: bool, saved_by: str | None, strategy: Any) -> None:
-    """One file is read by every strategy; parts in a directory only by the one that has written them."""
+def _check_strategy(path: Path, is_directory: bool, saved_by: str | None, strategy: Any) -> None:
+    """Every strategy can read a file; a directory of shards only the strategy that has saved it."""
     now = name_of(strategy)
     if is_directory and (not lightning_strategies.traits_of(strategy).loads_state or saved_by not in (None, now)):
         raise AnotherFit(
-            f"{path} was saved in parts by {saved_by or 'a strategy that shards'}, and is not what "
-            f"{now or type(strategy).__name__} reads. Go on with the strategy that has saved it, or give the run "
-            "another directory."
+            f"{path} was saved as shards by {saved_by or 'a sharded strategy'}, which {now or type(strategy).__name__} "
+            "cannot read. Use the strategy that has saved it, or give the run another directory."
         )
 
 
 def _load(path: Path, is_directory: bool, verified: tuple[int, ...] = ()) -> tuple[dict[str, Any] | None, str | None]:
-    """The content of a file, or what is wrong with it; neither of a directory, whose parts the strategy reads.
+    """The content of a file, or why it is corrupt; neither of a directory, which the strategy reads.
 
     Args:
         path: The checkpoint.
-        is_directory: Which of the two it is.
+        is_directory: Whether it is a directory.
         verified: Which file need not be verified here; see :func:`~.checkpoint_file.load`.
 
     Raises:
-        OSError: If it cannot be read here. That says nothing about the file.
+        OSError: If it cannot be read here, which says nothing about the file.
     """
     if is_directory:
         return None, None
-    path.stat()  # rank 0 has read it: what is missing here is not seen here
+    path.stat()  # rank 0 has read it: raises if this node does not see it
     try:
         loaded = from_safe(checkpoint_file.load(path, verified=verified))
         if type(loaded) is not dict or "loops" not in loaded:

@@ -94,7 +94,7 @@ class EndOfFit(Participant):
         elif self._saves_final_state and lightning_limits.can_be_ended_again(self.fit.trainer) and not self._settle():
             self._save_final(is_over=False, apart=self._cut_short)
         if self.fit.final_path is not None and any(self.fit.gather(lightning_limits.acts_at_the_end(self.fit.trainer))):
-            self._digest = self._in_short()
+            self._digest = self._digest_now()
 
     def _meet_behind_training(self) -> None:
         """Waits, in no collective, until all ranks have come to the end of the training; one that fails is named."""
@@ -110,9 +110,9 @@ class EndOfFit(Participant):
         self._left += [event for event in events if event.kind != _TRAINED]
         self.fit.agreement.arrive(next(event for event in events if event.kind == _TRAINED))
 
-    def _in_short(self) -> str:
+    def _digest_now(self) -> str:
         with self.fit.during("checkpointing"):
-            return self.saver.in_short()
+            return self.saver.digest_at_end()
 
     def _settle(self) -> bool:
         """Has the last steps judged; returns whether something that was asked for because of them is still to be done.
@@ -146,7 +146,7 @@ class EndOfFit(Participant):
         left = self._left + list(
             self.fit.agreement.close(self.fit.advanced)
         )  # it is whom they wait for that may be stuck
-        is_changed = self._digest is not None and any(self.fit.gather(self._in_short() != self._digest))
+        is_changed = self._digest is not None and any(self.fit.gather(self._digest_now() != self._digest))
         is_to_be_saved = self.fit.final_path is None or is_changed
         if is_to_be_saved:
             self._settle()

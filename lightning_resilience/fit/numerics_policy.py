@@ -510,7 +510,7 @@ class NumericsPolicy(Participant):
                 self._end(f"{why}; the run has gone back {self._options.max_rollbacks} times because of it")
             times = 1
         self._read()
-        if is_suspect and (too_many := session.selector.mark_bad_together(why, windows[0].step)) is not None:
+        if is_suspect and (too_many := session.selector.mark_bad(why, windows[0].step)) is not None:
             self._end(too_many)
         only_global = self._from_rank_0(lambda: self._history.of_global)
         session.go_back(windows[0].step, lambda: self._keep_going(f"{why}; {_NOWHERE}"), only_global)
@@ -679,7 +679,7 @@ class NumericsPolicy(Participant):
             raise elsewhere
         if decision == "older":
             loaded = session.selector.loaded
-            if loaded is None or session.selector.mark_bad_together(why, loaded.step) is not None:
+            if loaded is None or session.selector.mark_bad(why, loaded.step) is not None:
                 self._end(f"{why}, and there are no others", RERUN_FAILED)
             if is_end:
                 self._end(

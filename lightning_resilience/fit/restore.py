@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 
@@ -19,7 +19,7 @@ from lightning_resilience._lightning import (
 from lightning_resilience.checkpoint import dcp, pruning
 from lightning_resilience.checkpoint.safe_serialization import from_safe
 from lightning_resilience.fit import checkpoint_io, left_out, outputs
-from lightning_resilience.fit.checkpoint_selector import CheckpointSelector
+from lightning_resilience.fit.checkpoint_selector import CheckpointSelector, Choice
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.exact_state import LOGS, STATE_KEY, ExactState
 from lightning_resilience.fit.identity import FitIdentity
@@ -27,9 +27,6 @@ from lightning_resilience.fit.logger_files import Logs
 from lightning_resilience.fit.saving import Saver
 
 log = logging.getLogger(__name__)
-
-Choice: TypeAlias = "tuple[Path, dict[str, Any] | None]"
-"""A checkpoint's path and content; no content where the strategy itself loads it."""
 
 
 class Restorer:

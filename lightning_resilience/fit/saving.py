@@ -1,4 +1,4 @@
-"""Saves the state of all ranks to the run directory: at a boundary, or behind the training."""
+"""Saves the state of all ranks to the run directory: at a boundary, or in the background."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -58,11 +58,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = 0.8  # of the time after which the others would give up
-_LONGEST_WAIT_S = 1800.0  # torch's default for them
-_SAY_SAVED_EVERY_S = 600.0  # a line for each save would be all that a long run's log holds
-_SAID_ELSEWHERE = ("preemption", "straggler", "before the end")
-_LAST_SAVE_S = 120.0  # for what is being written when a fit ends
+_PATIENCE = 0.8  # of the timeout of the collective in which the other ranks wait
+_Reporter: TypeAlias = "Callable[[Outcome, list[str]], None]"
+
+_COLLECTIVE_TIMEOUT_S = 1800.0  # torch's default
+_LOG_SAVED_EVERY_S = 600.0  # a line for every save would fill the log of a long run
+_LOGGED_ELSEWHERE = ("preemption", "straggler", "before the end")
+_LAST_SAVE_S = 120.0  # for a write in progress when a fit ends
 
 
 @dataclass(frozen=True)
@@ -70,16 +72,16 @@ class _Collected:
     """The state of a boundary.
 
     Args:
-        checkpoint: Lightning's, without what each rank writes by itself.
-        own: What each rank keeps of its own.
-        given: What all ranks have given of that.
-        writes: Whether this rank writes it.
-        draft: What each rank writes, where it writes its shards.
-        plan: Whether it has to be planned anew.
-        written: Where they are written.
-        is_busy: Whether a rank is still writing the one before.
-        lacks: Why a rank has no memory for a copy.
-        digests: What each rank holds of what all ranks have alike, in short.
+        checkpoint: Lightning's, without the shards that every rank writes itself.
+        own: The state that differs between ranks.
+        given: What all ranks have gathered of it.
+        writes: Whether this rank writes the checkpoint.
+        draft: The shards of this rank, if it writes any.
+        plan: Whether the shards must be planned anew.
+        written: The temporary directory of the shards.
+        is_busy: Whether a rank is still writing the previous checkpoint.
+        no_memory: Why a rank has no memory for a copy.
+        digests: A digest by rank of the state that is equal on all ranks.
     """
 
     checkpoint: Entries
@@ -90,14 +92,14 @@ class _Collected:
     plan: bool
     written: Path
     is_busy: bool
-    lacks: str | None
+    no_memory: str | None
     digests: list[str]
 
     def complete(self, checkpoint: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
-        """Adds to what is written the own state of all ranks, and to ``left_out`` what is not in it.
+        """Adds the own state of all ranks to ``checkpoint``, and what it lacks to ``left_out``.
 
         Raises:
-            RuntimeError: If another rank's has not come.
+            RuntimeError: If the state of another rank has not arrived.
         """
         if self.writes:
             checkpoint[STATE_KEY]["ranks"], missing = self.own.of_all()
@@ -109,9 +111,9 @@ class Saver:
     """Saves for one fit.
 
     Attributes:
-        is_dumping: Whether Lightning is collecting the state for a checkpoint of the run's own.
-        writes_behind: Whether a checkpoint of this fit was written behind the training: what that has taken says
-            nothing about a save that is waited for.
+        is_dumping: Whether Lightning is collecting the state for one of the run's own checkpoints.
+        writes_behind: Whether a checkpoint of this fit was written in the background: its duration says nothing about
+            a save that blocks the training.
     """
 
     def __init__(self, fit: FitContext, exact: ExactState) -> None:
@@ -124,15 +126,14 @@ class Saver:
         self._shards: ShardedSaves | None = None
         self._background: BackgroundSaves | None = None
         self._lost: Callable[[], None] = lambda: None
-        self._lacks_memory: str | None = None
-        self._wait_said = self._skip_said = False
-        self._left_out_reported: tuple[str, ...] = ()
-        self._say_saved_at = 0.0
+        self._no_memory: str | None = None
+        self._warned: set[str] = set()
+        self._log_saved_at = 0.0
         self._read_back = True
 
     @contextmanager
     def dumping(self) -> Iterator[None]:
-        """Around hooks of a save that saves nothing for the user."""
+        """Around hooks of a save that are not called for a checkpoint of the user."""
         self.is_dumping = True
         try:
             yield
@@ -143,20 +144,20 @@ class Saver:
         """Publishes the state of all ranks at this boundary. A collective.
 
         Args:
-            reason: Why, one word, for the ledger.
+            reason: Why, for the ledger.
             final: Whether the fit has ended.
 
         Returns:
-            The checkpoint, or ``None`` if it could not be written; the run then goes on with the older ones.
+            The checkpoint; ``None`` if it could not be written: the run continues with the older ones.
         """
         with self._fit.during("checkpointing"):
-            with suppress(TimeoutError):  # all ranks are told below
+            with suppress(TimeoutError):  # reported below, on all ranks
                 self.wait()
             if not self.may_save(self._fit.folder.checkpoints):
                 return None
             state = self._collect(final)
             if state is not None and state.is_busy:
-                self._report_failed(self._step, f"the one before has not been written within {self._patience_s:.0f} s")
+                self._report_failed(f"the one before has not been written within {self._patience_s:.0f} s")
                 return None
             path = None if state is None or not self._agree(state) else self._save(reason, final, state)
             if path is not None and not final:
@@ -164,15 +165,15 @@ class Saver:
         return path
 
     def save_behind(self, reason: str, published: Callable[[], None], lost: Callable[[], None]) -> None:
-        """Like :meth:`save`, but the checkpoint is written behind the training. A collective.
+        """Like :meth:`save`, but the checkpoint is written in the background. A collective.
 
-        Not begun while the one before is being written. Where there is no memory for a copy of the state, and with
-        strategies of the user's own that write together, the training waits for it instead.
+        Skipped while the previous checkpoint is still being written. The training waits for the save where there is no
+        memory for a copy of the state, and with custom strategies whose ranks write together.
 
         Args:
-            reason: Why, one word, for the ledger.
-            published: Called on rank 0, perhaps in another thread, when the checkpoint is published.
-            lost: Called on rank 0 at a later boundary if a snapshot has turned out to be no good.
+            reason: Why, for the ledger.
+            published: Called on rank 0, in any thread, when the checkpoint is published.
+            lost: Called on rank 0 at a later boundary if the snapshot was invalidated.
         """
         background = self._open_background()
         started = time.monotonic()
@@ -182,56 +183,55 @@ class Saver:
             state = self._collect(final=False)
             if state is None or not self._agree(state):
                 return
+            is_first = self._fit.rank == 0
             if state.is_busy:
-                self._say_skipped()
+                if is_first:
+                    self._warn_once(
+                        "skipped save",
+                        f"A checkpoint is still being written: skipping the one of step {self._step}, and later ones "
+                        "that come too soon. Save less often, or to faster storage.",
+                    )
                 return
-            if background is None or state.lacks is not None:
-                self._say_that_it_waits(state.lacks)
+            if background is None or state.no_memory is not None:
+                if is_first and state.no_memory is not None:
+                    self._warn_once(
+                        "no memory",
+                        "Training waits for its saves to the run directory: not enough memory for a copy of the state "
+                        f"({state.no_memory}). Give the job more memory, or set async_save=False.",
+                    )
                 if self._save(reason, False, state) is None:
                     return
-                if self._fit.rank == 0:
+                if is_first:
                     published()
             else:
-                if self._fit.rank == 0:
+                if is_first:
                     self._lost = lost
                 self.writes_behind = True
-                self._begin(background, reason, started, state, published)
+                step, path = self._step, self._path(False)
+
+                def report(outcome: Outcome, left_out: list[str]) -> None:
+                    if self._fit.rank > 0 and outcome.how != "stale":
+                        return
+                    if outcome.how == "invalidated":
+                        background.invalidated = True
+                    elif self._report(outcome, step, path, reason, started, left_out):
+                        published()
+
+                self._begin(background, state, report)
             self._saved()
 
     def _saved(self) -> None:
         for after_save in self._fit.participants.implement(Participant.after_save):
             after_save(False)
 
-    def _begin(
-        self,
-        background: BackgroundSaves,
-        reason: str,
-        started: float,
-        state: _Collected,
-        published: Callable[[], None],
-    ) -> None:
+    def _begin(self, background: BackgroundSaves, state: _Collected, report: _Reporter) -> None:
         step, path = self._step, self._path(False)
         state.own.send(state.given, self._patience_s)
-
-        def report(outcome: Outcome, left_out: list[str]) -> None:
-            if outcome.how == "stale":
-                raise StaleAttempt(outcome.reason)
-            if self._fit.rank > 0:
-                return
-            if outcome.how == "published":
-                self._report_saved(step, path, reason, started, left_out)
-                published()
-            elif outcome.how == "failed":
-                self._report_failed(step, outcome.reason)
-            else:
-                background.invalidated = True
-
         live = lightning_strategies.live_tensors(self._fit.trainer)
-        # What has been gathered is a copy already; it is not copied again.
+        # Gathered tensors are copies already.
         gathers = lightning_strategies.traits_of(self._fit.trainer.strategy).gathers_state_dict
-        if (shards := self._shards) is not None and state.draft is not None:
-            save = Save(path, state.written, {**self._fit.metadata, "step": step})
-            self._begin_shards(background, shards, save, state, live, report)
+        if self._shards is not None and state.draft is not None:
+            self._begin_shards(background, self._shards, state, state.draft, live, report)
         elif self._fit.rank == 0:
             whole = state.checkpoint.of
             apart = {name: whole[name] for name in ("state_dict", "optimizer_states") if gathers}
@@ -251,20 +251,20 @@ class Saver:
                 rest = Entries({name: each for name, each in whole.items() if name not in apart})
                 background.take(rest, live, write)
             except Exception as error:
-                report(Outcome("failed", f"{type(error).__name__}: {error}"), [])
+                report(_failed(error), [])
 
     def _begin_shards(
         self,
         background: BackgroundSaves,
         shards: ShardedSaves,
-        save: Save,
         state: _Collected,
+        draft: Draft,
         live: list[torch.Tensor],
-        report: Callable[[Outcome, list[str]], None],
+        report: _Reporter,
     ) -> None:
-        assert state.draft is not None
+        save = Save(self._path(False), state.written, {**self._fit.metadata, "step": self._step})
 
-        def miss(error: BaseException | None) -> None:  # the others wait to hear it
+        def miss(error: BaseException | None) -> None:  # the other ranks wait for this report
             report(shards.write(save, None, None, None if error is None else repr(error)), [])
 
         def write(copied: Copy) -> None:
@@ -279,7 +279,7 @@ class Saver:
                 part.update(gathered)
                 report(shards.write(save, part, rest, read_back=self._read_back), left_out)
 
-        part, gathered = shards.part(state.draft, state.plan), {}
+        part, gathered = shards.part(draft, state.plan), {}
         if lightning_strategies.traits_of(self._fit.trainer.strategy).gathers_state_dict:
             part, gathered = {}, lightning_strategies.clone_live_tensors(self._fit.trainer, part)
         rest = state.checkpoint if self._fit.rank == 0 else None
@@ -294,10 +294,10 @@ class Saver:
         if self._background is None:
             self._background = BackgroundSaves(self._fit.advanced)
             lightning_steps.on_batch_done(self._fit.trainer, self._fit.patches, self._background.fence)
-            self._lacks_memory = self._why_it_does_not_fit()
+            self._no_memory = self._memory_problem()
         return self._background
 
-    def _why_it_does_not_fit(self) -> str | None:
+    def _memory_problem(self) -> str | None:
         """Why there is no memory for a copy of what this rank writes."""
         trainer = self._fit.trainer
         shares = lightning_strategies.traits_of(trainer.strategy).shards_under is not None
@@ -311,40 +311,27 @@ class Saver:
             return None
         return f"that needs {format_bytes(needed)} on a node, and {format_bytes(room.nbytes)} can be had ({room.limit})"
 
-    def _say_that_it_waits(self, lacks: str | None) -> None:
-        if self._fit.rank == 0 and lacks is not None and not self._wait_said:
-            self._wait_said = True
-            log.warning(
-                "The training waits for its saves to the run directory: there is no memory for a copy of the state "
-                "(%s). Give the job more memory, or set async_save=False.",
-                lacks,
-            )
-
-    def _say_skipped(self) -> None:
-        if self._fit.rank == 0 and not self._skip_said:
-            self._skip_said = True
-            log.warning(
-                "A checkpoint is still being written: the one of step %d is skipped, and so are others that come too "
-                "soon. Save less often, or to faster storage.",
-                self._step,
-            )
+    def _warn_once(self, about: str, message: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            log.warning("%s", message)
 
     @property
     def _patience_s(self) -> float:
-        """How long what is being written may take, while the other ranks wait for this one in a collective."""
-        return _PATIENCE * (lightning_strategies.collective_timeout(self._fit.trainer) or _LONGEST_WAIT_S)
+        """How long a write may take while the other ranks wait for this one in a collective."""
+        return _PATIENCE * (lightning_strategies.collective_timeout(self._fit.trainer) or _COLLECTIVE_TIMEOUT_S)
 
     def wait(self) -> None:
-        """Waits for what is being written behind the training.
+        """Waits for the write in the background.
 
         Raises:
-            TimeoutError: If that finds no end.
+            TimeoutError: If it does not end in time.
         """
         if self._background is not None and not self._background.wait(self._patience_s):
-            raise TimeoutError(f"no checkpoint was written within {self._patience_s:.0f} s: is the storage well?")
+            raise TimeoutError(f"no checkpoint was written within {self._patience_s:.0f} s: does the storage respond?")
 
     def close(self) -> None:
-        """The same at the end of a fit, but not for ever."""
+        """Waits at the end of a fit, for two minutes at most, and stops the background writer."""
         if self._fit.failing:
             self._messages.hurry()
         if self._background is not None:
@@ -352,19 +339,19 @@ class Saver:
                 self._background.close(_LAST_SAVE_S)
 
     def waits(self) -> bool:
-        """Whether a save that is due has to wait, because the last steps of any rank were bad. A collective.
+        """Whether a due save must wait because the last steps of a rank were bad. A collective.
 
-        The verdict about a step may still be on its way when ``saves_paused`` is looked at, and a save that comes
-        before it removes an older state, soon the last one from before the first of those steps.
+        ``saves_paused`` may be read before the verdict about a step is known. A save before that verdict removes an
+        older checkpoint, perhaps the last one from before the bad steps.
         """
         asked = self._fit.participants.implement(Participant.looks_bad)
         return bool(asked) and any(self._fit.gather(any(looks_bad() for looks_bad in asked)))
 
     def may_save(self, path: str | os.PathLike[str]) -> bool:
-        """Whether the state of all ranks may be saved; says so if not. A collective, if anything is checked at all.
+        """Whether the state of all ranks may be saved; logs why not. A collective if a participant checks the state.
 
         Args:
-            path: Where it would be saved.
+            path: Where it would be saved, for the log.
         """
         checks = self._fit.participants.implement(Participant.check_state)
         if not checks:
@@ -375,33 +362,31 @@ class Saver:
                 check_state(lightning_strategies.named_state(self._fit.trainer))
         except ValueError as error:
             problem = f"rank {self._fit.rank}: {error}"
-        except Exception as error:  # the others wait to be told
+        except Exception as error:  # the other ranks wait in the collective below
             log.debug("The state could not be checked", exc_info=True)
             problem = f"rank {self._fit.rank}: it could not be checked ({type(error).__name__}: {error})"
-        # After an exception the others may be gone.
-        all_problems = [problem] if self._fit.failing else self._fit.gather(problem)
-        problems = [each for each in all_problems if each is not None]
+        everywhere = [problem] if self._fit.failing else self._fit.gather(problem)  # failing: the others may be gone
+        problems = [each for each in everywhere if each is not None]
         if problems and self._fit.rank == 0:
             log.error("The state of step %d is not saved in %s: %s.", self._step, path, problems[0])
             self._fit.ledger.record(SaveRefused(fit=self._fit.index, step=self._step, reason=problems[0]))
-        divergence = self.compare() if problems and not self._fit.failing else None
-        if divergence is not None and self._fit.rank == 0:
+        if problems and not self._fit.failing and (divergence := self.compare()) is not None and self._fit.rank == 0:
             self._fit.diverged(divergence)
         return not problems
 
     def compare(self) -> Divergence | None:
-        """Compares what all ranks hold now as far as it should be the same. A collective."""
-        return Divergence.between(self._step, self._fit.gather(self._what_it_holds()))
+        """Compares the replicated state of all ranks. A collective."""
+        return Divergence.between(self._step, self._fit.gather(self._digest()))
 
-    def _what_it_holds(self) -> str:
+    def _digest(self) -> str:
         try:
             return "".join(digest() for digest in self._fit.participants.implement(Participant.digest))
-        except Exception as error:  # the others wait to be told
+        except Exception as error:  # the other ranks wait in a collective
             log.warning("Rank %d cannot compare its state with that of the others (%r).", self._fit.rank, error)
             return ""
 
     def _agree(self, state: _Collected) -> bool:
-        """Whether the ranks hold the same as far as they should; the same on all."""
+        """Whether the replicated state is equal on all ranks."""
         divergence = Divergence.between(self._step, state.digests)
         if self._fit.rank == 0:
             if divergence is not None:
@@ -411,12 +396,12 @@ class Saver:
         return divergence is None
 
     def at_end_of_epoch(self) -> None:
-        """What is being copied is not changed by what the end of an epoch does."""
+        """Waits until the state is copied: hooks at the end of an epoch may change it."""
         if self._background is not None:
             self._background.fence()
 
     def at_boundary(self) -> None:
-        """Raises what has gone wrong behind the training."""
+        """Raises errors of the background writer."""
         if (background := self._background) is not None:
             background.check()
             if background.invalidated and not background.busy:
@@ -431,10 +416,10 @@ class Saver:
         return self._fit.folder.checkpoints / resume.checkpoint_name(self._step, final)
 
     def _collect(self, final: bool) -> _Collected | None:
-        """The state of this boundary, and what every rank has to say before it is saved. A collective.
+        """The state of this boundary, and what all ranks report about it. A collective.
 
         Returns:
-            ``None`` if a rank could not collect its state: what a hook of the user's raises does not end the training.
+            ``None`` if a rank could not collect its state: an error in a hook of the user does not end the training.
         """
         fit, trainer = self._fit, self._fit.trainer
         traits = lightning_strategies.traits_of(trainer.strategy)
@@ -448,9 +433,8 @@ class Saver:
         self._number += 1
         own = OwnState(self._messages, self._number, fit.rank)
         try:
-            # What others are given, and what is written, is what can be kept.
             structure, tensors, left_out = pack(_own_entries(to_host(self._exact.own_state(final))))
-            own.keep(structure, tensors, left_out)  # to which more is added below
+            own.keep(structure, tensors, left_out)  # left_out grows below
             dump = (
                 lightning_checkpoints.dump_checkpoint
                 if self._shards is None
@@ -466,7 +450,7 @@ class Saver:
         except Exception as error:
             log.debug("The state could not be collected", exc_info=True)
             problem = f"rank {fit.rank}: {type(error).__name__}: {error}"
-        # Rank 0 writes them, or each rank all by itself if the strategy is of an unknown kind.
+        # Rank 0 writes them, or all ranks if the strategy is unknown.
         is_first, by_all = fit.rank == 0, not traits.can_write_behind
         first = None if by_all else trainer.strategy.broadcast(own.digests() if is_first else None)
         met = fit.gather(
@@ -474,14 +458,14 @@ class Saver:
                 "own": own.give(first),
                 "problem": problem,
                 "busy": self._background is not None and self._background.busy,
-                "lacks": self._lacks_memory,
+                "no_memory": self._no_memory,
                 "written": str(temporary_path(self._path(final))) if is_first else "",
                 "new": draft is not None and draft.is_new,
-                "digest": self._what_it_holds(),
+                "digest": self._digest(),
             }
         )
         if (problem := next((each["problem"] for each in met if each["problem"] is not None), None)) is not None:
-            self._report_failed(self._step, f"its state could not be collected: {problem}")
+            self._report_failed(f"its state could not be collected: {problem}")
             return None
         return _Collected(
             entries,
@@ -492,7 +476,7 @@ class Saver:
             plan=any(each["new"] for each in met),
             written=Path(met[0]["written"]),
             is_busy=any(each["busy"] for each in met),
-            lacks=next((each["lacks"] for each in met if each["lacks"] is not None), None),
+            no_memory=next((each["no_memory"] for each in met if each["no_memory"] is not None), None),
             digests=[each["digest"] for each in met],
         )
 
@@ -531,107 +515,104 @@ class Saver:
             rest, missed = None, None
             try:
                 rest = to_host(checkpoint())
-            except Exception as error:  # the others wait to hear it
+            except Exception as error:  # the other ranks wait for this report
                 part, missed = None, repr(error)
             outcome = self._shards.write(save, part, rest, missed, self._read_back)
         elif lightning_strategies.traits_of(trainer.strategy).all_ranks_write:
-            try:
+
+            def write() -> None:
                 content = checkpoint_io.on_every_rank(trainer.strategy, checkpoint)
                 trainer.strategy.save_checkpoint(content, path)
                 if trainer.is_global_zero and self._read_back:
                     _check_readable(path)
-            except SystemExit as error:  # raised on the other ranks for the StaleAttempt of rank 0
-                outcome = Outcome("stale", str(error))
-            except Exception as error:
-                outcome = Outcome("failed", f"{type(error).__name__}: {error}")
+
+            outcome = _outcome_of(write)
         elif trainer.is_global_zero:
             outcome = self._write_file(checkpoint, path, self._step)
         if self._shards is None:  # every rank must know whether the checkpoint is published before it goes on
             outcome = trainer.strategy.broadcast(outcome)
+        self._report(outcome, self._step, path, reason, started, left_out)
+        return path if outcome.how == "published" else None
+
+    def _write_file(self, checkpoint: Callable[[], dict[str, Any]], path: Path, step: int) -> Outcome:
+        metadata = {**self._fit.metadata, "step": step}
+        return _outcome_of(
+            lambda: checkpoint_file.save(checkpoint(), path, metadata, self._fit.check_owner, self._read_back)
+        )
+
+    def _report(
+        self, outcome: Outcome, step: int, path: Path, reason: str, started: float, left_out: list[str]
+    ) -> bool:
+        """Records how a save has ended; returns whether its checkpoint is published.
+
+        Raises:
+            StaleAttempt: If another attempt owns the run.
+        """
         if outcome.how == "stale":
             raise StaleAttempt(outcome.reason)
         if outcome.how != "published":
-            self._report_failed(self._step, outcome.reason)
-            return None
-        if trainer.is_global_zero:
-            self._report_saved(self._step, path, reason, started, left_out)
-        return path
+            self._report_failed(outcome.reason, step)
+            return False
+        if self._fit.rank > 0:
+            return True
+        self._read_back = False
+        now = time.monotonic()
+        seconds, fit = round(now - started, 4), self._fit
+        fit.ledger.record(
+            Saved(fit=fit.index, step=step, path=str(path), seconds=seconds, reason=reason, tier="global")
+        )
+        if reason not in _LOGGED_ELSEWHERE and now >= self._log_saved_at:
+            self._log_saved_at = now + _LOG_SAVED_EVERY_S
+            log.info("Saved step %d to %s in %.1f s (%s).", step, path, seconds, reason)
+        self.report_left_out(left_out)
+        return True
 
-    def _write_file(self, checkpoint: Callable[[], dict[str, Any]], path: Path, step: int) -> Outcome:
-        try:
-            metadata = {**self._fit.metadata, "step": step}
-            checkpoint_file.save(checkpoint(), path, metadata, self._fit.check_owner, self._read_back)
-        except StaleAttempt as error:
-            return Outcome("stale", str(error))
-        except Exception as error:
-            return Outcome("failed", f"{type(error).__name__}: {error}")
-        return Outcome("published")
-
-    def _report_failed(self, step: int, reason: str) -> None:
+    def _report_failed(self, reason: str, step: int | None = None) -> None:
+        step = self._step if step is None else step
         if self._fit.rank == 0:
             log.error(
-                "The checkpoint of step %d could not be saved (%s). Training goes on; the newest checkpoint is an "
-                "older one. If there is no space left, free some under %s, or give the run another directory.",
+                "The checkpoint of step %d could not be saved (%s). Training goes on with older checkpoints. If the "
+                "storage is full, free space under %s, or give the run another directory.",
                 step,
                 reason,
                 self._fit.folder.checkpoints,
             )
         self._fit.ledger.record(SaveFailed(fit=self._fit.index, step=step, reason=reason))
 
-    def _report_saved(self, step: int, path: Path, reason: str, started: float, left_out: list[str]) -> None:
-        self._read_back = False
-        self._fit.ledger.record(
-            Saved(
-                fit=self._fit.index,
-                step=step,
-                path=str(path),
-                seconds=round(time.monotonic() - started, 4),
-                reason=reason,
-                tier="global",
-            )
-        )
-        now = time.monotonic()
-        if reason not in _SAID_ELSEWHERE and now >= self._say_saved_at:
-            self._say_saved_at = now + _SAY_SAVED_EVERY_S
-            log.info("Saved step %d to %s in %.1f s (%s).", step, path, now - started, reason)
-        self.report_left_out(left_out)
-
     def report_left_out(self, left_out: list[str]) -> None:
         """Warns once about parts of the state that are not saved."""
-        if left_out and tuple(left_out) != self._left_out_reported:
-            self._left_out_reported = tuple(left_out)
-            log.warning(
-                "These parts of the state can only be pickled, and are not in the checkpoints that the run resumes "
-                "from, each with all that belongs to it: %s. A resume takes what the script makes anew instead. Keep "
-                "them in types that torch.load(weights_only=True) reads.",
-                ", ".join(left_out),
+        if left_out:
+            names = ", ".join(left_out)
+            self._warn_once(
+                names,
+                f"These parts of the state can only be pickled and are not saved: {names}. A resume takes them as the "
+                "script creates them. Keep them in types that torch.load(weights_only=True) reads.",
             )
 
-    def in_short(self) -> str:
-        """A digest of all that is saved of this rank's state, as it is when the fit ends. No collective."""
-        fit = self._fit
+    def digest_at_end(self) -> str:
+        """A digest of the state of this rank that a final save holds. No collective."""
         try:
             checkpoint = self._checkpoint_with(lightning_checkpoints.dump_own_checkpoint, {}, final=True)
-            for name in lightning_limits.timer_keys(fit.trainer):
+            for name in lightning_limits.timer_keys(self._fit.trainer):
                 checkpoint.get("callbacks", {}).pop(name, None)
             structure, tensors, _ = pack([_entries(checkpoint), _own_entries(self._exact.own_state(True))])
             return f"{digest_of(tensors)} {hashlib.sha256(json.dumps(structure).encode()).hexdigest()}"
-        except Exception:  # of a hook of the user's: a save says so, and does not end the training
+        except Exception:  # of a hook of the user: the save reports it
             log.debug("The state could not be collected", exc_info=True)
-            return uuid.uuid4().hex  # like no other
+            return uuid.uuid4().hex  # equal to no other
 
     def capture(self) -> Entries:
-        """This rank's state at this boundary, for its own eyes only: no collective, and nothing is copied.
+        """This rank's state at this boundary. No collective, and nothing is copied.
 
         Returns:
-            A checkpoint, as ``safe_serialization.pack`` takes it, whose tensors and arrays are the live ones.
+            A checkpoint for ``safe_serialization.pack``, whose tensors and arrays are the live ones.
         """
         own = {"mine": _own_entries(self._exact.own_state(False))}
         return _entries(self._checkpoint_with(lightning_checkpoints.dump_own_checkpoint, own, final=False))
 
 
 def _check_readable(path: Path) -> None:
-    """Removes what a strategy has saved if a safe load does not read it."""
+    """Removes the checkpoint of a strategy if a safe load cannot read it."""
     try:
         if path.is_dir():
             dcp.check(path, lambda name: True)
@@ -642,18 +623,32 @@ def _check_readable(path: Path) -> None:
         raise
 
 
+def _failed(error: Exception) -> Outcome:
+    return Outcome("failed", f"{type(error).__name__}: {error}")
+
+
+def _outcome_of(write: Callable[[], object]) -> Outcome:
+    try:
+        write()
+    except SystemExit as error:  # StaleAttempt, also that of rank 0
+        return Outcome("stale", str(error))
+    except Exception as error:
+        return _failed(error)
+    return Outcome("published")
+
+
 def _store(prefix: str) -> Any:
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     shared: Any = _get_default_store()
-    return PrefixStore(prefix, shared.clone())  # a client serialises its calls: others have theirs
+    return PrefixStore(prefix, shared.clone())  # calls of one client block each other
 
 
-# What is kept or left out by itself: what whoever loads the state asks for by name.
+# Entries that are kept or left out one by one: those that a load asks for by name.
 
 
 def _entries(checkpoint: dict[str, Any]) -> Entries:
-    """Lightning's checkpoint: each entry of the user's, state of a callback, of a layer, of a parameter, ..."""
+    """A checkpoint of Lightning, with an entry for every state of a callback, a layer, a parameter, ..."""
     known: dict[str, Callable[[Any], Any]] = {
         "callbacks": Entries,
         "state_dict": lambda state: Entries(_contents(state)),
@@ -679,7 +674,7 @@ def _optimizer_entries(state: Any) -> Any:
 
 
 def _loop_entries(state: Any) -> Any:
-    """Of a loop: its counts, and what the user's data loaders want to keep."""
+    """The state of a loop: counters, and the states of data loaders."""
     if not isinstance(state, Mapping):
         return state
     return Entries({key: Entries(value) if key.endswith("state_dict") else value for key, value in state.items()})
@@ -693,10 +688,11 @@ def _own_entries(state: dict[str, Any]) -> Entries:
 
 
 def _sharded_entries(checkpoint: dict[str, Any], under: str) -> tuple[Entries, list[str]]:
-    """Takes out of ``checkpoint`` what each rank writes by itself, under Lightning's names: the module ``under`` one.
+    """Removes from ``checkpoint`` what every rank writes as shards, under Lightning's names; the module's is ``under``.
 
     Returns:
-        That, and what of it cannot be kept there: each value is found again by its place, so none may be rewritten.
+        The shards, and the names of values that cannot be in them: a load finds values by their path, so none may be
+        rewritten.
     """
     left_out: list[str] = []
 
@@ -721,10 +717,10 @@ def _sharded_entries(checkpoint: dict[str, Any], under: str) -> tuple[Entries, l
 
 
 def _contents(state: Any) -> Any:
-    """Tensors of subclasses as plain ones: they are loaded into live ones.
+    """Converts tensors of subclasses to plain ones: they are loaded into live ones.
 
     Raises:
-        TypeError: If there is one that cannot be kept: a resume must not go on with other weights than the run's.
+        TypeError: If one cannot be saved: a resume must not continue with other weights.
     """
     if not isinstance(state, Mapping):
         return state
@@ -737,8 +733,8 @@ def _contents(state: Any) -> Any:
             if plain_one is each:
                 kind = f"{type(each).__module__}.{type(each).__qualname__}"
                 raise TypeError(
-                    f"{name} cannot be kept: it is a {kind}, which has no memory of its own and is not among "
-                    "torch.serialization.add_safe_globals"
+                    f"{name} cannot be saved: it is a {kind}, which has no memory of its own and is not "
+                    "registered by torch.serialization.add_safe_globals"
                 )
     if not changed:
         return state

@@ -25,14 +25,14 @@ from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.checkpoint import data_position
 from lightning_resilience.detect.hangs import rank_probe
 from lightning_resilience.fit import checkpoint_io
-from lightning_resilience.fit.checkpoint_selector import CheckpointSelector
+from lightning_resilience.fit.checkpoint_selector import CheckpointSelector, Choice
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.end_of_fit import EndOfFit
 from lightning_resilience.fit.exact_state import ExactState
 from lightning_resilience.fit.identity import FitIdentity
 from lightning_resilience.fit.outcome import FitOutcome
 from lightning_resilience.fit.participant import Participant
-from lightning_resilience.fit.restore import Choice, Restorer
+from lightning_resilience.fit.restore import Restorer
 from lightning_resilience.fit.saving import Saver
 from lightning_resilience.run.events import Fault, RunRefused
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, AnotherFit, StaleAttempt
