@@ -1,4 +1,4 @@
-"""What an exact resume needs beside Lightning's own state: random generators, the place in the data, DDP's order."""
+"""What an exact resume needs beside Lightning's own state: random generators, position in the data, DDP's order."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from lightning_resilience.fit.participant import Stateful
 log = logging.getLogger(__name__)
 
 STATE_KEY = "lightning_resilience"
-"""The key in a Lightning checkpoint of everything that an exact resume needs beside Lightning's own state."""
+"""The key of this state in a Lightning checkpoint."""
 
 LOGS = "logs"
-"""The name of the extra state that says how far the loggers have logged."""
+"""The name of the loggers' extra state."""
 
 
 class ExactState:
-    """This rank's state beside Lightning's own, taken at every save and put back in a resume."""
+    """This rank's state beside Lightning's own, saved with every checkpoint and restored in a resume."""
 
     def __init__(self, fit: FitContext, outcome: FitOutcome) -> None:
         self.fit = fit
         self.outcome = outcome
         self.resumed: dict[str, Any] | None = None
-        """What the checkpoint of the resume holds of this rank, until the resume is complete."""
+        """This rank's part of the checkpoint that the fit resumes from, until the resume is complete."""
         self.logs: Logs | None = None
         self.before_evaluation: dict[str, Any] | None = None
-        """What a checkpoint holds of the moment before the evaluation that is under way, if one is."""
+        """What the evaluation in progress changes, as it was before; ``None`` outside of one."""
         self.arrival_order: list[str] | None = None
-        """In which order the gradients arrived when DDP made its buckets; ``None`` where it has none."""
+        """The order of the gradients when DDP built its buckets; ``None`` without buckets."""
         self.accumulates = fit.trainer.accumulate_grad_batches
         self.loading = lightning_patches.Patches()
         self._recorder: GradientArrivalRecorder | None = None
@@ -66,15 +66,15 @@ class ExactState:
 
     @property
     def is_final(self) -> bool:
-        """Whether the fit resumes from a state behind its training, and the resume is not complete."""
+        """Whether the fit resumes from its final state, and the resume is not complete."""
         return self.resumed is not None and bool(self.resumed["final"])
 
     def get_random_state(self) -> data_position.RandomState:
-        """The state of all random generators of this process that the training draws from."""
+        """The state of all random generators that the training uses."""
         return data_position.get_random_state(self.fit.trainer.strategy.root_device, self._generators())
 
     def set_random_state(self, state: data_position.RandomState) -> None:
-        """Puts it back."""
+        """Restores it."""
         data_position.set_random_state(state, self.fit.trainer.strategy.root_device, self._generators())
 
     def _generators(self) -> list[torch.Generator]:
@@ -83,7 +83,7 @@ class ExactState:
         )
 
     def extra_state(self) -> dict[str, Stateful]:
-        """What this rank keeps for itself beside the training, by name."""
+        """State of participants and loggers of this rank, by name."""
         logs: dict[str, Stateful] = {} if self.logs is None else {LOGS: self.logs}
         return {**self.fit.participants.extra_state(), **logs}
 
@@ -93,20 +93,16 @@ class ExactState:
         Args:
             final: Whether the fit has ended.
         """
-        before = self.before_evaluation
+        now = self.before_evaluation or self._now()
         return {
             "epoch": None if final else self._epoch_random_state,
-            "now": before["random"] if before is not None else self.get_random_state(),
+            "now": now["random"],
             "fetched": 0 if final else lightning_data.batches_fetched(self.fit.trainer),
             "first_batch": None if final else self._first_batch_random_state,
             "in_flight": None if final else self._before_fetch,
             "kept": {name: state.state_dict() for name, state in self.extra_state().items()},
             "loader_states": None if final else lightning_data.loader_states(self.fit.trainer),
-            "metrics": (
-                before["metrics"]
-                if before is not None
-                else lightning_metrics.metric_states(self.fit.trainer, self.fit.module)
-            ),
+            "metrics": now["metrics"],
             "reload_epochs": lightning_data.reload_epochs(self.fit.trainer),
             "searched": lightning_callbacks.found_by_searches(self.fit.trainer),
             "should_stop": self.fit.trainer.should_stop,
@@ -114,53 +110,58 @@ class ExactState:
             "limits": lightning_limits.limits(self.fit.trainer),
             "accumulates": self.accumulates,
             "batch_sizes": data_position.batch_sizes(lightning_data.train_loaders(self.fit.trainer)),
-            "modes": before["modes"]
-            if before is not None
-            else lightning_loops.train_eval_modes(self.fit.trainer, self.fit.module),
+            "modes": now["modes"],
             "validated": data_position.persistent_workers_run(lightning_data.validation_loaders(self.fit.trainer)),
         }
 
-    def understand(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-        """This rank's part of a checkpoint."""
-        state: dict[str, Any] = checkpoint[STATE_KEY]
-        epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
-        if "mine" in state:  # saved by this rank for this rank
-            lightning_checkpoints.load_own_checkpoint(self.fit.trainer, self.loading)
-            about = {key: state[key] for key in ("due", "final", "arrival_order")}
-            mine = _with_defaults(state["mine"])
-            return {**about, "mine": mine, "epoch": epoch, "batch_sizes": mine.get("batch_sizes")}
-        world_size = len(state["ranks"])
-        if world_size != self.fit.trainer.world_size:
-            if self.fit.trainer.is_global_zero:
-                log.warning(
-                    "%s was saved by %d ranks and is resumed by %d: weights and optimizer are the same, but the data "
-                    "order and the random numbers are not, and this epoch is continued from batch %d of each rank.",
-                    path,
-                    world_size,
-                    self.fit.trainer.world_size,
-                    _resized(checkpoint, world_size, self.fit.trainer.world_size),
-                )
-            else:
-                _resized(checkpoint, world_size, self.fit.trainer.world_size)
-            return {
-                "mine": None,
-                "due": state["due"],
-                "final": state["final"],
-                "arrival_order": None,
-                "epoch": epoch,
-                "batch_sizes": state["ranks"][0].get("batch_sizes"),
-            }
+    def _now(self) -> dict[str, Any]:
+        """What an evaluation changes."""
+        trainer, module = self.fit.trainer, self.fit.module
         return {
-            "epoch": epoch,
-            "mine": _with_defaults(state["ranks"][self.fit.rank]),
-            "due": state["due"],
-            "final": state["final"],
-            "arrival_order": state["arrival_order"],
-            "batch_sizes": state["ranks"][self.fit.rank].get("batch_sizes"),
+            "random": self.get_random_state(),
+            "progress": lightning_progress.evaluation_progress(trainer),
+            "metrics": lightning_metrics.metric_states(trainer, module),
+            "modes": lightning_loops.train_eval_modes(trainer, module),
         }
 
+    def resume_from(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
+        """Takes this rank's part of a checkpoint.
+
+        Returns:
+            The rank's own state; ``None`` if another number of ranks has saved it.
+        """
+        state: dict[str, Any] = checkpoint[STATE_KEY]
+        trainer, arrival_order = self.fit.trainer, state["arrival_order"]
+        mine: dict[str, Any] | None
+        if "mine" in state:  # saved by this rank for this rank
+            lightning_checkpoints.load_own_checkpoint(trainer, self.loading)
+            own = mine = _with_defaults(state["mine"])
+        elif len(state["ranks"]) == trainer.world_size:
+            own = mine = _with_defaults(state["ranks"][self.fit.rank])
+        else:
+            own, mine, arrival_order, before = state["ranks"][0], None, None, len(state["ranks"])
+            batches = _resized(checkpoint, before, trainer.world_size)
+            if trainer.is_global_zero:
+                log.warning(
+                    "%s was saved by %d ranks and is resumed by %d: weights and optimizer are exact, data order and "
+                    "random numbers are not, and this epoch continues from batch %d of each rank.",
+                    path,
+                    before,
+                    trainer.world_size,
+                    batches,
+                )
+        self.resumed = {
+            "mine": mine,
+            "due": state["due"],
+            "final": state["final"],
+            "arrival_order": arrival_order,
+            "epoch": checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"],
+            "batch_sizes": own.get("batch_sizes"),
+        }
+        return mine
+
     def begin_data(self, loaders: list[Any], load_loader_states: Callable[[], None]) -> None:
-        """Has the data loaders begin where the state was saved; before their workers start."""
+        """Prepares the data loaders for the resume, before their workers start."""
         mine = self.resumed["mine"] if self.resumed is not None else None
         if self.resumed is not None:
             lightning_data.set_epoch_of_samplers(self.fit.trainer, self.resumed["epoch"])
@@ -175,16 +176,16 @@ class ExactState:
         self.note_epoch()
 
     def note_epoch(self) -> None:
-        """An epoch's iterator is about to be made."""
+        """Called before the iterator of an epoch is made."""
         self._epoch_random_state = self.get_random_state()
 
     def start(self, is_first: bool) -> None:
-        """Training begins, or begins again after a rollback."""
+        """Training begins, also after a rollback."""
         self._fetches_ahead = lightning_data.fetches_ahead_here(self.fit.trainer)
         if self.resumed is not None:
-            self._find_place_in_data(self.resumed["mine"])
+            self._restore_data_position(self.resumed["mine"])
         if not is_first:
-            return  # what follows lasts for as long as the process
+            return  # the rest happens once in a process
         if self.resumed is not None and not self.resumed["final"]:
             lightning_callbacks.resume_weight_averaging(self.fit.trainer, self.fit.module)
         ddp = lightning_strategies.ddp_wrapper(self.fit.trainer)
@@ -198,17 +199,17 @@ class ExactState:
                 self._recorder = GradientArrivalRecorder(ddp)
             elif not replay_gradient_arrival(ddp, self.arrival_order) and self.fit.rank == 0:
                 log.warning(
-                    "The parameters that need gradients have changed since the checkpoint was saved: DDP reduces in "
-                    "another order, and the weights may differ in their last bits from those of an undisturbed run."
+                    "The parameters that require gradients have changed since the checkpoint was saved: DDP reduces in "
+                    "another order, and weights may differ in their last bits from those of an uninterrupted run."
                 )
 
-    def _find_place_in_data(self, mine: dict[str, Any] | None) -> None:
+    def _restore_data_position(self, mine: dict[str, Any] | None) -> None:
         if mine is not None:
             lightning_data.set_reload_epochs(self.fit.trainer, mine["reload_epochs"])
             if mine["validated"]:
                 data_position.start_persistent_workers(lightning_data.validation_loaders(self.fit.trainer))
         if self.resumed is not None and self.resumed["final"]:
-            return  # a new epoch begins, in which nothing has been fetched
+            return  # a new epoch begins
         if mine is not None and mine["first_batch"] is not None:
             self.set_random_state(mine["first_batch"])
             self._first_batch_random_state = mine["first_batch"]
@@ -238,22 +239,20 @@ class ExactState:
             lightning_progress.count_replayed(self.fit.trainer)
 
     def _change_of_batch_size(self, mine: dict[str, Any] | None) -> Fraction:
-        """How many batches stand now for one of when the state was saved; the loop counts in those of now."""
+        """How many batches of now equal one of the checkpoint; updates the loop's counts."""
         assert self.resumed is not None
         loaders = lightning_data.train_loaders(self.fit.trainer)
         now = data_position.batch_sizes(loaders)
-        before = self.resumed["batch_sizes"] or now  # older versions have not saved it
+        before = self.resumed["batch_sizes"] or now  # older versions did not save it
         if before == now:
             return Fraction(1)
-        change, done = (
-            data_position.change_of_batch_size(before, now),
-            lightning_progress.epoch_loop_batches(self.fit.trainer),
-        )
+        change = data_position.change_of_batch_size(before, now)
+        done = lightning_progress.epoch_loop_batches(self.fit.trainer)
         if change is None:
             if self.fit.rank == 0:
                 log.warning(
-                    "The sizes of the batches have changed from %s to %s, each in its own way: this epoch does not go "
-                    "on behind the same samples.",
+                    "Batch sizes have changed from %s to %s, by different factors: this epoch does not continue after "
+                    "the same samples.",
                     before,
                     now,
                 )
@@ -264,11 +263,11 @@ class ExactState:
         if self.fit.rank == 0:
             known = "each of its samples is trained on once"
             if data_position.workers_have_own_samples(loaders):
-                known = "which samples are left differs, since workers share them out by batches"
+                known = "workers divide the samples by batches, so the remaining ones differ"
             elif batches < done * change:
                 known = "less than a batch of each rank is trained on twice"
             log.warning(
-                "Batches had %s samples and have %s now: this epoch goes on behind batch %d, where batch %d ended; %s.",
+                "The batch size has changed from %s to %s: this epoch continues after batch %d, formerly batch %d; %s.",
                 before[0],
                 now[0],
                 batches,
@@ -280,32 +279,26 @@ class ExactState:
     def at_boundary(self) -> None:
         """A training boundary, before anything happens at it."""
         if lightning_progress.epoch_loop_batches(self.fit.trainer) == 0:
-            # A sampler without workers draws its seed only at the first batch; hooks may have drawn since its iterator
-            # was made.
+            # A sampler without workers draws its seed at the first batch, and hooks may draw before that.
             self._first_batch_random_state = self.get_random_state()
         if self._recorder is not None and (order := self._recorder.finish()) is not None:
             self.arrival_order, self._recorder = order, None
 
     def before_fetch(self) -> None:
-        """The next batch is about to be fetched."""
+        """Called before the next batch is fetched."""
         if self._fetches_ahead:
             self._before_fetch = self.get_random_state()
 
     def evaluation_starts(self) -> None:
-        """What an evaluation changes is saved as it is now."""
-        self.before_evaluation = {
-            "random": self.get_random_state(),
-            "progress": lightning_progress.evaluation_progress(self.fit.trainer),
-            "metrics": lightning_metrics.metric_states(self.fit.trainer, self.fit.module),
-            "modes": lightning_loops.train_eval_modes(self.fit.trainer, self.fit.module),
-        }
+        """Saves during the evaluation hold what it changes as it is now."""
+        self.before_evaluation = self._now()
 
     def evaluation_ends(self) -> None:
-        """Saves are of the present again."""
+        """Saves hold the current state again."""
         self.before_evaluation = None
 
     def complete_resume(self) -> bool:
-        """The last touch of a resume, right where the state was saved. Returns whether a validation is due first."""
+        """Completes a resume at the boundary of its checkpoint. Returns whether a validation is due first."""
         assert self.resumed is not None
         resumed, self.resumed = self.resumed, None
         lightning_progress.end_restart(self.fit.trainer)
@@ -315,13 +308,13 @@ class ExactState:
                 self.fit.trainer.should_stop = mine["should_stop"] and not raised
                 lightning_metrics.set_metric_states(self.fit.trainer, self.fit.module, mine["metrics"])
                 if mine.get("accumulates", self.accumulates) != self.accumulates:
-                    del mine["modes"]["accumulate_grad_batches"]  # the script has another by now
+                    del mine["modes"]["accumulate_grad_batches"]  # the script has changed it
                 lightning_loops.set_train_eval_modes(self.fit.trainer, self.fit.module, mine["modes"])
             self.set_random_state(mine["now"])
         return bool(resumed["due"] == "validation")
 
     def complete_final(self) -> None:
-        """The last touch of a resume from a state behind the training."""
+        """Completes a resume from a final state."""
         assert self.resumed is not None
         if (mine := self.resumed["mine"]) is not None:
             self.fit.trainer.should_stop = mine["should_stop"]
@@ -329,18 +322,17 @@ class ExactState:
             lightning_loops.set_train_eval_modes(self.fit.trainer, self.fit.module, mine["modes"])
         self.complete_resume()
 
-    def put_back_finished(self) -> None:
-        """A finished fit was restored, not trained: what the script does next finds what it left."""
+    def restore_after_finished(self) -> None:
+        """Gives the rest of the script the random state and metrics of a finished fit, which was not trained."""
         if self.resumed is not None and self.resumed["final"] and (mine := self.resumed["mine"]) is not None:
             self.set_random_state(mine["now"])
             lightning_metrics.set_latest_metrics(self.fit.trainer, mine["metrics"])
 
     def reset(self) -> None:
-        """The fit goes back: what was noted of the epoch is of the future."""
+        """Forgets the epoch before a rollback."""
         self.loading.undo()
-        self.fit.trainer.accumulate_grad_batches = (
-            self.accumulates
-        )  # a schedule looks at the beginning whether it is free
+        # A scheduler of it checks at the start that nothing else has set it.
+        self.fit.trainer.accumulate_grad_batches = self.accumulates
         self._first_batch_random_state = self._epoch_random_state = self._before_fetch = None
         self.before_evaluation = None
 
@@ -351,13 +343,13 @@ class ExactState:
 
 
 def _with_defaults(own: dict[str, Any]) -> dict[str, Any]:
-    """A rank's own state, also if what data loaders keep of themselves could not be saved."""
+    """A rank's own state, with defaults for what could not be saved."""
     metrics = {"results": {}, "modules": {}, "latest": {}, "loop": {}, **own.get("metrics", {})}
     return {"loader_states": None, "kept": {}, **own, "metrics": metrics}
 
 
 def _resized(checkpoint: dict[str, Any], before: int, now: int) -> int:
-    """Rescales the progress of the epoch to another world size, rounding down: a few samples may be seen twice."""
+    """Rescales the progress of the epoch to another world size, rounded down: a few samples may repeat."""
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
     batches = progress["completed"] * before // now
     for key in ("ready", "started", "processed", "completed"):

@@ -1,4 +1,4 @@
-"""Restores a fit: from the checkpoint that the selector has chosen, in Lightning's own places for it."""
+"""Restores a fit from the chosen checkpoint, where Lightning restores its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Restorer:
-    """Restores one fit, at its start and when it goes back."""
+    """Restores one fit, at its start and in a rollback."""
 
     def __init__(
         self, fit: FitContext, identity: FitIdentity, exact: ExactState, selector: CheckpointSelector, saver: Saver
@@ -50,7 +50,7 @@ class Restorer:
         self._logs_begun: dict[str, Any] = {}
 
     def restore(self, explicit: str | None, weights_only: bool | None) -> None:
-        """Where Lightning would load a checkpoint: has it load the one to resume from."""
+        """Restores the checkpoint to resume from, where Lightning would load one."""
         self.identity.check_model(explicit)
         self._record_outputs()
         self.explicit = explicit
@@ -58,7 +58,7 @@ class Restorer:
         self.restore_from(self.selector.choose(explicit), weights_only)
 
     def restore_from(self, choice: Choice | None, weights_only: bool | None = None) -> None:
-        """Restores what was chosen; without a choice, what the user has chosen, or nothing."""
+        """Restores the choice; without one the user's checkpoint, if there is any."""
         with self.selector.restoring():
             self._restore_state(choice, weights_only)
 
@@ -81,21 +81,20 @@ class Restorer:
             if "state_dict" in checkpoint:  # not where the strategy has loaded it
                 self._masks = pruning.take_masks(self.fit.module, checkpoint["state_dict"])
                 lightning_strategies.convert_to_double(self.fit.trainer, self.fit.module)
-            self._complete_what_was_left_out(checkpoint)
-            self.exact.resumed = self.exact.understand(checkpoint, Path(str(path)))
-            if self.exact.resumed is not None and (mine := self.exact.resumed["mine"]) is not None:
+            self._complete_left_out(checkpoint)
+            if (mine := self.exact.resume_from(checkpoint, Path(str(path)))) is not None:
                 lightning_callbacks.skip_searches(self.fit.trainer, self.fit.patches, mine.get("searched", {}))
                 extra_state = self.exact.extra_state()
                 for name, value in mine.get("kept", {}).items():
                     if name in extra_state:
-                        self._take_back(name, value)
+                        self._load_extra_state(name, value)
             elif self.fit.rank == 0 and LOGS in (kept := checkpoint[STATE_KEY]["ranks"][0].get("kept", {})):
-                self._take_back(LOGS, kept[LOGS])  # with other ranks too it is the same log
+                self._load_extra_state(LOGS, kept[LOGS])  # the same log with any number of ranks
             if not self._silenced:
                 self._silenced = True
                 lightning_progress.silence_resume_warning(self.fit.trainer, self.fit.patches)
         elif self.exact.logs is not None:
-            self._take_back(LOGS, self._logs_begun)
+            self._load_extra_state(LOGS, self._logs_begun)
         lightning_checkpoints.restore_checkpoint(self.fit.trainer, None if path is None else str(path), checkpoint)
         if self.exact.resumed is not None and (mine := self.exact.resumed["mine"]) is not None:
             lightning_callbacks.set_model_checkpoint_state(self.fit.trainer, mine.get("marks", {}))
@@ -103,8 +102,8 @@ class Restorer:
                 outputs.overwrite_lost(self.fit.trainer, self.fit.patches, self.fit.metadata)
         self._checkpoint = checkpoint
 
-    def _complete_what_was_left_out(self, checkpoint: dict[str, Any]) -> None:
-        paths = checkpoint[STATE_KEY].get("left_out", [])  # earlier versions did not keep them
+    def _complete_left_out(self, checkpoint: dict[str, Any]) -> None:
+        paths = checkpoint[STATE_KEY].get("left_out", [])  # older versions did not save them
         self._left_out = [path for path in paths if path[0] != STATE_KEY]
         if any(self.fit.gather(bool(self._left_out))):
             with self.saver.dumping():
@@ -112,11 +111,11 @@ class Restorer:
         if "state_dict" in checkpoint:  # not where the strategy has loaded it
             left_out.complete_extra_states(self.fit.module, checkpoint["state_dict"])
 
-    def _take_back(self, name: str, value: Any) -> None:
+    def _load_extra_state(self, name: str, value: Any) -> None:
         try:
             self.exact.extra_state()[name].load_state_dict(value)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            # Of another version, say: state beside the training is not worth a resume that fails.
+            # Perhaps of another version. State beside the training must not fail a resume.
             log.warning("Ignoring the saved state of %s: incompatible format (%s).", name, error)
 
     @contextmanager
@@ -141,17 +140,17 @@ class Restorer:
         return self._past_end
 
     def _before_training_state(self) -> None:
-        """Lightning restores loops and optimizers: from what it has loaded, which a search in between has dropped."""
+        """Gives Lightning the checkpoint for loops and optimizers again; a search may have dropped it."""
         self.identity.note_optimizers()
         loaded = lightning_checkpoints.loaded_checkpoint(self.fit.trainer)
         if loaded and loaded is not self._checkpoint:
-            return  # a search puts back what it has saved before it began
+            return  # of a search, which restores its own
         if self._checkpoint is not None:
             if self._left_out:
                 left_out.complete_training_state(self.fit.trainer, self._checkpoint, self._left_out)
             lightning_checkpoints.set_loaded_checkpoint(self.fit.trainer, self._checkpoint)
             self._checkpoint = None
-            pruning.mask(self.fit.module, self._masks)  # now that its optimizers are made, and DDP has wrapped it
+            pruning.mask(self.fit.module, self._masks)  # optimizers exist, and DDP has wrapped it
             self._masks = {}
 
     def _record_outputs(self) -> None:

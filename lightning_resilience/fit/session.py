@@ -429,7 +429,7 @@ class FitSession:
             steps.callback(self.exact.stop)
             steps.callback(self._release)
             steps.callback(fit.agreement.stop)
-            steps.callback(self.exact.put_back_finished)
+            steps.callback(self.exact.restore_after_finished)
             steps.callback(self.saver.close)
             steps.callback(_each, fit.participants.implement(Participant.leave))
 
