@@ -22,7 +22,7 @@ class GoesBack(Participant):
     def on_event(self, event: Event) -> None:
         if event.kind == "back":
             until = self.active.fit.trainer.global_step if self.until is None else self.until
-            self.active.go_back(until, self.otherwise)
+            self.active.rollback(until, self.otherwise)
 
 
 def act(kind: str, **payload: Any) -> None:

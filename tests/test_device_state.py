@@ -100,7 +100,7 @@ def test_what_is_gathered_must_be_on_the_host() -> None:
 
     value = {"a": [1, (torch.ones(2), defaultdict(list, {"b": [OnDevice(torch.ones(3))]}))]}
     assert device_of(value) == torch.device("cuda:0")
-    with pytest.raises(ValueError, match="rank 0 gives the others a tensor that is on cuda:0"):
+    with pytest.raises(ValueError, match="rank 0 gathers a tensor that is on cuda:0"):
         Alone().gather(value)
     (there,) = Alone().gather(to_host(value))
     assert torch.equal(there["a"][1][1]["b"][0], torch.ones(3))

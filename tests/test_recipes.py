@@ -184,7 +184,7 @@ def test_the_launchers_run_directory_goes_before_the_scripts_own(
     fit([AutoResume(run_dir=tmp_path / "own")], L, tmp_path)
     assert len(RunDirectory(tmp_path / "launched").fits) == 1
     assert not (tmp_path / "own").exists()
-    assert "of its callbacks is not used" in caplog.text
+    assert "ignoring run_dir=" in caplog.text
 
 
 def test_the_same_run_directory_in_another_spelling_is_no_contradiction() -> None:

@@ -516,8 +516,8 @@ class CheckpointSelector:
             about = {**self.ended["limits"], ENDS_APART: self.ended[ENDS_APART]}
             self._outcome.write("finished", self.ended["by"], about)
         log.info(
-            "This fit finished at step %d before; its final state is restored and it is not trained again. To train more, "
-            "raise %s; to start anew, use another run directory.",
+            "This fit finished at step %d before; its final state is restored and it is not trained again. To train "
+            "more, raise %s; to start anew, use another run directory.",
             step,
             self._outcome.what_ended_it(),
         )

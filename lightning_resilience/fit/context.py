@@ -1,4 +1,4 @@
-"""One fit of a run, as everything that takes part in it sees it: its place, its ranks, its records."""
+"""One fit of a run, as its participants see it: run directory, ranks, ledger, agreement."""
 
 from __future__ import annotations
 
@@ -54,34 +54,34 @@ class FitContext:
         self.module = module
         self.rank: int = trainer.global_rank
         self.participants = Participants()
-        self.gone_back = False
-        """Whether the fit has gone back: hooks of its start are called again, for what is not new."""
+        self.has_rolled_back = False
+        """Whether the fit was rolled back: hooks of its start are called again."""
         self.progress: Progress | None = None
         """Where this rank reports what it is doing, if it is watched."""
         self.replicas_agreed = False
-        """Whether the states of ranks that should hold the same were compared, and were the same; rank 0 knows."""
+        """Whether replicas were compared and were equal; known on rank 0."""
         self.final_path: Path | None = None
-        """Where the final state of a fit that has finished is."""
+        """The checkpoint of the final state, if there is one."""
         self.failing = False
-        """Whether the fit ends by an exception: the other ranks may be gone."""
+        """Whether the fit ends with an exception: other ranks may be gone."""
         self.counted_before = 0
-        """What ``steps_counted`` has counted before the fit went back."""
-        self._divergence_said = False
-        self._owner_unknown_said = False
+        """``steps_counted`` at the last rollback."""
+        self._has_logged_divergence = False
+        self._has_logged_owner_unknown = False
 
         if trainer.is_global_zero and not fits_begun:  # the first of this process
             log_job_info()
-        launched = os.environ.get(RUN_DIR_VARIABLE)  # the launcher counts by what is recorded there, and nowhere else
+        launched = os.environ.get(RUN_DIR_VARIABLE)  # the launcher reads this ledger only
         if launched and run_dir and os.path.realpath(launched) != os.path.realpath(run_dir) and trainer.is_global_zero:
             log.warning(
-                "This run was launched with --run-dir %s: run_dir=%s of its callbacks is not used.", launched, run_dir
+                "This run was launched with --run-dir %s: ignoring run_dir=%s of its callbacks.", launched, run_dir
             )
-        path = place_of_run(trainer, run_dir)
+        path = run_dir_of(trainer, run_dir)
         self.patience = Patience(self.advanced)
-        """For storage that does not answer when the fit starts, or goes back."""
+        """For storage that does not respond at the start of the fit or in a rollback."""
         self.run = RunDirectory(path)
         self.run_id: str
-        # A copy is told from its original before anything in it is believed.
+        # A copied directory gets its own identity before anything in it is read.
         path, self.run_id, other = self.from_rank_0(
             lambda: (str(self.run.path), self.run.identity(), self.run.enter(job()))
         )
@@ -121,43 +121,43 @@ class FitContext:
         }
         self.patches = lightning_patches.Patches()
         self.save_patches = lightning_patches.Patches()
-        """Of what is put on the Trainer's saves: they come off last, since after an exception somebody may save."""
+        """Patches of the Trainer's saves, undone last: other callbacks may save after an exception."""
 
     def check_owner(self) -> None:
-        """Raises :class:`StaleAttempt` if another attempt has taken over; called before anything is published."""
+        """Raises :class:`StaleAttempt` if another attempt owns the run; called before everything that is published."""
         self.run.check_owner(self.token)
 
     def check_owner_if_known(self) -> None:
-        """The same before somebody else's save: that the run directory cannot be read does not end the training."""
+        """The same before a save of another callback, which goes ahead if the run directory cannot be read."""
         for pause_s in (*_READS_OWNER_AGAIN_AFTER_S, None):
             try:
                 self.check_owner()
                 return
             except OSError as error:
-                if pause_s is None and not self._owner_unknown_said:
-                    self._owner_unknown_said = True
-                    log.warning("Checkpoints of the Trainer's other callbacks are saved all the same: %s", error)
+                if pause_s is None and not self._has_logged_owner_unknown:
+                    self._has_logged_owner_unknown = True
+                    log.warning("Checkpoints of other callbacks are saved all the same: %s", error)
             if pause_s is not None:
                 time.sleep(pause_s)
 
     def from_rank_0(self, make: Callable[[], _T]) -> _T:
-        """What rank 0 finds or makes on storage, on every rank. A collective.
+        """The result of ``make`` on rank 0, on every rank. A collective.
 
         Args:
-            make: Is called on rank 0, again while the storage fails.
+            make: Called on rank 0, again while the storage fails.
 
         Raises:
-            StorageFails: On every rank, if it goes on failing.
+            StorageFails: On every rank, if the storage keeps failing.
         """
         return from_rank_0(self.trainer, make, self.patience)
 
     @property
     def whoami(self) -> str:
-        """This rank and its node, for a person."""
+        """This rank and its node, for log lines and errors."""
         return whoami(self.trainer)
 
     def _check_that_all_nodes_see_it(self) -> None:
-        """Before anything is looked for in the run directory, or made: what is not mounted would seem to be empty."""
+        """Raises before anything is read or created there: a directory that is not mounted would seem empty."""
         problem = None
         with ExitStack() as signs:
             sign = self.from_rank_0(lambda: signs.enter_context(self.run.sign()))
@@ -169,8 +169,9 @@ class FitContext:
             blind = [each for each in self.gather(problem) if each is not None]
         if blind:
             raise StorageFails(
-                f"{self.run.path} is not one directory on all nodes: what rank 0 on {self.from_rank_0(node_name)} "
-                f"writes there is not seen on {', '.join(blind)}. Mount the same storage there on every node."
+                f"{self.run.path} is not the same directory on all nodes: files that rank 0 on "
+                f"{self.from_rank_0(node_name)} writes are not seen on {', '.join(blind)}. Mount the same storage on "
+                "every node."
             )
 
     def report_progress_to(self, progress: Progress) -> None:
@@ -182,12 +183,12 @@ class FitContext:
         self.replicas_agreed = True
 
     def enter(self, section: Section) -> None:
-        """Notes that this rank is in a section of the fit."""
+        """Reports that this rank enters a section of the fit."""
         if self.progress is not None:
             self.progress.enter(section)
 
     def stand_at(self, section: Section, position: Position) -> None:
-        """Notes that this rank is at a boundary."""
+        """Reports that this rank is at a boundary."""
         if self.progress is not None:
             self.progress.at(section, self.trainer.global_step, position)
 
@@ -196,13 +197,13 @@ class FitContext:
         return self.progress.during(section) if self.progress is not None else nullcontext()
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank has given, by rank; called on all of them.
+        """The values of all ranks, by rank. A collective.
 
         Raises:
-            ValueError: If there is a tensor in it that is not in host memory; see :func:`~.safe_serialization.to_host`.
+            ValueError: If a tensor in ``value`` is not in host memory; see :func:`~.safe_serialization.to_host`.
         """
         if (device := device_of(value)) is not None:
-            raise ValueError(f"rank {self.rank} gives the others a tensor that is on {device}: copy it to the host")
+            raise ValueError(f"rank {self.rank} gathers a tensor that is on {device}: copy it to the host")
         values: list[Any] = [value]
         if self.trainer.world_size > 1:
             values = [None] * self.trainer.world_size
@@ -210,22 +211,22 @@ class FitContext:
         return values
 
     def diverged(self, divergence: Divergence) -> None:
-        """Ranks do not hold the same that should; called on rank 0, in any thread. What was saved of it counts not."""
+        """Handles replicas that differ; called on rank 0, in any thread. Saves of that state do not count."""
         self.record_divergence(divergence)
         if handlers := self.participants.implement(Participant.on_divergence):
             for on_divergence in handlers:
                 on_divergence(divergence)
-        elif not self._divergence_said:
-            self._divergence_said = True
+        elif not self._has_logged_divergence:
+            self._has_logged_divergence = True
             log.error(
-                "After step %d %s. No checkpoint of it counts. With ReplicaCheck() among its callbacks the run goes "
-                "back to the last one on which all ranks agreed.",
+                "After step %d %s. No checkpoint of it counts. With ReplicaCheck() the run rolls back to the last one "
+                "on which all ranks agreed.",
                 divergence.step,
                 divergence,
             )
 
     def record_divergence(self, divergence: Divergence) -> None:
-        """Writes down that ranks do not hold the same that should."""
+        """Records that replicas differ."""
         if self.rank == 0:
             self.ledger.record(
                 DivergenceFound(
@@ -238,7 +239,7 @@ class FitContext:
             )
 
     def advanced(self) -> None:
-        """To be called where something takes long and does advance, and no boundary says so."""
+        """Reports progress between boundaries, in something that takes long."""
         if self.progress is not None:
             self.progress.tick()
 
@@ -248,12 +249,12 @@ class FitContext:
 
     @property
     def saves_paused(self) -> bool:
-        """Whether nothing is saved, the same on all ranks: the last steps were bad, and what was good is kept."""
+        """Whether saves wait, equal on all ranks: the last steps were bad, and older checkpoints must stay."""
         return any(pauses_saves() for pauses_saves in self.participants.implement(Participant.pauses_saves))
 
     @property
     def steps_counted(self) -> int:
-        """Grows with every training batch begun and with every epoch begun, also when the fit goes back."""
+        """Grows with every training batch and epoch begun, also in a rollback."""
         return self.counted_before + lightning_progress.steps_counted(self.trainer)
 
 
@@ -268,7 +269,7 @@ def from_rank_0(trainer: Trainer, make: Callable[[], _T], patience: Patience) ->
 
     made, problem = checkpoint_io.from_rank_zero(trainer.strategy, attempt)
     if problem is not None:
-        raise StorageFails(f"{problem}. Nothing was moved or begun anew: start it again when the storage answers.")
+        raise StorageFails(f"{problem}. Nothing was moved or started anew: start again when the storage responds.")
     return cast(_T, made)
 
 
@@ -277,11 +278,11 @@ def whoami(trainer: Trainer) -> str:
     return f"Rank {trainer.global_rank} on {node_name()}"
 
 
-def place_of_run(trainer: Trainer, own: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
-    """Where the run directory is: the launcher counts by what is recorded in its own, and nowhere else."""
+def run_dir_of(trainer: Trainer, own: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+    """The run directory: the launcher's, which reads no other ledger, or the callback's, or the default."""
     return os.environ.get(RUN_DIR_VARIABLE) or own or os.path.join(trainer.default_root_dir, "resilience")
 
 
 def job() -> str | None:
-    """What all attempts of one job have in common; see :meth:`RunDirectory.enter`."""
+    """An id that all attempts of a job share; see :meth:`RunDirectory.enter`."""
     return LAUNCHED if os.environ.get(RUN_DIR_VARIABLE) else os.environ.get("TORCHELASTIC_RUN_ID")

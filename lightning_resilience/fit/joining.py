@@ -11,7 +11,7 @@ from lightning_resilience._arguments import changed, shown
 from lightning_resilience._files import Patience
 from lightning_resilience._lightning import lightning_callbacks, lightning_loops, lightning_strategies
 from lightning_resilience.fit import context, outputs
-from lightning_resilience.fit.context import from_rank_0, job, place_of_run
+from lightning_resilience.fit.context import from_rank_0, job, run_dir_of
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 from lightning_resilience.run.run_directory import OFF_VARIABLE, RunDirectory, is_turned_off
@@ -55,7 +55,7 @@ class SessionCallback(lightning_callbacks.ResilienceCallback):
             return
         _check_worker_count(trainer)
 
-        run = RunDirectory(place_of_run(trainer, _own_run_dir(trainer)))  # refused on all ranks, or on none
+        run = RunDirectory(run_dir_of(trainer, _own_run_dir(trainer)))  # refused on all ranks, or on none
 
         def look() -> dict[str, Any] | None:
             fit = run.fit(context.fits_begun.get(run.path, 0))
@@ -92,7 +92,7 @@ class SessionCallback(lightning_callbacks.ResilienceCallback):
         """Completes the resume."""
         if session := session_of(trainer, self):
             session.start()
-            if not session.fit.gone_back and self._participant is not None:
+            if not session.fit.has_rolled_back and self._participant is not None:
                 self._participant.start()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -513,7 +513,7 @@ class NumericsPolicy(Participant):
         if is_suspect and (too_many := session.selector.mark_bad(why, windows[0].step)) is not None:
             self._end(too_many)
         only_global = self._from_rank_0(lambda: self._history.of_global)
-        session.go_back(windows[0].step, lambda: self._keep_going(f"{why}; {_NOWHERE}"), only_global)
+        session.rollback(windows[0].step, lambda: self._keep_going(f"{why}; {_NOWHERE}"), only_global)
 
         def say() -> None:
             log.warning(
@@ -685,7 +685,7 @@ class NumericsPolicy(Participant):
                 self._end(
                     f"{why}; started again, the run goes on from an older checkpoint", RERUN_FAILED, is_final=False
                 )
-            session.go_back(
+            session.rollback(
                 window.step, lambda: self._end(f"{why}, and from no older checkpoint is it better", RERUN_FAILED)
             )
         elif decision == "end":

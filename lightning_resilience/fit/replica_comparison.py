@@ -85,7 +85,7 @@ class ReplicaComparison(Participant):
     def on_event(self, event: Event) -> None:
         """Goes back, unless that was done meanwhile."""
         if event.kind == _DIVERGED and int(event.payload["asked_at"]) > self._answered:
-            self._go_back(Divergence(int(event.payload["step"]), tuple(map(tuple, event.payload["groups"]))))
+            self._roll_back(Divergence(int(event.payload["step"]), tuple(map(tuple, event.payload["groups"]))))
 
     def blames_replicas(self) -> bool:
         """Compares the ranks' states, and goes back if they differ."""
@@ -95,7 +95,7 @@ class ReplicaComparison(Participant):
         if divergence is None:
             return False
         self.session.fit.record_divergence(divergence)
-        self._go_back(divergence)
+        self._roll_back(divergence)
         return not self._is_off
 
     def before_end(self) -> bool:
@@ -110,7 +110,7 @@ class ReplicaComparison(Participant):
             self._stay(divergence, why, times > 1 and not have_agreed)
         return False
 
-    def _go_back(self, divergence: Divergence) -> None:
+    def _roll_back(self, divergence: Divergence) -> None:
         session = self.session
         self._answered = session.fit.steps_counted
         times, have_agreed = self._count(divergence.step)
@@ -118,7 +118,7 @@ class ReplicaComparison(Participant):
             why = f"the run has gone back {self._max_rollbacks} times because of it"
             self._stay(divergence, why, not have_agreed)
             return
-        session.go_back(divergence.step, lambda: self._stay(divergence, _NOWHERE, times > 1 and not have_agreed))
+        session.rollback(divergence.step, lambda: self._stay(divergence, _NOWHERE, times > 1 and not have_agreed))
 
         def say() -> None:
             log.warning(

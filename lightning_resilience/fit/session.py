@@ -1,4 +1,4 @@
-"""Who does what when in one fit; see :mod:`.participant` for the order."""
+"""The course of one fit: start, boundaries, rollback and end; see :mod:`.participant` for the order."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ log = logging.getLogger(__name__)
 _CLEAN_TRAINING = Needs.TRAINING | Needs.CLEAN  # made once: an operation on flags costs a microsecond
 
 
-class _GoBack(Exception):
-    """Leaves the loops of a fit, which are run again from an older state."""
+class _Rollback(Exception):
+    """Leaves the loops of a fit, which then run again from an older state."""
 
     def __init__(self, choice: Choice | None) -> None:
-        super().__init__()  # or an error later on would print the whole state
+        super().__init__()  # a later error would print the whole state
         self.choice = choice
 
 
@@ -64,8 +64,8 @@ class FitSession:
             ``default_root_dir``.
 
     Attributes:
-        fit: The place of the fit, its ranks and records.
-        outcome: How it has ended before.
+        fit: The run directory of the fit, its ranks and ledger.
+        outcome: How the fit has ended before.
         exact: What an exact resume needs beside Lightning's own state.
         saver: Saves checkpoints.
         selector: Chooses the checkpoint to resume from.
@@ -85,18 +85,18 @@ class FitSession:
         self.members: list[Any] = []
         """The callbacks that take part."""
         self.interrupted_by: Callable[[], BaseException | None] = lambda: None
-        """The error by which the fit was stopped in order, for as long as anybody holds it."""
+        """A weak reference to the exception that has stopped the fit in order."""
         self.has_left = False
         self._guarded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._running = False
-        self._goes_back: tuple[int, Callable[[], None], bool] | None = None
+        self._rollback_request: tuple[int, Callable[[], None], bool] | None = None
         self._own_callbacks: Any = None
         self._step_before: int | None = None
         self._steps_are_seen = False
         self._warm = False
         self._clean = False
         self._unwatched: rank_probe.RankProbe | None = None
-        """What the launcher watches this rank by, where no participant does."""
+        """The launcher's probe of this rank, where no participant has one."""
         self._install()
         _native_threads.guard()
 
@@ -124,7 +124,7 @@ class FitSession:
     # -- the start -----------------------------------------------------------------------------------------------------
 
     def _restore(self, explicit: str | None, weights_only: bool | None) -> None:
-        if self._is_search():  # puts back what it has found
+        if self._is_search():  # which restores what it has found
             found = lightning_checkpoints.load_checkpoint(self.fit.trainer, explicit, weights_only)
             lightning_checkpoints.restore_checkpoint(self.fit.trainer, explicit, found)
         else:
@@ -157,23 +157,23 @@ class FitSession:
             if isinstance(loader, DataLoader) and loader.num_workers > 0:
                 init = loader.worker_init_fn
                 if not isinstance(init, signals.WorkerGuard):
-                    self._guarded[loader] = init  # not kept alive: loaders may be made anew in every epoch
+                    self._guarded[loader] = init  # weak: an epoch may create new loaders
                     loader.worker_init_fn = signals.WorkerGuard(init, signums)
 
     def start(self) -> None:
-        """Called in ``on_train_start``: from here on there are boundaries."""
+        """Called in ``on_train_start``: boundaries begin."""
         if self._running:
             return
         self._running = True
         fit = self.fit
         if fit.progress is None and (launched := rank_probe.probe_of_worker()) is not None:
-            launched.progress.enter("left")  # nobody notes the sections of this fit
+            launched.progress.enter("left")  # no participant reports sections
             self._unwatched = launched
         fit.patience = Patience(fit.advanced)
         self.selector.begin()
-        if not fit.gone_back:  # before a resume has a callback of the user's change it
+        if not fit.has_rolled_back:  # before a callback of the user can change it
             self._optimizer_layout = lightning_loops.optimizer_layout(fit.trainer)
-        self.exact.start(is_first=not fit.gone_back)
+        self.exact.start(is_first=not fit.has_rolled_back)
 
     def start_sanity_check(self) -> None:
         """Called in ``on_sanity_check_start``: its batches are boundaries too."""
@@ -197,7 +197,7 @@ class FitSession:
 
     @property
     def _is_training(self) -> bool:
-        """Whether what the loops do is the training of this fit."""
+        """Whether the loops are training this fit, not in a search."""
         # The first half of _is_search is repeated here: a healthy step asks once.
         return self._running and (vars(self.fit.trainer)["callbacks"] is self._own_callbacks or not self._is_search())
 
@@ -208,7 +208,7 @@ class FitSession:
         fit = self.fit
         step, position = fit.trainer.global_step, agreement_protocol.training(fit.steps_counted)
         if fit.progress is not None:
-            # The first batch is slow in its own way: compilers, caches, workers that start.
+            # The first batch is slow: compilers, caches, workers that start.
             fit.progress.at("step" if self._warm else "setup", step, position)
         if self.exact.resumed is not None and self.exact.complete_resume():
             return False
@@ -219,8 +219,8 @@ class FitSession:
         )
         for event in fit.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING):
             self._act(event)
-        if self._goes_back is not None:
-            self._go_back()
+        if self._rollback_request is not None:
+            self._roll_back()
         calls = fit.participants.at_training_boundary()
         for after_batch in calls.after_batch:
             after_batch(clean)
@@ -243,9 +243,9 @@ class FitSession:
         return self._clean and not self.fit.saves_paused
 
     def _is_behind_a_step(self, step: int) -> bool:
-        """Whether no gradients of the user's own accumulation wait: in manual optimization only a step says so."""
+        """Whether the last batch has made a step: manual optimization may accumulate gradients."""
         before, self._step_before = self._step_before, step
-        self._steps_are_seen |= before not in (None, step)  # not those of optimizers without Lightning's wrapper
+        self._steps_are_seen |= before not in (None, step)  # optimizers without Lightning's wrapper are not counted
         return before != step or not self._steps_are_seen
 
     def _before_epoch(self) -> None:
@@ -281,8 +281,7 @@ class FitSession:
 
     def _boundary_in_evaluation(self, position: agreement_protocol.Position) -> None:
         self.fit.stand_at("setup" if self.fit.trainer.sanity_checking else "validation", position)
-        # Before the first batch there is nothing to save yet that a fresh start would not make again: the sanity check
-        # is short, and the first training boundary follows it.
+        # In the sanity check there is nothing to save, and the first training boundary follows soon.
         clean = not self.fit.trainer.sanity_checking and lightning_progress.accumulation_window_complete(
             self.fit.trainer
         )
@@ -296,25 +295,25 @@ class FitSession:
 
     # -- rollback ------------------------------------------------------------------------------------------------------
 
-    def go_back(self, until: int, otherwise: Callable[[], None], only_global: bool = False) -> None:
-        """Has the fit go on from its newest state that can be verified, as a new process would, but in this one.
+    def rollback(self, until: int, otherwise: Callable[[], None], only_global: bool = False) -> None:
+        """Rolls the fit back to its newest checkpoint that verifies, without a restart.
 
-        To be called in the handler of an event, on all ranks: what else is agreed on for this boundary comes first.
+        To be called by all ranks in ``on_event``; other events of the boundary are handled first.
 
         Args:
-            until: Not from one of a larger ``trainer.global_step`` than this.
-            otherwise: Called on all ranks if there is no such state.
-            only_global: Whether only a state in the run directory will do.
+            until: The largest ``trainer.global_step`` of that checkpoint.
+            otherwise: Called on all ranks if there is none.
+            only_global: Whether to ignore local checkpoints.
         """
-        self._goes_back = until, otherwise, only_global
+        self._rollback_request = until, otherwise, only_global
 
-    def _go_back(self) -> None:
-        assert self._goes_back is not None
-        (until, otherwise, only_global), self._goes_back = self._goes_back, None
+    def _roll_back(self) -> None:
+        assert self._rollback_request is not None
+        (until, otherwise, only_global), self._rollback_request = self._rollback_request, None
         if lightning_loops.optimizer_layout(self.fit.trainer) != self._optimizer_layout:
             raise RuntimeError(
-                "The fit has to go back to an older state, but a callback has changed its optimizers, schedulers or "
-                "first weights meanwhile: only a restart makes them anew. Start it again; it resumes."
+                "The fit cannot be rolled back in this process: a callback has changed its optimizers, schedulers or "
+                "initial weights. Start it again; it resumes."
             )
         for before_rollback in self.fit.participants.implement(Participant.before_rollback):
             before_rollback()
@@ -324,15 +323,15 @@ class FitSession:
         if choice is None and self._restorer.explicit is None:
             otherwise()
         else:
-            raise _GoBack(choice)
+            raise _Rollback(choice)
 
     def _run(self, loop: Callable[[], None]) -> None:
-        begun = self.exact.get_random_state()  # of which a new process makes its loaders
+        begun = self.exact.get_random_state()  # with which a new process creates its loaders
         while True:
             try:
                 return lightning_loops.rerun_end_of_fit(self.fit.trainer) if self._ending.has_only_to_end() else loop()
-            except _GoBack as back:
-                choice = back.choice
+            except _Rollback as rollback:
+                choice = rollback.choice
             except (signals.Interrupted, StaleAttempt):
                 raise
             except BaseException:
@@ -340,11 +339,11 @@ class FitSession:
                     for on_raised in self.fit.participants.implement(Participant.on_raised):
                         on_raised()
                 raise
-            self._begin_again(choice)
+            self._restore_older(choice)
             del choice
             self.exact.set_random_state(begun)
 
-    def _begin_again(self, choice: Choice | None) -> None:
+    def _restore_older(self, choice: Choice | None) -> None:
         fit = self.fit
         counted = fit.steps_counted
         self._running = False
@@ -356,7 +355,7 @@ class FitSession:
         self._restorer.restore_from(choice)
         lightning_checkpoints.restore_training_state(fit.trainer)
         fit.counted_before += counted + 1 - fit.steps_counted
-        fit.gone_back, self._warm = True, False
+        fit.has_rolled_back, self._warm = True, False
         for after_rollback in fit.participants.implement(Participant.after_rollback):
             after_rollback()
 
@@ -372,9 +371,9 @@ class FitSession:
             self._running = False
 
     def fail(self, exception: BaseException) -> None:
-        """Called in ``on_exception``: peers learn of it, the outcome is written, and everything is taken off again."""
+        """Called in ``on_exception``: tells the other ranks, writes the outcome and leaves."""
         if self.has_left or os.getpid() != self._pid:
-            return  # a child that the user's code has forked must not speak for its parent
+            return  # a forked child must not act for its parent
         self.fit.failing = True
         if isinstance(exception, signals.Interrupted):
             self.interrupted_by = weakref.ref(exception)
@@ -382,7 +381,7 @@ class FitSession:
         is_ours = listener is not None and signal.SIGINT in listener.signums
         if isinstance(exception, KeyboardInterrupt) and self.fit.rank == 0 and not is_ours:
             log.warning(
-                "Ctrl-C: this step is not saved. Preemption(signals=[..., 'SIGINT']), as recipes.workstation() has it, "
+                "Ctrl-C: this step is not saved. Preemption(signals=[..., 'SIGINT']), as in recipes.workstation(), "
                 "saves first."
             )
         try:
@@ -394,7 +393,7 @@ class FitSession:
     def _record_failure(self, exception: BaseException) -> None:
         kind = type(exception).__name__
         reason = f"{kind}: {exception}"
-        # Where a launch decides it is one of the faults that it knows; else a run that is refused has not been touched.
+        # A launch counts faults; without one, a refused run is unchanged.
         is_refused = isinstance(exception, AnotherFit) and RUN_DIR_VARIABLE not in os.environ
         event = RunRefused if is_refused else Fault
         self.fit.ledger.record(event(kind=kind, fit=self.fit.index, step=self.fit.trainer.global_step, reason=reason))
@@ -407,19 +406,19 @@ class FitSession:
         if isinstance(exception, AnotherFit):
             verdicts.append(str(exception))
         if verdicts:
-            # Before the peers learn of the failure: they must not retry it.
+            # Before the other ranks learn of the failure: they must not retry.
             self.outcome.write("halted", verdicts[0], {"exit_code": getattr(exception, "exit_code", 1)})
         self.fit.agreement.abort(reason)
         if not verdicts and not self._ending.is_over and not self.outcome.is_halted():
             self.outcome.write("failed", reason)
 
     def leave(self) -> None:
-        """Called in ``teardown`` and after an exception: leaves nothing behind, whatever goes wrong."""
+        """Called in ``teardown`` and after an exception: releases everything."""
         if os.getpid() != self._pid or self.has_left:
             return
         self.has_left = True
         fit = self.fit
-        with ExitStack() as steps:  # the last one first; one that raises keeps none from its turn
+        with ExitStack() as steps:  # in reverse order, also if one raises
             if fit.rank == 0:
                 steps.callback(fit.run.left)
             steps.callback(begin_another, *(wandb_run_id(fit.run_id, fit.index + more) for more in (0, 1)))
@@ -444,13 +443,13 @@ class FitSession:
             self._release_saves()
 
     def _release_saves(self) -> None:
-        self.fit.save_patches.undo()  # what was put on last comes off first
+        self.fit.save_patches.undo()  # in reverse order of their making
         with self.fit.during("checkpointing"):
             checkpoint_io.undo(self.fit.trainer)  # waits for saves in the background
 
 
 def _each(methods: Sequence[Callable[[], None]]) -> None:
-    """Calls all of them in order, also behind one that raises."""
+    """Calls all in order, also if one raises."""
     with ExitStack() as calls:
         for method in reversed(methods):
             calls.callback(method)
