@@ -530,7 +530,7 @@ def test_processes_that_would_overwrite_each_other_are_refused(tmp_path: Path, m
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(RuntimeError, match="2 workers were started, but this Trainer runs with 1"):
+    with pytest.raises(RuntimeError, match="2 workers were started, but this Trainer has 1"):
         trainer(tmp_path, both(tmp_path)).fit(Tiny())
     assert not (tmp_path / "run").exists()
 
@@ -629,7 +629,7 @@ def test_a_script_that_skips_finished_fits_gets_no_other_fits_weights(tmp_path: 
     assert run(config, tmp_path / "run")[0] == [-signal.SIGKILL]
     codes, text = run({**config, "skip_fits": 1}, tmp_path / "run")
     assert codes == [1]
-    assert "holds a finished fit of other training data" in text
+    assert "holds a finished fit with other training data" in text
     codes, text = run(config, tmp_path / "run")
     assert codes == [0], text
     assert result(config) == undisturbed(tmp_path, **options)[0]

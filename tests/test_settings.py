@@ -14,12 +14,12 @@ import pytest
 from lightning_resilience.run.settings import (
     Settings,
     changes,
+    describe_changes,
     digests_of_files,
     flat,
     identity_of_command,
     is_another_fit,
     is_another_run,
-    say_changes,
     settings_of_command,
 )
 
@@ -49,7 +49,7 @@ from lightning_resilience.run.settings import (
 )
 def test_what_another_command_asks_for(before: str, now: str, said: str, another: bool) -> None:
     found = changes(*(settings_of_command(["train.py", *words.split()]) for words in (before, now)))
-    assert said in say_changes(found)
+    assert said in describe_changes(found)
     assert bool(said) <= bool(found)
     assert is_another_run(found) is another
 
@@ -93,7 +93,7 @@ FIT: Settings = {"module.lr": 0.1, "optimizer": "SGD", "batch size": 8, "max_epo
 )
 def test_what_another_fit_is(now: Settings, said: str, another: bool) -> None:
     found = changes(FIT, FIT | now)
-    assert say_changes(found) == said
+    assert describe_changes(found) == said
     assert is_another_fit(found) is another
 
 
@@ -101,7 +101,7 @@ def test_what_differs_at_every_start_makes_no_other_fit() -> None:
     """A run that goes on by itself in its second fit must not be refused the first one."""
     before, now = ({"module.out": f"outputs/2026-11-{day}/09-{day}-3f{day}"} for day in (21, 22))
     found = changes(before, now)
-    assert say_changes(found)
+    assert describe_changes(found)
     assert not is_another_fit(found)
     assert is_another_fit(changes({"module.lr": "0.1"}, {"module.lr": "0.2"}))
 
@@ -140,7 +140,7 @@ def test_settings_of_any_kind_are_names_and_values_that_json_holds() -> None:
     assert (found["module.space.depth"], found["module.config.width"]) == (3, 4)
     assert len(found) <= 500
     assert changes(json.loads(json.dumps(found)), found) == []
-    assert say_changes(changes({}, {str(number): number for number in range(20)})).endswith("and 8 more")
+    assert describe_changes(changes({}, {str(number): number for number in range(20)})).endswith("and 8 more")
 
 
 def test_a_file_of_settings_that_was_edited_is_known(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_finished_fit_is_not_taken_for_one_of_other_settings(
     assert fit(lr=0.2) == (
         first,
         "Changed since the last start of this fit: --lr 0.1 -> 0.2, module.lr 0.1 -> 0.2, "
-        "optimizer.lr 0.1 -> 0.2. A resumed optimizer keeps what was saved of optimizer.lr.",
+        "optimizer.lr 0.1 -> 0.2. The resumed optimizer keeps the saved values of optimizer.lr.",
     )
     monkeypatch.delenv(CONTINUE_VARIABLE)
     raised, said = fit(lr=0.2, max_epochs=2)

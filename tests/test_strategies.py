@@ -97,7 +97,7 @@ def test_what_cannot_be_resumed_is_refused_at_setup(
         fit(trained := trainer(tmp_path, strategy("cpu"), injected))
     assert trained.global_step == 2
     assert f"{name}" in caplog.text
-    assert "AutoResume does nothing in this fit" in caplog.text
+    assert "AutoResume is off in this fit" in caplog.text
 
 
 def test_a_strategy_of_the_users_own_is_known_by_what_it_is_made_of() -> None:

@@ -1,4 +1,4 @@
-"""Which fit this is: its model, its data and its settings, compared with those that the run directory knows."""
+"""Which fit this is: its model, data and settings, compared with those in the run directory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from lightning_resilience.run.settings import (
     WORLD_SIZE,
     Settings,
     changes,
+    describe_changes,
     flat,
     is_another_fit,
     is_end,
-    say_changes,
     settings_of_arguments,
 )
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class FitIdentity:
-    """Refuses to load one fit's state into another one."""
+    """Keeps the state of a fit from being loaded into another fit."""
 
     def __init__(self, fit: FitContext, outcome: FitOutcome, exact: ExactState) -> None:
         self.fit = fit
@@ -50,14 +50,18 @@ class FitIdentity:
         self._optimizers: Settings | None = None
 
     def describe(self) -> None:
-        """Remembers what the fit trains, before the strategy shares it out among the ranks or changes its types."""
+        """Records the parameters, before the strategy shards them or changes their types."""
         if not self._fingerprint:
             module = type(self.fit.module)
             whole = sharded.whole_parameters(self.fit.module)
             self._fingerprint = {"module": f"{module.__module__}.{module.__qualname__}", "parameters": _digest(whole)}
 
     def check_model(self, explicit: str | None) -> None:
-        """A fit folder belongs to one model: no fit ever loads another's weights."""
+        """Raises if the fit folder belongs to another model.
+
+        Raises:
+            AnotherFit: On all ranks.
+        """
         self.describe()
 
         def compare() -> list[str]:
@@ -69,16 +73,16 @@ class FitIdentity:
 
         if problems := self.fit.from_rank_0(compare):  # ranks may hold different parameters
             raise AnotherFit(
-                f"{self.fit.folder.path} holds another fit: {', and '.join(problems)}. Fits are told "
-                "apart by their order in the script. If the script or the model has changed, give the run another "
-                "directory (--run-dir, run_dir=)."
+                f"{self.fit.folder.path} holds another fit: {', and '.join(problems)}. Fits are identified by their "
+                "order in the script. If the script or the model has changed, give the run another directory "
+                "(--run-dir, run_dir=)."
             )
 
     def _differences(self, recorded: dict[str, Any]) -> list[str]:
         mine, problems = self._fingerprint, []
         if recorded.get("module") != mine["module"]:
             problems.append(f"it is of a {recorded.get('module')}, and this one of a {mine['module']}")
-        # Older versions have recorded what rank 0 held when the strategy had been set up.
+        # Older versions recorded the parameters of rank 0 after the strategy was set up.
         here = (
             (name, None if is_lazy(p) else tuple(p.shape), p.dtype) for name, p in self.fit.module.named_parameters()
         )
@@ -87,12 +91,12 @@ class FitIdentity:
         return problems
 
     def note_optimizers(self) -> None:
-        """Notes the optimizers' settings as the script makes them; the groups of a checkpoint replace them."""
+        """Records the optimizers' settings as the script creates them, before a checkpoint replaces them."""
         if self._optimizers is None and self.fit.trainer.optimizers:
             self._optimizers = _settings_of_optimizers(self.fit.trainer)
 
     def check_data(self, loaders: list[Any]) -> None:
-        """A script that skips finished fits by itself makes its fits in another order: weights must not be mixed up."""
+        """Raises if a finished fit had other training data: the script may run its fits in another order."""
         fingerprint = self.fit.from_rank_0(lambda: self.fit.folder.fingerprint or {})
         data = data_position.describe_data(loaders, fingerprint.get("data"))
         if "data" not in fingerprint:
@@ -104,32 +108,32 @@ class FitIdentity:
         elif fingerprint["data"] != data:
             if self.exact.resumed is not None and self.exact.resumed["final"] and self.outcome.finished_before():
                 raise AnotherFit(
-                    f"{self.fit.folder.path} holds a finished fit of other training data (another length, or other "
-                    "indices of a Subset), whose weights would be taken for this one's. Fits are told apart by their "
-                    "order: have the script make all of them every time (a finished one is restored, not trained), "
-                    "split the data the same way at every start, or give the run another directory."
+                    f"{self.fit.folder.path} holds a finished fit with other training data (another length, or other "
+                    "indices of a Subset). Fits are identified by their order: have the script run all of them at "
+                    "every start (a finished one is restored, not trained), split the data in the same way, or give the "
+                    "run another directory."
                 )
             if self.fit.trainer.is_global_zero:
-                log.warning("The training data are not those with which this fit began: its resume is not exact.")
+                log.warning("The training data have changed since this fit began: the resume is not exact.")
 
     def check_settings(self, loaders: list[Any]) -> None:
-        """Says what is another now than at the last start; a finished fit is not taken for one of other settings."""
+        """Logs changed settings; raises if a finished fit had others."""
         now = self._settings(loaders)
 
         def compare() -> tuple[str, str | None]:
             found = changes(self.fit.folder.settings or now, now)
-            if is_another_fit(found) and self._stands_for_another():
+            if is_another_fit(found) and self._would_replace_another():
                 return "", (
-                    f"{self.fit.folder.path} holds a fit that has finished with other settings: {say_changes(found)}. "
-                    "What it has come to would be taken for this one's. Give the run another directory (run_dir=, "
-                    "--run-dir, or --fresh of lightning-resilience launch). To go on with it all the same: launch's "
-                    f"--continue-anyway, or {CONTINUE_VARIABLE}=1."
+                    f"{self.fit.folder.path} holds a fit that has finished with other settings: "
+                    f"{describe_changes(found)}. Give the run another directory (run_dir=, --run-dir, or --fresh of "
+                    "lightning-resilience launch). To continue with it all the same: --continue-anyway of launch, or "
+                    f"{CONTINUE_VARIABLE}=1."
                 )
             self.fit.folder.settings = now
-            said = f"{say_changes(found)}." if found else ""
+            text = f"{describe_changes(found)}." if found else ""
             if self.exact.resumed and (kept := [each.name for each in found if each.name in (self._optimizers or {})]):
-                said += f" A resumed optimizer keeps what was saved of {', '.join(kept)}."
-            return said, None
+                text += f" The resumed optimizer keeps the saved values of {', '.join(kept)}."
+            return text, None
 
         changed, problem = self.fit.from_rank_0(compare)
         if problem is not None:
@@ -137,13 +141,13 @@ class FitIdentity:
         if changed and self.fit.trainer.is_global_zero:
             log.warning("Changed since the last start of this fit: %s", changed)
 
-    def _stands_for_another(self) -> bool:
-        """Whether the final state of this fit would be taken for what somebody has asked for since."""
+    def _would_replace_another(self) -> bool:
+        """Whether the final state of this fit would be restored as the result of other settings."""
         if not self.outcome.had_finished or self.exact.resumed is None or not self.is_its_own:
             return False
-        if os.environ.get(CONTINUE_VARIABLE) == "1" or _is_started_by_itself():
+        if os.environ.get(CONTINUE_VARIABLE) == "1" or _is_started_by_machine():
             return False
-        # Where a later fit has not finished, this is the resume of a run, in which much may differ by itself.
+        # With a later fit unfinished this is the resume of a run, in which settings may differ by themselves.
         outcomes = [fit.outcome for fit in self.fit.run.fits]
         return all(outcome is not None and outcome.status == "finished" for outcome in outcomes)
 
@@ -151,7 +155,7 @@ class FitIdentity:
         trainer = self.fit.trainer
         data = data_position.describe_data(loaders)
         found: Settings = {}
-        if not os.environ.get(RUN_DIR_VARIABLE):  # else the launch has said it; and of limits the Trainer says more
+        if not os.environ.get(RUN_DIR_VARIABLE):  # else the launch compares them; limits are those of the Trainer
             given = settings_of_arguments(sys.argv[1:])
             found = {name: value for name, value in given.items() if not is_end(name)}
         found |= flat("module", getattr(self.fit.module, "hparams", None) or {})
@@ -174,8 +178,8 @@ def _digest(parameters: Iterable[tuple[str, tuple[int, ...] | None, torch.dtype]
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _is_started_by_itself() -> bool:
-    """Whether a launcher or a scheduler has started this again, and no person who may want something else."""
+def _is_started_by_machine() -> bool:
+    """Whether a launcher or a scheduler has started this process again, not a user."""
     counts = ("TORCHELASTIC_RESTART_COUNT", "LIGHTNING_RESILIENCE_JOB_ATTEMPT")
     return current_scheduler().restart_count > 0 or any(os.environ.get(name, "0") not in ("", "0") for name in counts)
 

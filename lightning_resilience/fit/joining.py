@@ -1,9 +1,10 @@
-"""How callbacks join the session of their Trainer's fit, and where they have to stay passive."""
+"""How callbacks join the session of their Trainer's fit, and where they stay passive."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,7 +26,7 @@ _active: FitSession | None = None
 
 
 class SessionCallback(lightning_callbacks.ResilienceCallback):
-    """Base of the callbacks that take part in a session: joins it in ``setup`` and hands over what all of them do.
+    """Base of the callbacks that take part in a session: joins it in ``setup`` and forwards its hooks.
 
     Attributes:
         run_dir: The run directory that the user gave this callback, if any.
@@ -33,7 +34,7 @@ class SessionCallback(lightning_callbacks.ResilienceCallback):
 
     run_dir: str | os.PathLike[str] | None = None
     _same_as: ClassVar[tuple[str, ...]] = ()
-    """Names of other packages' callbacks that do the same: both in one Trainer would act on each other."""
+    """Names of other packages' callbacks that conflict with this one."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={shown(value)}' for name, value in changed(self).items())})"
@@ -41,26 +42,26 @@ class SessionCallback(lightning_callbacks.ResilienceCallback):
     _participant: Participant | None = None
 
     def _participate(self, session: FitSession) -> Participant | None:
-        """Called in the ``setup`` of a fit: the policy of this callback in it; ``None``: this callback is off."""
+        """The participant of this callback, made in the ``setup`` of a fit; ``None``: this callback is off."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to the fit in progress."""
+        """Without the fit in progress."""
         return {key: value for key, value in vars(self).items() if key != "_participant"}
 
     def _before_setup(self, trainer: Trainer) -> None:
-        """Has what Lightning itself writes go on where an earlier attempt of this fit has written it."""
+        """Has Lightning write where an earlier attempt of this fit has written."""
         inner = _active is not None and not _active.fit.trainer.interrupted
         if trainer.state.fn != "fit" or inner or _is_passive(trainer) or _obstacle(trainer) is not None:
             return
         _check_worker_count(trainer)
 
-        run = RunDirectory(run_dir_of(trainer, _own_run_dir(trainer)))  # refused on all ranks, or on none
+        run = RunDirectory(run_dir_of(trainer, _own_run_dir(trainer)))  # raises on all ranks or on none
 
         def look() -> dict[str, Any] | None:
             fit = run.fit(context.fits_begun.get(run.path, 0))
             if run.trained_by(job()) is not None:
-                return None  # this fit is refused in a moment
+                return None  # this fit will be refused
             recorded = None
             if fit.path.exists():
                 recorded = fit.outputs or {}
@@ -79,12 +80,12 @@ class SessionCallback(lightning_callbacks.ResilienceCallback):
                 session.fit.participants.add(self._participant)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The batches of the sanity check are boundaries too."""
+        """Batches of the sanity check are boundaries."""
         if session := session_of(trainer, self):
             session.start_sanity_check()
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends what the start began."""
+        """The sanity check has ended."""
         if session := session_of(trainer, self):
             session.end_sanity_check()
 
@@ -98,75 +99,63 @@ class SessionCallback(lightning_callbacks.ResilienceCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leaves nothing behind."""
         if session := session_of(trainer, self):
-            try:
-                session.fail(exception)
-            finally:
-                _forget(session)
+            _end(session, lambda: session.fail(exception))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves nothing behind."""
         if session := session_of(trainer, self):
-            try:
-                session.leave()
-            finally:
-                _forget(session)
+            _end(session, session.leave)
 
 
-def _forget(session: FitSession) -> None:
-    """Nothing of a fit that has ended is held by its callbacks."""
+def _end(session: FitSession, end: Callable[[], None]) -> None:
+    """Ends a fit and releases it from its callbacks."""
     global _active
-    if session.has_left:
-        for member in session.members:
-            member._participant = None
-        if _active is session:
-            _active = None
+    try:
+        end()
+    finally:
+        if session.has_left:
+            for member in session.members:
+                member._participant = None
+            if _active is session:
+                _active = None
 
 
 def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, stage: str) -> FitSession | None:
-    """The session of ``trainer``'s fit, which ``callback`` takes part in from now on; called in its ``setup``.
+    """Has ``callback`` join the session of ``trainer``'s fit, in its ``setup``.
 
     Returns:
-        ``None`` where the callback has to stay passive: outside of ``fit``, in ``fast_dev_run`` and ``barebones``, in
-        the fit of a Tuner's search, in a Trainer that runs inside another Trainer's fit, and where another callback of
-        the same class acts in this Trainer.
+        The session; ``None`` where the callback stays passive: outside of ``fit``, in ``fast_dev_run`` and
+        ``barebones``, in the fit of a Tuner's search, in a Trainer inside another Trainer's fit, and where another
+        callback of the same class acts in this Trainer.
     """
     global _active
     if stage != "fit" or _is_passive(trainer):
         return None
     kind: type[SessionCallback] = next(cls for cls in type(callback).__mro__ if SessionCallback in cls.__bases__)
-    alike = [
-        other for other in lightning_callbacks.callbacks(trainer) if isinstance(other, kind)
-    ]  # also a user's subclass
-    # One acts: the user's own, if there is one. Of injected ones there may be several, since a list of callbacks that
-    # is used for a second Trainer still holds those of the first.
-    if callback is not min(alike, key=lambda other: other._injected):
+    same_kind = [other for other in lightning_callbacks.callbacks(trainer) if isinstance(other, kind)]
+    # One acts: the user's, if there is one. There may be several injected ones, since a list of callbacks that is used
+    # for a second Trainer still holds those of the first.
+    if callback is not min(same_kind, key=lambda other: other._injected):
         return None
     if foreign := lightning_callbacks.callbacks_named(trainer, *kind._same_as):
         theirs = f"{type(foreign[0]).__module__}.{type(foreign[0]).__name__}"
-        reason = (
-            f"{theirs} and {kind.__name__} do the same: two at once would act on each other. Take one of them out of "
-            "the Trainer."
-        )
+        reason = f"{theirs} and {kind.__name__} do the same and would interfere. Remove one of them from the Trainer."
         if not callback._injected:
             raise ValueError(reason)
         if trainer.is_global_zero:
-            log.warning("%s %s does nothing in this fit.", reason, kind.__name__)
+            log.warning("%s %s is off in this fit.", reason, kind.__name__)
         return None
     session = _active if _active is not None and _active.fit.trainer is trainer else None
     if session is None:
         if _active is not None and _active.fit.trainer.interrupted:
-            before = _active
-            try:
-                before.leave()  # another callback has raised in its on_exception, before ours could leave
-            finally:
-                _forget(before)
+            _end(_active, _active.leave)  # another callback has raised in its on_exception, before ours could leave
         if _active is not None:
             return None
         if (obstacle := _obstacle(trainer)) is not None:
             if not callback._injected:
                 raise RuntimeError(obstacle)
-            if trainer.is_global_zero:  # the script was not written for us and works without us
-                log.warning("%s %s does nothing in this fit.", obstacle, type(callback).__name__)
+            if trainer.is_global_zero:  # the script works without an injected callback
+                log.warning("%s %s is off in this fit.", obstacle, type(callback).__name__)
             return None
         _check_worker_count(trainer)
         session = FitSession(trainer, module, _own_run_dir(trainer))
@@ -176,30 +165,29 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
 
 
 @cache
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     log.warning(message)
 
 
 def _is_passive(trainer: Trainer) -> bool:
     if is_turned_off():
         if trainer.is_global_zero:
-            _say_once(f"{OFF_VARIABLE} is set: the callbacks of lightning-resilience do nothing.")
+            _warn_once(f"{OFF_VARIABLE} is set: the callbacks of lightning-resilience are off.")
         return True
     return bool(vars(trainer)["fast_dev_run"]) or trainer.barebones or lightning_callbacks.is_search(trainer)
 
 
 def _own_run_dir(trainer: Trainer) -> str | os.PathLike[str] | None:
     """The run directory that the user gave the callbacks of ``trainer``."""
-    run_dirs = [
-        own.run_dir for own in lightning_callbacks.callbacks(trainer) if getattr(own, "run_dir", None) is not None
-    ]
+    callbacks = lightning_callbacks.callbacks(trainer)
+    run_dirs = [own.run_dir for own in callbacks if getattr(own, "run_dir", None) is not None]
     if len({os.path.abspath(path) for path in run_dirs}) > 1:
         raise ValueError(f"The callbacks of one Trainer must share one run_dir, not {sorted(map(str, run_dirs))}.")
     return run_dirs[0] if run_dirs else None
 
 
 def _obstacle(trainer: Trainer) -> str | None:
-    """Why a fit of this Trainer cannot be resumed, if it cannot, and what to do about it."""
+    """Why a fit of this Trainer cannot be resumed, and what to do; ``None`` if it can."""
     if lightning_loops.spawns_processes(trainer):
         return (
             "A fit in spawned processes (ddp_spawn, ddp_fork, ddp_notebook) cannot be resumed: they end with it. Use "
@@ -212,25 +200,24 @@ def _check_worker_count(trainer: Trainer) -> None:
     launched = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else trainer.world_size
     if launched != trainer.world_size:
         raise RuntimeError(
-            f"{launched} workers were started, but this Trainer runs with {trainer.world_size}: every worker would "
-            "train on its own and write into the same run directory. Pass the same numbers to "
-            "Trainer(devices=, num_nodes=) and to the launcher (--nproc-per-node, --nnodes)."
+            f"{launched} workers were started, but this Trainer has {trainer.world_size}: they would "
+            "train separately in the same run directory. Pass the same numbers to Trainer(devices=, num_nodes=) and to "
+            "the launcher (--nproc-per-node, --nnodes)."
         )
 
 
 def report_progress() -> None:
-    """Says that a fit advances where no batch of it does: in code of your own that takes long between two batches.
+    """Reports progress of a fit from code of yours that takes long between two batches.
 
-    Such as an export or an evaluation in a loop of its own at the end of an epoch: what takes longer than
-    ``out_of_section`` allows without a sign of progress counts as hung. Batches of another Trainer are such a sign by
-    themselves. Does nothing where no fit is watched.
+    Such as an export, or an evaluation in a loop of your own: without a report for longer than the ``out_of_section``
+    timeout, the fit counts as hung. Batches of another Trainer are reports too. Does nothing outside of a watched fit.
     """
     if _active is not None:
         _active.fit.advanced()
 
 
 def session_of(trainer: Trainer, callback: SessionCallback) -> FitSession | None:
-    """The session that ``callback`` has joined, if it has."""
+    """The session that ``callback`` has joined, if any."""
     session = _active
     if session is None or session.has_left or session.fit.trainer is not trainer or callback not in session.members:
         return None

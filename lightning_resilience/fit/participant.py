@@ -1,4 +1,4 @@
-"""What takes part in a fit: the policy of a callback, as methods that the session calls in a fixed order.
+"""The policy of a callback in a fit, as methods that the session calls in a fixed order.
 
 In the order of the callbacks in the Trainer, at these moments:
 
@@ -40,7 +40,7 @@ _R = TypeVar("_R")
 
 
 class Stateful(Protocol):
-    """State that every rank keeps for itself beside the training, as in ``torch.distributed.checkpoint``."""
+    """State of a rank beside the training, as in ``torch.distributed.checkpoint``."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state, in types that a safe load reads."""
@@ -52,8 +52,8 @@ class Stateful(Protocol):
 class Participant:
     """The policy of one callback in one fit.
 
-    Only methods that a class implements are called: the others cost a healthy step nothing. All ranks are in the same
-    order, but only the methods that say so may use collectives.
+    Only methods that a class implements are called: the others cost a healthy step nothing. All ranks call them in the
+    same order, but only the methods that say so may use collectives.
     """
 
     protects_workers = False
@@ -77,7 +77,7 @@ class Participant:
         return False
 
     def on_event_known(self, event: Event) -> None:
-        """An event is known and its boundary still to come; in the agreement's thread."""
+        """An event is known, its boundary is still to come; in the agreement's thread."""
 
     def after_batch(self, window_complete: bool) -> None:
         """A training boundary; ``window_complete``: no accumulated gradients wait for a step."""
@@ -104,15 +104,15 @@ class Participant:
         """Raises ``ValueError`` if a state of these tensors must not be saved."""
 
     def digest(self) -> str:
-        """What this rank holds of the state that all ranks should hold alike, in short."""
+        """A digest of this rank's replica of the state."""
         return ""
 
     def pauses_saves(self) -> bool:
-        """Whether nothing is saved now, the same on all ranks: the last steps were bad, what was good is kept."""
+        """Whether saves wait, equal on all ranks: the last steps were bad, and older checkpoints must stay."""
         return False
 
     def looks_bad(self) -> bool:
-        """Whether the last steps of this rank were bad; waits for verdicts that are on their way."""
+        """Whether the last steps of this rank were bad; waits for pending verdicts."""
         return False
 
     def after_save(self, is_end: bool) -> None:
@@ -130,17 +130,17 @@ class Participant:
         return False
 
     def on_divergence(self, divergence: Divergence) -> None:
-        """Ranks do not hold the same state; on rank 0, in any thread."""
+        """Replicas differ; on rank 0, in any thread."""
 
     def blames_replicas(self) -> bool:
-        """Whether a bad step comes from a replica that differs, before a rollback because of it. A collective."""
+        """Whether a differing replica has caused a bad step; called before its rollback. A collective."""
         return False
 
     def before_rollback(self) -> None:
-        """All ranks are about to go back to an older state. Collectives are allowed."""
+        """Before all ranks roll back. Collectives are allowed."""
 
     def after_rollback(self) -> None:
-        """They have: ``trainer.global_step`` is smaller now. Collectives are allowed."""
+        """After all ranks have rolled back: ``trainer.global_step`` is smaller. Collectives are allowed."""
 
     def before_end(self) -> bool:
         """Training has ended, its final state is not saved yet. Collectives are allowed.
@@ -151,17 +151,17 @@ class Participant:
         return False
 
     def on_raised(self) -> None:
-        """An exception has just ended training on this rank; no callback knows it yet. Not for a stop in order."""
+        """An exception has ended training on this rank, before any ``on_exception``. Not for a stop in order."""
 
     def on_failure(self, exception: BaseException) -> str | None:
-        """The fit ends by an exception. Returns why the whole run must halt, if it must."""
+        """The fit ends with an exception. Returns why the whole run must halt; ``None``: it need not."""
         return None
 
     def leave(self) -> None:
-        """The fit has ended, however; called once."""
+        """The fit has ended in any way; called once."""
 
     def left(self) -> None:
-        """Nothing of the fit is left."""
+        """Everything of the fit is released."""
 
 
 class BoundaryCalls(NamedTuple):
@@ -183,18 +183,18 @@ class Participants:
         self._boundary: BoundaryCalls | None = None
 
     def add(self, participant: Participant) -> None:
-        """Has it called from now on."""
+        """Adds one."""
         self._all.append(participant)
         self._calls, self._boundary = {}, None
 
     def withdraw(self, participant: Participant) -> None:
-        """Has only ``leave`` and ``left`` of it called from now on, and its extra state saved."""
+        """Stops calling one, except for ``leave``, ``left`` and ``extra_state``."""
         self._withdrawn.append(participant)
         self._calls, self._boundary = {}, None
 
     def implement(self, method: Callable[Concatenate[Any, _P], _R]) -> tuple[Callable[_P, _R], ...]:
         """The participants' own implementations of a method of :class:`Participant`. For any thread."""
-        # What is found while a participant is added in another thread is kept in the dictionary of before.
+        # If another thread adds a participant meanwhile, the result goes into the old dictionary.
         name, calls = method.__name__, self._calls
         if (found := calls.get(name)) is None:
             active = self._all if name in _UNTIL_THE_END else [p for p in self._all if p not in self._withdrawn]
@@ -214,11 +214,11 @@ class Participants:
         return calls
 
     def extra_state(self) -> dict[str, Stateful]:
-        """That of all participants."""
+        """The extra state of all participants."""
         return {name: state for extra in self.implement(Participant.extra_state) for name, state in extra().items()}
 
     def protect_workers(self) -> bool:
-        """Whether any of them has data-loader workers protected."""
+        """Whether any participant protects data-loader workers."""
         return any(each.protects_workers for each in self._all)
 
 

@@ -77,10 +77,10 @@ from lightning_resilience.run.settings import (
     CONTINUE_VARIABLE,
     Change,
     changes,
+    describe_changes,
     digests_of_files,
     identity_of_command,
     is_another_run,
-    say_changes,
     settings_of_command,
 )
 from lightning_resilience.run.wandb_runs import RUN_ID_VARIABLE, wandb_run_id
@@ -385,7 +385,7 @@ class Launch:
             return None if edited else outcome
         if is_another_run(found) and not self.settings.continue_anyway:
             raise self._refused(
-                f"the run in {self._run_directory.path} has finished with other arguments: {say_changes(found)}",
+                f"the run in {self._run_directory.path} has finished with other arguments: {describe_changes(found)}",
                 "give this one another --run-dir, or --fresh for a new run beside it; --continue-anyway runs the "
                 "script again in this one, where what has finished stays as it is",
             )
@@ -440,7 +440,7 @@ class Launch:
         log_line(f"What the elastic launcher says is in {log}.")
         if found or edited:
             edits = f"edited: {', '.join(edited)}" if edited else ""
-            log_line(f"Changed since the last start: {'; '.join(filter(None, (say_changes(found), edits)))}.")
+            log_line(f"Changed since the last start: {'; '.join(filter(None, (describe_changes(found), edits)))}.")
         with suppress(OSError):  # for whoever looks for a run among many
             (self._run_directory.path / "command.txt").write_text(shlex.join(self.settings.command) + "\n")
         if _nvrx.installed_version() is None:

@@ -92,7 +92,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     return [Change(name, old, new) for name, old, new in pairs if not _same(old, new)]
 
 
-def say_changes(found: Sequence[Change]) -> str:
+def describe_changes(found: Sequence[Change]) -> str:
     """All of them in one clause.
 
     Args:
