@@ -110,8 +110,8 @@ class FitIdentity:
                 raise AnotherFit(
                     f"{self.fit.folder.path} holds a finished fit with other training data (another length, or other "
                     "indices of a Subset). Fits are identified by their order: have the script run all of them at "
-                    "every start (a finished one is restored, not trained), split the data in the same way, or give the "
-                    "run another directory."
+                    "every start (a finished one is restored, not trained), split the data in the same way, or give "
+                    "the run another directory."
                 )
             if self.fit.trainer.is_global_zero:
                 log.warning("The training data have changed since this fit began: the resume is not exact.")
