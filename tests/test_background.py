@@ -160,7 +160,7 @@ def test_a_storage_that_never_answers_does_not_keep_the_fit_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, held = tmp_path / "run", Held(monkeypatch)
-    monkeypatch.setattr(saving, "_LONGEST_WAIT_S", 0.5)
+    monkeypatch.setattr(saving, "_COLLECTIVE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(saving, "_LAST_SAVE_S", 0.1)
     bound = threading.Timer(20, held.let_go.set)
     bound.start()

@@ -733,7 +733,7 @@ def _contents(state: Any) -> Any:
             if plain_one is each:
                 kind = f"{type(each).__module__}.{type(each).__qualname__}"
                 raise TypeError(
-                    f"{name} cannot be saved: it is a {kind}, which has no memory of its own and is not "
+                    f"{name} cannot be kept: it is a {kind}, which has no memory of its own and is not "
                     "registered by torch.serialization.add_safe_globals"
                 )
     if not changed:
