@@ -313,7 +313,7 @@ class FitSession:
         if lightning_loops.optimizer_layout(self.fit.trainer) != self._optimizer_layout:
             raise RuntimeError(
                 "The fit cannot be rolled back in this process: a callback has changed its optimizers, schedulers or "
-                "initial weights. Start it again; it resumes."
+                "initial weights, and only a restart makes them anew. Start it again; it resumes."
             )
         for before_rollback in self.fit.participants.implement(Participant.before_rollback):
             before_rollback()
