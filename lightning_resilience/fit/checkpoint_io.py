@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LAST_SAVES_WITHIN_S = 1800.0  # torch's own limit for those that wait for this rank
+_LAST_SAVES_WITHIN_S = 1800.0  # torch's default timeout, with which other ranks wait for this one
 
 
 def _local_path(path: str | Path) -> Path | None:
@@ -44,11 +44,11 @@ def _local_path(path: str | Path) -> Path | None:
 
 
 class DurableCheckpointIO(CheckpointIO):
-    """Saves checkpoint files atomically, on disk and with a checksum, and verifies them at load.
+    """Saves checkpoint files atomically, durably and with a checksum, and verifies them when they are loaded.
 
     Args:
-        inner: Lightning's own plugin, which still does what concerns remote storages.
-        before_publish: Called right before a checkpoint becomes visible; what it raises stops the save.
+        inner: Lightning's own plugin, which still handles remote storage.
+        before_publish: Called before a checkpoint becomes visible; an exception stops the save.
         metadata: Added to every checkpoint's stamp, beside ``step`` and ``epoch``.
     """
 
@@ -63,18 +63,18 @@ class DurableCheckpointIO(CheckpointIO):
         self.metadata = metadata or {}
         self.newest: Path | None = None
         self.keeps_all = False
-        """Whether nothing is removed: a save was refused, in whose place an older one is to stay."""
-        self._told = False
+        """Whether nothing is removed: a save was refused, and an older checkpoint must stay in its place."""
+        self._has_warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to the fit in progress: a copied Trainer takes no part in it."""
+        """Without the fit in progress, in which a copied Trainer takes no part."""
         return {**vars(self), "before_publish": None}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Saves a checkpoint; when this returns, it is on disk."""
         local = _local_path(path)
         if local is None or storage_options is not None:
-            self._tell(path)
+            self._warn_remote(path)
             self.inner.save_checkpoint(checkpoint, path, storage_options)
             return
         make_directory(local.parent)
@@ -88,11 +88,11 @@ class DurableCheckpointIO(CheckpointIO):
         map_location: Any = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> Any:
-        """Verifies and loads a checkpoint, which plain Lightning may have written.
+        """Verifies and loads a checkpoint, which may be one of plain Lightning.
 
         Raises:
-            CorruptCheckpoint: If it is not intact.
-            FileNotFoundError: If there is none.
+            CorruptCheckpoint: If it is damaged.
+            FileNotFoundError: If it does not exist.
         """
         local = _local_path(path)
         if local is None:
@@ -102,7 +102,7 @@ class DurableCheckpointIO(CheckpointIO):
         return checkpoint_file.load(local, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Removes a checkpoint. A link to it beside it, ``last.ckpt``, is first moved on to the newest one."""
+        """Removes a checkpoint; first points a link to it in the same folder, ``last.ckpt``, to the newest one."""
         if self.keeps_all:
             return
         local = _local_path(path)
@@ -115,15 +115,13 @@ class DurableCheckpointIO(CheckpointIO):
         checkpoint_file.remove(local)
 
     def teardown(self) -> None:
-        """Ends what Lightning's own plugin has running."""
+        """Tears down Lightning's own plugin."""
         self.inner.teardown()
 
-    def _tell(self, path: str | Path) -> None:
-        if not self._told:
-            self._told = True
-            log.warning(
-                "Checkpoint %s is not on a local file system: it is saved by Lightning, without checksum.", path
-            )
+    def _warn_remote(self, path: str | Path) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("Checkpoint %s is on a remote file system: Lightning saves it, without checksum.", path)
 
 
 def _links_to(path: Path) -> list[Path]:
@@ -133,7 +131,7 @@ def _links_to(path: Path) -> list[Path]:
 
 
 def _stamped(checkpoint: dict[str, Any], metadata: dict[str, Any], path: Path) -> dict[str, Any]:
-    """``metadata`` with where in the training the checkpoint was taken, as it says itself, and where it is saved."""
+    """``metadata`` with the step and epoch of the checkpoint, and its path."""
     position = {"step": checkpoint.get("global_step"), "epoch": checkpoint.get("epoch")}
     found = {key: value for key, value in position.items() if isinstance(value, int)}
     return {**found, "saved_as": os.path.realpath(path), **metadata}
@@ -142,7 +140,7 @@ def _stamped(checkpoint: dict[str, Any], metadata: dict[str, Any], path: Path) -
 class _SealedSave:
     """``save_checkpoint`` of a strategy that writes directories without its ``CheckpointIO`` (FSDP, ModelParallel).
 
-    Before: the directory that is there is set aside whole. After: rank 0 seals the new one, and the old one goes.
+    Before it the existing directory is set aside; after it rank 0 seals the new one and removes the old one.
     """
 
     def __init__(
@@ -156,7 +154,7 @@ class _SealedSave:
     def __call__(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
         strategy = self._strategy
         path = Path(strategy.broadcast(filepath))
-        metadata = _stamped(checkpoint, self.metadata, path)  # Before the strategy takes things out of it.
+        metadata = _stamped(checkpoint, self.metadata, path)  # before the strategy removes entries
         from_rank_zero(strategy, partial(checkpoint_file.set_aside, path))
         on_every_rank(strategy, partial(self._save, checkpoint, filepath, storage_options))
         from_rank_zero(strategy, partial(self._finish, path, metadata))
@@ -171,7 +169,7 @@ class _SealedSave:
 
 
 def from_rank_zero(strategy: Any, action: Callable[[], T]) -> T:
-    """What ``action`` returns on rank 0, on all ranks; if it raises, every rank does, and none waits for ever."""
+    """The result of ``action`` on rank 0, on all ranks. If it raises, every rank raises. A collective."""
     raised: BaseException | None = None
     result: Any = None
     if strategy.is_global_zero:
@@ -179,18 +177,18 @@ def from_rank_zero(strategy: Any, action: Callable[[], T]) -> T:
             result = action()
         except (Exception, SystemExit) as error:
             raised = error
-    told = None if raised is None else (isinstance(raised, SystemExit), str(raised))
-    result, told = strategy.broadcast((result, told))
+    problem = None if raised is None else (isinstance(raised, SystemExit), str(raised))
+    result, problem = strategy.broadcast((result, problem))
     if raised is not None:
         raise raised
-    if told is not None:
-        ends, message = told
-        raise (SystemExit if ends else RuntimeError)(f"rank 0: {message}")
+    if problem is not None:
+        is_exit, message = problem
+        raise (SystemExit if is_exit else RuntimeError)(f"rank 0: {message}")
     return cast(T, result)
 
 
 def on_every_rank(strategy: Any, action: Callable[[], T]) -> T:
-    """What ``action`` returns on this rank; if it raises on any, every rank does, and none waits for ever."""
+    """The result of ``action`` on this rank. If it raises on any rank, every rank raises. A collective."""
     raised: Exception | None = None
     result: Any = None
     try:
@@ -199,9 +197,8 @@ def on_every_rank(strategy: Any, action: Callable[[], T]) -> T:
         raised = error
     rank, world_size = getattr(strategy, "global_rank", 0), getattr(strategy, "world_size", 1)
     mine = None if raised is None else f"rank {rank}: {type(raised).__name__}: {raised}"
-    everywhere: list[str | None] = [mine]
+    everywhere: list[str | None] = [None] * world_size
     if world_size > 1:
-        everywhere = [None] * world_size
         torch.distributed.all_gather_object(everywhere, mine)
     if raised is not None:
         raise raised
@@ -211,14 +208,14 @@ def on_every_rank(strategy: Any, action: Callable[[], T]) -> T:
 
 
 def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
-    """``ModelCheckpoint._link_checkpoint`` without the moment in which there is no ``last.ckpt``."""
+    """``ModelCheckpoint._link_checkpoint``, but there is a ``last.ckpt`` at any time."""
     asynchronous = lightning_checkpoint_io.is_async_checkpoint_io(trainer.strategy.checkpoint_io)
-    is_there = asynchronous or os.path.lexists(filepath)  # not if it was refused
+    exists = asynchronous or os.path.lexists(filepath)  # not after a refused save
 
     def link() -> None:
-        if not is_there or os.path.abspath(filepath) == os.path.abspath(linkpath):
+        if not exists or os.path.abspath(filepath) == os.path.abspath(linkpath):
             return
-        if asynchronous:  # then it is not written yet
+        if asynchronous:  # not written yet
             lightning_checkpoint_io.after_async_saves(
                 trainer.strategy.checkpoint_io, partial(checkpoint_file.link, filepath, linkpath)
             )
@@ -229,30 +226,29 @@ def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
 
 
 def keep_all(trainer: Trainer) -> None:
-    """Nothing that Lightning removes is removed until it has saved again: what it has just saved was refused.
+    """Ignores removals by Lightning until its next save, after a refused one.
 
-    ``ModelCheckpoint`` takes it for saved, and removes the one before.
+    ``ModelCheckpoint`` believes that it was saved and removes the one before.
     """
     io: Any = trainer.strategy.checkpoint_io
     if not lightning_checkpoint_io.is_async_checkpoint_io(io):
         if isinstance(io, DurableCheckpointIO):
             io.keeps_all = True
     elif isinstance(inner := io.checkpoint_io, DurableCheckpointIO):
-        # In its place among the saves: one that was asked for before may not have been written yet.
+        # After the submitted saves, which may not be written yet.
         lightning_checkpoint_io.after_async_saves(io, lambda: setattr(inner, "keeps_all", True))
 
 
 def make_durable(
     trainer: Trainer, before_publish: Callable[[], None] | None = None, metadata: dict[str, Any] | None = None
 ) -> None:
-    """Makes every checkpoint that ``trainer`` saves survive a crash, and verifies every one that it loads.
+    """Makes the checkpoints of ``trainer`` survive a crash, and verifies those that it loads.
 
-    Called in a callback's ``setup`` for every stage; a second call only adds what it is given. A ``CheckpointIO`` other
-    than Lightning's default is the user's choice and stays as it is.
+    A second call only updates the arguments. A custom ``CheckpointIO`` stays as it is.
 
     Args:
         trainer: Its strategy must be set up.
-        before_publish: Called right before a checkpoint becomes visible; what it raises stops the save.
+        before_publish: Called before a checkpoint becomes visible; an exception stops the save.
         metadata: JSON-serialisable, added to every checkpoint's stamp.
     """
     strategy: Any = trainer.strategy
@@ -273,8 +269,7 @@ def make_durable(
             )
     elif trainer.is_global_zero:
         log.warning(
-            "Checkpoints are saved by %s, which this package leaves as it is: they are not verified, and only as "
-            "atomic as it makes them.",
+            "Checkpoints are saved by %s, unchanged: they are not verified, and only as atomic as it makes them.",
             type(inner).__name__,
         )
 
@@ -289,20 +284,15 @@ def make_durable(
 
 
 def undo(trainer: Trainer) -> None:
-    """Takes off everything that :func:`make_durable` has put on ``trainer``; called in a callback's ``teardown``.
-
-    Waits for asynchronous saves that have not finished.
-    """
+    """Undoes :func:`make_durable`, after waiting for asynchronous saves."""
     strategy: Any = trainer.strategy
     io = strategy.checkpoint_io
     if isinstance(io, DurableCheckpointIO):
         strategy.checkpoint_io = io.inner
     elif lightning_checkpoint_io.is_async_checkpoint_io(io) and isinstance(io.checkpoint_io, DurableCheckpointIO):
         if not lightning_checkpoint_io.wait_for_async_saves(io, _LAST_SAVES_WITHIN_S):
-            log.error(
-                "Saves of AsyncCheckpointIO have not ended within %.0f s: they are left behind.", _LAST_SAVES_WITHIN_S
-            )
-            return  # they use what would be taken off
+            log.error("Saves of AsyncCheckpointIO have not ended within %.0f s; abandoning them.", _LAST_SAVES_WITHIN_S)
+            return  # they use the plugin
         lightning_checkpoint_io.set_inner_checkpoint_io(io, io.checkpoint_io.inner)
         del io.remove_checkpoint
     if isinstance(vars(strategy).get("save_checkpoint"), _SealedSave):

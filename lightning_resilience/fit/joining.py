@@ -70,7 +70,7 @@ class SessionCallback(lightning_callbacks.ResilienceCallback):
             return recorded
 
         recorded = from_rank_0(trainer, look, Patience())
-        outputs.go_on(trainer, recorded)
+        outputs.reuse(trainer, recorded)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Joins the fit's session."""

@@ -1,7 +1,7 @@
-"""What a checkpoint lacks, since it can only be pickled, from what the script has made anew. Nothing is unpickled.
+"""Completes a checkpoint with objects of this process where it lacks those that can only be pickled.
 
-A module that keeps its loss function in ``on_save_checkpoint`` asks for it in ``on_load_checkpoint``, and finds the one
-that this process has built.
+A module that saves its loss function in ``on_save_checkpoint`` reads it in ``on_load_checkpoint``, and gets the one
+that this process has created. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Path = Sequence[str | int]
-"""Keys and indices that lead to an entry of a checkpoint, as ``plain.MISSING`` names them."""
+"""Keys and indices that lead to an entry of a checkpoint, as ``safe_serialization.MISSING`` names them."""
 
 _EXTRA_STATE = "_extra_state"  # torch's name for what ``get_extra_state`` returns
 _LATER = ("optimizer_states", "lr_schedulers")
@@ -30,14 +30,14 @@ _LATER = ("optimizer_states", "lr_schedulers")
 def complete(trainer: Trainer, checkpoint: dict[str, Any], paths: Sequence[Path]) -> None:
     """Completes what Lightning restores first: the module, the data module and the callbacks.
 
-    Runs their hooks of a save, which are the ones that know. Called on all ranks alike: hooks may use collectives.
+    Runs their save hooks, on all ranks: hooks may use collectives.
 
     Args:
         trainer: The Trainer.
         checkpoint: Of Lightning; changed in place.
-        paths: What was left out of it when it was saved.
+        paths: The entries that were left out of it.
     """
-    made = _made_anew(trainer, checkpoint)
+    made = _created_here(trainer, checkpoint)
     _complete(trainer, checkpoint, [path for path in paths if path[0] not in _LATER], made)
 
 
@@ -53,25 +53,19 @@ def complete_training_state(trainer: Trainer, checkpoint: dict[str, Any], paths:
 
 
 def complete_extra_states(module: torch.nn.Module, saved: dict[str, Any]) -> None:
-    """Gives layers whose extra state is not in a checkpoint of an earlier version the one that they have now.
-
-    Without an entry a strict load would fail, at every resume.
-    """
+    """Adds the current extra state of layers that a checkpoint of an older version lacks: a strict load needs it."""
     for name, each in module.named_modules():
         key = f"{name}.{_EXTRA_STATE}".lstrip(".")
         if key not in saved and type(each).get_extra_state is not torch.nn.Module.get_extra_state:
             saved[key] = each.get_extra_state()
 
 
-def _made_anew(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What a save would hold now, as far as hooks of the user's make it; tensors and objects are the live ones."""
+def _created_here(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What the user's save hooks would save now; tensors and objects are the live ones."""
     module, datamodule = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    callbacks = [
-        each
-        for each in lightning_callbacks.callbacks(trainer)
-        if not isinstance(each, lightning_callbacks.ResilienceCallback)
-    ]
-    made: dict[str, Any] = _own_containers(checkpoint)  # hooks look at what is there, and change it
+    ours = lightning_callbacks.ResilienceCallback
+    callbacks = [each for each in lightning_callbacks.callbacks(trainer) if not isinstance(each, ours)]
+    made: dict[str, Any] = _copy_containers(checkpoint)  # hooks read and change it
     made["callbacks"] = {}
 
     def take_datamodule() -> None:
@@ -96,11 +90,11 @@ def _try(what: str, hook: Callable[[], Any]) -> None:
     try:
         hook()
     except Exception as error:
-        log.warning("What the checkpoint lacks cannot be had from %s (%s: %s).", what, type(error).__name__, error)
+        log.warning("%s could not complete the checkpoint (%s: %s).", what, type(error).__name__, error)
 
 
 class _LiveState:
-    """A module's ``state_dict``, of which single entries are looked up: some strategies gather all of it."""
+    """A module's ``state_dict`` by single entries: some strategies gather all of it."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -116,7 +110,7 @@ class _LiveState:
 
 
 def _complete(trainer: Trainer, checkpoint: dict[str, Any], paths: Sequence[Path], made: dict[str, Any]) -> None:
-    taken, lacking = [], []
+    taken, missing = [], []
     for path in paths:
         found: Any = made
         try:
@@ -125,25 +119,25 @@ def _complete(trainer: Trainer, checkpoint: dict[str, Any], paths: Sequence[Path
             owner: Any = checkpoint
             for key in path[:-1]:
                 owner = owner[key]
-            owner[path[-1]] = _own_containers(found)
+            owner[path[-1]] = _copy_containers(found)
         except (KeyError, IndexError, TypeError):
-            lacking.append(path)
+            missing.append(path)
         else:
             taken.append(path)
     if not trainer.is_global_zero:
         return
     if taken:
-        log.info("Not in the checkpoint, and as the script has made it anew: %s.", ", ".join(map(_name, taken)))
-    if lacking:
-        log.warning("Not in the checkpoint, and nothing takes its place: %s.", ", ".join(map(_name, lacking)))
+        log.info("Not in the checkpoint, taken as the script created it: %s.", ", ".join(map(_name, taken)))
+    if missing:
+        log.warning("Not in the checkpoint, and not created by the script: %s.", ", ".join(map(_name, missing)))
 
 
-def _own_containers(value: Any) -> Any:
-    """The value in containers of its own: who is given their own state may empty what they hold before they read it."""
+def _copy_containers(value: Any) -> Any:
+    """Copies containers: an object may empty its own state before it reads the one that it is given."""
     if type(value) is dict:
-        return {key: _own_containers(item) for key, item in value.items()}
+        return {key: _copy_containers(item) for key, item in value.items()}
     if type(value) in (list, tuple, set):
-        return type(value)(_own_containers(item) for item in value)
+        return type(value)(_copy_containers(item) for item in value)
     return value
 
 

@@ -1,7 +1,7 @@
-"""How far the loggers of a fit have logged, so that steps which are run again are in its logs once.
+"""How far the loggers of a fit have logged, so that steps that run again are in its logs once.
 
-A kill takes with it what a logger has not written yet, and what it has written of steps after the last checkpoint comes
-a second time. Both are settled when a state is restored: the logs go on exactly behind what belongs to it.
+A kill loses rows that a logger has not written, and steps after the last checkpoint are logged a second time. A restore
+solves both: logs continue exactly after the restored state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_UNWRITTEN = 1000
-"""Rows in a checkpoint; a logger that writes more seldom does so before a save."""
+"""Rows in a checkpoint; a logger with more writes them before the save."""
 
 _used: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -36,7 +36,7 @@ class _Log(Protocol):
 
 
 class Logs:
-    """The logs of all loggers of a fit that write files. To be made on rank 0, which alone writes.
+    """The logs of all loggers of a fit that write files. For rank 0, the only one that writes.
 
     Args:
         trainer: The Trainer of the fit, when its loggers have their folders.
@@ -55,35 +55,35 @@ class Logs:
                 elif hasattr(writer, "purge_step"):
                     self._logs[logger.log_dir] = _Events(writer, patches, logger.log_dir, logger in _used)
             except (OSError, ValueError, csv.Error) as error:
-                _say_left_alone(logger.log_dir, error)
+                _warn_not_restored(logger.log_dir, error)
             _used.add(logger)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far each of them has logged."""
+        """How far every logger has logged."""
         return {folder: each.state_dict() for folder, each in self._logs.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Has them go on behind that."""
+        """Continues the logs there."""
         for folder, each in self._logs.items():
             if folder in state:
                 try:
                     each.load_state_dict(state[folder])
                 except (OSError, ValueError, csv.Error) as error:
-                    _say_left_alone(folder, error)
+                    _warn_not_restored(folder, error)
 
 
-def _say_left_alone(folder: str, error: Exception) -> None:
-    log.warning("Steps that are run again are logged a second time in %s: %s", folder, error)
+def _warn_not_restored(folder: str, error: Exception) -> None:
+    log.warning("Steps that run again will be in %s twice: %s", folder, error)
 
 
 class _Csv:
-    """Rows in the file, and those that are not written yet: up to 99 steps, which a kill would take."""
+    """Rows in the file, and rows that are not written yet: up to 99 steps, which a kill would lose."""
 
     def __init__(self, writer: Any, patches: lightning_patches.Patches) -> None:
         self._writer = writer
         self._rows = len(self._read()[1])
         self._save = writer.save
-        # Functions, not methods: of a Trainer that is pickled or copied they are left out.
+        # Functions, not methods: pickling or copying a Trainer leaves them out.
         patches.set(writer, "save", lambda: self._count())
         lightning_loggers.on_new_columns(writer, patches, lambda columns: self._write(columns, self._read()[1]))
 
@@ -107,14 +107,14 @@ class _Csv:
 
     def state_dict(self) -> dict[str, Any]:
         if len(self._writer.metrics) > _MOST_UNWRITTEN:
-            with suppress(OSError):  # a log is not worth the save
+            with suppress(OSError):  # a log must not fail the save
                 self._writer.save()
         unwritten = [{name: _plain(value) for name, value in row.items()} for row in self._writer.metrics]
         return {"rows": self._rows, "unwritten": unwritten}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         columns, rows = self._read()
-        # If there are fewer than there were, somebody else has changed the file; it stays as it is.
+        # With fewer rows than saved, the file was changed otherwise; it stays as it is.
         kept, replaced = rows[: state["rows"]], rows[state["rows"] :]
         if replaced:
             beside = str(self._writer.metrics_file_path).removesuffix(".csv") + "-replaced.csv"
@@ -135,7 +135,7 @@ def _as_csv(columns: list[str], rows: list[dict[str, str]]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A logged value as a checkpoint can hold it: numpy's numbers, say, as Python's."""
+    """A logged value for a checkpoint: numbers of NumPy as those of Python."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     try:
@@ -147,8 +147,8 @@ def _plain(value: Any) -> Any:
 class _Events:
     """The highest step at which anything was logged, on whatever axis: TensorBoard's ``purge_step`` knows no tags.
 
-    It hides everything at or behind one step that lies in the folder. So it may only hide what is beyond all that was
-    logged before, and nothing in a folder in which something else than this fit has logged.
+    It hides everything in the folder from a step on. So it may only hide what is after everything that was logged
+    before, and nothing in a folder with logs of something else.
     """
 
     def __init__(self, writer: Any, patches: lightning_patches.Patches, folder: str, is_used: bool) -> None:
@@ -171,14 +171,14 @@ class _Events:
         self._patches.set(file, "add_event", note)
 
     def state_dict(self) -> dict[str, Any]:
-        with suppress(Exception):  # a log is not worth the save
-            self._writer.flush()  # what is not written a kill would take
+        with suppress(Exception):  # a log must not fail the save
+            self._writer.flush()  # a kill would lose it
         return {"highest": self._highest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         highest = state["highest"]
-        nothing_behind = self._is_new and self._highest is not None and highest is not None and self._highest <= highest
-        if highest is None or nothing_behind:
+        nothing_after = self._is_new and self._highest is not None and highest is not None and self._highest <= highest
+        if highest is None or nothing_after:
             return
         self._highest, self._is_new = highest, False
         self._writer.close()

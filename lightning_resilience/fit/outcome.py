@@ -12,17 +12,17 @@ from lightning_resilience.run.run_directory import Outcome, Status
 log = logging.getLogger(__name__)
 
 ENDS_APART = "ends_apart"
-"""In an outcome: whether a longer fit would not have come by that end."""
+"""In an outcome: whether a longer fit would not pass through that end."""
 
 END_IS_MISSING = "end_is_missing"
-"""In an outcome: what ``on_train_end`` has changed could not be saved."""
+"""In an outcome: changes by ``on_train_end`` could not be saved."""
 
 ASKED = "should_stop"
-"""In an outcome: the fit was ended by ``trainer.should_stop``; who has set it is not known."""
+"""In an outcome: ``trainer.should_stop`` has ended the fit."""
 
 
 class FitOutcome:
-    """What is written of the end of one fit."""
+    """The recorded end of one fit."""
 
     def __init__(self, fit: FitContext) -> None:
         self.fit = fit
@@ -31,11 +31,11 @@ class FitOutcome:
 
     @property
     def had_finished(self) -> bool:
-        """Whether an earlier attempt has finished this fit, which may go on if its limit was raised."""
+        """Whether an earlier attempt has finished this fit, perhaps with a lower limit."""
         return self.fit.previous_outcome is not None and self.fit.previous_outcome.status == "finished"
 
     def finished_before(self) -> bool:
-        """Whether an earlier attempt finished this fit and the limit that ended it has not been raised."""
+        """Whether an earlier attempt finished this fit, and its limit was not raised."""
         outcome = self.fit.previous_outcome
         if outcome is None or not self.had_finished or outcome.details.get(END_IS_MISSING):
             return False
@@ -45,15 +45,15 @@ class FitOutcome:
         """Whether the fit still ends where it has ended.
 
         Args:
-            by: What had ended it.
-            limits: Those that it had.
+            by: The limit that had ended it.
+            limits: Its limits then.
         """
-        if by == ASKED:  # who has set it may want more by now
+        if by == ASKED:  # the cause is unknown
             return not self.is_a_limit_raised(limits)
         return not _is_raised(limits.get(by), lightning_limits.limits(self.fit.trainer).get(by))
 
     def what_ended_it(self) -> str:
-        """What has to be raised for more training of a finished fit, for a person."""
+        """What must be raised to train a finished fit further, in words."""
         reason = self.fit.previous_outcome.reason if self.fit.previous_outcome is not None else ASKED
         return "max_epochs, max_steps, max_time or a patience" if reason == ASKED else f"the {reason} that ended it"
 
@@ -64,7 +64,7 @@ class FitOutcome:
         )
 
     def write(self, status: Status, reason: str, details: dict[str, Any] | None = None) -> None:
-        """Writes how this fit ended, if this attempt still owns the run; a full disk must not change how it ends."""
+        """Writes how this fit ended, if this attempt still owns the run; logs errors."""
         if self.fit.run.attempt != self.fit.token:
             return
         before = self.fit.previous_outcome.details if self.fit.previous_outcome is not None else {}
@@ -72,18 +72,18 @@ class FitOutcome:
         outcome = Outcome(status, reason, self.fit.trainer.global_step, self.fit.token, details=details)
         try:
             if self.had_finished and status != "finished" and not self.has_trained:
-                self.fit.folder.failed_start = outcome  # what the fit has come to is still there
+                self.fit.folder.failed_start = outcome  # its final state still counts
             else:
                 self.fit.folder.outcome = outcome
         except OSError as error:
             log.error("The outcome of this fit (%s: %s) could not be written: %s", status, reason, error)
 
     def is_halted(self) -> bool:
-        """Whether a rank of this attempt has had the whole run halted; the others have only lost a peer."""
+        """Whether a rank of this attempt has halted the run; the others have only lost a peer."""
         outcomes = (self.fit.folder.outcome, self.fit.folder.failed_start)
         return any(each is not None and each.status == "halted" and each.attempt == self.fit.token for each in outcomes)
 
 
 def _is_raised(before: Any, now: Any) -> bool:
-    """Whether a limit of the fit is larger than before; without one there is no larger."""
+    """Whether a limit is larger than before."""
     return isinstance(before, (int, float)) and before >= 0 and (now is None or now < 0 or now > before)

@@ -1,8 +1,8 @@
 """Where Lightning's own outputs of a fit are: its loggers' files, ``ModelCheckpoint``'s, and ``LightningCLI``'s config.
 
-By default every start of a script makes new folders: the next ``version_N``, or one that is named after the time
-(Hydra). Then ``best_model_path`` and the best k checkpoints are those of the last start only, and the logs are in
-pieces. A fit that was begun before goes on where it was.
+By default every start of a script creates new folders: the next ``version_N``, or one named after the time (Hydra).
+Then ``best_model_path`` and the best k checkpoints are those of the last start only, and the logs are split. A fit that
+has begun before reuses its folders.
 """
 
 from __future__ import annotations
@@ -27,75 +27,74 @@ log = logging.getLogger(__name__)
 
 
 def record(trainer: Trainer, run: str) -> dict[str, Any]:
-    """What :func:`go_on` needs; called on all ranks when everything is set up.
+    """The folders of a fit, for :func:`reuse`; called on all ranks after the set-up.
 
     Args:
-        trainer: The Trainer of a fit.
-        run: The identity of the run. Who copies its directory does not go on in the folders of the original.
+        trainer: The Trainer of the fit.
+        run: The identity of the run: a copy of its directory does not reuse the folders of the original.
     """
     return {
         "run": run,
-        "loggers": [_place(logger) for logger in lightning_loggers.file_loggers(trainer)],
+        "loggers": [_location(logger) for logger in lightning_loggers.file_loggers(trainer)],
         "checkpoints": {each.state_key: str(each.dirpath) for each in _checkpoints(trainer) if each.dirpath},
         "configs": {str(path): _digest(path) for _, path in _configs(trainer)},
     }
 
 
-def go_on(trainer: Trainer, recorded: dict[str, Any] | None) -> None:
-    """Has a fit go on where an earlier attempt has recorded that it was; called on all ranks before anything is set up.
+def reuse(trainer: Trainer, recorded: dict[str, Any] | None) -> None:
+    """Has a fit write into the folders of an earlier attempt; called on all ranks before the set-up.
 
     Args:
         trainer: The Trainer of the fit.
-        recorded: What :func:`record` has returned then, on rank 0; ``None`` in the first attempt.
+        recorded: The result of :func:`record` in that attempt, on rank 0; ``None`` in the first one.
     """
-    places = checkpoint_io.from_rank_zero(trainer.strategy, lambda: _folders(trainer, recorded))
+    folders = checkpoint_io.from_rank_zero(trainer.strategy, lambda: _folders(trainer, recorded))
     loggers = lightning_loggers.file_loggers(trainer)
     for number, logger in enumerate(loggers):
-        folder = places["loggers"][number]
+        folder = folders["loggers"][number]
         if folder is not None:
             lightning_loggers.set_logger_folder(logger, *folder)
             if trainer.is_global_zero:
-                log.info("Logging goes on in %s, where this fit has logged before.", logger.log_dir)
+                log.info("Continuing the logs of this fit in %s.", logger.log_dir)
                 lightning_loggers.append_to_csv(logger)
         elif "://" not in logger.save_dir and not logger.save_dir.startswith(("~", "$")):
-            # As it is meant now: the next attempt may be in another directory.
+            # Resolved now: the next attempt may run in another directory.
             lightning_loggers.set_logger_folder(logger, os.path.abspath(logger.save_dir), None)
         if folder is None and trainer.is_global_zero:
-            _keep_csv_of_before(logger)
+            _keep_csv_of_another_run(logger)
     for callback in _checkpoints(trainer):
-        before = places["checkpoints"].get(callback.state_key)
+        before = folders["checkpoints"].get(callback.state_key)
         if before is not None and callback.dirpath not in (None, before) and trainer.is_global_zero:
             log.info(
-                "ModelCheckpoint goes on in %s, where it was before, and not in %s. To begin there, give the run "
-                "another directory.",
+                "ModelCheckpoint continues in %s, not in %s. To start there, give the run another directory.",
                 before,
                 callback.dirpath,
             )
         callback.dirpath = before or callback.dirpath
-    if places["begun"]:
+    if folders["begun"]:
         _allow_overwriting(trainer, (recorded or {}).get("configs", {}))
 
 
-def _keep_csv_of_before(logger: Any) -> None:
-    """A ``CSVLogger`` with a fixed version deletes what another run has logged there."""
+def _keep_csv_of_another_run(logger: Any) -> None:
+    """Renames the log of another run, which a ``CSVLogger`` with a fixed version would delete."""
     path = lightning_loggers.unopened_csv(logger)
     if path is None or not os.path.isfile(path):
         return
     stem = path.removesuffix(".csv")
     aside = next(name for n in itertools.count(1) if not os.path.exists(name := f"{stem}-{n}.csv"))
     os.rename(path, aside)
-    log.warning("%s was another run's: it is kept as %s.", path, os.path.basename(aside))
+    log.warning("%s belonged to another run; renamed it to %s.", path, os.path.basename(aside))
 
 
 def overwrite_lost(trainer: Trainer, patches: lightning_patches.Patches, metadata: dict[str, Any]) -> None:
-    """Has ``ModelCheckpoint`` save again under their names what it had saved after the state that was restored.
+    """Has ``ModelCheckpoint`` overwrite its files from after the restored state.
 
-    Lightning would take such a file for another's, save beside it (``-v1``), and leave it for ever.
+    Lightning would save beside such a file (``-v1``) and never remove it.
 
     Args:
-        trainer: The Trainer of a fit whose state has just been restored.
+        trainer: The Trainer of a fit whose state was restored.
         patches: Undone after the fit.
-        metadata: By which the files of the fit are known.
+        metadata: Identifies files of the fit.
     """
     for callback, last_saved in lightning_callbacks.last_saves(trainer):
         lost: set[str] = set()
@@ -110,26 +109,26 @@ def _is_lost(file: Path, last_saved: int, metadata: dict[str, Any]) -> bool:
         stamp = checkpoint_file.read_stamp(file)
     except (OSError, checkpoint_file.CorruptCheckpoint):
         return False
-    said = stamp.metadata if stamp is not None else {}
-    own = all(said.get(key) == metadata[key] for key in ("id", "fit"))
-    return own and int(said.get("step", -1)) > last_saved
+    saved = stamp.metadata if stamp is not None else {}
+    own = all(saved.get(key) == metadata[key] for key in ("id", "fit"))
+    return own and int(saved.get("step", -1)) > last_saved
 
 
 def _folders(trainer: Trainer, recorded: dict[str, Any] | None) -> dict[str, Any]:
-    """What of ``recorded`` is still there, and is that of a logger or a callback which the Trainer has now."""
+    """The recorded folders that still exist, for the loggers and callbacks that the Trainer has now."""
     loggers = lightning_loggers.file_loggers(trainer)
     before = (recorded or {}).get("loggers", [])
-    alike = [(type(each).__name__, each.name) for each in loggers] == [(each["kind"], each["name"]) for each in before]
+    same = [(type(each).__name__, each.name) for each in loggers] == [(each["kind"], each["name"]) for each in before]
     found = [(each["save_dir"], each["version"]) if os.path.isdir(each["log_dir"]) else None for each in before]
     checkpoints = (recorded or {}).get("checkpoints", {})
     return {
         "begun": recorded is not None,
-        "loggers": found if alike else [None] * len(loggers),
+        "loggers": found if same else [None] * len(loggers),
         "checkpoints": {key: path for key, path in checkpoints.items() if os.path.isdir(path)},
     }
 
 
-def _place(logger: Any) -> dict[str, Any]:
+def _location(logger: Any) -> dict[str, Any]:
     return {
         "kind": type(logger).__name__,
         "name": logger.name,
@@ -151,7 +150,7 @@ def _configs(trainer: Trainer) -> Iterator[tuple[Any, Path]]:
 
 
 def _allow_overwriting(trainer: Trainer, written: dict[str, Any]) -> None:
-    """Has a ``LightningCLI`` save its configuration over that of an earlier attempt: it refuses if there is any."""
+    """Has a ``LightningCLI`` overwrite the configuration of an earlier attempt, which it would refuse."""
     for callback, path in _configs(trainer):
         own = checkpoint_io.from_rank_zero(trainer.strategy, partial(_is_own, callback, path, written))
         callback.overwrite = own or callback.overwrite
@@ -160,7 +159,7 @@ def _allow_overwriting(trainer: Trainer, written: dict[str, Any]) -> None:
 def _is_own(callback: Any, path: Path, written: dict[str, str]) -> bool:
     if (digest := _digest(path)) is None:
         return False
-    # Before it was recorded this process may have been killed.
+    # An attempt may have been killed before it was recorded.
     return written.get(str(path)) == digest or bool(
         path.read_text() == callback.parser.dump(callback.config, skip_none=False)
     )
@@ -169,5 +168,5 @@ def _is_own(callback: Any, path: Path, written: dict[str, str]) -> bool:
 def _digest(path: Path) -> str | None:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-    except OSError:  # every rank asks, and what rank 0 has found counts
+    except OSError:  # the result of rank 0 counts
         return None
