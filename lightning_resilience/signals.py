@@ -1,12 +1,11 @@
 """Signals that ask a run to stop, noticed at once, even while the main thread is blocked in a collective.
 
-A Python signal handler runs only when the main thread comes back to the interpreter, which a thread blocked in a
-collective does not do. The interpreter's C handler, however, writes the signal's number to a file descriptor at once
-(``signal.set_wakeup_fd``). A listener thread reads it there: the handler itself does no work, takes no lock and touches
-no file.
+A Python signal handler runs only when the main thread returns to the interpreter, which it does not while blocked in a
+collective. The interpreter's C handler, however, writes the signal's number to a file descriptor at once
+(``signal.set_wakeup_fd``), and a listener thread reads it. The handler does no work, takes no lock and touches no file.
 
-Imports neither torch nor Lightning: ``lightning-resilience launch`` installs this before the script's first import. A
-signal that arrives before anyone listens is kept and delivered to the first subscriber.
+Imports neither torch nor Lightning: ``lightning-resilience launch`` installs the listener before the script's first
+import. An earlier signal is delivered to the first subscriber.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ from lightning_resilience.run.deadlines import (
 log = logging.getLogger(__name__)
 
 GRACE_PERIOD_VARIABLE = "LIGHTNING_RESILIENCE_GRACE_PERIOD_S"
-"""Environment variable in which a launcher that knows the real limit tells it to the workers."""
+"""Environment variable in which a launcher gives its workers the real limit, in seconds."""
 
 _TERMINALS = (signal.SIGHUP, signal.SIGINT)
-_FROM_PYTHON = 0x80  # in a byte of the listener's socket: noted by the handler in Python; signals end at 64
+_FROM_PYTHON = 0x80  # flag in a byte of the listener's socket: sent by the Python handler; signals end at 64
 _PAUSE_AFTER_ERROR_S = 0.1
 _LONGEST_POLL_S = 3600.0
-_SPEAKS_WITHIN_S = 0.5
+_LOGS_WITHIN_S = 0.5
 
 
 class Interrupted(SystemExit):
@@ -86,14 +85,13 @@ def grace_period(requested: float = DEFAULT_GRACE_PERIOD_S) -> float:
 
 
 class SignalListener:
-    """Notices signals in a thread of its own and ends the process when its time is up.
+    """Notices signals in a thread and ends the process when the grace period is over.
 
-    The process ends at once, by ``os._exit``, when the grace period after the first signal has run out or when a second
-    signal arrives (see :data:`~.deadlines.SECOND_SIGNAL_AFTER_S`). Whoever subscribes is told about the first
-    signal only.
+    The process ends at once, by ``os._exit``, when the grace period after the first signal is over or a second signal
+    arrives (see :data:`~.deadlines.SECOND_SIGNAL_AFTER_S`). Subscribers are notified of the first signal only.
 
-    A handler that the script has set itself is called too, as Python calls it, and put back at the end. What it raises
-    does not end the training in the middle of a step: the run stops at its next boundary in any case.
+    Handlers of the script are called too, and restored at the end. Their exceptions do not end the training in the
+    middle of a step: the run stops at its next boundary.
 
     Args:
         signums: The signals to notice.
@@ -105,16 +103,16 @@ class SignalListener:
         self.grace_period_s = grace_period_s
         self.received: signal.Signals | None = None
         self.returned: set[int] = set()
-        """The signals whose own handler has been called and has returned."""
+        """The signals whose handler of the script was called and has returned."""
         self._subscriber: Callable[[signal.Signals], None] | None = None
         self._before_exit: Callable[[str], None] | None = None
         self._deadline: float | None = None
         self._first_at = 0.0
         self._previous: dict[signal.Signals, Any] = {}
-        self._scripts: dict[signal.Signals, Any] = {}  # handlers that have been set over this listener's
+        self._scripts: dict[signal.Signals, Any] = {}  # handlers that have replaced this listener's
         self._calling: set[int] = set()
-        self._held_back: deque[str] = deque()  # what they have raised; a handler must not write
-        self._unanswered: set[int] = set()  # written by the interpreter's C handler; Python's has not been called yet
+        self._raised: deque[str] = deque()  # by them; logged in the thread, since a handler must not write
+        self._unanswered: set[int] = set()  # sent by the C handler, not yet by the Python handler
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._reader, self._writer = socket.socketpair()
@@ -122,7 +120,7 @@ class SignalListener:
             end.setblocking(False)
         self._others_fd: _OthersDescriptor | None = None
         self._closing = threading.Event()
-        self._has_stumbled = False
+        self._has_logged_error = False
         self._thread = threading.Thread(target=self._listen, name="resilience-signals", daemon=True)
 
     def start(self) -> None:
@@ -133,7 +131,7 @@ class SignalListener:
     def add(self, signums: Collection[signal.Signals]) -> None:
         """Notices ``signums`` too. Only the main thread may do this.
 
-        What a terminal sends is left alone where whoever started this process has it ignored, as ``nohup`` does.
+        Signals of a terminal stay ignored where the parent process ignores them, as ``nohup`` does.
         """
         for signum in signums:
             if signum in _TERMINALS and signal.getsignal(signum) is signal.SIG_IGN:
@@ -144,7 +142,7 @@ class SignalListener:
         self.take_over()
 
     def take_over(self) -> None:
-        """Handles the signals that the script has set handlers for since, which are called from here then."""
+        """Takes over the handlers that the script has set since; they are called from here."""
         for signum in self.signums:
             current = signal.getsignal(signum)
             if not self._is_own(current):
@@ -154,15 +152,16 @@ class SignalListener:
         self.listen_again()
 
     def handle(self) -> None:
-        """Puts the handlers back in place after something else (Lightning, at the start of a fit) has replaced them."""
+        """Sets the handlers again after Lightning has replaced them at the start of a fit."""
         for signum in self.signums:
             signal.signal(signum, self._note)
         self.listen_again()
 
     def listen_again(self) -> None:
-        """Takes the wakeup descriptor back: whoever closes an asyncio loop that had a signal handler has removed it.
+        """Takes the wakeup descriptor back, which closing an asyncio loop with a signal handler removes.
 
-        Without it a signal is noticed only when the main thread comes back to the interpreter. Does nothing in others.
+        Without it a signal is noticed only when the main thread returns to the interpreter. Does nothing in other
+        threads.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -171,19 +170,19 @@ class SignalListener:
             self._others_fd = _OthersDescriptor.of(current)
 
     def give_back(self) -> None:
-        """Puts the script's own handlers back, where it has set any."""
+        """Restores the handlers of the script."""
         for signum, handler in self._scripts.items():
             if self._is_own(signal.getsignal(signum)):
                 signal.signal(signum, handler)
         self._scripts.clear()
 
     def stop(self) -> None:
-        """Restores what was there before; a signal that was received has then been dealt with."""
+        """Stops listening and restores the previous handlers and wakeup descriptor."""
         self._restore()
         others = self._others_fd
         current = signal.set_wakeup_fd(others.fd if others is not None and others.is_open else -1)
         if current != self._writer.fileno():
-            signal.set_wakeup_fd(current)  # somebody else has taken it over since: leave theirs
+            signal.set_wakeup_fd(current)  # of somebody else by now: leave it
         self._closing.set()
         self._wake()
         self._thread.join()
@@ -200,12 +199,11 @@ class SignalListener:
     def subscribe(
         self, subscriber: Callable[[signal.Signals], None], before_exit: Callable[[str], None] | None = None
     ) -> None:
-        """Has ``subscriber`` called from the listener's thread at the first signal; at once if that has come already.
+        """Has ``subscriber`` called in the listener's thread at the first signal; at once if that has come already.
 
         Args:
-            subscriber: Told which signal it was.
-            before_exit: Called with the reason when the process ends without having been able to stop in order. It gets
-                a few seconds.
+            subscriber: Called with the signal.
+            before_exit: Called with the reason, for 3 s at most, before the process ends without a stop in order.
         """
         with self._lock:
             self._subscriber, self._before_exit = subscriber, before_exit
@@ -214,17 +212,17 @@ class SignalListener:
             subscriber(received)
 
     def unsubscribe(self) -> None:
-        """Drops the subscriber and gives back the script's own handlers. The grace period goes on."""
+        """Drops the subscriber and restores the handlers of the script. The grace period continues."""
         with self._lock:
             self._subscriber = self._before_exit = None
         self.give_back()
 
     def start_grace_period(self) -> None:
-        """Starts the grace period on a rank that got no signal itself but stops because a peer did."""
+        """Starts the grace period, also on a rank that stops because another one got the signal."""
         with self._lock:
             if self._deadline is None:
                 self._deadline = time.monotonic() + self.grace_period_s
-                # Only C code ends a process whose main thread holds the interpreter lock; it comes second.
+                # Only C code can end a process whose main thread holds the interpreter lock.
                 if sys.__stderr__ is not None:
                     with suppress(OSError, ValueError, RuntimeError, OverflowError):  # it may be closed
                         faulthandler.dump_traceback_later(
@@ -233,16 +231,16 @@ class SignalListener:
         self._wake()
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        """A handler must exist for the interpreter to write the wake-up byte; the listener does the work.
+        """The Python handler, without which the interpreter writes no wake-up byte.
 
-        It is told once more from here: the wakeup descriptor may be somebody else's now, or nobody's.
+        Sends the signal to the listener again: the wakeup descriptor may belong to somebody else.
         """
         with suppress(OSError):
             self._writer.send(bytes([signum | _FROM_PYTHON]))
         handler = self._scripts.get(signal.Signals(signum), self._previous.get(signal.Signals(signum)))
         if handler is None or not _is_of_the_script(handler):
             return
-        if signum in self._calling:  # it calls what it has replaced, which is this
+        if signum in self._calling:  # it calls the handler that it has replaced: this one
             return
         self._calling.add(signum)
         try:
@@ -251,7 +249,7 @@ class SignalListener:
         except BaseException as error:
             if self._subscriber is None:
                 raise
-            self._held_back.append(f"{signal.Signals(signum).name} has raised {error!r}")
+            self._raised.append(f"{signal.Signals(signum).name} has raised {error!r}")
             self._wake()
         finally:
             self._calling.discard(signum)
@@ -274,15 +272,15 @@ class SignalListener:
         while not self._closing.is_set():
             try:
                 self._listen_once(poll)
-            except BaseException:  # whatever it is: without this thread the process would be deaf
-                self._say_error()
+            except BaseException:  # without this thread no signal is noticed
+                self._log_error()
                 time.sleep(_PAUSE_AFTER_ERROR_S)
 
-    def _say_error(self) -> None:
-        if not self._has_stumbled:
-            self._has_stumbled = True
-            text = f"The listener for signals goes on after an error of its own:\n{traceback.format_exc()}"
-            _within(_SPEAKS_WITHIN_S, log.error, text)
+    def _log_error(self) -> None:
+        if not self._has_logged_error:
+            self._has_logged_error = True
+            text = f"The signal listener continues after an internal error:\n{traceback.format_exc()}"
+            _within(_LOGS_WITHIN_S, log.error, text)
 
     def _listen_once(self, poll: select.poll) -> None:
         deadline = self._deadline
@@ -299,7 +297,7 @@ class SignalListener:
         for byte in noted:
             number = byte & ~_FROM_PYTHON
             if byte & _FROM_PYTHON:
-                if number in self._unanswered:  # Python's handler comes second, and perhaps long after C's
+                if number in self._unanswered:  # sent by the C handler before, perhaps long ago
                     self._unanswered.discard(number)
                     continue
             elif number:
@@ -308,9 +306,9 @@ class SignalListener:
                     self._others_fd.write(number)
             if number in self.signums:
                 self._on_signal(signal.Signals(number))
-        while self._held_back:
-            line = f"The script's own handler of {self._held_back.popleft()}: the fit stops at its next boundary first."
-            _within(_SPEAKS_WITHIN_S, log.warning, line)
+        while self._raised:
+            line = f"The script's handler of {self._raised.popleft()}; the fit stops at its next boundary first."
+            _within(_LOGS_WITHIN_S, log.warning, line)
 
     def _on_signal(self, signum: signal.Signals) -> None:
         now = time.monotonic()
@@ -328,22 +326,22 @@ class SignalListener:
             try:
                 subscriber(signum)
             except BaseException:
-                self._say_error()
-        # NeMo's words, so that what watches its logs keeps working.
-        _within(_SPEAKS_WITHIN_S, _say, signed(f"Received signal {int(signum)}, initiating graceful stop"))
+                self._log_error()
+        # NeMo's words, for tools that watch its logs.
+        _within(_LOGS_WITHIN_S, _write, signed(f"Received signal {int(signum)}, initiating graceful stop"))
 
     def _exit(self, reason: str) -> None:
         try:
-            line = signed(f"Ending now: {reason}. The newest published checkpoint stands.")
-            _within(_SPEAKS_WITHIN_S, _say, line)
+            line = signed(f"Ending now: {reason}. The newest published checkpoint remains.")
+            _within(_LOGS_WITHIN_S, _write, line)
             if (before_exit := self._before_exit) is not None:
-                _within(LAST_WORDS_WITHIN_S, before_exit, reason)  # it writes to storage, which may not answer
-            _within(_SPEAKS_WITHIN_S, _say, "")
+                _within(LAST_WORDS_WITHIN_S, before_exit, reason)  # storage may not respond
+            _within(_LOGS_WITHIN_S, _write, "")
         finally:
             os._exit(exit_code())
 
     def _leave_child_alone(self) -> None:
-        """In a forked child: it inherits handlers and file descriptor, and would speak in its parent's name."""
+        """In a forked child, which inherits handlers and file descriptor: it must not act for its parent."""
         signal.set_wakeup_fd(-1)
         self._restore()
 
@@ -356,7 +354,7 @@ class SignalListener:
 
 @dataclass(frozen=True)
 class _OthersDescriptor:
-    """The wakeup descriptor of somebody else, such as an asyncio loop, which is told what this listener is told."""
+    """The wakeup descriptor of somebody else, such as an asyncio loop, which gets all signals too."""
 
     fd: int
     file: tuple[int, int]
@@ -370,7 +368,7 @@ class _OthersDescriptor:
 
     @property
     def is_open(self) -> bool:
-        """Whether it still is what it was: a number is given to another file when the one before is closed."""
+        """Whether the number still belongs to the same file."""
         return _OthersDescriptor.of(self.fd) == self
 
     def write(self, number: int) -> None:
@@ -380,20 +378,20 @@ class _OthersDescriptor:
 
 
 def _is_of_the_script(handler: Any) -> bool:
-    """Whether a handler is a user's: not Python's for SIGINT, nor Lightning's, which broadcasts from inside of it."""
+    """Whether a handler is a user's: not Python's for SIGINT, nor Lightning's, which broadcasts in it."""
     if not callable(handler) or handler is signal.default_int_handler:
         return False
     return type(handler).__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
 
 
-def _say(line: str) -> None:
+def _write(line: str) -> None:
     if line:
         write_line(line)
     flush()
 
 
 def _within(seconds: float, function: Callable[[str], None], argument: str) -> None:
-    """Calls ``function`` in a thread of its own and waits no longer than that: a pipe or a storage may be stuck."""
+    """Calls ``function`` in a thread and waits for ``seconds`` at most: a pipe or storage may be stuck."""
 
     def call() -> None:
         with suppress(Exception):
@@ -411,14 +409,14 @@ _installed: SignalListener | None = None
 def install(
     signums: Collection[signal.Signals] = (signal.SIGTERM,), grace_period_s: float | None = None
 ) -> SignalListener | None:
-    """Installs the process's one listener, or has the one that is installed notice ``signums`` too.
+    """Installs the listener of this process, or has the installed one notice ``signums`` too.
 
     Args:
         signums: The signals to notice.
         grace_period_s: See :class:`SignalListener`; default: :func:`grace_period`.
 
     Returns:
-        The listener, or ``None`` in any thread but the main one, where Python allows no signal handling.
+        The listener; ``None`` outside of the main thread, where Python allows no signal handlers.
     """
     global _installed
     if threading.current_thread() is not threading.main_thread():
@@ -433,12 +431,12 @@ def install(
 
 
 def installed() -> SignalListener | None:
-    """The process's listener, if there is one."""
+    """The listener of this process, if there is one."""
     return _installed
 
 
 def uninstall() -> None:
-    """Removes the process's listener, if there is one, and restores what was there before."""
+    """Stops the listener of this process, if there is one."""
     global _installed
     if _installed is not None:
         listener, _installed = _installed, None
@@ -453,7 +451,7 @@ def _after_fork_in_child() -> None:
 
 
 def _at_fork(signums: Callable[[], Collection[signal.Signals]], in_child: Callable[[], None]) -> None:
-    """Has ``in_child`` called in every forked child; signals wait for that, and find the handlers that it has set."""
+    """Calls ``in_child`` in every forked child, with ``signums`` blocked until it has set its handlers."""
     masks: list[set[Any]] = []
 
     def before() -> None:
@@ -475,11 +473,10 @@ _at_fork(lambda: () if _installed is None else _installed.signums, _after_fork_i
 
 
 class WorkerGuard:
-    """A ``worker_init_fn`` that ties a data-loader worker to its trainer: it neither ends before it nor outlives it.
+    """A ``worker_init_fn`` with which a data-loader worker neither ends before its trainer nor outlives it.
 
-    A signal to the whole process group reaches the workers too; one that dies of it fails the step in progress. And a
-    worker whose trainer was killed can hang for ever, blocked on a pipe that its siblings hold open: after a few
-    restarts such orphans fill the memory of the node.
+    A signal to the process group reaches workers too; one that dies fails the step in progress. A worker whose trainer
+    was killed can hang forever on a pipe that its siblings hold open, and such orphans fill the memory of the node.
 
     Args:
         inner: The loader's own ``worker_init_fn``.
@@ -490,7 +487,7 @@ class WorkerGuard:
         self.inner = inner
         self.signums = tuple(signums)
         self.trainer_pid = os.getpid()
-        self.trainer_ends = _trainer_ends().path
+        self.trainer_ends = _trainer_ends()[1]
         Finalize(None, _end_workers, exitpriority=0)  # before multiprocessing waits for them
 
     def __call__(self, worker_id: int) -> None:
@@ -502,36 +499,26 @@ class WorkerGuard:
             self.inner(worker_id)
 
 
-class _TrainerEnds:
-    """Whether the trainer's process ends: a byte that its workers can read, however they were started."""
-
-    def __init__(self) -> None:
-        self._fd, self.path = -1, ""
-        if sys.platform == "linux":
-            self._fd = os.memfd_create("trainer-ends")
-            os.truncate(self._fd, 1)
-            self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    def set(self) -> None:
-        with suppress(OSError):
-            os.pwrite(self._fd, b"\1", 0)
-
-
 @functools.cache
-def _trainer_ends() -> _TrainerEnds:
-    return _TrainerEnds()
+def _trainer_ends() -> tuple[int, str]:
+    """A byte that is set when the trainer ends: its file, and the path by which any worker can read it."""
+    if sys.platform != "linux":
+        return -1, ""
+    fd = os.memfd_create("trainer-ends")
+    os.truncate(fd, 1)
+    return fd, f"/proc/{os.getpid()}/fd/{fd}"
 
 
-os.register_at_fork(after_in_child=_trainer_ends.cache_clear)  # which is a trainer itself, if it is any
+os.register_at_fork(after_in_child=_trainer_ends.cache_clear)  # a child is no worker of this trainer
 
 
 def _end_workers() -> None:
-    """Ends the workers that are left when the trainer's process ends.
+    """Ends the remaining workers when the trainer's process ends.
 
-    torch has asked them to by SIGTERM, and multiprocessing waits for them without a limit: for ever if one is stuck in
-    code that never comes back to the interpreter.
+    multiprocessing waits for them without a timeout: forever if one never returns to the interpreter for SIGTERM.
     """
-    _trainer_ends().set()
+    with suppress(OSError):
+        os.pwrite(_trainer_ends()[0], b"\1", 0)
     workers = [process for process in multiprocessing.active_children() if process.daemon]
     for worker in workers:
         worker.terminate()
@@ -543,18 +530,18 @@ def _end_workers() -> None:
 
 
 def _ignore_until(trainer_ends: str, signums: Collection[signal.Signals]) -> None:
-    """Has these signals do nothing in this process until its trainer ends, and end it then.
+    """Ignores these signals in this process until its trainer ends.
 
-    By a handler, which what this process starts does not inherit, as it would a mask or signals that are ignored: a
-    reader such as ffmpeg could not be terminated. torch's own handler, in place by now, ends the worker in any case.
+    By a handler, which child processes do not inherit, unlike a mask or ``SIG_IGN``: a reader such as ffmpeg could not
+    be terminated. It replaces torch's own handler, which ends the worker at once.
     """
     try:
         flag = os.open(trainer_ends, os.O_RDONLY)
-    except OSError:  # it would have to be killed
+    except OSError:  # the trainer must kill it
         return
 
     def handle(signum: int, frame: FrameType | None) -> None:
-        with suppress(OSError):  # somebody has closed all files
+        with suppress(OSError):  # all files are closed
             if os.pread(flag, 1, 0) != b"\0":
                 os._exit(0)
 
@@ -565,7 +552,7 @@ def _ignore_until(trainer_ends: str, signums: Collection[signal.Signals]) -> Non
 
     for signum in signums:
         signal.signal(signum, handle)
-        signal.siginterrupt(signum, False)  # C code of a data set need not know of system calls that are interrupted
+        signal.siginterrupt(signum, False)  # C code of a data set may not expect EINTR
     _at_fork(lambda: signums, leave_child_alone)
 
 
@@ -573,7 +560,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def _die_with(trainer: int) -> None:
-    """Has the kernel kill this process when its parent ends; only Linux knows how.
+    """Has the kernel kill this process when its parent ends, on Linux.
 
     The parent is the trainer, or its fork server, which ends with it.
     """

@@ -217,7 +217,7 @@ def test_a_finished_fit_is_not_taken_for_one_of_other_settings(
         assert (finished.status, finished.details["max_epochs"]) == ("finished", 1)
     assert fit() == (first, ""), "what was refused has left nothing"
     monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.2", "--max_epochs", "2"])
-    with pytest.raises(AnotherFit, match=r"--lr 0.1 -> 0.2. What"):
+    with pytest.raises(AnotherFit, match=r"--lr 0.1 -> 0.2. Give"):
         fit()
     monkeypatch.setenv(CONTINUE_VARIABLE, "1")
     assert fit(lr=0.2) == (
