@@ -286,7 +286,7 @@ def test_more_epochs_where_the_end_has_changed_the_weights(
     short.start()
     assert "not exact" not in caplog.text
     short.start(max_epochs=6)
-    assert "goes on from its end, which is not exact" in caplog.text
+    assert "continues from its end, which is not exact" in caplog.text
 
 
 @pytest.mark.parametrize(("size", "said"), [(2, "trained on once"), (8, "trained on once"), (5, "trained on twice")])
@@ -331,7 +331,7 @@ def test_the_newest_own_file_of_a_model_checkpoint_means_to_resume(
         script.start(dies_at, ckpt_path=newest_of(own))
     with caplog.at_level(logging.INFO):
         end = script.start(ckpt_path=newest_of(own))
-    assert "is the newest that a ModelCheckpoint of this very fit has saved there" in caplog.text
+    assert "is the newest file of this fit's ModelCheckpoint" in caplog.text
     assert "Resuming from step 30" in caplog.text
     assert end.digest == Script(tmp_path / "other").plain()
     assert not RunDirectory(tmp_path / "run").fit(0).quarantine.exists()

@@ -223,7 +223,7 @@ def test_a_skipped_step_ends_no_run_through_its_metrics(late: list[int] | None, 
     assert codes == [0], text
     (found,) = result(config)
     assert found["epoch"] == 3, text
-    assert "The fit has finished, but not without trouble: 3 steps were bad." in text
+    assert "The fit has finished with trouble: 3 steps were bad." in text
     assert math.isfinite(found["metrics"]["train_loss_epoch"])
     steps = [
         event["step"] for event in read_ledger(RunDirectory(config["run_dir"]).ledger) if event["event"] == "bad_step"

@@ -87,7 +87,7 @@ class AutoResume(SessionCallback):
         return RegularSaves(session, options)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Somebody else saves: what the run resumes from follows at the next boundary."""
+        """Another callback saves: the run's own checkpoint follows at the next boundary."""
         session, saves = session_of(trainer, self), self._participant
         if session and not session.saver.is_dumping and isinstance(saves, RegularSaves):
             saves.save_soon()

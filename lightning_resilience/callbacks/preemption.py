@@ -92,7 +92,7 @@ class Preemption(SessionCallback):
         installed_here = signals.installed() is None
         listener = signals.install(sorted(signums), signals.grace_period(self.grace_period_s))
         if listener is None:
-            log.warning("fit() does not run in the main thread, where alone Python notices signals: Preemption is off.")
+            log.warning("fit() does not run in the main thread, which Python requires for signals: Preemption is off.")
             return None
         release = signals.uninstall if installed_here else listener.unsubscribe
         return StopOnSignal(
@@ -104,17 +104,17 @@ class Preemption(SessionCallback):
         )
 
     def _stop_outside_of_fit(self) -> None:
-        """There is no state to save: a process that has been told to stop (launched, so it listens) just ends."""
+        """Ends the process after a signal: outside of a fit there is no state to save."""
         listener = signals.installed()
         if listener is not None and listener.received is not None:
             raise signals.Interrupted(f"interrupted by signal {int(listener.received)} outside of a fit")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What ran since the last epoch may have taken the signals away."""
+        """Listens again: other code may have replaced the wakeup descriptor."""
         _listen_again()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What ran in it may have taken the signals away."""
+        """Listens again, for the same reason."""
         _listen_again()
 
     def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
@@ -131,13 +131,13 @@ class Preemption(SessionCallback):
         self._stop_outside_of_fit()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves nothing behind."""
+        """Leaves the session."""
         if session_of(trainer, self):
             listener = signals.installed()
             super().teardown(trainer, pl_module, stage)
             if listener is None or listener.received is None or signals.installed() is not None:
                 return
-            # It came when nothing was left to stop in this fit: what handled it before decides about the rest.
+            # The signal came too late for this fit: the previous handler decides.
             if listener.received not in listener.returned:
                 signal.raise_signal(listener.received)
 

@@ -1,4 +1,4 @@
-"""The end of a fit: the ranks meet behind their last batch, the final state is saved, the agreement is closed."""
+"""The end of a fit: ranks meet after their last batch, the final state is saved, the agreement is closed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE
 
 log = logging.getLogger(__name__)
 
-_TRAINED = "trained"  # the event that has all ranks meet behind their last batch
+_TRAINED = "trained"  # the event with which ranks meet after their last batch
 
 
 class EndOfFit(Participant):
-    """Ends one fit, if it ends by itself."""
+    """Ends one fit that is not interrupted."""
 
     def __init__(
         self, fit: FitContext, outcome: FitOutcome, exact: ExactState, selector: CheckpointSelector, saver: Saver
@@ -40,28 +40,28 @@ class EndOfFit(Participant):
         self.selector = selector
         self.saver = saver
         self.is_over = False
-        """Whether the end of the fit is written down."""
+        """Whether the end of the fit is recorded."""
         self._cut_short = False
         self._digest: str | None = None
-        self._is_behind_training = threading.Event()
+        self._all_have_trained = threading.Event()
         self._left: list[Event] = []
 
     def on_event_known(self, event: Event) -> None:
-        """All ranks have come to the end of their training."""
+        """All ranks have reached the end of their training."""
         if event.kind == _TRAINED:
-            self._is_behind_training.set()
+            self._all_have_trained.set()
 
     def end_of_epoch(self) -> None:
-        """An epoch has ended, perhaps because of a limit in the middle of it."""
+        """An epoch has ended, perhaps cut short by a limit."""
         if lightning_limits.is_cut_short(self.fit.trainer):
             self._cut_short = True
             self.keep_before_the_end()
 
     def keep_before_the_end(self) -> None:
-        """Saves where a fit would go on whose limit is raised when it has ended in the middle of an epoch.
+        """Saves a state from which a fit with a higher limit is exact, if there is no older one.
 
-        What Lightning does at such an end (hooks of the end of an epoch, a validation) a longer fit does elsewhere. An
-        older state of the fit serves as well.
+        When a limit ends a fit in the middle of an epoch, Lightning ends the epoch early (hooks, a validation), which a
+        longer fit would do later.
         """
         if not self._saves_final_state or not lightning_progress.accumulation_window_complete(self.fit.trainer):
             return
@@ -72,22 +72,22 @@ class EndOfFit(Participant):
                 self.saver.save("before the end")
 
     def before_epoch(self) -> None:
-        """A finished fit whose limit was raised goes on with a new epoch, as if it had never ended."""
+        """Completes the resume of a finished fit with a higher limit, before its next epoch."""
         if self.exact.is_final:
             before = self.fit.previous_outcome.details if self.fit.previous_outcome is not None else {}
             if self.fit.rank == 0 and (self.selector.ended or before).get(ENDS_APART):
                 log.warning(
-                    "This fit goes on from its end, which is not exact: a longer one had not stood there (its last "
-                    "epoch was cut short, or a callback has changed the weights at the end)."
+                    "This fit continues from its end, which is not exact: its last epoch was cut short, or a callback "
+                    "has changed the weights at the end."
                 )
             self.exact.complete_resume()
 
     def before_train_end(self) -> None:
-        """Training has ended: what it has come to is safe before any ``on_train_end`` may take its time."""
+        """Training has ended: saves the final state before any ``on_train_end``."""
         self.fit.stand_at("out_of_section", agreement_protocol.training(self.fit.steps_counted))
         if self.fit.trainer.world_size > 1:
-            self._meet_behind_training()
-        if self.exact.is_final:  # an earlier attempt has saved it, and has not come to its end
+            self._meet_after_training()
+        if self.exact.is_final:  # saved by an earlier attempt, which has not ended
             assert self.selector.loaded is not None
             self.fit.final_path = self.selector.loaded.path
             self.exact.complete_final()
@@ -96,14 +96,14 @@ class EndOfFit(Participant):
         if self.fit.final_path is not None and any(self.fit.gather(lightning_limits.acts_at_the_end(self.fit.trainer))):
             self._digest = self._digest_now()
 
-    def _meet_behind_training(self) -> None:
-        """Waits, in no collective, until all ranks have come to the end of the training; one that fails is named."""
-        # Those that ask have passed the first of these boundaries, so that all act at the second one.
+    def _meet_after_training(self) -> None:
+        """Waits outside of collectives until all ranks have trained; raises with the name of one that fails."""
+        # Ranks that request the event have passed the first of these boundaries, so all act at the second one.
         first, second = (agreement_protocol.training(self.fit.steps_counted + more) for more in (1, 2))
         self._left += self.fit.agreement.boundary(first, Needs.NOTHING)
-        if not self._is_behind_training.is_set():
+        if not self._all_have_trained.is_set():
             self.fit.agreement.request(_TRAINED)
-        while not self._is_behind_training.wait(0.01):
+        while not self._all_have_trained.wait(0.01):
             self.fit.advanced()
             self._left += self.fit.agreement.boundary(first, Needs.NOTHING)
         events = self.fit.agreement.boundary(second, Needs.NOTHING)
@@ -115,9 +115,9 @@ class EndOfFit(Participant):
             return self.saver.digest_at_end()
 
     def _settle(self) -> bool:
-        """Has the last steps judged; returns whether something that was asked for because of them is still to be done.
+        """Waits for verdicts about the last steps; returns whether an event that they request is still open.
 
-        It is done when the agreement is closed, and may well be that this state is not the end.
+        It is handled when the agreement is closed, and may end with another state than this one.
         """
         asks = [before_end() for before_end in self.fit.participants.implement(Participant.before_end)]
         self.fit.enter("out_of_section")
@@ -142,24 +142,21 @@ class EndOfFit(Participant):
         return path is not None
 
     def complete(self) -> None:
-        """Every ``on_train_end`` has ended too: closes the agreement, publishes what these have changed."""
-        left = self._left + list(
-            self.fit.agreement.close(self.fit.advanced)
-        )  # it is whom they wait for that may be stuck
+        """Every ``on_train_end`` has ended: closes the agreement and saves what they have changed."""
+        # This rank advances while it waits: it is another one that may be stuck.
+        left = self._left + list(self.fit.agreement.close(self.fit.advanced))
         is_changed = self._digest is not None and any(self.fit.gather(self._digest_now() != self._digest))
         is_to_be_saved = self.fit.final_path is None or is_changed
         if is_to_be_saved:
             self._settle()
         for event in left:
             handled = [on_event(event) for on_event in self.fit.participants.implement(Participant.on_event_at_end)]
-            if not any(handled) and event.payload:  # otherwise it was routine
-                log.info(
-                    "%s was asked for by rank %d when the fit had ended; nothing is left to do.", event.kind, event.rank
-                )
+            if not any(handled) and event.payload:  # not a routine event
+                log.info("Rank %d requested %s after the fit had ended; nothing is left to do.", event.rank, event.kind)
         apart = self._cut_short
         if self._digest is None:
             apart |= lightning_limits.changes_weights_at_the_end(self.fit.trainer)
-        apart |= is_changed  # a longer fit would have gone on without that
+        apart |= is_changed  # a longer fit would continue without that
         is_missing = is_to_be_saved and not self._save_final(True, apart)
         self.fit.enter("out_of_section")
         for after_save in self.fit.participants.implement(Participant.after_save):
@@ -170,19 +167,19 @@ class EndOfFit(Participant):
             about = {ENDS_APART: apart, END_IS_MISSING: is_missing and self.fit.final_path is not None}
             self.outcome.write("finished", reason, {**lightning_limits.limits(self.fit.trainer), **about})
             self.fit.ledger.record(Finished(fit=self.fit.index, step=step, saved=False if is_missing else None))
-            self._say_what_went_wrong()
+            self._log_troubles()
         self.is_over = True
 
-    def _say_what_went_wrong(self) -> None:
-        """The launch says it in its last line; where there is none, nobody else would."""
+    def _log_troubles(self) -> None:
+        """Logs the troubles of the fit, without a launch: a launch logs them in its last line."""
         if RUN_DIR_VARIABLE in os.environ:
             return
         with suppress(OSError):
             if trouble := troubles(read_ledger(self.fit.run.ledger), self.fit.index):
-                log.warning("The fit has finished, but not without trouble: %s.", trouble)
+                log.warning("The fit has finished with trouble: %s.", trouble)
 
     def has_only_to_end(self) -> bool:
-        """Whether the fit was resumed where an attempt had not come to the end of its ``on_train_end``."""
+        """Whether only ``on_train_end`` is left: an attempt was interrupted in it."""
         ended = self.selector.ended
         if not self.exact.is_final or ended is None or self.outcome.finished_before():
             return False

@@ -30,7 +30,7 @@ class RegularSaveOptions:
 
 
 class RegularSaves(Participant):
-    """Has one fit resume from the run's checkpoints, and saves them whenever they are due."""
+    """Has one fit resume from the checkpoints of the run, and saves them when they are due."""
 
     def __init__(self, session: FitSession, options: RegularSaveOptions) -> None:
         self.session = session
@@ -38,15 +38,15 @@ class RegularSaves(Participant):
         session.selector.use_global_tier()
         self.due = False
         self._saved_step = 0
-        self._asked = False
-        self._held = ""
+        self._requested = False
+        self._postponed = ""
         interval = options.train_time_interval
         # One clock decides for all ranks.
         self._interval_s = interval.total_seconds() if interval is not None and session.fit.rank == 0 else float("inf")
         self._next = float("inf")
 
     def start(self) -> None:
-        """Says how it saves, and starts the clock."""
+        """Logs how it saves, and starts the clock."""
         trainer = self.session.fit.trainer
         traits = lightning_strategies.traits_of(trainer.strategy)
         if self._options.async_save and trainer.is_global_zero and not traits.can_write_behind:
@@ -54,22 +54,22 @@ class RegularSaves(Participant):
         self.after_rollback()
 
     def after_rollback(self) -> None:
-        """What was due, was due in what the fit has left behind."""
-        self.due = self._asked = False
-        self._held = ""
+        """Forgets what was due before the rollback."""
+        self.due = self._requested = False
+        self._postponed = ""
         self._saved_step = self.session.fit.trainer.global_step
         self._next = time.monotonic() + self._interval_s
 
     def save_soon(self) -> None:
-        """Saves at the next boundary: ``ModelCheckpoint`` saves now."""
+        """Saves at the next boundary, because ``ModelCheckpoint`` saves now."""
         self.due = True
 
     def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
         """Saves what is due."""
-        if time.monotonic() >= self._next and not self._asked:
-            self._asked = True
+        if time.monotonic() >= self._next and not self._requested:
+            self._requested = True
             self.session.fit.agreement.request(_SAVE, {"reason": "interval"}, Needs.CLEAN | Needs.TRAINING)
-        reason = self._held or ("follows ModelCheckpoint" if self.due else "")
+        reason = self._postponed or ("follows ModelCheckpoint" if self.due else "")
         # Made up for if nothing could be saved at the very step.
         if not reason and (n := self._options.every_n_train_steps) is not None and step // n > self._saved_step // n:
             reason = "every_n_train_steps"
@@ -77,11 +77,11 @@ class RegularSaves(Participant):
             self.save(reason)
 
     def on_event(self, event: Event) -> None:
-        """Saves because the interval is over, or a snapshot was no good."""
+        """Saves because the interval is over, or a snapshot was invalidated."""
         if event.kind != _SAVE:
             return
         if self.session.fit.saves_paused:
-            self._held = str(event.payload["reason"])
+            self._postponed = str(event.payload["reason"])
         else:
             self.save(str(event.payload["reason"]))
 
@@ -90,13 +90,13 @@ class RegularSaves(Participant):
         self.retain()
 
     def save(self, reason: str) -> None:
-        """Saves at this boundary, or at the first one after the bad steps."""
+        """Saves at this boundary, or at the first one after bad steps."""
         session = self.session
         if session.saver.waits():
-            self._held = reason
+            self._postponed = reason
             return
-        self.due = self._asked = False
-        self._held = ""
+        self.due = self._requested = False
+        self._postponed = ""
         self._saved_step = session.fit.trainer.global_step
         self._next = time.monotonic() + self._interval_s
         if self._options.async_save:

@@ -1,4 +1,4 @@
-"""A signal stops a fit in order: all ranks stop between the same two batches, saved, with the time that is left."""
+"""A signal stops a fit in order: all ranks save and stop between the same two batches."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _SAFETY_FACTOR = 1.5  # storage is slowest when many jobs are stopped at once
 
 
 class StopOnSignal(Participant):
-    """Saves and ends one fit when a signal has reached any of its ranks.
+    """Saves and ends one fit after a signal to any of its ranks.
 
     Args:
         session: The fit.
         listener: Notices the signals.
-        release: Has the listener forget this fit.
-        grace_period_s: The grace period that the user gave, in seconds.
+        release: Ends the subscription to the listener.
+        grace_period_s: The grace period that the user set, in seconds.
         protects_workers: Whether data-loader workers ignore the signals.
     """
 
@@ -51,13 +51,13 @@ class StopOnSignal(Participant):
         self._grace_period_s = grace_period_s
         self._listener = listener
         self._release = release
-        # The terminal may go away with the signal, or before it: no progress bar ends the run for that.
-        is_launched = RUN_DIR_VARIABLE in os.environ  # the launcher sees what all ranks draw
+        # The terminal may close with the signal or before it: a progress bar must not end the run.
+        is_launched = RUN_DIR_VARIABLE in os.environ  # the launcher handles progress bars of all ranks
         self._release_output = guard_streams(
             session.fit.run.path / NOT_SHOWN, others_draw=session.fit.rank > 0 and not is_launched
         )
-        put_back = listener.take_over, listener.handle
-        lightning_signals.keep_signal_handlers(session.fit.trainer, session.fit.patches, listener.signums, *put_back)
+        restore = listener.take_over, listener.handle
+        lightning_signals.keep_signal_handlers(session.fit.trainer, session.fit.patches, listener.signums, *restore)
         requeue = lightning_signals.requeue_signal(session.fit.trainer)
         listener.subscribe(
             lambda signum: _request(session, signum, requeue=signum == requeue),
@@ -70,7 +70,7 @@ class StopOnSignal(Participant):
             _check_grace_period(self.session, signals.grace_period(self._grace_period_s))
 
     def on_event_known(self, event: Event) -> None:
-        """This rank will stop too: its grace period begins."""
+        """Starts the grace period of this rank."""
         if event.kind == _PREEMPT:
             self._listener.start_grace_period()
 
@@ -80,9 +80,9 @@ class StopOnSignal(Participant):
             _stop(self.session, event)
 
     def leave(self) -> None:
-        """Puts output and handlers back."""
+        """Restores output and handlers."""
         try:
-            # The process ends by this error, and how its output ends says nothing about it; unless a script catches it.
+            # The process ends with this exception, unless the script catches it.
             if (interrupted := self.session.interrupted_by()) is not None:
                 weakref.finalize(interrupted, self._release_output).atexit = False
             else:
@@ -92,7 +92,7 @@ class StopOnSignal(Participant):
 
 
 def _request(session: FitSession, signum: signal.Signals, requeue: bool) -> None:
-    # First of all: the storage on which the ledger lies may not answer.
+    # First: the storage of the ledger may not respond.
     session.fit.agreement.request(_PREEMPT, {"signum": int(signum), "requeue": requeue}, Needs.CLEAN)
     session.fit.ledger.record(SignalReceived(fit=session.fit.index, signum=int(signum)))
 
@@ -106,7 +106,7 @@ def _stop(session: FitSession, event: Event) -> None:
         listener = signals.installed()
         within_s = _LOCAL_SHARE * (listener.seconds_left if listener is not None else DEFAULT_GRACE_PERIOD_S)
         if short and local[0]("preemption", within_s) and trainer.is_global_zero:
-            log.info("The state of step %d is safe in the local checkpoints of all nodes.", trainer.global_step)
+            log.info("Saved step %d to the local checkpoints of all nodes.", trainer.global_step)
     path = session.saver.save("preemption")
     step = trainer.global_step
     reason = f"signal {event.payload['signum']} on rank {event.rank}"
@@ -130,20 +130,20 @@ def _requeue() -> None:
     if (refusal := scheduler.requeue()) is None:
         log.info("%s is requeued.", job)
     else:
-        log.error("%s could not be requeued (%s). Submit it again: it resumes.", job, refusal)
+        log.error("%s could not be requeued (%s). Submit it again to resume.", job, refusal)
 
 
 def _end_now(session: FitSession, reason: str) -> None:
-    """The process is about to end without having been able to stop in order."""
+    """The process ends without a stop in order."""
     session.fit.ledger.record(FitInterrupted(fit=session.fit.index, reason=reason))
     session.outcome.write("interrupted", reason)
 
 
 def _is_short_of_time(session: FitSession) -> bool:
-    """Whether a global save may not end before the process does: what is faster to save to goes first."""
+    """Whether a global save may take longer than the time left, so that a local one goes first."""
     listener = signals.installed()
     seconds = _last_save_s(session)
-    # Nobody knows how long the first one takes.
+    # The duration of the first save is unknown.
     return listener is not None and (seconds is None or listener.seconds_left < _SAFETY_FACTOR * seconds)
 
 
@@ -151,8 +151,8 @@ def _last_save_s(session: FitSession) -> float | None:
     """How long the last global save of this run took."""
     try:
         return read_history(session.fit.run.ledger).last_save_s
-    except OSError as error:  # after a signal the others wait for what rank 0 makes of it
-        log.warning("It cannot be read how long the last save has taken (%s).", error)
+    except OSError as error:  # the other ranks wait
+        log.warning("Could not read the duration of the last save (%s).", error)
         return None
 
 
@@ -160,8 +160,8 @@ def _check_grace_period(session: FitSession, grace_period_s: float) -> None:
     seconds = _last_save_s(session)
     if seconds is not None and seconds > grace_period_s:
         log.warning(
-            "The last save took %.0f s, the grace period is %.0f s: after a signal there will be no time for a save, "
-            "and the run will go back to its last one%s. Give it more time, or save to faster storage.",
+            "The last save took %.0f s, the grace period is %.0f s: after a signal there is no time for a save, and "
+            "the run resumes from the last one%s. Set a longer grace period, or save to faster storage.",
             seconds,
             grace_period_s,
             "" if session.selector.local is None else ", unless the same nodes still have their local checkpoints",

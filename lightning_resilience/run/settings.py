@@ -1,7 +1,7 @@
-"""What a run was asked to do, and how two such descriptions differ. Imports neither torch nor Lightning.
+"""The settings of a run, and how two sets of them differ. Imports neither torch nor Lightning.
 
-Settings are flat: a name and a value that JSON holds. Those of a command are its script and its arguments by name,
-those of a fit what module, data, optimizers and Trainer were given.
+Settings are flat: names and JSON values. Those of a command are its script and arguments, those of a fit the arguments
+of module, data, optimizers and Trainer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 Settings = dict[str, Any]
 
 CONTINUE_VARIABLE = "LIGHTNING_RESILIENCE_CONTINUE_ANYWAY"
-"""Environment variable that has a finished fit restored although it was made with other settings, if it is ``1``."""
+"""Environment variable: with ``1`` a finished fit is restored although its settings have changed."""
 
 WORLD_SIZE = "world size"
 
@@ -30,23 +30,23 @@ _ENDS = (
     *("epochs", "num_epochs", "n_epochs", "steps", "num_steps", "total_steps", "num_training_steps"),
 )
 MISSING = object()
-"""Stands for the value of a setting that is not there."""
+"""The value of a setting that does not exist."""
 
-_SHOWN = 60  # characters of a value
-_LINE = 12  # changes that are named
-_MOST = 500  # settings of a fit
+_MAX_CHARACTERS = 60  # of a value
+_MAX_CHANGES = 12  # in a message
+_MAX_SETTINGS = 500  # of a fit
 _DEPTH = 6
 _VOLATILE = re.compile(r"[0-9a-f]*[0-9][0-9a-f]*", re.IGNORECASE)
-_READ_UP_TO = 1 << 20
+_MAX_BYTES = 1 << 20
 _CONFIGURES = (".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that is another now.
+    """A changed setting.
 
     Args:
-        name: Which one.
+        name: Of the setting.
         before: Its value at the last start, or :data:`MISSING`.
         now: Its value now, or :data:`MISSING`.
     """
@@ -57,17 +57,17 @@ class Change:
 
     @property
     def is_raised_end(self) -> bool:
-        """Whether it only says that the training goes on for longer; also where that cannot be told from here."""
+        """Whether it only prolongs the training; also where a value is the script's default."""
         if not is_end(self.name):
             return False
         if self.before is MISSING or self.now is MISSING:
-            return True  # the script has a default, which the fit knows
+            return True  # the fit knows the default
         before, now = _limit(self.before), _limit(self.now)
         return before is not None and now is not None and now > before
 
     @property
     def is_volatile(self) -> bool:
-        """Whether it may differ at every start without anybody's doing: a name with a time or a number of a process."""
+        """Whether it may differ at every start by itself: a name with a time or a process number."""
         if not (isinstance(self.before, str) and isinstance(self.now, str)):
             return False
         return _VOLATILE.sub("#", self.before) == _VOLATILE.sub("#", self.now) and not _is_number(self.before)
@@ -81,7 +81,7 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """What differs, in the order in which it stands now; what is gone comes last.
+    """The settings that differ, in their current order; removed ones come last.
 
     Args:
         before: The settings of the last start.
@@ -93,17 +93,17 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
 
 def describe_changes(found: Sequence[Change]) -> str:
-    """All of them in one clause.
+    """The changes in one clause.
 
     Args:
         found: What :func:`changes` has found.
     """
-    named = ", ".join(map(str, found[:_LINE]))
-    return named + (f" and {len(found) - _LINE} more" if len(found) > _LINE else "")
+    named = ", ".join(map(str, found[:_MAX_CHANGES]))
+    return named + (f" and {len(found) - _MAX_CHANGES} more" if len(found) > _MAX_CHANGES else "")
 
 
 def is_another_run(found: Iterable[Change]) -> bool:
-    """Whether a run that has finished is not the one that a command asks for: more than its end was raised.
+    """Whether a command is not that of a finished run: more has changed than a raised end.
 
     Args:
         found: What :func:`changes` has found in the settings of the command.
@@ -112,11 +112,10 @@ def is_another_run(found: Iterable[Change]) -> bool:
 
 
 def is_another_fit(found: Iterable[Change]) -> bool:
-    """Whether a fit that has finished is not the one that a script asks for.
+    """Whether a script's fit is not the finished one.
 
-    What follows from another number of ranks (shares of a batch, say) is none, and what may differ at every start
-    neither: a run that was restarted on fewer nodes must not be refused what it has finished before. Limits are none:
-    whether one was raised that ended the fit is known.
+    Changes with the number of ranks (such as the batch size) do not count, nor do volatile ones: a run that restarts on
+    fewer nodes must keep its finished fits. Limits do not count: whether the one that ended it was raised is known.
 
     Args:
         found: What :func:`changes` has found in the settings of the fit.
@@ -128,7 +127,7 @@ def is_another_fit(found: Iterable[Change]) -> bool:
 
 
 def is_end(name: str) -> bool:
-    """Whether a setting of this name says how long the training goes on: ``--trainer.max_epochs``, ``max-steps``.
+    """Whether a setting of this name bounds the training: ``--trainer.max_epochs``, ``max-steps``.
 
     Args:
         name: Of an argument or a setting.
@@ -149,7 +148,7 @@ def settings_of_command(command: Sequence[str]) -> Settings:
 
 
 def settings_of_arguments(arguments: Sequence[str]) -> Settings:
-    """``--lr 0.1``, ``--lr=0.1`` and ``lr=0.1`` by their names; what has none by its place.
+    """``--lr 0.1``, ``--lr=0.1`` and ``lr=0.1`` by name; positional arguments by number.
 
     Args:
         arguments: A script's.
@@ -174,11 +173,11 @@ def settings_of_arguments(arguments: Sequence[str]) -> Settings:
 
 
 def identity_of_command(command: Sequence[str], directory: Path) -> str:
-    """The same for the same script with the same arguments, however long it is to train; 8 hexadecimal digits.
+    """Equal for the same script and arguments, but for limits; 8 hexadecimal digits.
 
     Args:
         command: As for :func:`settings_of_command`.
-        directory: Where it is run.
+        directory: Its working directory.
     """
     script, arguments = _split(command)
     if script[0] != "-m":
@@ -198,7 +197,7 @@ def identity_of_command(command: Sequence[str], directory: Path) -> str:
 
 
 def has_arguments(command: Sequence[str]) -> bool:
-    """Whether a command has any argument that makes it another experiment.
+    """Whether a command has any argument but limits.
 
     Args:
         command: As for :func:`settings_of_command`.
@@ -207,7 +206,7 @@ def has_arguments(command: Sequence[str]) -> bool:
 
 
 def digests_of_files(command: Sequence[str]) -> dict[str, str]:
-    """What tells whether the script, or a file of settings among its arguments, was edited since.
+    """Digests of the script and of files of settings among its arguments, by path.
 
     Args:
         command: As for :func:`settings_of_command`.
@@ -218,7 +217,7 @@ def digests_of_files(command: Sequence[str]) -> dict[str, str]:
         if path.suffix not in _CONFIGURES:
             continue
         try:
-            if path.is_file() and path.stat().st_size <= _READ_UP_TO:
+            if path.is_file() and path.stat().st_size <= _MAX_BYTES:
                 found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         except (OSError, ValueError):
             continue
@@ -226,27 +225,27 @@ def digests_of_files(command: Sequence[str]) -> dict[str, str]:
 
 
 def flat(name: str, value: Any) -> Settings:
-    """A value as settings: numbers, texts and what is made of them; of anything else its class.
+    """A value as settings: numbers, texts and containers of them; of other objects the class.
 
     Args:
-        name: Goes before the names of its parts.
-        value: Of any kind.
+        name: The prefix of the names.
+        value: Any value.
     """
     found: Settings = {}
-    with suppress(Exception):  # what a user's object raises when it is looked at must not end a training
+    with suppress(Exception):  # an object of the user may raise
         _flatten(name, value, found, _DEPTH)
     return found
 
 
 def _flatten(name: str, value: Any, found: Settings, depth: int) -> None:
-    if len(found) >= _MOST:
+    if len(found) >= _MAX_SETTINGS:
         return
     if isinstance(value, Namespace):
         value = vars(value)
     elif is_dataclass(value) and not isinstance(value, type):
         value = {each.name: getattr(value, each.name, None) for each in fields(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
-        # Of a subclass (an enum, a number of NumPy's) what JSON makes of it.
+        # Subclasses (enums, numbers of NumPy) as text.
         found[name] = value if value is None or type(value) in (bool, int, float, str) else str(value)
     elif isinstance(value, os.PathLike):
         found[name] = os.fspath(value)
@@ -292,7 +291,7 @@ def _is_number(value: str) -> bool:
 
 
 def _limit(value: Any) -> float | None:
-    """A limit as a number, seconds if it is a time; ``inf`` where there is none. ``None``: it is no limit at all."""
+    """A limit as a number, in seconds if it is a time; ``inf``: no limit; ``None``: not a limit."""
     if value is None:
         return float("inf")
     text = str(value)
@@ -307,4 +306,4 @@ def _limit(value: Any) -> float | None:
 def _shown(value: Any) -> str:
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     text = " ".join(text.split())
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + "..."
