@@ -269,8 +269,7 @@ def make_durable(
             )
     elif trainer.is_global_zero:
         log.warning(
-            "Checkpoints are saved by %s, unchanged: they are not verified, and only as atomic as it makes them.",
-            type(inner).__name__,
+            "Checkpoints are saved by %s, unchanged: they are not verified, nor atomic by us.", type(inner).__name__
         )
 
     if isinstance(sealed := vars(strategy).get("save_checkpoint"), _SealedSave):

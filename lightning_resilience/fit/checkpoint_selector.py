@@ -227,8 +227,7 @@ class CheckpointSelector:
         if unread:
             raise StorageFails(
                 f"No checkpoint of {self._fit.folder.path} can be used now, and some may be intact: {unread[0]}. "
-                "Nothing was moved or started anew: start again when the storage responds. To start anew all the same, "
-                "move it away, or use another run directory."
+                "Nothing was moved: start again when the storage responds, or anew in another run directory."
             )
         return None
 
@@ -241,11 +240,8 @@ class CheckpointSelector:
         means_resume = of_exception or Path(explicit).stem.startswith(("last", "hpc_ckpt_"))
         if own and not means_resume and self._is_newest_of_this_fit(Path(explicit)):
             means_resume = True
-            log.warning(
-                "fit(ckpt_path=%r) is the newest file of this fit's ModelCheckpoint: resuming from the newest state of "
-                "the fit instead. To start from that file, use another run directory.",
-                explicit,
-            )
+            what = f"fit(ckpt_path={explicit!r}) is the newest file of this fit's ModelCheckpoint"
+            log.warning("%s: resuming the fit instead. To start from it, use another run directory.", what)
         return not (means_resume and own)
 
     def _is_newest_of_this_fit(self, path: Path) -> bool:
@@ -474,8 +470,8 @@ class CheckpointSelector:
         everywhere = fit.gather((corrupt, unread))
         if problem := next((each for _, each in everywhere if each is not None), None):
             raise StorageFails(
-                f"The newest checkpoint cannot be read: {problem}. Nothing was moved or started anew: start again when "
-                "the storage responds. If only that file is lost, move it away: an older one is used."
+                f"The newest checkpoint cannot be read: {problem}. Nothing was moved: start again when the storage "
+                "responds. If only that file is lost, move it away: an older one is used."
             )
         return content, {rank: each for rank, (each, _) in enumerate(everywhere) if each is not None}
 

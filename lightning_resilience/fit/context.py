@@ -218,12 +218,8 @@ class FitContext:
                 on_divergence(divergence)
         elif not self._has_logged_divergence:
             self._has_logged_divergence = True
-            log.error(
-                "After step %d %s. No checkpoint of it counts. With ReplicaCheck() the run rolls back to the last one "
-                "on which all ranks agreed.",
-                divergence.step,
-                divergence,
-            )
+            what = f"After step {divergence.step} {divergence}. No checkpoint of it counts"
+            log.error("%s. With ReplicaCheck() the run rolls back to the last one on which all ranks agreed.", what)
 
     def record_divergence(self, divergence: Divergence) -> None:
         """Records that replicas differ."""

@@ -142,14 +142,9 @@ class ExactState:
             own, mine, arrival_order, before = state["ranks"][0], None, None, len(state["ranks"])
             batches = _resized(checkpoint, before, trainer.world_size)
             if trainer.is_global_zero:
-                log.warning(
-                    "%s was saved by %d ranks and is resumed by %d: weights and optimizer are exact, data order and "
-                    "random numbers are not, and this epoch continues from batch %d of each rank.",
-                    path,
-                    before,
-                    trainer.world_size,
-                    batches,
-                )
+                ranks = f"{path} was saved by {before} ranks and is resumed by {trainer.world_size}"
+                inexact = "weights and optimizer are exact, data order and random numbers are not"
+                log.warning("%s: %s. This epoch continues from batch %d of each rank.", ranks, inexact, batches)
         self.resumed = {
             "mine": mine,
             "due": state["due"],
@@ -198,10 +193,7 @@ class ExactState:
             if self.arrival_order is None:
                 self._recorder = GradientArrivalRecorder(ddp)
             elif not replay_gradient_arrival(ddp, self.arrival_order) and self.fit.rank == 0:
-                log.warning(
-                    "The parameters that require gradients have changed since the checkpoint was saved: DDP reduces in "
-                    "another order, and weights may differ in their last bits from those of an uninterrupted run."
-                )
+                log.warning("A resume will not be exact: other parameters require gradients than when it was saved.")
 
     def _restore_data_position(self, mine: dict[str, Any] | None) -> None:
         if mine is not None:
@@ -250,12 +242,7 @@ class ExactState:
         done = lightning_progress.epoch_loop_batches(self.fit.trainer)
         if change is None:
             if self.fit.rank == 0:
-                log.warning(
-                    "Batch sizes have changed from %s to %s, by different factors: this epoch does not continue after "
-                    "the same samples.",
-                    before,
-                    now,
-                )
+                log.warning("Batch sizes have changed from %s to %s: this epoch repeats or skips samples.", before, now)
             return Fraction(1)
         keeps_its_place = mine is not None and mine["loader_states"] is not None
         batches = math.ceil(done * change) if keeps_its_place else int(done * change)
@@ -266,13 +253,9 @@ class ExactState:
                 known = "workers divide the samples by batches, so the remaining ones differ"
             elif batches < done * change:
                 known = "less than a batch of each rank is trained on twice"
+            changed = f"The batch size has changed from {before[0]} to {now[0]}"
             log.warning(
-                "The batch size has changed from %s to %s: this epoch continues after batch %d, formerly batch %d; %s.",
-                before[0],
-                now[0],
-                batches,
-                done,
-                known,
+                "%s: this epoch continues after batch %d, formerly %d; %s.", changed, batches, done, known
             )
         return change
 

@@ -74,8 +74,7 @@ class FitIdentity:
         if problems := self.fit.from_rank_0(compare):  # ranks may hold different parameters
             raise AnotherFit(
                 f"{self.fit.folder.path} holds another fit: {', and '.join(problems)}. Fits are identified by their "
-                "order in the script. If the script or the model has changed, give the run another directory "
-                "(--run-dir, run_dir=)."
+                "order in the script. If it has changed, give the run another directory (--run-dir, run_dir=)."
             )
 
     def _differences(self, recorded: dict[str, Any]) -> list[str]:
@@ -108,10 +107,9 @@ class FitIdentity:
         elif fingerprint["data"] != data:
             if self.exact.resumed is not None and self.exact.resumed["final"] and self.outcome.finished_before():
                 raise AnotherFit(
-                    f"{self.fit.folder.path} holds a finished fit with other training data (another length, or other "
-                    "indices of a Subset). Fits are identified by their order: have the script run all of them at "
-                    "every start (a finished one is restored, not trained), split the data in the same way, or give "
-                    "the run another directory."
+                    f"{self.fit.folder.path} holds a finished fit with other training data. Fits are identified by "
+                    "their order: have the script run all of them at every start (a finished one is restored, not "
+                    "trained), split the data in the same way, or give the run another directory."
                 )
             if self.fit.trainer.is_global_zero:
                 log.warning("The training data have changed since this fit began: the resume is not exact.")

@@ -200,9 +200,8 @@ def _check_worker_count(trainer: Trainer) -> None:
     launched = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else trainer.world_size
     if launched != trainer.world_size:
         raise RuntimeError(
-            f"{launched} workers were started, but this Trainer has {trainer.world_size}: they would "
-            "train separately in the same run directory. Pass the same numbers to Trainer(devices=, num_nodes=) and to "
-            "the launcher (--nproc-per-node, --nnodes)."
+            f"{launched} workers were started, but this Trainer has {trainer.world_size}. Pass the same numbers to "
+            "Trainer(devices=, num_nodes=) and to the launcher (--nproc-per-node, --nnodes)."
         )
 
 

@@ -13,10 +13,11 @@ import logging
 import os
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning_resilience._files import publish
 from lightning_resilience._lightning import lightning_loggers, lightning_patches
+from lightning_resilience.fit.participant import Stateful
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -29,12 +30,6 @@ _MOST_UNWRITTEN = 1000
 _used: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class _Log(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class Logs:
     """The logs of all loggers of a fit that write files. For rank 0, the only one that writes.
 
@@ -44,7 +39,7 @@ class Logs:
     """
 
     def __init__(self, trainer: Trainer, patches: lightning_patches.Patches) -> None:
-        self._logs: dict[str, _Log] = {}
+        self._logs: dict[str, Stateful] = {}
         for logger in lightning_loggers.file_loggers(trainer):
             if "://" in logger.log_dir:
                 continue

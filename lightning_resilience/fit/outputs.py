@@ -65,11 +65,7 @@ def reuse(trainer: Trainer, recorded: dict[str, Any] | None) -> None:
     for callback in _checkpoints(trainer):
         before = folders["checkpoints"].get(callback.state_key)
         if before is not None and callback.dirpath not in (None, before) and trainer.is_global_zero:
-            log.info(
-                "ModelCheckpoint continues in %s, not in %s. To start there, give the run another directory.",
-                before,
-                callback.dirpath,
-            )
+            log.info("ModelCheckpoint continues in %s, where this fit began, not in %s.", before, callback.dirpath)
         callback.dirpath = before or callback.dirpath
     if folders["begun"]:
         _allow_overwriting(trainer, (recorded or {}).get("configs", {}))

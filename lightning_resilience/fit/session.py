@@ -312,8 +312,8 @@ class FitSession:
         (until, otherwise, only_global), self._rollback_request = self._rollback_request, None
         if lightning_loops.optimizer_layout(self.fit.trainer) != self._optimizer_layout:
             raise RuntimeError(
-                "The fit cannot be rolled back in this process: a callback has changed its optimizers, schedulers or "
-                "initial weights, and only a restart makes them anew. Start it again; it resumes."
+                "A callback has changed optimizers, schedulers or initial weights of the fit, and only a restart makes "
+                "them anew. Start it again; it resumes."
             )
         for before_rollback in self.fit.participants.implement(Participant.before_rollback):
             before_rollback()
@@ -380,10 +380,7 @@ class FitSession:
         listener = signals.installed()
         is_ours = listener is not None and signal.SIGINT in listener.signums
         if isinstance(exception, KeyboardInterrupt) and self.fit.rank == 0 and not is_ours:
-            log.warning(
-                "Ctrl-C: this step is not saved. Preemption(signals=[..., 'SIGINT']), as in recipes.workstation(), "
-                "saves first."
-            )
+            log.warning("Ctrl-C: this step is not saved. With Preemption(signals=[..., 'SIGINT']) it would be.")
         try:
             if not isinstance(exception, (signals.Interrupted, StaleAttempt)):
                 self._record_failure(exception)

@@ -113,12 +113,8 @@ def _stop(session: FitSession, event: Event) -> None:
     if trainer.is_global_zero:
         session.outcome.write("interrupted", reason)
         session.fit.ledger.record(FitInterrupted(fit=session.fit.index, step=step, reason=reason))
-        log.info(
-            "Stopped at step %d because of %s; %s. Run the same command again to go on.",
-            step,
-            reason,
-            f"saved {path}" if path is not None else "no new checkpoint could be saved",
-        )
+        saved = f"saved {path}" if path is not None else "no new checkpoint could be saved"
+        log.info("Stopped at step %d because of %s; %s. Run the same command again to go on.", step, reason, saved)
         if event.payload["requeue"]:
             _requeue()
     raise signals.Interrupted(f"interrupted at step {step} by {reason}")
@@ -159,10 +155,5 @@ def _last_save_s(session: FitSession) -> float | None:
 def _check_grace_period(session: FitSession, grace_period_s: float) -> None:
     seconds = _last_save_s(session)
     if seconds is not None and seconds > grace_period_s:
-        log.warning(
-            "The last save took %.0f s, the grace period is %.0f s: after a signal there is no time for a save, and "
-            "the run resumes from the last one%s. Set a longer grace period, or save to faster storage.",
-            seconds,
-            grace_period_s,
-            "" if session.selector.local is None else ", unless the same nodes still have their local checkpoints",
-        )
+        times = f"The last save took {seconds:.0f} s, the grace period is {grace_period_s:.0f} s"
+        log.warning("%s: too short for a save after a signal. Extend it, or save to faster storage.", times)
