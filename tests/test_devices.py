@@ -376,7 +376,7 @@ def test_memory_of_saves_is_registered_while_it_is_there(gpu: Any, patch: pytest
 
 
 @with_an_accelerator
-def test_a_save_behind_the_training_has_memory_registered_too(gpu: Any, patch: pytest.MonkeyPatch) -> None:
+def test_a_save_async_the_training_has_memory_registered_too(gpu: Any, patch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
     patch.setattr(gpu, "cudart", lambda: runtime, raising=False)
     patch.setattr(background, "_REGISTERED_BYTES", 1000)

@@ -555,7 +555,7 @@ def test_a_sharded_tensor(one_rank: Any, truth: Callable[[bool], Tensor | bool])
     assert tensor.to_local().tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_writes_behind_the_back_of_torch() -> None:
+def test_has_saved_async_the_back_of_torch() -> None:
     tensor = torch.ones(3)
     undo = Undo(lambda: [tensor])
     for _ in range(2):

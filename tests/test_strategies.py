@@ -60,7 +60,7 @@ def test_every_strategy_of_lightning_is_classified(package: str) -> None:
         assert name_of(strategy) == name
         if traits.refused is None:
             assert traits.is_sharded == traits.all_ranks_write == traits.loads_state, name
-            assert traits.can_write_behind, name
+            assert traits.can_save_async, name
         assert traits.name == name
         assert traits.gathers_state_dict == (name == "FSDPStrategy")
 
@@ -114,7 +114,7 @@ def test_a_strategy_of_the_users_own_is_known_by_what_it_is_made_of() -> None:
     assert (mine.name, mine.is_sharded, mine.all_ranks_write) == ("DDPStrategy", False, False)
     assert (all_mine.name, all_mine.is_sharded, all_mine.all_ranks_write) == (None, True, True)
     assert all_mine.refused is None
-    assert not all_mine.can_write_behind
+    assert not all_mine.can_save_async
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ class StrategyTraits:
             else: what is given to its ``load_model_state_dict`` is lost.
         shards_under: The key of the module's state in what its ranks write by PyTorch's distributed checkpoint;
             ``None`` if it saves in another way.
-        can_write_behind: Whether what it saves can be written by this package, in another thread.
+        can_save_async: Whether what it saves can be written by this package, in another thread.
     """
 
     is_sharded: bool = False
@@ -44,7 +44,7 @@ class StrategyTraits:
     gathers_state_dict: bool = False
     loads_state: bool = False
     shards_under: str | None = None
-    can_write_behind: bool = True
+    can_save_async: bool = True
 
 
 _INSTEAD = "Use strategy='ddp', or ModelParallelStrategy for a model that one device cannot hold"
@@ -131,7 +131,7 @@ def traits_of(strategy: Any) -> StrategyTraits:
         gathers_state_dict=name == "FSDPStrategy",
         loads_state=known.refused is None and not strategy.lightning_restore_optimizer,
         shards_under=shards_under,
-        can_write_behind=not has_own_save or saves_in in (*_MODEL_PARALLEL, *_FSDP1),
+        can_save_async=not has_own_save or saves_in in (*_MODEL_PARALLEL, *_FSDP1),
     )
 
 

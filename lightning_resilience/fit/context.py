@@ -265,7 +265,7 @@ def from_rank_0(trainer: Trainer, make: Callable[[], _T], patience: Patience) ->
 
     made, problem = checkpoint_io.from_rank_zero(trainer.strategy, attempt)
     if problem is not None:
-        raise StorageFails(f"{problem}. Nothing was moved or started anew: start again when the storage responds.")
+        raise StorageFails(f"{problem}. Nothing was moved: start again when the storage responds.")
     return cast(_T, made)
 
 

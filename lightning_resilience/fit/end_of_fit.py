@@ -119,9 +119,9 @@ class EndOfFit(Participant):
 
         It is handled when the agreement is closed, and may end with another state than this one.
         """
-        asks = [before_end() for before_end in self.fit.participants.implement(Participant.before_end)]
+        requests = [before_end() for before_end in self.fit.participants.implement(Participant.before_end)]
         self.fit.enter("out_of_section")
-        return any(self.fit.gather(any(asks)))
+        return any(self.fit.gather(any(requests)))
 
     @property
     def _saves_final_state(self) -> bool:

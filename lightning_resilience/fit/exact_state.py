@@ -248,15 +248,13 @@ class ExactState:
         batches = math.ceil(done * change) if keeps_its_place else int(done * change)
         batches = lightning_progress.count_batches_done(self.fit.trainer, batches)
         if self.fit.rank == 0:
-            known = "each of its samples is trained on once"
+            known = "each sample is trained on once"
             if data_position.workers_have_own_samples(loaders):
                 known = "workers divide the samples by batches, so the remaining ones differ"
             elif batches < done * change:
                 known = "less than a batch of each rank is trained on twice"
             changed = f"The batch size has changed from {before[0]} to {now[0]}"
-            log.warning(
-                "%s: this epoch continues after batch %d, formerly %d; %s.", changed, batches, done, known
-            )
+            log.warning("%s: this epoch continues after batch %d, formerly %d; %s.", changed, batches, done, known)
         return change
 
     def at_boundary(self) -> None:

@@ -292,7 +292,7 @@ class HangWatch(Participant):
             has_saved="checkpointing" in longest,
             saves_in_background=(
                 lightning_checkpoint_io.is_async_checkpoint_io(trainer.strategy.checkpoint_io)
-                or self.session.saver.writes_behind
+                or self.session.saver.has_saved_async
             ),
             is_end=is_end,
         )

@@ -97,12 +97,12 @@ class SessionCallback(lightning_callbacks.ResilienceCallback):
                 self._participant.start()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves nothing behind."""
+        """Leaves the session."""
         if session := session_of(trainer, self):
             _end(session, lambda: session.fail(exception))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves nothing behind."""
+        """Leaves the session."""
         if session := session_of(trainer, self):
             _end(session, session.leave)
 

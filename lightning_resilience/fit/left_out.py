@@ -1,4 +1,4 @@
-"""Completes a checkpoint with objects of this process where it lacks those that can only be pickled.
+"""Completes a checkpoint with objects of this process that can only be pickled.
 
 A module that saves its loss function in ``on_save_checkpoint`` reads it in ``on_load_checkpoint``, and gets the one
 that this process has created. Nothing is unpickled.

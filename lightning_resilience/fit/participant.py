@@ -5,7 +5,7 @@ In the order of the callbacks in the Trainer, at these moments:
 Start
     ``before_training_data``, ``start``.
 Training boundary
-    ``on_event`` for every event that is due, the rollback if one asked for it, ``after_batch``, ``at_boundary``,
+    ``on_event`` for every event that is due, the rollback if one has requested it, ``after_batch``, ``at_boundary``,
     ``skips_batch``, ``before_batch``.
 Evaluation batch
     ``on_event``.
@@ -53,11 +53,11 @@ class Participant:
     """The policy of one callback in one fit.
 
     Only methods that a class implements are called: the others cost a healthy step nothing. All ranks call them in the
-    same order, but only the methods that say so may use collectives.
+    same order, but only methods documented so may use collectives.
     """
 
     protects_workers = False
-    """Whether data-loader workers ignore the signals that ask the run to stop."""
+    """Whether data-loader workers ignore the signals that stop the run."""
 
     def extra_state(self) -> Mapping[str, Stateful]:
         """State of this rank that every checkpoint holds, by name."""
@@ -83,7 +83,7 @@ class Participant:
         """A training boundary; ``window_complete``: no accumulated gradients wait for a step."""
 
     def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
-        """After every ``after_batch``. Collectives are allowed where all ranks decide alike.
+        """After every ``after_batch``. Collectives are allowed where all ranks decide the same.
 
         Args:
             step: ``trainer.global_step``.

@@ -49,7 +49,7 @@ class RegularSaves(Participant):
         """Logs how it saves, and starts the clock."""
         trainer = self.session.fit.trainer
         traits = lightning_strategies.traits_of(trainer.strategy)
-        if self._options.async_save and trainer.is_global_zero and not traits.can_write_behind:
+        if self._options.async_save and trainer.is_global_zero and not traits.can_save_async:
             log.info("%s saves in collectives: the training waits for its saves.", type(trainer.strategy).__name__)
         self.after_rollback()
 
@@ -100,7 +100,7 @@ class RegularSaves(Participant):
         self._saved_step = session.fit.trainer.global_step
         self._next = time.monotonic() + self._interval_s
         if self._options.async_save:
-            session.saver.save_behind(reason, self.retain, self._again)
+            session.saver.save_async(reason, self.retain, self._again)
         elif session.saver.save(reason) is not None and session.fit.trainer.is_global_zero:
             self.retain()
 

@@ -112,7 +112,7 @@ class Saver:
 
     Attributes:
         is_dumping: Whether Lightning is collecting the state for one of the run's own checkpoints.
-        writes_behind: Whether a checkpoint of this fit was written in the background: its duration says nothing about
+        has_saved_async: Whether a checkpoint of this fit was written in the background: its duration says nothing about
             a save that blocks the training.
     """
 
@@ -120,7 +120,7 @@ class Saver:
         self._fit = fit
         self._exact = exact
         self.is_dumping = False
-        self.writes_behind = False
+        self.has_saved_async = False
         self._messages = StoreMessages(lambda: _store(f"resilience/saves/{fit.nonce}"))
         self._number = 0
         self._shards: ShardedSaves | None = None
@@ -164,7 +164,7 @@ class Saver:
                 self._saved()
         return path
 
-    def save_behind(self, reason: str, published: Callable[[], None], lost: Callable[[], None]) -> None:
+    def save_async(self, reason: str, published: Callable[[], None], lost: Callable[[], None]) -> None:
         """Like :meth:`save`, but the checkpoint is written in the background. A collective.
 
         Skipped while the previous checkpoint is still being written. The training waits for the save where there is no
@@ -206,7 +206,7 @@ class Saver:
             else:
                 if is_first:
                     self._lost = lost
-                self.writes_behind = True
+                self.has_saved_async = True
                 step, path = self._step, self._path(False)
 
                 def report(outcome: Outcome, left_out: list[str]) -> None:
@@ -289,7 +289,7 @@ class Saver:
             miss(error)
 
     def _open_background(self) -> BackgroundSaves | None:
-        if not lightning_strategies.traits_of(self._fit.trainer.strategy).can_write_behind:
+        if not lightning_strategies.traits_of(self._fit.trainer.strategy).can_save_async:
             return None
         if self._background is None:
             self._background = BackgroundSaves(self._fit.advanced)
@@ -451,7 +451,7 @@ class Saver:
             log.debug("The state could not be collected", exc_info=True)
             problem = f"rank {fit.rank}: {type(error).__name__}: {error}"
         # Rank 0 writes them, or all ranks if the strategy is unknown.
-        is_first, by_all = fit.rank == 0, not traits.can_write_behind
+        is_first, by_all = fit.rank == 0, not traits.can_save_async
         first = None if by_all else trainer.strategy.broadcast(own.digests() if is_first else None)
         met = fit.gather(
             {

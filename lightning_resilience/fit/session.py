@@ -112,14 +112,8 @@ class FitSession:
             trainer, patches, self._before_epoch, self._end_of_epoch, self._before_train_end, self._complete
         )
         lightning_loops.on_training_boundary(trainer, patches, self._training_boundary)
-        lightning_loops.on_evaluation(
-            trainer,
-            patches,
-            self._evaluation_start,
-            self._guard_workers,
-            self._evaluation_boundary,
-            self._evaluation_end,
-        )
+        evaluation = self._evaluation_start, self._guard_workers, self._evaluation_boundary, self._evaluation_end
+        lightning_loops.on_evaluation(trainer, patches, *evaluation)
 
     # -- the start -----------------------------------------------------------------------------------------------------
 
@@ -198,7 +192,7 @@ class FitSession:
     @property
     def _is_training(self) -> bool:
         """Whether the loops are training this fit, not in a search."""
-        # The first half of _is_search is repeated here: a healthy step asks once.
+        # The first half of _is_search is repeated here: a healthy step checks once.
         return self._running and (vars(self.fit.trainer)["callbacks"] is self._own_callbacks or not self._is_search())
 
     def _training_boundary(self) -> bool:
