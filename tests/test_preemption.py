@@ -268,7 +268,7 @@ def test_saves_locally_first_when_time_is_short(tmp_path: Path, ranks: int, last
     short = last_save_s != 0.01
     saved = [event.get("tier") for event in read_ledger(run_directory.ledger) if event["event"] == "saved"]
     assert saved[last_save_s is not None :] == (["local", "global"] if short else ["global"]), text
-    assert ("safe in the local checkpoints" in text) == short
+    assert ("to the local checkpoints of all nodes" in text) == short
     codes, text = run(config, tmp_path / "disturbed")
     assert set(codes) == {0}, text
     resumed = [event["tier"] for event in read_ledger(run_directory.ledger) if event["event"] == "resumed"]
