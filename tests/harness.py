@@ -33,8 +33,12 @@ CONTEXT.set_forkserver_preload(
         "pytest",
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
-        "lightning_resilience",
+        "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
+        "torch.distributed.checkpoint.state_dict",
+        "lightning_resilience.callbacks",
+        "lightning_resilience.recipes",
         "tests.program",
+        "tests.frozen",
     ]
 )
 

@@ -53,7 +53,8 @@ from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.hangs import progress, timeouts
 from lightning_resilience.detect.hangs.rank_probe import node_directory
 from lightning_resilience.detect.numerics import numerics
-from lightning_resilience.fit import hang_watch, joining, numerics_policy
+from lightning_resilience.fit import joining, numerics_policy
+from lightning_resilience.run import deadlines
 from lightning_resilience.run.ledger import node_name
 from lightning_resilience.run.run_directory import RunDirectory
 
@@ -813,7 +814,7 @@ def sabotage(config: dict[str, Any]) -> None:
     if config["floor_s"] is not None:
         timeouts.MIN_CALCULATED_S = config["floor_s"]
     if config["ping_within_s"] is not None:
-        hang_watch._PING_WITHIN_S = config["ping_within_s"]
+        deadlines.LONGEST_PING_S = config["ping_within_s"]
     if config["sick_rank"] == rank:
         found = health.HealthReport((health.Check(*config["sickness"]),))
         health.check_node = lambda *args: found

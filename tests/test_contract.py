@@ -285,10 +285,12 @@ def test_the_printed_configuration_is_a_configuration(cls: type[Any], capsys: py
     ],
 )
 def test_times_in_yaml(cls: type[Any], text: str, expected: timedelta) -> None:
-    for name, parameter in inspect.signature(cls).parameters.items():
-        if str(parameter.annotation).startswith("timedelta"):
-            found = getattr(from_yaml(cls, f"{{{name}: {text}}}"), name)
-            assert found in (expected, expected.total_seconds())  # which of them, the callback says
+    parameters = inspect.signature(cls).parameters.items()
+    times = [name for name, parameter in parameters if str(parameter.annotation).startswith("timedelta")]
+    if times:
+        found = from_yaml(cls, "{" + ", ".join(f"{name}: {text}" for name in times) + "}")
+        for name in times:
+            assert getattr(found, name) in (expected, expected.total_seconds())  # which of them, the callback says
 
 
 @each
@@ -495,13 +497,17 @@ def test_with_pytorch_lightning(cls: type[Any], place: Path) -> None:
     assert weights[0] == weights[1]
 
 
-@each
-def test_two_ranks(cls: type[Any], place: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [[cls.__name__ for cls in CALLBACKS], *(pytest.param([cls.__name__], marks=SLOW) for cls in CALLBACKS)],
+    ids=lambda names: "all" if len(names) > 1 else names[0],
+)
+def test_two_ranks(names: list[str], place: Path) -> None:
     options: dict[str, Any] = {"validation": True, "trainer": {"devices": 2, "max_epochs": 2}}
     folder = place / "ranks"
     folder.mkdir()
     files = {"run_dir": str(folder / "run"), "out": str(folder / "out"), "log": str(folder / "log")}
-    codes, text = run({**files, **options, "callbacks": [cls.__name__]}, folder)
+    codes, text = run({**files, **options, "callbacks": names}, folder)
     assert codes == [0, 0], text
     assert "Traceback" not in text
     assert (result(files), samples({**files, **options})) == undisturbed_run(place, **options)

@@ -1,4 +1,4 @@
-"""How the launcher's times must fit each other."""
+"""How the times of the launcher and of the watchdogs must fit each other."""
 
 from __future__ import annotations
 
@@ -34,3 +34,32 @@ def test_survivors_of_a_failed_worker_are_killed_before_the_launch_kills_all() -
 
 def test_nvrx_waits_for_the_diagnosis() -> None:
     assert at.DIAGNOSIS_MARGIN_S > at.CHECK_NODES_EVERY_S + at.NVRX_ANSWERS_WITHIN_S
+    probe = at.BUSY_OVER_S + at.STACKS_WITHIN_S + at.ANSWER_WITHIN_S
+    assert probe + 2 * at.OTHER_NODES_PROBE_WITHIN_S + 2 * at.HUNG_RANK_EXITS_WITHIN_S < at.DIAGNOSIS_MARGIN_S
+
+
+def test_a_poll_of_the_watchdog_is_no_pause() -> None:
+    assert at.WATCHDOG_POLL_S < at.SUSPENDED_FROM_S < at.FROZEN_AFTER_S
+    assert at.WATCHDOG_POLL_S < at.CHECK_ACTIVITY_EVERY_S
+
+
+def test_all_nodes_probe_their_ranks_before_the_verdict() -> None:
+    probe = at.BUSY_OVER_S + at.STACKS_WITHIN_S + at.ANSWER_WITHIN_S
+    assert at.CHECK_CASES_EVERY_S + probe + at.CHECK_VERDICT_EVERY_S < at.OTHER_NODES_PROBE_WITHIN_S
+    assert at.STORAGE_WITHIN_S < at.OTHER_NODES_PROBE_WITHIN_S
+
+
+def test_a_watchdog_that_handles_a_case_is_not_taken_for_stalled() -> None:
+    case = 2 * at.OTHER_NODES_PROBE_WITHIN_S + 4 * at.STORAGE_WITHIN_S + 2 * at.HUNG_RANK_EXITS_WITHIN_S
+    loss = at.FAILED_RANK_ENDS_WITHIN_S + at.SURVIVORS_SAVE_WITHIN_S + 2 * at.HUNG_RANK_EXITS_WITHIN_S
+    assert max(case, loss, at.WATCHDOG_FAILS_FOR_S, 10 * at.WATCHDOG_BEAT_S) * 2 < at.WATCHDOG_STALLED_AFTER_S
+
+
+def test_survivors_that_save_have_longer_than_those_that_wait() -> None:
+    assert at.CHECK_SURVIVORS_EVERY_S < at.PEERS_RAISE_WITHIN_S < at.FAILED_RANK_ENDS_WITHIN_S
+    assert at.FAILED_RANK_ENDS_WITHIN_S < at.SURVIVORS_SAVE_WITHIN_S
+
+
+def test_one_rank_of_a_node_starts_its_watchdog() -> None:
+    assert at.FIRST_STARTS_WATCHDOG_WITHIN_S < at.WATCHDOG_STARTS_WITHIN_S
+    assert at.FIRST_STARTS_WATCHDOG_WITHIN_S < at.FIRST_RANK_WITHIN_S

@@ -70,7 +70,7 @@ def watchdogs_of(config: dict[str, Any]) -> list[psutil.Process]:
             if "lightning_resilience.detect.hangs.watchdog" in process.cmdline():
                 directory = Path(process.cmdline()[-1])
                 records = [json.loads(path.read_text()) for path in directory.glob("rank-*.json")]
-                if any(record["run_dir"] == config["run_dir"] for record in records):
+                if any(record.get("run_dir") == config["run_dir"] for record in records):  # others write what is none
                     found.append(process)
         except (psutil.Error, OSError, ValueError):
             continue

@@ -271,10 +271,10 @@ def test_a_coalesced_operation_stands_for_its_parts() -> None:
     assert (record.op, record.state, record.peers) == ("coalesced", "done", (1, 3))
 
 
-@pytest.mark.parametrize("value", [None, 3, "x", [], {}, [[]], {"a": 1}, "nccl:", [1, 2, 3], True])
 @pytest.mark.parametrize("key", list(entry("nccl:all_reduce", 1)))
-def test_a_foreign_value_never_raises(key: str, value: Any) -> None:
-    collectives(nccl({**entry("nccl:all_reduce", 1), key: value}, entry("nccl:all_reduce", 2)))
+def test_a_foreign_value_never_raises(key: str) -> None:
+    for value in (None, 3, "x", [], {}, [[]], {"a": 1}, "nccl:", [1, 2, 3], True):
+        collectives(nccl({**entry("nccl:all_reduce", 1), key: value}, entry("nccl:all_reduce", 2)))
     without = {name: each for name, each in entry("nccl:all_reduce", 1).items() if name != key}
     assert collectives(nccl(without, entry("nccl:all_reduce", 2)))[-1].sequence == 2
 

@@ -63,7 +63,7 @@ FAKE = f"""
 import functools, sys
 from lightning_resilience.launch import cli
 def starter(settings, run_id, max_restarts):
-    return [sys.executable, "-c", {ELASTIC!r}, run_id, str(max_restarts), *settings.command], {{}}
+    return [sys.executable, "-IS", "-c", {ELASTIC!r}, run_id, str(max_restarts), *settings.command], {{}}
 cli.Launch = functools.partial(cli.Launch, starter=starter)
 cli.main(sys.argv[1:])
 """
@@ -402,9 +402,11 @@ def test_an_interrupted_run_ends_with_75_and_the_same_command_resumes_it(launche
 
 
 @pytest.mark.parametrize(
-    ("status", "details", "exit_code"), [("interrupted", {}, 75), ("halted", {}, 1), ("halted", {"exit_code": 16}, 16)]
+    ("status", "details", "exit_code"),
+    [("interrupted", {}, 75), ("halted", {}, 1), ("halted", {"exit_code": 16}, 16)],
+    ids=["interrupted", "halted", "halted with a code of its own"],
 )
-@pytest.mark.slow_but_for("halted-details1-1")
+@pytest.mark.slow_but_for("halted")
 def test_the_word_of_a_fit_counts_even_if_a_library_swallowed_it(
     launcher: Launcher, status: str, details: dict[str, Any], exit_code: int
 ) -> None:
@@ -731,8 +733,8 @@ def test_where_several_speak_a_line_says_when_and_whose_it_is(launcher: Launcher
         assert all(re.match(f"{name} ", line) for line in lines), lines
 
 
-@pytest.mark.parametrize("before", [[], ["--"]])
-@pytest.mark.slow_but_for("before1")
+@pytest.mark.parametrize("before", [[], ["--"]], ids=["nothing before", "dashes before"])
+@pytest.mark.slow_but_for("dashes before")
 def test_a_scripts_own_arguments_are_left_as_they_are(launcher: Launcher, before: list[str]) -> None:
     launcher.script("ledger.record('ran', said=sys.argv[1:])")
     assert launcher.run(*before, "script.py", "--lr", "3", "--", "--recipe", "--", "-m") == 0

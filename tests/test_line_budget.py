@@ -20,13 +20,13 @@ BUDGET = {
     "checkpoint": 4876,
     "contrib": 225,
     "detect": 307,
-    "detect/hangs": 2375,
+    "detect/hangs": 2308,
     "detect/numerics": 892,
     "detect/stragglers": 364,
-    "fit": 5135,
-    "launch": 2854,
+    "fit": 5136,
+    "launch": 2853,
     "launch/schedulers": 508,
-    "run": 1598,
+    "run": 1623,
 }
 
 _NO_CODE = (

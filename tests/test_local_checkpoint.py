@@ -1608,6 +1608,7 @@ class Drowsy(threading.Condition):
 def test_if_one_rank_hears_too_late_none_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, condition: type[threading.Condition]
 ) -> None:
+    monkeypatch.setattr(local_saves, "_LOOK_AGAIN_S", 0.1)  # this process is where rank 0 would come to its next step
     job = Job(tmp_path)
     late = job.ranks[3].saves
     taken: list[list[int]] = [[] for _ in job.ranks]

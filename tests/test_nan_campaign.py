@@ -558,20 +558,14 @@ def resumes(config: dict[str, Any]) -> list[tuple[str, int]]:
     return [(each["tier"], each["step"]) for each in events(config, "resumed", "went_back")]
 
 
-def kill(config: dict[str, Any]) -> None:
-    ended = run_command(command(config), env=ENVIRONMENT)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-
-
-@pytest.mark.nvrx
 @pytest.mark.parametrize("spoil", [nan_moment, pytest.param(huge_moment, marks=pytest.mark.campaign)])
 def test_bad_states_that_verify_are_condemned_until_a_good_one_is_found(spoil: Any, tmp_path: Path) -> None:
     config = killed(tmp_path)
-    kill(config)
+    assert run(config, tmp_path)[0] == [-signal.SIGKILL]
     for path in parts_in(tmp_path / "local"):
         reseal(path, change=spoil)
-    code, text = launch(config)
-    assert code == 0, text
+    codes, text = run(config, tmp_path)
+    assert codes == [0], text
     assert resumes(config) == [("local", 25), ("local", 20), ("global", 18)]
     assert [each["step"] for each in events(config, "condemned")] == [25, 20]
     bad = [each["step"] for each in events(config, "bad_step")]
@@ -580,24 +574,30 @@ def test_bad_states_that_verify_are_condemned_until_a_good_one_is_found(spoil: A
     for begun_at, steps in ((25, of_newest), (20, bad[len(of_newest) :])):
         assert 2 <= len(steps) <= 4, "two in a row are enough, and the next one is under way by then"
         assert steps == [*range(begun_at + 1, begun_at + 1 + len(steps))], bad
-    assert len(events(config, "start")) == 1, "no process is restarted"
     saved = [torch.load(path, weights_only=False) for path in Path(config["run_dir"]).glob("fit-000/checkpoints/*")]
     assert saved
     assert all(torch.isfinite(each).all() for state in saved for each in _tensors(state))
     assert result(config) == undisturbed(tmp_path)[0], "no batch is to blame, so none is passed over"
 
 
-@pytest.mark.nvrx
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.nvrx])])
 @pytest.mark.parametrize(
     ("max_rollbacks", "reason"),
     [
         (2, "the run has gone back 2 times because of it"),
         pytest.param(9, "3 checkpoints of this fit were marked bad", marks=pytest.mark.campaign),
     ],
+    ids=["of times", "of checkpoints"],
 )
-def test_if_all_states_are_bad_the_run_ends_with_the_reason(max_rollbacks: int, reason: str, tmp_path: Path) -> None:
+def test_if_all_states_are_bad_the_run_ends_with_the_reason(
+    max_rollbacks: int, reason: str, launched: bool, tmp_path: Path
+) -> None:
     config = killed(tmp_path, max_rollbacks)
-    kill(config)
+    if launched:
+        ended = run_command(command(config), env=ENVIRONMENT)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+    else:
+        assert run(config, tmp_path)[0] == [-signal.SIGKILL]
     for path in parts_in(tmp_path / "local"):
         reseal(path, change=nan_moment)
     (path,) = Path(config["run_dir"]).glob("fit-000/checkpoints/*")
@@ -605,12 +605,17 @@ def test_if_all_states_are_bad_the_run_ends_with_the_reason(max_rollbacks: int, 
     for moments in state["optimizer_states"][0]["state"].values():
         moments["exp_avg"].view(-1)[0] = math.nan
     checkpoint_file.save(state, path, {"fit": 0})
-    code, text = launch(config)
+    run_directory = RunDirectory(config["run_dir"])
+    if launched:
+        code, text = launch(config)
+        assert len(events(config, "start")) == 1, "it is not tried again"
+        outcomes = [run_directory.outcome, run_directory.fit(0).outcome]
+    else:
+        (code,), text = run(config, tmp_path)
+        outcomes = [run_directory.fit(0).outcome]
     assert code == 1, text
     assert resumes(config) == [("local", 25), ("local", 20), ("global", 18)]
-    assert len(events(config, "start")) == 1, "it is not tried again"
-    run_directory = RunDirectory(config["run_dir"])
-    for outcome in (run_directory.outcome, run_directory.fit(0).outcome):
+    for outcome in outcomes:
         assert outcome is not None
         assert outcome.status == "halted"
         assert reason in outcome.reason

@@ -432,8 +432,8 @@ def test_ranks_that_learn_at_different_times_skip_the_same_steps(
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("late", [[6, 1], [1, 6]])
-@pytest.mark.slow_but_for("late0")
+@pytest.mark.parametrize("late", [[6, 1], [1, 6]], ids=["rank 0 last", "rank 1 last"])
+@pytest.mark.slow_but_for("rank 0 last")
 def test_the_first_bad_step_is_to_blame_whoever_learns_of_it_first(late: list[int], tmp_path: Path) -> None:
     """One rank has seen the gradient, and the other what the step has made of the weights."""
     options = {

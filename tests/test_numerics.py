@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -448,20 +449,20 @@ def test_a_bad_batch_leaves_no_trace_in_running_statistics(truth: Callable[[bool
         torch.int64,
     ],
 )
-@pytest.mark.parametrize("value", [True, False])
-def test_every_bit_comes_back(truth: Callable[[bool], Tensor | bool], dtype: torch.dtype, value: bool) -> None:
+def test_every_bit_comes_back(truth: Callable[[bool], Tensor | bool], dtype: torch.dtype) -> None:
     """Also of numbers that are none: signalling ones, with whatever they carry."""
     generator = torch.Generator().manual_seed(3)
     high = 2 if dtype is torch.bool else 256
     first, second = torch.randint(high, (2, 512 * 16), dtype=torch.uint8, generator=generator)
     for special in (first, second) if dtype is not torch.bool else ():
         special[1:64:4], special[2:64:4], special[3:64:4] = 0, 0x80, 0x7F  # float32: NaNs that carry few bits
-    tensor = first.view(dtype).clone()
-    undo = Undo(lambda: [tensor])
-    undo.keep()
-    tensor.copy_(second.view(dtype))
-    undo.restore(truth(value))
-    assert bits(tensor) == (first if value else second).tolist()
+    for value in (True, False):
+        tensor = first.view(dtype).clone()
+        undo = Undo(lambda tensor=tensor: [tensor])
+        undo.keep()
+        tensor.copy_(second.view(dtype))
+        undo.restore(truth(value))
+        assert bits(tensor) == (first if value else second).tolist()
 
 
 def test_what_is_put_back_is_not_read() -> None:
@@ -506,21 +507,20 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-@pytest.mark.parametrize("value", [True, False])
-def test_layouts(truth: Callable[[bool], Tensor | bool], kind: str, value: bool) -> None:
-    tensor = LAYOUTS[kind]()
-    before = tensor.detach().to_dense().clone()
-    undo = Undo(lambda: [tensor])
-    undo.keep()
-    written = tensor.detach()
-    written = numerics.stored_numbers(written)
-    (written[0] if kind == "expanded" else written).mul_(NAN)
-    undo.restore(truth(value))
-    now = tensor.detach().to_dense()
-    if value or kind == "empty":
-        assert torch.equal(now, before)
-    else:
-        assert now.isnan().any()
+def test_layouts(truth: Callable[[bool], Tensor | bool], kind: str) -> None:
+    for value in (True, False):
+        tensor = LAYOUTS[kind]()
+        before = tensor.detach().to_dense().clone()
+        undo = Undo(lambda tensor=tensor: [tensor])
+        undo.keep()
+        written = numerics.stored_numbers(tensor.detach())
+        (written[0] if kind == "expanded" else written).mul_(NAN)
+        undo.restore(truth(value))
+        now = tensor.detach().to_dense()
+        if value or kind == "empty":
+            assert torch.equal(now, before)
+        else:
+            assert now.isnan().any()
 
 
 def test_more_elements_of_a_sparse_tensor_go_again() -> None:
@@ -785,14 +785,13 @@ def test_what_late_reads_refuse() -> None:
 
 @pytest.mark.parametrize("numel", [1, 7, 1 << 14, (1 << 14) + 1, 1 << 17])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
-@pytest.mark.parametrize("place", [0, -1])
-@pytest.mark.parametrize("beside", [0, 1, 5])
-def test_the_quick_look_sees_the_same(numel: int, value: float, place: int, beside: int) -> None:
-    tensors = [torch.full((numel,), 1.0), *(torch.full((3,), 3e38) for _ in range(beside))]
-    assert are_finite(tensors), "sums that overflow say nothing"
-    tensors[0][place] = value
-    assert are_finite(tensors) == bool(all_finite(tensors)) == math.isfinite(value)
-    assert are_finite(tensors[::-1]) == math.isfinite(value)
+def test_the_quick_look_sees_the_same(numel: int, value: float) -> None:
+    for place, beside in itertools.product([0, -1], [0, 1, 5]):
+        tensors = [torch.full((numel,), 1.0), *(torch.full((3,), 3e38) for _ in range(beside))]
+        assert are_finite(tensors), "sums that overflow say nothing"
+        tensors[0][place] = value
+        assert are_finite(tensors) == bool(all_finite(tensors)) == math.isfinite(value), (place, beside)
+        assert are_finite(tensors[::-1]) == math.isfinite(value), (place, beside)
 
 
 @pytest.mark.parametrize(

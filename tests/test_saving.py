@@ -82,7 +82,7 @@ def test_what_does_not_come_fails_the_save_and_is_gathered_from_then_on(
 ) -> None:
     fails = [{"rank": 1, "what": SEND, "call": 0, "do": "nothing"}]
     constants = {f"{own_state.__name__}:_PATIENCE_S": 1.0}
-    options = {**APART, "async_save": async_save, "sharded": sharded, "step_s": 0.1}
+    options = {**APART, "async_save": async_save, "sharded": sharded, "step_s": 0.05}
     config = make(tmp_path, "run", fails=fails, constants=constants, weighs=True, **options)
     ranks = Ranks({**config, "events": [{"at": "train", "step": 43, "do": "SIGKILL", "rank": 0}]}, tmp_path)
     ranks.wait()

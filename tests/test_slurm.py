@@ -279,7 +279,8 @@ time.sleep(step.get("takes", 0))
 sys.exit(step["exit_code"])
 """
 
-SCONTROL = """#!{python}
+# Without site-packages, which take as long as the rest: a test asks it ten times.
+SCONTROL = """#!{python} -IS
 import json, os, signal, sys
 words = sys.argv[1:]
 with open({folder!r} + "/scontrol", "a") as file:
@@ -303,7 +304,7 @@ elif words[0] == "requeue":
     os.kill(os.getppid(), signal.SIGTERM)
 """
 
-SINFO = """#!{python}
+SINFO = """#!{python} -IS
 import json, sys
 if any("down" in word for word in sys.argv):
     print(json.load(open({folder!r} + "/job"))["lost"])
@@ -430,28 +431,24 @@ def test_squeue_shows_how_far_the_run_is(batch: Batch) -> None:
 @pytest.mark.parametrize(
     ("events", "srun", "code", "requeued", "how"),
     [
-        ([exits(0)], 0, 0, False, "finished"),
-        ([exits(0)], 1, 0, False, "finished"),  # another node's trouble, after the run had finished
-        ([exits(75)], 75, 75, True, "told to stop"),
-        ([exits(75, new_job=True)], 75, 75, True, "failed"),
-        ([exits(1)], 1, 1, False, "failed, exit code 1"),
-        ([exits(1) | {"exit_code": None}], 1, 1, False, "failed, exit code 1"),
-        ([exits(16)], 16, 16, False, "failed, exit code 16"),
-        ([exits(17)], 17, 17, False, "failed, exit code 17"),
-        ([], 137, 75, True, "launch lost"),
-        ([], 1, 75, True, "launch lost"),
-        ([], 0, 75, True, "launch lost"),  # srun says nothing that can be believed
-        ([], 2, 75, True, "launch lost"),  # srun ends with 2 where the interpreter is missing, too
-        ([{"event": "refused", "reason": "process 1 runs it already"}], 1, 1, False, "refused"),
+        pytest.param([exits(0)], 0, 0, False, "finished", id="finished"),
+        pytest.param([exits(0)], 1, 0, False, "finished", id="finished, and then another node's trouble"),
+        pytest.param([exits(75)], 75, 75, True, "told to stop", id="told to stop"),
+        pytest.param([exits(75, new_job=True)], 75, 75, True, "failed", id="to be tried in a new job"),
+        pytest.param([exits(1)], 1, 1, False, "failed, exit code 1", id="failed"),
+        pytest.param([exits(1) | {"exit_code": None}], 1, 1, False, "failed, exit code 1", id="no exit code"),
+        pytest.param([exits(16)], 16, 16, False, "failed, exit code 16", id="16"),
+        pytest.param([exits(17)], 17, 17, False, "failed, exit code 17", id="17"),
+        pytest.param([], 137, 75, True, "launch lost", id="launch lost"),
+        pytest.param([], 1, 75, True, "launch lost", id="launch lost, 1"),
+        pytest.param([], 0, 75, True, "launch lost", id="launch lost, and srun says that all is well"),
+        pytest.param([], 2, 75, True, "launch lost", id="launch lost, 2, as where the interpreter is missing"),
+        pytest.param(
+            [{"event": "refused", "reason": "process 1 runs it already"}], 1, 1, False, "refused", id="refused"
+        ),
     ],
 )
-@pytest.mark.slow_but_for(
-    "events0-0-0-False-finished",
-    "events2-75-75-True-told to stop",
-    "events4-1-1-False-failed, exit code 1",
-    "events6-16-16-False-failed, exit code 16",
-    "events8-137-75-True-launch lost",
-)
+@pytest.mark.slow_but_for("finished", "told to stop", "failed", "16", "launch lost")
 def test_what_follows_is_decided_by_what_launch_has_recorded(
     batch: Batch, events: list[dict[str, Any]], srun: int, code: int, requeued: bool, how: str
 ) -> None:
@@ -497,8 +494,9 @@ def test_an_earlier_allocations_end_is_not_taken_for_this_ones(batch: Batch) -> 
             "TimeLimit": "UNLIMITED",
         },
     ],
+    ids=["cancelled", "completing before its limit", "completing without a limit"],
 )
-@pytest.mark.slow_but_for("says0")
+@pytest.mark.slow_but_for("cancelled")
 def test_a_cancelled_job_is_not_requeued(batch: Batch, says: dict[str, str]) -> None:
     batch.job(**says)
     assert batch.run(exits(75), exit_code=75)[0] == 75
@@ -524,8 +522,9 @@ def test_a_cancelled_job_is_not_requeued(batch: Batch, says: dict[str, str]) -> 
         ),
         ({"EndTime": "2126-01-01T10:30:00"}, "told to stop"),
     ],
+    ids=["preempted", "preempted and completing", "at its end", "completing at its limit", "neither"],
 )
-@pytest.mark.slow_but_for("says0-preempted", "says2-time limit")
+@pytest.mark.slow_but_for("preempted", "at its end")
 def test_it_says_who_has_stopped_the_run(batch: Batch, says: dict[str, str], how: str) -> None:
     batch.job(**{"JobState": "RUNNING", **says})
     batch.run(exits(75), exit_code=75)
@@ -782,8 +781,8 @@ def test_an_exclusion_that_slurm_refuses_is_recorded(batch: Batch, monkeypatch: 
     assert (event["event"], event["node_list"], event["reason"]) == ("exclusion_failed", ["n3"], "no")
 
 
-@pytest.mark.parametrize("own", [["n5"], []])
-@pytest.mark.slow_but_for("own0")
+@pytest.mark.parametrize("own", [["n5"], []], ids=["a node of its own", "none"])
+@pytest.mark.slow_but_for("a node of its own")
 def test_a_node_that_the_user_excludes_is_none_to_fall_back_on(batch: Batch, own: list[str]) -> None:
     """Four of the five nodes are needed; one that this job had excluded by itself comes back for the next."""
     batch.job(JobState="RUNNING", ExcNodeList="n[5-5]")
@@ -1199,8 +1198,12 @@ def test_the_table_of_a_run_without_launcher(tmp_path: Path) -> None:
     assert "3 of 3 restarts" in status.status(tmp_path)
 
 
-@pytest.mark.parametrize("end", [exits(75), {"event": "slice_end", "how": "cancelled", "then": "end"}])
-@pytest.mark.slow_but_for("end0")
+@pytest.mark.parametrize(
+    "end",
+    [exits(75), {"event": "slice_end", "how": "cancelled", "then": "end"}],
+    ids=["the launch has ended", "the job has ended"],
+)
+@pytest.mark.slow_but_for("the launch has ended")
 def test_a_run_that_goes_on_without_launcher(tmp_path: Path, end: dict[str, Any]) -> None:
     ledger = Ledger(tmp_path / "ledger", rank=None)
     ledger.record("slice_start", slurm_job_id="17", restart_count=0, node_list=["n1"])

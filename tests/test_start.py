@@ -35,35 +35,43 @@ from tests.test_watchdog import run_dir as run_dir
 LIMIT_S = 1.5
 
 
-def _rank(job: Job, rank: int, does: str) -> None:
+def _rank(job: Job, rank: int, does: str, limit_s: float) -> None:
     fd = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 2)
     about = {"run_dir": str(job.run_dir), "fit": None, "token": job.token, "node": "node-0", "nodes": 1}
     about |= {"world_size": 2, "elastic_run_id": None, "restart_count": 0}
-    probe = RankProbe(job.directory(), rank, {"start": LIMIT_S, "setup": 60.0}, about, is_workers=True)
+    # Rank 1 is there before rank 0 waits for it, and until it has waited, however busy the machine is.
+    is_there, has_waited = job.run_dir.with_suffix(".there"), job.run_dir.with_suffix(".waited")
+    while rank == 0 and not is_there.exists():
+        time.sleep(0.01)
+    probe = RankProbe(job.directory(), rank, {"start": limit_s, "setup": 60.0}, about, is_workers=True)
     if rank == 0:
         watchdog.start(job.directory())
-    until = time.monotonic() + 4 * LIMIT_S
+    if does == "fits":
+        probe.begin_fit({"start": LIMIT_S, "setup": 60.0}, {**about, "fit": 0, "token": "another"})
+    is_there.touch()
     if does == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif does == "computes in a child":
-        while time.monotonic() < until:
+        while not has_waited.exists():
             subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
     elif does == "fits":
-        probe.begin_fit({"start": LIMIT_S, "setup": 60.0}, {**about, "fit": 0, "token": "another"})
-        time.sleep(4 * LIMIT_S)
+        while not has_waited.exists():
+            time.sleep(0.01)
         probe.end_fit()
     elif does == "waits for ever":
         time.sleep(30)
     else:
         time.sleep(4 * LIMIT_S)
+        probe.close()
+        has_waited.touch()
     os._exit(0)
 
 
-def run(run_dir: Path, *do: str) -> list[int | None]:
+def run(run_dir: Path, *do: str, limit_s: float = LIMIT_S) -> list[int | None]:
     job = Job(run_dir)
     for rank, does in enumerate(do):
-        process = _FORK.Process(target=_rank, args=(job, rank, does))
+        process = _FORK.Process(target=_rank, args=(job, rank, does, limit_s))
         process.start()
         job.processes.append(process)
     return job.wait()
@@ -88,7 +96,7 @@ def test_one_that_waits_while_another_is_in_its_fit_is_left_alone(run_dir: Path)
 
 
 def test_one_that_nobody_waits_for_is_found_late(run_dir: Path) -> None:
-    assert run(run_dir, "waits for ever", "waits for ever") == [exit_codes.HUNG] * 2
+    assert run(run_dir, "waits for ever", "waits for ever", limit_s=0.5) == [exit_codes.HUNG] * 2
     (fault,) = hangs(run_dir)
     assert fault["section"] == "start"
     assert "No hang: " in run_dir.with_suffix(".log").read_text()

@@ -36,7 +36,7 @@ from lightning_resilience.detect.hangs.rank_probe import (
 )
 from lightning_resilience.detect.hangs.verdict import diagnose
 from lightning_resilience.launch.view import diagnoses, ranks_now
-from lightning_resilience.run import exit_codes
+from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.ledgers import read_ledger
 
@@ -445,8 +445,8 @@ def test_a_watchdog_that_sees_nothing_does_not_stay_as_one_that_watches(
 ) -> None:
     directory = node_directory(uuid.uuid4().hex, 0)
     (directory / "rank-00000.json").write_text("{}")  # as a file that somebody else has spoilt
-    monkeypatch.setattr(watchdog, "_BLIND_FOR_S", 0.5)
-    monkeypatch.setattr(watchdog, "_FIRST_RANK_WITHIN_S", 10.0)
+    monkeypatch.setattr(deadlines, "WATCHDOG_FAILS_FOR_S", 0.5)
+    monkeypatch.setattr(deadlines, "FIRST_RANK_WITHIN_S", 10.0)
     blind = watchdog.Watchdog(directory)
     blind.register()
     began = time.monotonic()
@@ -464,7 +464,7 @@ def test_a_watchdog_that_stands_still_is_replaced(run_dir: Path, monkeypatch: py
     assert first is not None
     assert watchdog.is_alive(directory, first)
     os.kill(first["pid"], signal.SIGSTOP)
-    monkeypatch.setattr(watchdog, "_STANDS_STILL_AFTER_S", 0.3)
+    monkeypatch.setattr(deadlines, "WATCHDOG_STALLED_AFTER_S", 0.3)
     time.sleep(0.5)
     second = watchdog.start(directory)
     assert second is not None

@@ -33,7 +33,7 @@ from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE
 from lightning_resilience.faults import FaultInjector, SimulatedFault
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
-from lightning_resilience.run import exit_codes
+from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.events import Fault, Unhealthy, WorkloadRequest
 from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, is_started_again
@@ -41,8 +41,6 @@ from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, is_started_
 log = logging.getLogger("lightning_resilience.callbacks.fault_tolerance")  # as documented
 
 Engine = Literal["auto", "nvrx", "watchdog"]
-
-_PING_WITHIN_S = 1800.0  # torch's own limit, where a step has none
 
 FINISHED_FLAG_VARIABLE = "FAULT_TOL_FINISHED_FLAG_FILE"
 """Environment variable of NeMo-Run's and NVRx's job scripts: they requeue a job until this file exists."""
@@ -346,7 +344,7 @@ class HangWatch(Participant):
         if step % every == 0 and step != self._ping_at:
             self._ping_at = step
             # A rank may come as late as it may be in any step; and a device has all before the ping to do first.
-            limit = min(self.timeouts.by_section()["step"], _PING_WITHIN_S)
+            limit = min(self.timeouts.by_section()["step"], deadlines.LONGEST_PING_S)
             check = health.check_collective(self.session.fit.trainer.strategy.root_device, limit)
             if not check.ok:
                 raise RuntimeError(f"The health check at step {step} failed: {check.detail}.")

@@ -33,7 +33,7 @@ from lightning_resilience.launch.record import FIRST, newest
 from lightning_resilience.launch.script_errors import describe, show, wrong_world_size
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
 from lightning_resilience.run import exit_codes
-from lightning_resilience.run.deadlines import ENDED_WITHIN_S
+from lightning_resilience.run.deadlines import ENDED_WITHIN_S, FIRST_STARTS_WATCHDOG_WITHIN_S
 from lightning_resilience.run.events import Fault, ScriptOutcome, WorkersStart
 from lightning_resilience.run.failures import cause_of_end
 from lightning_resilience.run.history import read_history
@@ -51,9 +51,6 @@ JOB_ATTEMPT_VARIABLE = "LIGHTNING_RESILIENCE_JOB_ATTEMPT"
 
 FIRST_LAUNCH_VARIABLE = "LIGHTNING_RESILIENCE_FIRST_LAUNCH"
 """Environment variable with the id of the launch that decides for all workers of a run."""
-
-
-_FIRST_STARTS_WATCHDOG_WITHIN_S = 5.0
 
 
 def main() -> None:
@@ -151,7 +148,7 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
         directory = node_directory(token, int(os.environ.get("GROUP_RANK", "0")))
         RankProbe(directory, rank, SectionTimeouts.parse(limits).by_section(), about, is_workers=True)
         # The first one's affair, and another one's only if that has not, because it is stopped already.
-        start_soon(directory, local_rank and _FIRST_STARTS_WATCHDOG_WITHIN_S + local_rank)
+        start_soon(directory, local_rank and FIRST_STARTS_WATCHDOG_WITHIN_S + local_rank)
     except OSError as error:
         log_line(f"Rank {rank} is not watched before its first fit ({error}).")
 

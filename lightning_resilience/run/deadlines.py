@@ -1,10 +1,15 @@
-"""Times of the launcher that must fit each other, in seconds; ``tests/test_deadlines.py`` holds how. No torch.
+"""Times of the launcher and of the watchdogs that must fit each other, in seconds. No torch.
+
+``tests/test_deadlines.py`` holds how.
 
 After SIGTERM the workers have the grace period. The elastic launcher ends what is left ``TERM_MARGIN_S`` later, and the
 launch ends both ``KILL_MARGIN_S`` after the grace period.
 
 A launch that decides for others shows that it lives by a beat. The others give up long after several beats, since
 storage that nodes share may show a file late.
+
+A watchdog polls the ranks of its node. It probes a rank that is overdue, waits for the evidence of other nodes, and has
+a deadline for every call to storage. It beats like a launch, and the ranks replace one that has stalled.
 """
 
 from __future__ import annotations
@@ -66,3 +71,80 @@ NVRX_ANSWERS_WITHIN_S = 5.0
 
 STORE_WITHIN_S = 60.0
 """How long an operation on the store of a one-node rendezvous may take."""
+
+# -- the watchdog ------------------------------------------------------------------------------------------------------
+
+WATCHDOG_STARTS_WITHIN_S = 60.0
+"""How long a rank waits for the watchdog that it starts."""
+
+FIRST_STARTS_WATCHDOG_WITHIN_S = 5.0
+"""How long the other ranks of a node leave its start to the first."""
+
+FIRST_RANK_WITHIN_S = 60.0
+"""A watchdog ends if no rank has registered for so long."""
+
+WATCHDOG_POLL_S = 0.2
+"""How often a watchdog reads the progress of its ranks: a hang is found within its timeout and this."""
+
+FROZEN_AFTER_S = 2.0
+"""A pause of the watchdog that is longer was one of the whole node or job, and is no time of the ranks."""
+
+SUSPENDED_FROM_S = 1.0
+"""Ranks that were stopped at their terminal, and have not advanced for so long, are suspended."""
+
+CHECK_ACTIVITY_EVERY_S = 60.0
+"""How often, at least, the CPU time and IO of a rank outside of a fit is read."""
+
+WATCHDOG_BEAT_S = 1.0
+"""How often a watchdog shows that it works."""
+
+WATCHDOG_FAILS_FOR_S = 30.0
+"""A watchdog of which all checks have failed for so long ends."""
+
+WATCHDOG_STALLED_AFTER_S = 120.0
+"""A watchdog without a beat for so long is replaced; a case takes less."""
+
+LOG_WITHIN_S = 1.0
+"""How long a watchdog waits at its end for its log."""
+
+STORAGE_WITHIN_S = 3.0
+"""For one call of the watchdog to shared storage."""
+
+BUSY_OVER_S = 0.25
+"""For how long a rank is watched to see whether it is busy; the kernel counts CPU time in ticks of 10 ms."""
+
+STACKS_WITHIN_S = 0.5
+"""How long a rank may take to write its stacks."""
+
+ANSWER_WITHIN_S = 1.0
+"""How long a rank's worker server may take for one answer."""
+
+CHECK_CASES_EVERY_S = 1.0
+"""How often a watchdog checks whether another node has found a hang or lost a rank."""
+
+OTHER_NODES_PROBE_WITHIN_S = 5.0
+"""How long the node of rank 0 waits for the evidence of the others; they wait twice as long for its verdict."""
+
+CHECK_VERDICT_EVERY_S = 0.25
+"""How often they check for it."""
+
+ALL_KILLED_WITHIN_S = 0.3
+"""From one death to the others, where all ranks are ended from outside."""
+
+PEERS_RAISE_WITHIN_S = 2.0
+"""How long ranks that have lost a peer may take to raise or to begin a save; gloo's raise."""
+
+FAILED_RANK_ENDS_WITHIN_S = 5.0
+"""How long a rank that has failed may take to end; its peers raise when it has."""
+
+CHECK_SURVIVORS_EVERY_S = 0.5
+"""How often they are checked."""
+
+SURVIVORS_SAVE_WITHIN_S = 30.0
+"""How long they may take to write, such as a checkpoint; launchers do not wait any longer."""
+
+HUNG_RANK_EXITS_WITHIN_S = 0.5
+"""From the exit signal to SIGKILL, and how long that may take."""
+
+LONGEST_PING_S = 1800.0
+"""The deadline of a ping of all ranks where a step has no limit; torch's own."""

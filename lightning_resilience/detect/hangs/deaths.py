@@ -133,15 +133,15 @@ class MemoryShortage:
         self._kills = self._count()
         self._rose: float | None = None
 
-    def look(self) -> None:
-        """To be called regularly."""
+    def update(self) -> None:
+        """Reads the counter; to be called regularly."""
         kills = self._count()  # none: its cgroup goes with the last of its processes
         if kills is not None and kills != self._kills:
             self._kills, self._rose = kills, time.monotonic()
 
     def is_recent(self) -> bool:
         """Whether that has happened within the last minute."""
-        self.look()
+        self.update()
         return self._rose is not None and time.monotonic() - self._rose < self._RECENT_S
 
     def _count(self) -> int | None:

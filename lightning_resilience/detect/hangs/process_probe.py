@@ -1,4 +1,4 @@
-"""Looking at a rank from outside: what the kernel says, its Python stacks, and what torch's worker server answers.
+"""A rank probed from outside: what the kernel knows of it, its Python stacks, and what torch's worker server answers.
 
 Nothing in here needs the help of the rank's main thread, and only the last question needs its interpreter lock.
 """
@@ -10,9 +10,10 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -22,6 +23,7 @@ from lightning_resilience.detect.hangs.flight_recorder import merge
 from lightning_resilience.detect.hangs.progress import ProgressRecord
 from lightning_resilience.detect.hangs.rank_probe import STACKS_SIGNAL
 from lightning_resilience.detect.hangs.stacks import parse_stacks
+from lightning_resilience.run.deadlines import ANSWER_WITHIN_S, BUSY_OVER_S, STACKS_WITHIN_S
 
 PYTHON = "dump_traceback"
 """What the worker server does with the help of the interpreter. A handler of our own would crash the process at its
@@ -31,30 +33,34 @@ end, when torch drops it after the interpreter has gone."""
 # anyhow: torch needs seconds to look up the names in the first ones.
 _RECORDERS = ("fr_trace_json", "dump_nccl_trace_json?includecollectives=true&onlyactive=false")
 
-_BUSY_OVER_S = 0.25  # the kernel counts in ticks of 10 ms
-_STACKS_WITHIN_S = 0.5
-_ANSWER_WITHIN_S = 1.0
 _MAX_WORKERS_ASKED = 16
 
 
-def probe_process(about: dict[str, Any], path: Path, stay: ProgressRecord | None, seconds: float) -> RankEvidence:
+class Usage(NamedTuple):
+    """What a process has used so far: CPU seconds, and bytes read and written."""
+
+    cpu_s: float = 0.0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+def probe_process(about: dict[str, Any], path: Path, record: ProgressRecord | None, seconds: float) -> RankEvidence:
     """What can be known of a rank of this node.
 
     Args:
         about: What it has registered.
         path: Its files, without their endings.
-        stay: Its progress.
+        record: Its progress.
         seconds: Since it made any.
     """
     pid, main_thread = int(about["pid"]), int(about["main_thread"])
-    before = usage(pid) if is_running(about) else None
-    children_before = _usage_of_children(pid)
-    state = "gone" if before is None else _state(pid)
     began = time.monotonic()
-    if before is not None:  # before it is asked for anything: to answer takes CPU time, and its stacks are written
-        time.sleep(_BUSY_OVER_S)
-    after = usage(pid) if before is not None else None
-    children_after, watched_s = _usage_of_children(pid), time.monotonic() - began
+    before = usage_of_tree(pid) if is_running(about) else {}
+    state = _state(pid) if pid in before else "gone"
+    if before:  # before it is asked for anything: to answer takes CPU time, and its stacks are written
+        time.sleep(BUSY_OVER_S)
+    after = usage_of_tree(pid) if before else {}
+    watched_s = time.monotonic() - began
     answers = python_answers = None
     collectives: dict[str, Any] | None = None
     stacks = ""
@@ -66,24 +72,26 @@ def probe_process(about: dict[str, Any], path: Path, stay: ProgressRecord | None
         if answers:
             python_answers = ask(path, PYTHON) is not None
         workers = _workers(pid, path, main_thread)
+    own_before = before.get(pid, Usage())
+    own_after = after.get(pid, own_before)
     process = ProcessEvidence(
         pid=pid,
         state=state,
-        cpu_s=after[0] - before[0] if before and after else 0.0,
+        cpu_s=own_after.cpu_s - own_before.cpu_s,
         watched_s=watched_s,
-        written_bytes=after[1] - before[1] if before and after else 0,
+        written_bytes=own_after.written_bytes - own_before.written_bytes,
         threads=parse_stacks(stacks, main_thread),
-        children_cpu_s=max(0.0, children_after - children_before),
+        children_cpu_s=max(0.0, _children_cpu_s(pid, after) - _children_cpu_s(pid, before)),
     )
     return RankEvidence(
         rank=int(about["rank"]),
         node=str(about["node"]),
         process=process,
-        section=stay.section if stay is not None else "setup",
-        step=stay.step if stay is not None else 0,
-        position=stay.position if stay is not None else (0, 0, 0, 0),
+        section=record.section if record is not None else "setup",
+        step=record.step if record is not None else 0,
+        position=record.position if record is not None else (0, 0, 0, 0),
         seconds=seconds,
-        timeout=stay.timeout if stay is not None else 0.0,
+        timeout=record.timeout if record is not None else 0.0,
         answers=answers,
         python_answers=python_answers,
         collectives=collectives,
@@ -102,7 +110,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(os.fspath(self._path))
 
 
-def ask(path: Path, handler: str, timeout_s: float = _ANSWER_WITHIN_S) -> bytes | None:
+def ask(path: Path, handler: str, timeout_s: float = ANSWER_WITHIN_S) -> bytes | None:
     """What the worker server of a rank answers, or ``None`` if it does not."""
     connection = _UnixConnection(path.with_suffix(".socket"), timeout_s)
     try:
@@ -131,36 +139,30 @@ def _state(pid: int) -> str:
     }.get(status, "sleeping")
 
 
-def usage(pid: int) -> tuple[float, int] | None:
-    """CPU seconds and bytes written so far."""
+def usage(pid: int) -> Usage | None:
+    """What a process has used so far; ``None`` if it has gone."""
     try:
         process = psutil.Process(pid)
         times = process.cpu_times()
+        cpu_s = times.user + times.system
         with suppress(psutil.AccessDenied):
-            return times.user + times.system, process.io_counters().write_chars
-        return times.user + times.system, 0
+            counters = process.io_counters()
+            return Usage(cpu_s, counters.read_chars, counters.write_chars)
+        return Usage(cpu_s)
     except psutil.Error:
         return None
 
 
-def usage_of_all(pid: int) -> dict[int, tuple[float, int]]:
-    """For a process and all that it has started: CPU seconds, and bytes read and written, so far."""
-    found = {}
+def usage_of_tree(pid: int) -> dict[int, Usage]:
+    """The same for a process and all its descendants; empty if it has gone."""
+    pids = [pid]
     with suppress(psutil.Error):
-        parent = psutil.Process(pid)
-        for process in [parent, *parent.children(recursive=True)]:
-            with suppress(psutil.Error):
-                times, chars = process.cpu_times(), 0
-                with suppress(psutil.AccessDenied):
-                    counters = process.io_counters()
-                    chars = counters.read_chars + counters.write_chars
-                found[process.pid] = times.user + times.system, chars
-    return found
+        pids += [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return {each: found for each in pids if (found := usage(each)) is not None}
 
 
-def _usage_of_children(pid: int) -> float:
-    """CPU seconds so far of all that a process has started."""
-    return sum(cpu_s for child, (cpu_s, _) in usage_of_all(pid).items() if child != pid)
+def _children_cpu_s(pid: int, used: Mapping[int, Usage]) -> float:
+    return sum(each.cpu_s for child, each in used.items() if child != pid)
 
 
 def _stacks(pid: int, path: Path) -> str:
@@ -172,7 +174,7 @@ def _stacks(pid: int, path: Path) -> str:
     with suppress(ProcessLookupError):
         os.kill(pid, STACKS_SIGNAL)
     sizes = [before, before]
-    deadline = time.monotonic() + _STACKS_WITHIN_S
+    deadline = time.monotonic() + STACKS_WITHIN_S
     while time.monotonic() < deadline and not sizes[-1] == sizes[-2] > before:
         time.sleep(0.02)
         sizes.append(file.stat().st_size)
