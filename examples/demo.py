@@ -1,4 +1,4 @@
-"""Trains a small GPT twice, once undisturbed and once under fire, and compares the final weights bit by bit."""
+"""Trains a small GPT twice, once undisturbed and once with ten faults, and compares the final weights bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A LightningCLI: callbacks come from YAML files and the command line, and no line of this file names one.
+"""A LightningCLI: callbacks come from YAML files and the command line.
 
 python examples/cli/main.py fit --config examples/cli/config.yaml --config recipes/cli/workstation.yaml
 """
