@@ -543,7 +543,8 @@ def test_the_sections_of_a_step_are_told_apart(manual: bool, options: dict[str, 
     assert data >= 0.012
     assert compute >= 0.004
     assert callbacks >= 0.024
-    assert callbacks < 0.07, "a validation has been taken for what every step does"
+    # A busy machine draws out all sleeps alike.
+    assert callbacks < 2 * data + 0.04, "a validation has been taken for what every step does"
     assert report.relative.tolist() == [1.0]
 
 
@@ -646,11 +647,11 @@ def test_what_most_ranks_are_is_no_straggler(tmp_path: Path, caplog: pytest.LogC
     class Slow(L.Callback):
         def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx >= 10:
-                time.sleep(0.05)
+                time.sleep(0.1)
 
-    module = Short()
+    callbacks = [ReportsAt(10, 20, 30), Slow(), AutoResume(), StragglerDetection(1e6)]
     with listening(caplog):
-        trainer_with(tmp_path, ReportsAt(10, 20, 30), Slow(), AutoResume(), StragglerDetection(1e6)).fit(module)
+        trainer_with(tmp_path, *callbacks, limit_train_batches=32).fit(Short())
     assert caplog.text.count("Some GPUs performance dropped") == 2
     assert caplog.text.count("that is no straggler, and the run is not stopped") == 1
     assert found_in({"run_dir": tmp_path / "resilience"}, "straggler_stop") == []
