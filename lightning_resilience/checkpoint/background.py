@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lightning_resilience.checkpoint.daemon import in_daemon_thread
 from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.node_store import MappedFile
 from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots
@@ -46,15 +48,14 @@ class BackgroundSaves:
         self._fence = Fence(heartbeat)
         self._snapshots = Snapshots()
         self._buffers: dict[int, _Buffer] = {}  # reused: memory that is new takes three times as long to fill
-        self._thread: threading.Thread | None = None
-        self._trouble: BaseException | None = None
+        self._saving: Future[None] | None = None
         self.invalidated = False
         """Whether the last snapshot was thrown away, because something else than an optimizer has changed its state."""
 
     @property
     def busy(self) -> bool:
         """Whether the checkpoint before is still being written."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._saving is not None and not self._saving.done()
 
     def take(
         self,
@@ -72,30 +73,24 @@ class BackgroundSaves:
             missed: Called in its place if there is no copy, with what was raised; ``None`` if the snapshot was no good.
                 By default what was raised is raised by :meth:`check`.
         """
+        self.check()
         snapshot = self._fence.pending = self._snapshots.take(state, stable)
         self.invalidated = False
-        self._thread = threading.Thread(
-            target=self._run, args=(snapshot, write, missed or _raise), name="background-checkpoint", daemon=True
-        )
-        self._thread.start()
+        self._saving = in_daemon_thread(lambda: self._run(snapshot, write, missed or _raise), "background-checkpoint")
 
     def _run(
         self, snapshot: Snapshot, write: Callable[[Copy], None], missed: Callable[[BaseException | None], None]
     ) -> None:
         try:
-            try:
-                copies = self._copy(snapshot)
-            except BaseException as error:
-                missed(error)
-                return
-            if copies is None:
-                self.invalidated = True
-                missed(None)
-            else:
-                write(Copy(snapshot.structure, copies, snapshot.left_out))
+            copies = self._copy(snapshot)
         except BaseException as error:
-            log.debug("A checkpoint could not be written in the background", exc_info=True)
-            self._trouble = error
+            missed(error)
+            return
+        if copies is None:
+            self.invalidated = True
+            missed(None)
+        else:
+            write(Copy(snapshot.structure, copies, snapshot.left_out))
 
     def _copy(self, snapshot: Snapshot) -> list[torch.Tensor] | None:
         try:
@@ -117,22 +112,20 @@ class BackgroundSaves:
         self._fence.now()
 
     def check(self) -> None:
-        """Raises what has gone wrong in the other thread, once."""
-        if self._trouble is not None:
-            trouble, self._trouble = self._trouble, None
-            raise trouble
+        """Raises what the last save has raised in the other thread, once."""
+        if self._saving is not None and self._saving.done():
+            saving, self._saving = self._saving, None
+            saving.result()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until nothing is being written any more; returns whether that is so."""
         self.fence()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-        return not self.busy
+        return self._saving is None or bool(futures.wait([self._saving], timeout_s).done)
 
     def close(self, timeout_s: float) -> None:
         """Waits for what is being written and takes the hooks off the optimizers."""
         if not self.wait(timeout_s):
-            log.warning("A checkpoint is still being written after %.0f s; it is left behind.", timeout_s)
+            log.warning("Dropping a checkpoint that is still being written after %.0f s.", timeout_s)
         self._fence.remove()
 
 

@@ -11,13 +11,14 @@ import ctypes
 import functools
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+
+from lightning_resilience.checkpoint.daemon import in_daemon_thread
 
 log = logging.getLogger(__name__)
 
@@ -155,28 +156,22 @@ def register(memory: torch.Tensor, device: torch.device | None) -> Registration 
     runtime_of = getattr(torch.get_device_module(device), "cudart", None)
     if runtime_of is None:  # only CUDA and ROCm can have memory registered that is there already
         return None
-    made: list[Registration] = []
-    problems: list[Exception] = []
 
-    def work() -> None:
-        try:
-            with at_work_for([device]):
-                made.append(Registration(memory, device, runtime_of()))
-        except (OSError, RuntimeError) as error:
-            problems.append(error)
+    def work() -> Registration:
+        with at_work_for([device]):
+            return Registration(memory, device, runtime_of())
 
     # What fails stays the last error of its thread, which torch would take for that of the next kernel launched there.
-    thread = threading.Thread(target=work, name="registers-memory")
-    thread.start()
-    thread.join()
-    if problems:
+    try:
+        return in_daemon_thread(work, "registers-memory").result()
+    except (OSError, RuntimeError) as error:
         _not_registered.add(device)
         log.warning(
-            "Memory for checkpoints cannot be registered with %s (%s): it is copied several times as slowly.",
+            "Memory for checkpoints cannot be registered with %s (%s): copies are several times as slow.",
             device,
-            problems[0],
+            error,
         )
-    return made[0] if made else None
+        return None
 
 
 # Time

@@ -15,7 +15,7 @@ import datetime
 import gc
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -31,8 +31,6 @@ _LEFT_OUT = object()
 _ARRAY_AS_TENSOR = 16 << 10  # bytes, from where on an array is cheaper as a tensor than as text
 _DEEPEST = 100  # containers within each other; json recurses, too
 _INT64 = 1 << 63
-_NAMES = {str}
-_USUAL_KEYS = (str, int)
 _ARRAY_KINDS = "biufcSUmM"  # of NumPy: those whose bytes are all that there is
 
 # Where a value is: where its container is, its key or index in it, whether that is an index.
@@ -123,7 +121,7 @@ class _Packing:
             return {_TAG: "parameter", "data": self._tensor(value.detach()), "requires_grad": value.requires_grad}
         if kind is np.ndarray and value.dtype.kind in _ARRAY_KINDS:
             return self._array(value)
-        if isinstance(value, np.generic) and kind is value.dtype.type and value.dtype.kind in _ARRAY_KINDS:
+        if _is_plain_scalar(value):
             return {_TAG: "scalar", "dtype": value.dtype.str, "data": _text_of_bytes(value.tobytes())}
         if kind is datetime.datetime and _has_plain_zone(value):
             return {_TAG: "datetime", "data": value.isoformat()}
@@ -220,9 +218,7 @@ class _Packing:
         items = {}
         for key, item in value.of.items():
             packed = self._entry(item, (where, key, False))
-            if packed is not _LEFT_OUT and type(key) not in _USUAL_KEYS and not _is_plain_key(key):
-                packed = self._leave_out_key(key, where)
-            if packed is not _LEFT_OUT:
+            if packed is not _LEFT_OUT and self._pack_key(key, where) is not _LEFT_OUT:
                 items[key] = packed
         attributes: Any = {}
         if kind is OrderedDict and value.of.__dict__:
@@ -259,13 +255,7 @@ class _Packing:
             return items
         pairs = []
         for key, item in items.items():
-            if type(key) in _USUAL_KEYS:
-                packed_key = _PACKED[type(key)](key)
-            elif _is_plain_key(key):
-                packed_key = self.pack(key, (where, key, False))
-            else:
-                packed_key = self._leave_out_key(key, where)
-            if packed_key is _LEFT_OUT:
+            if (packed_key := self._pack_key(key, where)) is _LEFT_OUT:
                 return _LEFT_OUT
             pairs.append([packed_key, item])
         about["items"] = pairs
@@ -273,7 +263,9 @@ class _Packing:
             about["attributes"] = attributes
         return about
 
-    def _leave_out_key(self, key: Any, where: _Where) -> Any:
+    def _pack_key(self, key: Any, where: _Where) -> Any:
+        if _is_plain_key(key):
+            return self.pack(key, (where, key, False))
         return self._leave_out(f"key of type {type(key).__module__}.{type(key).__qualname__}", (where, key, False))
 
     def _enter(self, container: Any) -> bool:
@@ -285,7 +277,7 @@ class _Packing:
 
 def _are_names(keys: Mapping[Any, Any]) -> bool:
     """Whether these can be the keys of an object in JSON, and are not our own."""
-    return set(map(type, keys)) <= _NAMES and _TAG not in keys and "".join(keys).isascii()
+    return set(map(type, keys)) <= {str} and _TAG not in keys and "".join(keys).isascii()
 
 
 def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -333,9 +325,11 @@ def _is_plain_key(key: Any) -> bool:
         return all(map(_is_plain_key, key))
     if kind is datetime.datetime:
         return _has_plain_zone(key)
-    return kind in _PACKED or (
-        isinstance(key, np.generic) and kind is key.dtype.type and key.dtype.kind in _ARRAY_KINDS
-    )
+    return kind in _PACKED or _is_plain_scalar(key)
+
+
+def _is_plain_scalar(value: Any) -> bool:
+    return isinstance(value, np.generic) and type(value) is value.dtype.type and value.dtype.kind in _ARRAY_KINDS
 
 
 def _has_plain_zone(value: datetime.datetime) -> bool:
@@ -412,15 +406,12 @@ def unpack(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """
     try:
         return _unpack(structure, tensors)
-    except (
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-        RuntimeError,
-    ) as error:  # RecursionError, too
-        raise ValueError(f"the structure is malformed ({type(error).__name__}: {error})") from error
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
+        raise _malformed(error) from error  # a RecursionError is a RuntimeError
+
+
+def _malformed(error: Exception) -> ValueError:
+    return ValueError(f"the structure is malformed ({type(error).__name__}: {error})")
 
 
 def from_safe(value: Any) -> Any:
@@ -480,7 +471,7 @@ def _tensor_of(value: dict[str, Any], tensors: Sequence[torch.Tensor]) -> torch.
     return tensors[index].detach().requires_grad_() if value.get("requires_grad") else tensors[index]
 
 
-def _made_dict(value: dict[str, Any], items: Iterable[tuple[Any, Any]], attributes: dict[str, Any]) -> Any:
+def _made_dict(value: dict[str, Any], items: Any, attributes: dict[str, Any]) -> Any:
     tag = value[_TAG]
     if tag == "defaultdict":
         return defaultdict(_FACTORIES[value["factory"]], items)
@@ -504,10 +495,6 @@ def _bytes_of(data: str | bytes) -> bytes:
     return data if type(data) is bytes else base64.b64decode(data)  # as such in files of earlier versions
 
 
-def _unpack_complex(real: str, imaginary: str) -> complex:
-    return complex(float.fromhex(real), float.fromhex(imaginary))
-
-
 _SAFE_CONTAINERS = (tuple, set, OrderedDict, Counter)
 _DICTS: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
@@ -527,7 +514,7 @@ _UNPACKED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "str": lambda value: base64.b64decode(value["data"]).decode("utf-8", "surrogatepass"),
     "bytes": lambda value: base64.b64decode(value["data"]),
     "bytearray": lambda value: bytearray(base64.b64decode(value["data"])),
-    "complex": lambda value: _unpack_complex(*value["data"]),
+    "complex": lambda value: complex(*map(float.fromhex, value["data"])),
     "scalar": lambda value: _made_array(_bytes_of(value["data"]), value["dtype"], [1])[0],
     "size": lambda value: torch.Size(value["data"]),
     "dtype": lambda value: dtype_named(value["data"]),
@@ -581,7 +568,7 @@ def safe_form(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
         pairs = [[safe_form(key, tensors), safe_form(item, tensors)] for key, item in structure["items"]]
         attributes = safe_form(structure.get("attributes", {}), tensors)
         if tag != "defaultdict" and all(_is_known_key(key) for key, _ in pairs):
-            return _made_dict(structure, ((key, item) for key, item in pairs), attributes)
+            return _made_dict(structure, pairs, attributes)
         return {**structure, "items": pairs, "attributes": attributes}
     if tag in ("tuple", "set"):
         items = [safe_form(item, tensors) for item in structure["items"]]
@@ -663,7 +650,7 @@ def tensor_names(structure: Any) -> dict[int, str]:
     try:
         _name_tensors(structure, "", names)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"the structure is malformed ({type(error).__name__}: {error})") from error
+        raise _malformed(error) from error
     return names
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from functools import cached_property
 from typing import Any
+
+from lightning_resilience.checkpoint.daemon import in_daemon_thread
 
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 10.0
-"""How long to wait for another rank when the own fit has failed: the other may be gone."""
+"""How long a rank whose fit has failed waits for others, which may be gone."""
 
 _AT_ONCE = 256  # keys in one request
 _LOOK_EVERY_S = 0.05
@@ -44,7 +46,7 @@ class StoreMessages:
         self.failing_since = time.monotonic()
 
     def send(self, key: str, value: bytes) -> None:
-        """Leaves a message, and does not wait for its reader. Where the store has gone, the reader waits in vain."""
+        """Sends a message without waiting for its reader, who is told nothing where the store has gone."""
         try:
             self._store.set(key, value)
         except (OSError, RuntimeError) as error:
@@ -85,7 +87,7 @@ class StoreMessages:
 
 
 class Receipt:
-    """Messages that are being read, in a thread of its own: a call to a store whose host is mute never ends."""
+    """Messages that are being read, in a thread of its own: a call to a store whose host does not answer never ends."""
 
     def __init__(self, messages: StoreMessages, keys: Sequence[str], patience_s: float, delete: bool) -> None:
         self._messages = messages
@@ -94,12 +96,7 @@ class Receipt:
         self._delete = delete
         self._received: list[bytes] = []
         self._since = time.monotonic()
-        self._error: BaseException | None = None
-        self._ended = threading.Event()
-        if keys:
-            threading.Thread(target=self._read, name="store-messages", daemon=True).start()
-        else:
-            self._ended.set()
+        self._reading = in_daemon_thread(self._read, "store-messages")
 
     def wait(self) -> list[bytes]:
         """The messages, by their keys.
@@ -108,10 +105,10 @@ class Receipt:
             TimeoutError: If for too long none has come, or the store has not answered.
             RuntimeError: If the store has gone.
         """
-        while not self._ended.wait(_LOOK_EVERY_S) and not self._is_late():
+        while not futures.wait([self._reading], _LOOK_EVERY_S).done and not self._is_late():
             pass
-        if self._error is not None:
-            raise self._error
+        if self._reading.done():
+            self._reading.result()
         if len(self._received) < len(self._keys):
             self._messages.give_up()
             raise TimeoutError(f"{len(self._received)} of {len(self._keys)} messages came")
@@ -131,8 +128,6 @@ class Receipt:
                     break
                 self._received += read
                 self._since = time.monotonic()
-        except BaseException as error:
+        except BaseException:
             self._messages.works = False
-            self._error = error
-        finally:
-            self._ended.set()
+            raise

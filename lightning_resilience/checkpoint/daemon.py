@@ -1,0 +1,34 @@
+"""Work in a daemon thread, with its result: the end of the process does not wait for it, as it does for an executor."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_daemon_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Starts ``work`` in a thread of its own.
+
+    Args:
+        work: What to do.
+        name: Of the thread.
+
+    Returns:
+        What ``work`` returns or raises.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
