@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import psutil
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -82,7 +84,7 @@ def clean_temporaries(directory: str | os.PathLike[str]) -> list[Path]:
             continue
         try:
             abandoned = path.lstat().st_mtime < time.time() - _ABANDONED_AFTER_S
-            dead = name["host"] == _host() and not _is_alive(int(name["pid"]))
+            dead = name["host"] == _host() and not psutil.pid_exists(int(name["pid"]))
             if not dead and not abandoned:
                 continue
             if path.is_dir() and not path.is_symlink():  # On its way out: a removal was killed.
@@ -93,16 +95,6 @@ def clean_temporaries(directory: str | os.PathLike[str]) -> list[Path]:
         except FileNotFoundError:  # Finished or removed by another process in the meantime.
             continue
     return removed
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # Somebody else's process.
-        return True
-    return True
 
 
 def publish(

@@ -12,6 +12,7 @@ from torchmetrics import Metric
 from lightning_resilience._lightning import lightning_progress
 from lightning_resilience._lightning.lightning_callbacks import callbacks
 from lightning_resilience._lightning.lightning_patches import Patches
+from lightning_resilience.checkpoint.safe_serialization import map_nested
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -191,12 +192,8 @@ def set_latest_metrics(trainer: Trainer, states: dict[str, Any]) -> None:
 
 
 def _clone(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return [_clone(item) for item in value] if isinstance(value, list) else value
+    return map_nested(value, lambda item: item.detach().clone() if isinstance(item, torch.Tensor) else item)
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return [_to(item, device) for item in value] if isinstance(value, list) else value
+    return map_nested(value, lambda item: item.to(device) if isinstance(item, torch.Tensor) else item)

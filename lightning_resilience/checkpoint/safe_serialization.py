@@ -495,6 +495,10 @@ def _bytes_of(data: str | bytes) -> bytes:
     return data if type(data) is bytes else base64.b64decode(data)  # as such in files of earlier versions
 
 
+def _unpack_complex(real: str, imaginary: str) -> complex:
+    return complex(float.fromhex(real), float.fromhex(imaginary))
+
+
 _SAFE_CONTAINERS = (tuple, set, OrderedDict, Counter)
 _DICTS: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
@@ -514,7 +518,7 @@ _UNPACKED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "str": lambda value: base64.b64decode(value["data"]).decode("utf-8", "surrogatepass"),
     "bytes": lambda value: base64.b64decode(value["data"]),
     "bytearray": lambda value: bytearray(base64.b64decode(value["data"])),
-    "complex": lambda value: complex(*map(float.fromhex, value["data"])),
+    "complex": lambda value: _unpack_complex(*value["data"]),
     "scalar": lambda value: _made_array(_bytes_of(value["data"]), value["dtype"], [1])[0],
     "size": lambda value: torch.Size(value["data"]),
     "dtype": lambda value: dtype_named(value["data"]),
@@ -607,6 +611,24 @@ def _is_known_key(key: Any) -> bool:
 # Other walks
 
 
+def map_nested(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with everything for which ``change`` returns something else replaced by that.
+
+    Args:
+        value: Nested dicts, lists, tuples and sets of anything. Containers are copied.
+        change: Called with a container before what is in it, which is skipped if the container is replaced.
+    """
+    if (changed := change(value)) is not value:
+        return changed
+    if isinstance(value, (defaultdict, OrderedDict)):
+        copied = value.copy()
+        copied.update({key: map_nested(item, change) for key, item in value.items()})
+        return copied
+    if type(value) is dict:
+        return {key: map_nested(item, change) for key, item in value.items()}
+    return type(value)(map_nested(item, change) for item in value) if type(value) in (list, tuple, set) else value
+
+
 def to_host(value: Any) -> Any:
     """``value`` with every tensor in it in host memory: what another process is given must be on no device.
 
@@ -614,23 +636,17 @@ def to_host(value: Any) -> Any:
     half a gigabyte of that device's memory, or is an error where there is no such device.
 
     Args:
-        value: Nested dicts, lists, tuples and sets of anything.
+        value: As for :func:`map_nested`.
     """
-    if isinstance(value, torch.Tensor):
-        return value if value.is_meta else value.detach().cpu()
-    if isinstance(value, (defaultdict, OrderedDict)):
-        copied = value.copy()
-        copied.update({key: to_host(item) for key, item in value.items()})
-        return copied
-    if type(value) is dict:
-        return {key: to_host(item) for key, item in value.items()}
-    if type(value) in (list, tuple, set):
-        return type(value)(to_host(item) for item in value)
-    return value
+
+    def moved(item: Any) -> Any:
+        return item.detach().cpu() if isinstance(item, torch.Tensor) and not item.is_meta else item
+
+    return map_nested(value, moved)
 
 
 def device_of(value: Any) -> torch.device | None:
-    """A device other than the host that holds a tensor in ``value``, nested as for :func:`to_host`, if there is one."""
+    """A device other than the host that holds a tensor in ``value``; nested as for :func:`map_nested`."""
     if isinstance(value, torch.Tensor):
         return None if value.is_meta or value.is_cpu else value.device
     items: Any = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple, set) else ()

@@ -5,13 +5,14 @@ DTensors of FSDP2 and tensor parallelism; what FSDP1 saves is in tensors of an o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_resilience._torch import local
+from lightning_resilience.checkpoint.safe_serialization import map_nested
 
 try:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -61,16 +62,7 @@ def to_local(value: Any) -> Any:
             return item
         return {_LOCAL: local(item.detach()), "layout": {**_layout(item), "stride": list(item.stride())}}
 
-    return _map(value, replaced)
-
-
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with all for which ``change`` returns something else replaced by that, in nested dicts and lists."""
-    if (changed := change(value)) is not value:
-        return changed
-    if isinstance(value, Mapping):
-        return {key: _map(item, change) for key, item in value.items()}
-    return type(value)(_map(item, change) for item in value) if type(value) in (list, tuple) else value
+    return map_nested(value, replaced)
 
 
 def from_local(value: Any, like: torch.Tensor | None) -> Any:
@@ -140,7 +132,7 @@ def optimizer_state_from_local(optimizer: torch.optim.Optimizer, state: dict[str
 
 
 def _rebuild_all(value: Any, near: torch.Tensor | None) -> Any:
-    return _map(value, lambda item: _rebuild(item, near) if _is_part(item) else item)
+    return map_nested(value, lambda item: _rebuild(item, near) if _is_part(item) else item)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from lightning_resilience._files import make_directory
 from lightning_resilience._torch import local
 from lightning_resilience.checkpoint import checkpoint_file, dcp
+from lightning_resilience.checkpoint.safe_serialization import map_nested
 from lightning_resilience.checkpoint.store_messages import StoreMessages
 from lightning_resilience.run.run_directory import StaleAttempt
 
@@ -161,7 +162,7 @@ class ShardedSaves:
         try:
             if self._rank == 0:
                 return self._finish(number, save, mine, rest, read_back)
-            return self._hear(number, mine)
+            return self._receive_outcome(number, mine)
         except RuntimeError as error:  # the store has gone, and with it rank 0 or its launcher
             return Outcome("failed", f"rank {self._rank} could not reach the others: {error}")
 
@@ -182,12 +183,12 @@ class ShardedSaves:
         )
 
     def _finish(self, number: int, save: Save, mine: _Report, rest: Any, read_back: bool) -> Outcome:
-        """Rank 0: hears all, publishes if it can, tells all."""
+        """Rank 0: receives the reports of all ranks, publishes if all have written, and sends the outcome to all."""
         keys = [f"{number}/{rank}" for rank in range(1, self._world_size)]
         try:
             others = self._messages.receive(keys, _PATIENCE_S, delete=True).wait()
         except TimeoutError:
-            outcome = Outcome("failed", "not all ranks have said that they have written their shards")
+            outcome = Outcome("failed", "not all ranks have reported that they wrote their shards")
         else:
             reports = [mine, *map(pickle.loads, others)]  # from ranks of this very job
             outcome = self._publish(save, reports, rest, read_back)
@@ -195,7 +196,7 @@ class ShardedSaves:
             shutil.rmtree(save.written, ignore_errors=True)
         if keys:
             self._messages.send(f"{number}/outcome", pickle.dumps(outcome))
-            self._messages.delete(f"{number - 1}/outcome")  # who has reported now has heard that
+            self._messages.delete(f"{number - 1}/outcome")  # all ranks have reported since, so they have received it
         return outcome
 
     def _publish(self, save: Save, reports: list[_Report], rest: Any, read_back: bool) -> Outcome:
@@ -216,13 +217,13 @@ class ShardedSaves:
             return Outcome("failed", f"{type(error).__name__}: {error}")
         return Outcome("published")
 
-    def _hear(self, number: int, mine: _Report) -> Outcome:
+    def _receive_outcome(self, number: int, mine: _Report) -> Outcome:
         self._messages.send(f"{number}/{self._rank}", pickle.dumps(mine))
         try:
-            (heard,) = self._messages.receive([f"{number}/outcome"], _PATIENCE_S).wait()
+            (received,) = self._messages.receive([f"{number}/outcome"], _PATIENCE_S).wait()
         except TimeoutError:
-            return Outcome("failed", "rank 0 has not said how it has ended")
-        outcome: Outcome = pickle.loads(heard)
+            return Outcome("failed", "rank 0 has not reported the outcome")
+        outcome: Outcome = pickle.loads(received)
         return outcome
 
 
@@ -238,11 +239,7 @@ def _layout(name: str, value: Any) -> tuple[Any, ...]:
 
 def without_numpy_numbers(value: Any) -> Any:
     """Numbers of NumPy as those of Python, which have the same value: a schedule may make such learning rates."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if type(value) is dict:
-        return {key: without_numpy_numbers(item) for key, item in value.items()}
-    return type(value)(map(without_numpy_numbers, value)) if type(value) in (list, tuple) else value
+    return map_nested(value, lambda item: item.item() if isinstance(item, np.generic) else item)
 
 
 class _Values(DefaultSavePlanner):
