@@ -74,4 +74,4 @@ def test_old_checkpoints_that_cannot_be_looked_for_end_no_training(
 ) -> None:
     (tmp_path / "file").touch()
     resume.retain(tmp_path / "file", keep=2)
-    assert "could not be looked for" in caplog.text
+    assert "could not be listed" in caplog.text

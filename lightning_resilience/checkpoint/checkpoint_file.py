@@ -69,13 +69,13 @@ _SEALING_THREADS = 8  # Reading many files of a network storage at once; the has
 
 @dataclass(frozen=True)
 class Stamp:
-    """What a checkpoint says about itself.
+    """The trailer of a checkpoint file, or the marker of a directory.
 
     Args:
         digest: xxh3-128 over the content, as 32 hexadecimal digits.
         size: Bytes of the archive without its trailer, or of all files of a directory.
-        metadata: What the writer of the checkpoint wanted to be readable without loading it.
-        file: Which file that was, if every byte of it was verified; for :func:`load`.
+        metadata: Metadata that is readable without loading the checkpoint.
+        file: Identity of the file, if every byte of it was verified; for :func:`load`.
     """
 
     digest: str
@@ -85,14 +85,13 @@ class Stamp:
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint or a shard is missing, incomplete, damaged, foreign or none at all; the message says which and why.
+    """A checkpoint or a shard is missing, incomplete, damaged, foreign or none at all.
 
-    Storage that does not answer raises its ``OSError`` instead, as a lack of memory does: that says nothing about the
-    checkpoint.
+    Failing storage and a lack of memory raise ``OSError`` and ``MemoryError`` instead: the checkpoint may be intact.
 
     Args:
-        message: Names the file, too.
-        reason: What is wrong, without the file's name. Default: the message.
+        message: What is wrong, with the path.
+        reason: What is wrong, without the path. Default: the message.
     """
 
     def __init__(self, message: str, reason: str = "") -> None:
@@ -307,7 +306,7 @@ def _verify_unstamped(file: BinaryIO, path: str | os.PathLike[str]) -> None:
 
 
 def read_stamp(path: str | os.PathLike[str]) -> Stamp | None:
-    """What the checkpoint says about itself. Reads only its end: whether the content is intact, :func:`verify` says.
+    """Reads the trailer of a checkpoint, not its content; see :func:`verify`.
 
     Returns:
         ``None`` for an archive without a trailer, as plain Lightning writes it.
@@ -337,7 +336,7 @@ def verify(path: str | os.PathLike[str]) -> Stamp | None:
 
 
 def _which(file: BufferedReader) -> tuple[int, ...]:
-    """Tells an open file from all others of this node, and from what it was before somebody wrote into it."""
+    """Identity of an open file on this node, which changes when it is written to."""
     found = os.fstat(file.fileno())
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
@@ -363,8 +362,8 @@ def load(
     """
     # One open file: what is loaded is what was verified, even if the name is replaced.
     with open_regular(path) as file:
-        # What is feared is damage, not malice: nobody forges inodes and times. Who has verified a file reads it once
-        # more too, to load it; and all that comes from the page cache, which the processes of a node share.
+        # The checks are against damage, not against forged inodes and times. The second read, for the load, comes from
+        # the page cache, which the processes of a node share.
         if not verified or verified != _which(file):
             _verify(file, path)
         file.seek(0)
@@ -382,7 +381,7 @@ def load(
 
 
 class UnsafeContent(ValueError):
-    """A file holds something else than what belongs there; nothing of it was executed."""
+    """A file holds objects that a safe load does not read; nothing in it was executed."""
 
 
 def safe_load(file: IO[bytes], map_location: Any = "cpu") -> Any:
@@ -439,7 +438,7 @@ def seal_directory(
         path: The directory.
         metadata: JSON-serialisable, kept in the marker.
         before_publish: Called right before the marker becomes visible; what it raises stops that.
-        known: What :func:`hash_file` has returned, by name, for files that who has written them has synced and hashed.
+        known: Results of :func:`hash_file`, by name, of files that their writers have synced and hashed.
     """
     directory, known = Path(path), known or {}
     for name, digest in known.items():
@@ -491,8 +490,8 @@ def verify_directory(path: str | os.PathLike[str], mine: Callable[[str], bool] =
 
     Args:
         path: The directory.
-        mine: Says by a file's name whether to look at it, where several ranks share out the work. The marker is
-            always looked at.
+        mine: Whether to verify a file, by its name, where several ranks partition the work. The marker is always
+            verified.
 
     Raises:
         CorruptCheckpoint: If the marker is missing or damaged, or a file is missing, truncated or differs.

@@ -1,4 +1,4 @@
-"""Where a rank stands in its random streams and in its data, so that a resume in the middle of an epoch is exact.
+"""The position of a rank in its random streams and its data, for an exact resume in the middle of an epoch.
 
 A data loader's order and the random numbers of its workers follow from the state of the random generators at the moment
 its iterator was made. So a position is that state, the number of batches fetched since, and the state now: a resume
@@ -38,7 +38,7 @@ RandomState = dict[str, Any]
 """The state of every global random generator of a process, in plain types (see :mod:`.safe_serialization`)."""
 
 PROGRESS_INTERVAL_S = 5.0
-"""How often a replay of fetched batches says how far it is."""
+"""Seconds between two log lines on the progress of a replay."""
 
 
 def _accelerator(device: torch.device) -> Any | None:
@@ -90,7 +90,7 @@ def loader_generators(loaders: Iterable[Any]) -> list[torch.Generator]:
 
 
 def batch_sizes(loaders: Iterable[Any]) -> list[int | None]:
-    """How many samples a batch of each loader has; ``None`` where it does not say."""
+    """The batch size of each loader; ``None`` where it is not known."""
     sizes = []
     for loader in loaders:
         given = (getattr(owner, "batch_size", None) for owner in (loader, getattr(loader, "batch_sampler", None)))
@@ -99,7 +99,7 @@ def batch_sizes(loaders: Iterable[Any]) -> list[int | None]:
 
 
 def change_of_batch_size(before: list[int | None], now: list[int | None]) -> Fraction | None:
-    """How many batches stand now for one of before.
+    """How many batches of now have as many samples as one of before.
 
     Returns:
         ``None`` if that is not known, or not the same for all loaders.
@@ -114,15 +114,15 @@ def change_of_batch_size(before: list[int | None], now: list[int | None]) -> Fra
 
 
 def workers_have_own_samples(loaders: Iterable[Any]) -> bool:
-    """Whether workers draw samples of their own, so that whose they are depends on which worker makes which batch."""
+    """Whether workers draw samples themselves (iterable datasets): the worker of a batch then decides its samples."""
     return any(isinstance(getattr(each, "dataset", None), IterableDataset) and each.num_workers > 0 for each in loaders)
 
 
 def inexact_loaders(loaders: Iterable[Any]) -> list[str]:
-    """What stands between these loaders and an exact resume, one sentence for each, naming what to change."""
+    """Why a resume with these loaders is not exact, a sentence for each reason, naming what to change."""
     reasons = []
     for index, loader in enumerate(loaders):
-        if isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0:
+        if _has_persistent_workers(loader):
             reasons.append(
                 f"train data loader {index} keeps its workers over epochs (persistent_workers=True), and the state of "
                 "their random generators cannot be read: a resume after the first epoch is exact only if the dataset "
@@ -138,12 +138,11 @@ def inexact_loaders(loaders: Iterable[Any]) -> list[str]:
 
 
 def describe_data(loaders: Iterable[Any], like: Any = None) -> list[dict[str, Any]]:
-    """What tells the data of one fit from another's at little cost: their length, and which part of a whole they are.
+    """What identifies the data of a fit at little cost: their length, and the indices of a subset.
 
     Args:
         loaders: The data loaders of the fit.
-        like: What was described before and is to be compared with this. Earlier versions described the same data in
-            another way.
+        like: An earlier description to compare with: versions of this package described the same data differently.
     """
     described: list[dict[str, Any]] = []
     as_before = isinstance(like, list) and any(isinstance(each, dict) and "part" in each for each in like)
@@ -197,24 +196,24 @@ def _has_persistent_workers(loader: Any) -> bool:
 
 
 def start_persistent_workers(loaders: Iterable[Any]) -> None:
-    """Makes the workers that outlive an iterator: they draw their seed when they are made, once, and not again."""
+    """Starts persistent workers, which draw their seed once, when they start."""
     for loader in loaders:
         if _has_persistent_workers(loader):
             iter(loader)
 
 
 def persistent_workers_run(loaders: Iterable[Any]) -> bool:
-    """Whether such workers have been made."""
+    """Whether persistent workers have been started."""
     return any(_has_persistent_workers(loader) and loader._iterator is not None for loader in loaders)
 
 
 def replay(fetch: Callable[[], Any], batches: int, rank: int = 0) -> None:
-    """Fetches ``batches`` batches again, so that the loader and its workers stand where they stood.
+    """Fetches ``batches`` batches again, to bring the loader and its workers to their position.
 
     Args:
         fetch: Fetches one batch.
         batches: How many had been fetched.
-        rank: Rank 0 says how far it is, if it takes long.
+        rank: Rank 0 logs the progress.
     """
     started = last = time.monotonic()
     for done in range(1, batches + 1):

@@ -1,7 +1,7 @@
-"""Directories of PyTorch's distributed checkpoint (DCP), read without executing what lies in them.
+"""Directories of PyTorch's distributed checkpoint (DCP), read without executing anything in them.
 
-DCP pickles the description of a directory (``.metadata``) and every value that is no tensor, and unpickles both: who
-can write into the directory has every rank that resumes execute code of theirs. Here the description is read by an
+DCP pickles the description of a directory (``.metadata``) and every value that is no tensor, and unpickles both: anyone
+who can write into the directory could execute code on every rank that resumes. Here the description is read by an
 unpickler that knows the names of DCP's own classes, and gives inert stand-ins for them: nothing of this process can be
 reached from the file. What it describes is made of them afterwards. Values are read as ``weights_only`` reads them.
 What the description costs in memory is a multiple of its size, whatever it holds.
@@ -229,7 +229,7 @@ def is_share(name: str, rank: int, world_size: int) -> bool:
 
 
 def check(directory: Path, mine: Callable[[str], bool]) -> None:
-    """Checks that nothing in a directory is executed by who loads it, where there is something of DCP's in it.
+    """Checks that loading a directory of DCP executes nothing in it; other directories pass.
 
     Args:
         directory: Its files are what they were when it was sealed.
@@ -272,13 +272,13 @@ def check(directory: Path, mine: Callable[[str], bool]) -> None:
 
 @contextmanager
 def nothing_unpickled() -> Iterator[None]:
-    """Within, who has DCP load a directory, as strategies of Lightning do, executes nothing that is in it.
+    """While this is active, loading a directory with DCP, as Lightning's strategies do, executes nothing in it.
 
     What only a pickle could have kept is not in it: it stays what it is now, unless it is a tensor. A strict load would
     fail, at every resume.
     """
-    plain_read, plain_load = FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes
-    plain_plan = DefaultLoadPlanner.create_local_plan
+    torch_read, torch_load = FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes
+    torch_plan = DefaultLoadPlanner.create_local_plan
 
     def read(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
         if kwargs.get("rank") is not None:
@@ -293,13 +293,13 @@ def nothing_unpickled() -> Iterator[None]:
         safe = io.BytesIO()
         torch.save(safe_load(value), safe)
         safe.seek(0)
-        plain_load(self, read_item, safe)
+        torch_load(self, read_item, safe)
 
     def plan(self: DefaultLoadPlanner) -> LoadPlan:
         saved = self.metadata.state_dict_metadata if self.metadata is not None else {}
         here = self.state_dict.items()
         self.state_dict = {name: each for name, each in here if name in saved or isinstance(each, torch.Tensor)}
-        return plain_plan(self)
+        return torch_plan(self)
 
     FileSystemReader.read_metadata = read  # type: ignore[method-assign]
     DefaultLoadPlanner.load_bytes = load  # type: ignore[method-assign]
@@ -307,6 +307,6 @@ def nothing_unpickled() -> Iterator[None]:
     try:
         yield
     finally:
-        FileSystemReader.read_metadata = plain_read  # type: ignore[method-assign]
-        DefaultLoadPlanner.load_bytes = plain_load  # type: ignore[method-assign]
-        DefaultLoadPlanner.create_local_plan = plain_plan  # type: ignore[method-assign]
+        FileSystemReader.read_metadata = torch_read  # type: ignore[method-assign]
+        DefaultLoadPlanner.load_bytes = torch_load  # type: ignore[method-assign]
+        DefaultLoadPlanner.create_local_plan = torch_plan  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What the runtime of an accelerator is asked for when a state is copied from it: streams, events, host memory.
+"""Streams, events and host memory of an accelerator, for copies of a state to the host.
 
 Everything goes through torch's names for any accelerator (:func:`torch.get_device_module`). What only CUDA and ROCm
 have is in this file, and is done without elsewhere.
@@ -35,28 +35,28 @@ def accelerator(tensor: torch.Tensor) -> torch.device | None:
 def side_stream(device: torch.device) -> Any:
     """The stream on which this process copies states from ``device``.
 
-    One for all copies: torch gives out streams from a pool of 32, so that whoever asks for a new one again and again
-    gets those on which others work, such as NCCL.
+    One for all copies: torch takes streams from a pool of 32, so repeated requests for a new one return those of
+    others, such as NCCL.
     """
     return torch.get_device_module(device).Stream(device)
 
 
 def mark(device: torch.device, timed: bool = False) -> Any:
-    """An event behind all that the current stream of ``device`` has been asked to do by now."""
+    """Records an event on the current stream of ``device``."""
     module = torch.get_device_module(device)
     return module.current_stream(device).record_event(_event(module, timed))
 
 
 def _event(module: Any, timed: bool = False) -> Any:
     try:
-        return module.Event(enable_timing=timed, blocking=True)  # who waits for it sleeps: else he takes a core
+        return module.Event(enable_timing=timed, blocking=True)  # a wait that sleeps, and does not spin on a core
     except TypeError:
         return module.Event(enable_timing=timed)
 
 
 @contextlib.contextmanager
 def at_work_for(devices: Iterable[torch.device]) -> Iterator[None]:
-    """For another thread than that of the training, around all that it asks of ``devices``.
+    """For work on ``devices`` in another thread than that of the training.
 
     A thread begins on the device 0, where its first call of the runtime, be it to wait for an event, would make a
     context: half a gigabyte for each process of the node. And while the training records a CUDA graph, calls that wait
@@ -84,12 +84,12 @@ def on_side_stream(device: torch.device) -> Iterator[Any]:
 
 
 def end_of(stream: Any) -> Any:
-    """An event behind all that ``stream`` has been asked to do by now."""
+    """Records an event on ``stream``."""
     return stream.record_event(_event(torch.get_device_module(stream.device)))
 
 
 def is_recording(device: torch.device) -> bool:
-    """Whether this thread is recording a graph: what it asks for now is not done now."""
+    """Whether this thread is capturing a graph: kernels are recorded, not launched."""
     asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return asked is not None and bool(asked())
 

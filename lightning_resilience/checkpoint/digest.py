@@ -1,4 +1,4 @@
-"""The content of many tensors in one short word, so that ranks can say whether they hold the same. Torch only.
+"""A digest of many tensors, so that ranks can compare their states. Torch only.
 
 What lies in host memory is hashed there (xxh3-128). What lies on a device is not brought to the host for it: the device
 adds up its 32-bit words, each times an odd number of its own, modulo 2^64. A change of one word always changes the sum,

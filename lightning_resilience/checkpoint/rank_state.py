@@ -1,4 +1,4 @@
-"""One save of one rank: a snapshot, shared out into parts, each of them copied, sealed and published. No Trainer."""
+"""One save of one rank: a snapshot, partitioned into shards that are copied, sealed and published. No Trainer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Check = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 
 
 def partition(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Shares out items among ``count`` takers, about the same sum of sizes each; the same on every rank."""
+    """Partitions items into ``count`` shares of about the same total size; deterministic, so the same on every rank."""
     shares: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -34,29 +34,30 @@ def partition(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def divergence_of(step: int, digests: Sequence[str]) -> Divergence | None:
-    """What :meth:`RankState.replicated_digest` of all ranks says of their states.
-
-    Nothing where they do not speak of the same tensors.
+    """Which ranks differ in their replicated state.
 
     Args:
         step: ``trainer.global_step``.
-        digests: By rank; empty where a rank could not say.
+        digests: :meth:`RankState.replicated_digest` by rank; empty where a rank has none.
+
+    Returns:
+        ``None`` also if the digests are of different tensors.
     """
     layouts = {digest.partition("-")[0] for digest in digests if digest}
     return Divergence.between(step, digests) if len(layouts) == 1 else None
 
 
 class RankState:
-    """The state of one rank at one boundary, and how it is shared out into parts.
+    """The state of one rank at one boundary, and its partition into shards.
 
     Args:
-        snapshot: The state.
+        snapshot: Snapshot of the state.
         step: ``trainer.global_step``.
-        generation: The name of what all ranks save at this boundary.
-        location: Where the rank is.
-        common: The tensors that all ranks of its node have alike; each of these ranks keeps a share of them.
-        identity: Fields that all parts of this fit have: run, fit, layout. They say of which course it is, and that is
-            the one on which it was taken, whenever it is published.
+        generation: Identity of the generation, the same on all ranks.
+        location: Rank and node.
+        replicated: The tensors that all ranks of the node have alike; each of these ranks saves a share of them.
+        identity: Fields that all shards of this fit have: run, fit, layout. The layout has the course on which the
+            state was taken, whenever it is published.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class RankState:
         step: int,
         generation: str,
         location: RankLocation,
-        common: Sequence[torch.Tensor],
+        replicated: Sequence[torch.Tensor],
         identity: Mapping[str, Any],
     ) -> None:
         self.snapshot = snapshot
@@ -74,49 +75,49 @@ class RankState:
         self._location = location
         self._identity = identity
         numbers: dict[int, int] = {}
-        for number, tensor in enumerate(common):
+        for number, tensor in enumerate(replicated):
             if (where := address(tensor)) != 0:
                 numbers.setdefault(where, number)
         found = {i: numbers[where] for i, where in enumerate(snapshot.addresses) if where in numbers}
-        self._shared = found
+        self._numbered = found
         """By index the numbers of what ranks have alike, unless the training writes it at other times than others."""
-        self._common = sorted(found.keys() - snapshot.written(found))
-        self._numbers = [found[index] for index in self._common]
+        self._replicated = sorted(found.keys() - snapshot.written(found))
+        self._numbers = [found[index] for index in self._replicated]
         self._digest = ""
 
     def written(self) -> list[int]:
-        """The numbers of what this rank writes for itself, so that it is none of what all have alike."""
-        return [self._shared[index] for index in self.snapshot.written(self._shared)]
+        """The numbers of replicated tensors that this rank writes between boundary and fence."""
+        return [self._numbered[index] for index in self.snapshot.written(self._numbered)]
 
     def note_written(self, numbers: Collection[int]) -> None:
-        """Some rank writes these for itself: from the next save on no rank takes them for what all have alike."""
-        self.snapshot.note_written(index for index, number in self._shared.items() if number in numbers)
+        """Has all ranks keep these tensors in their own shards from the next save on: some rank writes them."""
+        self.snapshot.note_written(index for index, number in self._numbered.items() if number in numbers)
 
     def replicated_digest(self) -> str:
-        """What this rank holds of what all ranks have alike, in short; empty if there is none, or it is not known.
+        """Digest of this rank's replicated tensors; empty if there are none, or it is not known.
 
-        Parts of which it differs do not go together: they would make a state that no rank ever had. Waits for the
-        fence, before which nobody knows whether the copied state is that of the boundary.
+        Shards with different digests do not go together: they would make a state that no rank ever had. Waits for the
+        fence, before which it is not known whether the copied state is that of the boundary.
         """
         return self._digest if self._digest and self.snapshot.is_good() else ""
 
     def _describe(self) -> str:
-        tensors = [self.snapshot.tensors[index] for index in self._common]
+        tensors = [self.snapshot.tensors[index] for index in self._replicated]
         about = [(n, tuple(tensor.shape), str(tensor.dtype)) for n, tensor in zip(self._numbers, tensors, strict=True)]
         return f"{xxhash.xxh3_64_hexdigest(repr(about).encode())}-{self.snapshot.digest()}" if about else ""
 
     def parts(self) -> dict[str, list[int]]:
-        """The parts that this rank writes, and the tensors that go into each."""
-        location, common = self._location, set(self._common)
-        parts = {rank_shard(location.rank): [i for i in range(len(self.snapshot.tensors)) if i not in common]}
-        if common:
+        """The shards that this rank writes, by name, and the indices of the tensors in each."""
+        location, replicated = self._location, set(self._replicated)
+        parts = {rank_shard(location.rank): [i for i in range(len(self.snapshot.tensors)) if i not in replicated]}
+        if replicated:
             parts[replicated_shard(location.local_rank, location.local_world_size)] = self._shares()[
                 location.local_rank
             ]
         return parts
 
     def tensor_positions(self) -> list[list[int]]:
-        """For every tensor: -1 and its number in the rank's own part, or the number of a common part and that in it."""
+        """For every tensor the number of its replicated shard, -1 for the rank shard, and its index in that shard."""
         places = [[-1, -1] for _ in self.snapshot.tensors]
         for number, share in enumerate(self._shares()):
             for position, index in enumerate(share):
@@ -129,8 +130,8 @@ class RankState:
         return places
 
     def _shares(self) -> list[list[int]]:
-        sizes = [self.snapshot.tensors[i].nbytes for i in self._common]
-        return [[self._common[k] for k in share] for share in partition(sizes, self._location.local_world_size)]
+        sizes = [self.snapshot.tensors[i].nbytes for i in self._replicated]
+        return [[self._replicated[k] for k in share] for share in partition(sizes, self._location.local_world_size)]
 
     def _reserve(self, store: NodeStore) -> list[Part]:
         reserved: list[Part] = []
@@ -157,14 +158,14 @@ class RankState:
             raise
 
     def publish(self, store: NodeStore, check: Check | None = None) -> list[Part]:
-        """Copies this rank's parts into memory of the store and publishes them; waits for the fence in between.
+        """Copies this rank's shards into memory of the store and publishes them; waits for the fence in between.
 
         Args:
             store: Of this node.
-            check: Given the names and contents of the copied tensors; raises if they must not be kept.
+            check: Called with the names and copies of the tensors; raises if they must not be saved.
 
         Returns:
-            The parts; none if the snapshot has turned out to be no good.
+            The shards; none if the snapshot is not valid.
 
         Raises:
             OSError: If there is no room, or the files cannot be written.
@@ -181,7 +182,7 @@ class RankState:
                 for index, spec in zip(part.indices, part.specs, strict=True)
                 if not snapshot.tensors[index].is_meta
             ]
-            snapshot.copy(copies, self._common)
+            snapshot.copy(copies, self._replicated)
             snapshot.release()
             self._digest = self._describe()
             if check is not None:
@@ -203,7 +204,7 @@ class RankState:
                 for part in parts:
                     part.writer.publish(self.step, self.generation, part.size, part.trailer)
                 return parts
-            log.debug("A local save is given up: something has changed its tensors before the optimizer's step.")
+            log.debug("Dropping a local save: its tensors have changed before the optimizer's step.")
         except BaseException:
             _abandon(parts)
             raise
@@ -215,15 +216,15 @@ class RankState:
 
 @dataclass
 class Part:
-    """A part on its way into the store.
+    """A shard that is being written.
 
     Args:
-        name: Of the part.
-        indices: Which tensors of the snapshot it holds.
-        specs: Where in it they are.
-        size: Bytes of their contents.
-        writer: Of the store.
-        trailer: What comes after the contents: checksums and all that describes them.
+        name: Name of the shard.
+        indices: Indices of its tensors in the snapshot.
+        specs: Their places.
+        size: Bytes of the tensors.
+        writer: Writer of the store.
+        trailer: Header and footer, see :func:`.shard.seal`.
     """
 
     name: str

@@ -25,14 +25,11 @@ def checkpoint_name(step: int, final: bool = False) -> str:
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     """The published checkpoints in ``directory``, newest first by step, whether or not they can be read."""
-    found = []
     try:
         entries = list(Path(directory).iterdir())
     except FileNotFoundError:
         return []
-    for path in entries:
-        if match := _NAME.fullmatch(path.name):
-            found.append((int(match[1]), match[2] is not None, path))
+    found = [(int(name[1]), bool(name[2]), path) for path in entries if (name := _NAME.fullmatch(path.name))]
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
@@ -48,7 +45,7 @@ def step_of(path: str | os.PathLike[str]) -> int:
 
 
 def is_final(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint's name says that it is the last state of a finished fit."""
+    """Whether a checkpoint is the last state of a finished fit, by its name."""
     return (match := _NAME.fullmatch(Path(path).name)) is not None and match[2] is not None
 
 
@@ -81,7 +78,7 @@ def retain(directory: str | os.PathLike[str], keep: int) -> None:
     try:
         old = checkpoints(directory)[keep:]
     except OSError as error:  # the next save looks again
-        log.warning("Old checkpoints could not be looked for: %s", error)
+        log.warning("Old checkpoints could not be listed: %s", error)
         return
     for path in old:
         try:

@@ -15,7 +15,7 @@ import datetime
 import gc
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -583,17 +583,8 @@ def safe_form(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def is_rewritten(value: Any) -> bool:
-    """Whether something in ``value`` is not what torch reads as such: what it has become is to be rebuilt."""
-    queue = [to_safe(value)[0]]
-    while queue:
-        each = queue.pop()
-        if isinstance(each, dict):
-            if _TAG in each:
-                return True
-            queue.extend(each.values())
-        elif isinstance(each, (list, tuple, set)):
-            queue.extend(each)
-    return False
+    """Whether a safe load of ``value`` needs :func:`from_safe`."""
+    return any(isinstance(item, dict) and _TAG in item for item in nested(to_safe(value)[0]))
 
 
 def _is_odd(value: dict[str, Any]) -> bool:
@@ -609,6 +600,17 @@ def _is_known_key(key: Any) -> bool:
 
 
 # Other walks
+
+
+def nested(value: Any) -> Iterator[Any]:
+    """``value`` and everything in it: dicts, lists, tuples and sets, and their items."""
+    yield value
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple, set)):
+        return
+    for item in value:
+        yield from nested(item)
 
 
 def map_nested(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -647,10 +649,8 @@ def to_host(value: Any) -> Any:
 
 def device_of(value: Any) -> torch.device | None:
     """A device other than the host that holds a tensor in ``value``; nested as for :func:`map_nested`."""
-    if isinstance(value, torch.Tensor):
-        return None if value.is_meta or value.is_cpu else value.device
-    items: Any = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple, set) else ()
-    return next((found for item in items if (found := device_of(item)) is not None), None)
+    tensors = (item for item in nested(value) if isinstance(item, torch.Tensor))
+    return next((tensor.device for tensor in tensors if not tensor.is_meta and not tensor.is_cpu), None)
 
 
 def tensor_names(structure: Any) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""One part of a generation as a file: tensors byte for byte, and a header that says what they are. torch and files.
+"""File format of the shards of a generation: tensors byte for byte, and a header that describes them. torch and files.
 
 ```
 preamble (64 bytes) | tensors, each at a multiple of 64 and padded with zeros | header, JSON | footer (40 bytes)
@@ -81,10 +81,10 @@ class Identity:
         run: Identity of the run.
         fit: Number of the fit in the script, from 0.
         step: ``trainer.global_step``.
-        generation: Identity of the generation, which all its parts have.
-        part: Name of the part, such as ``rank-00003``.
+        generation: Identity of the generation, the same in all its shards.
+        part: Name of the shard, such as ``rank-00003``.
         world_size: Number of ranks of the job.
-        layout: How the state is divided into parts; JSON-serialisable.
+        layout: How the state is partitioned into shards; JSON-serialisable.
     """
 
     run: str
@@ -102,15 +102,15 @@ _IDENTITY_TYPES = {each.name: _TYPES.get(each.type, dict) for each in fields(Ide
 
 @dataclass(frozen=True)
 class Header:
-    """What a shard says about itself.
+    """The header of a shard.
 
     Args:
         identity: Whose state it is.
-        tensors: What tensors it has, in the order of their places.
-        structure: What was given to :func:`seal` as such.
-        torch_version: Of the process that wrote it.
+        tensors: Its tensors, in the order of their places.
+        structure: The argument of :func:`seal`.
+        torch_version: Version of torch that wrote it.
         created: When it was sealed, ISO 8601, UTC.
-        digest: Of the whole shard, as 32 hexadecimal digits: shards with the same are the same.
+        digest: Digest of the whole shard, 32 hexadecimal digits: shards with the same digest are the same.
         size: Bytes of the whole file.
         checksums: xxh3-128 of each tensor and its padding, as 32 hexadecimal digits.
     """
@@ -126,7 +126,7 @@ class Header:
 
 
 Expected = Identity | Mapping[str, Any] | None
-"""What is known of a shard's identity before it is read: all of it, some fields by name, or nothing."""
+"""The expected identity of a shard: all of it, some fields by name, or nothing."""
 
 
 def _padded(nbytes: int) -> int:
@@ -263,14 +263,14 @@ _Read = Callable[[int, int], memoryview]  # the bytes from a place to another on
 
 
 def read_identity(path: str | os.PathLike[str], expected: Expected = None) -> Header:
-    """What a shard says about itself. Reads only its ends and checks those: whether all is intact, :func:`verify` says.
+    """Reads and checks the header of a shard, not its tensors; see :func:`verify`.
 
     Args:
         path: The file.
-        expected: What is known of its identity.
+        expected: The identity that it must have.
 
     Raises:
-        CorruptCheckpoint: If it is no shard, its ends are damaged, or it is another one than expected.
+        CorruptCheckpoint: If it is no shard, its ends are damaged, or its identity is another one.
     """
     with open_regular(path, "shard") as file:
         return _read_header(_reader(file, path), os.fstat(file.fileno()).st_size, path, expected)
@@ -281,10 +281,10 @@ def verify(path: str | os.PathLike[str], expected: Expected = None) -> Header:
 
     Args:
         path: The file.
-        expected: What is known of its identity.
+        expected: The identity that it must have.
 
     Raises:
-        CorruptCheckpoint: If it is not intact, or another one than expected.
+        CorruptCheckpoint: If it is not intact, or its identity is another one.
     """
     with open_regular(path, "shard") as file:
         read = _reader(file, path, memoryview(bytearray(_PIECE)))
@@ -296,18 +296,17 @@ def verify(path: str | os.PathLike[str], expected: Expected = None) -> Header:
 def load(path: str | os.PathLike[str], expected: Expected = None) -> tuple[Header, list[torch.Tensor]]:
     """Reads a shard into new memory, verifies that memory, and returns the tensors in it.
 
-    So what was verified is what is loaded, and what happens to the file later does not matter.
+    So what was verified is what is loaded, whatever happens to the file later.
 
     Args:
         path: The file.
-        expected: What is known of its identity.
+        expected: The identity that it must have.
 
     Returns:
-        What the shard says about itself, and its tensors in the order of ``header.tensors``. Tensors do not share
-        memory with each other.
+        The header, and the tensors in the order of ``header.tensors``. They share no memory with each other.
 
     Raises:
-        CorruptCheckpoint: If it is not intact, or another one than expected. Nothing has been loaded then.
+        CorruptCheckpoint: If it is not intact, or its identity is another one. Nothing has been loaded then.
     """
     with open_regular(path, "shard") as file:
         header = _read_header(_reader(file, path), os.fstat(file.fileno()).st_size, path, expected)
@@ -337,18 +336,18 @@ def load(path: str | os.PathLike[str], expected: Expected = None) -> tuple[Heade
 def load_bytes(
     memory: torch.Tensor, expected: Expected = None, source: str = "in memory"
 ) -> tuple[Header, list[torch.Tensor]]:
-    """Verifies a shard that is in memory as a whole, such as one from another node, and returns the tensors in it.
+    """Verifies a whole shard in memory, such as one received from another node, and returns the tensors in it.
 
     Args:
         memory: Exactly the bytes of the shard (uint8), one dimension. It belongs to the tensors from then on.
-        expected: What is known of its identity.
+        expected: The identity that it must have.
         source: Stands for the path in errors.
 
     Returns:
         As :func:`load`, but for the tensors, which are views of ``memory``.
 
     Raises:
-        CorruptCheckpoint: If it is not intact, or another one than expected.
+        CorruptCheckpoint: If it is not intact, or its identity is another one.
     """
     content = host_bytes(memory)
     read = lambda start, end: content[start:end]  # noqa: E731
@@ -442,7 +441,7 @@ def _parse_header(document: dict[str, Any], digest: str, size: int) -> Header:
 
 
 def _check_spec(spec: TensorSpec, position: int) -> None:
-    """Refuses what would not fit its bytes: the digest says what was written, not that it was right."""
+    """Refuses a tensor that does not fit its bytes: the digest covers what was written, right or wrong."""
     if spec.dtype not in _DTYPES:
         raise ValueError(f"this version of torch has no type {spec.dtype}")
     numbers = (*spec.shape, *spec.stride)

@@ -2,9 +2,9 @@
 
 What each rank writes is planned by PyTorch's distributed checkpoint (DCP), in a collective at a boundary, and again
 only when the shapes have changed. The shards are written by any thread, from a copy or from the live state, into a
-directory under a temporary name. Then each rank reports to rank 0, over the store that they share. Only if all have
-written theirs does rank 0 describe and seal the directory and rename it; it tells the others how it has ended. A rank
-that is gone leaves the directory unfinished, and nobody waits for it for longer than the fit lasts.
+directory under a temporary name. Then each rank reports to rank 0, over the store that they share. If all have
+written their shards, rank 0 describes, seals and renames the directory, and sends the outcome to the others. If a rank
+dies, the directory stays unfinished, and no rank waits for it longer than the fit lasts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from lightning_resilience.checkpoint.store_messages import StoreMessages
 from lightning_resilience.run.run_directory import StaleAttempt
 
 _PATIENCE_S = 3600.0
-"""How long a rank waits for the others, as long as nothing is known of an end."""
+"""How long a rank waits for the others while the fit has not failed."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Draft:
     Args:
         planner: Has the state, by name.
         layout: What the plan depends on.
-        is_new: Whether it is another than that of the save before.
+        is_new: Whether it differs from that of the previous save.
     """
 
     planner: DefaultSavePlanner
@@ -69,9 +69,9 @@ class Outcome:
     """How a save has ended, the same on all ranks.
 
     Args:
-        how: ``published``; ``invalidated``: a rank's copy was no good, and another save may succeed; ``failed``; or
+        how: ``published``; ``invalidated``: a rank's copy was not valid, and another save may succeed; ``failed``; or
             ``stale``: another attempt owns the run.
-        reason: Of anything but ``published``.
+        reason: Why it was not published.
     """
 
     how: Literal["published", "invalidated", "failed", "stale"]
@@ -85,34 +85,27 @@ class _Report:
     digests: dict[str, dict[str, Any]]
 
 
+@dataclass
 class ShardedSaves:
     """The saves of one fit, on one rank.
 
     Args:
-        rank: Of this process.
-        world_size: Of all.
-        messages: Between them.
-        gather: Gives every rank what each rank has given, in a collective.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        messages: Messages between the ranks.
+        gather: All-gathers an object, by rank; a collective.
         check_owner: Raises if another attempt owns the run.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        messages: StoreMessages,
-        gather: Callable[[Any], list[Any]],
-        check_owner: Callable[[], None],
-    ) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self._messages = messages
-        self._gather = gather
-        self._check_owner = check_owner
-        self._layout: list[Any] = []
-        self._plan = SavePlan([])
-        self._metadata = Metadata({})
-        self._number = 0
+    rank: int
+    world_size: int
+    messages: StoreMessages
+    gather: Callable[[Any], list[Any]]
+    check_owner: Callable[[], None]
+    _layout: list[Any] = field(default_factory=list, init=False)
+    _plan: SavePlan = field(default_factory=lambda: SavePlan([]), init=False)
+    _metadata: Metadata = field(default_factory=lambda: Metadata({}), init=False)
+    _number: int = field(default=0, init=False)
 
     def draft(self, state: dict[str, Any]) -> Draft:
         """Looks at what is to be saved. Nothing is copied.
@@ -121,7 +114,7 @@ class ShardedSaves:
             state: Nested dicts and lists of DTensors, tensors and plain values, as DCP takes it.
         """
         planner = DefaultSavePlanner()
-        planner.set_up_planner(state, is_coordinator=self._rank == 0)
+        planner.set_up_planner(state, is_coordinator=self.rank == 0)
         layout = [_layout(name, value) for name, value in planner.state_dict.items()]
         return Draft(planner, layout, layout != self._layout)
 
@@ -134,10 +127,10 @@ class ShardedSaves:
         """
         planner = draft.planner
         if plan:
-            plans, metadata = planner.create_global_plan(self._gather(planner.create_local_plan()))
-            own = FileSystemWriter("").prepare_global_plan(plans)[self._rank]
+            plans, metadata = planner.create_global_plan(self.gather(planner.create_local_plan()))
+            own = FileSystemWriter("").prepare_global_plan(plans)[self.rank]
             self._plan, self._layout = planner.finish_plan(own), draft.layout
-            if self._rank == 0:
+            if self.rank == 0:
                 self._metadata = metadata
         names = {item.index.fqn for item in self._plan.items}
         return {name: _own(value) for name, value in planner.state_dict.items() if name in names}
@@ -151,29 +144,29 @@ class ShardedSaves:
             save: The same on all ranks, which call this for one save after the other.
             part: As made by :meth:`part`, or a copy of that. ``None``: this rank has none.
             rest: What else belongs to the checkpoint, on rank 0, in types that a safe load reads.
-            missed: Why there is no part; ``None``: its copy was no good.
+            missed: Why there is no part; ``None``: its copy was not valid.
             read_back: Whether a safe load must read what is no tensor before the checkpoint counts; of rank 0.
         """
         number, self._number = self._number, self._number + 1
         try:
             mine = self._write_part(save, part, missed)
         except Exception as error:
-            mine = _Report(Outcome("failed", f"rank {self._rank}: {type(error).__name__}: {error}"), [], {})
+            mine = _Report(Outcome("failed", f"rank {self.rank}: {type(error).__name__}: {error}"), [], {})
         try:
-            if self._rank == 0:
+            if self.rank == 0:
                 return self._finish(number, save, mine, rest, read_back)
             return self._receive_outcome(number, mine)
         except RuntimeError as error:  # the store has gone, and with it rank 0 or its launcher
-            return Outcome("failed", f"rank {self._rank} could not reach the others: {error}")
+            return Outcome("failed", f"rank {self.rank} could not reach the others: {error}")
 
     def _write_part(self, save: Save, part: dict[str, Any] | None, missed: str | None) -> _Report:
         if part is None:
-            outcome = Outcome("invalidated") if missed is None else Outcome("failed", f"rank {self._rank}: {missed}")
+            outcome = Outcome("invalidated") if missed is None else Outcome("failed", f"rank {self.rank}: {missed}")
             return _Report(outcome, [], {})
         make_directory(save.written)
         copies_ahead = 0 if all(each.is_cpu for each in part.values() if isinstance(each, torch.Tensor)) else 10_000_000
         writer = FileSystemWriter(save.written, sync_files=True, per_thread_copy_ahead=copies_ahead)
-        writer.set_up_storage_writer(self._rank == 0)
+        writer.set_up_storage_writer(self.rank == 0)
         results = writer.write_data(self._plan, _Values(part)).value()
         names = {str(each.storage_data.relative_path) for each in results}
         return _Report(
@@ -184,9 +177,9 @@ class ShardedSaves:
 
     def _finish(self, number: int, save: Save, mine: _Report, rest: Any, read_back: bool) -> Outcome:
         """Rank 0: receives the reports of all ranks, publishes if all have written, and sends the outcome to all."""
-        keys = [f"{number}/{rank}" for rank in range(1, self._world_size)]
+        keys = [f"{number}/{rank}" for rank in range(1, self.world_size)]
         try:
-            others = self._messages.receive(keys, _PATIENCE_S, delete=True).wait()
+            others = self.messages.receive(keys, _PATIENCE_S, delete=True).wait()
         except TimeoutError:
             outcome = Outcome("failed", "not all ranks have reported that they wrote their shards")
         else:
@@ -195,8 +188,8 @@ class ShardedSaves:
         if outcome.how != "published":
             shutil.rmtree(save.written, ignore_errors=True)
         if keys:
-            self._messages.send(f"{number}/outcome", pickle.dumps(outcome))
-            self._messages.delete(f"{number - 1}/outcome")  # all ranks have reported since, so they have received it
+            self.messages.send(f"{number}/outcome", pickle.dumps(outcome))
+            self.messages.delete(f"{number - 1}/outcome")  # all ranks have reported since, so they have received it
         return outcome
 
     def _publish(self, save: Save, reports: list[_Report], rest: Any, read_back: bool) -> Outcome:
@@ -210,7 +203,7 @@ class ShardedSaves:
             if read_back:
                 dcp.check(save.written, lambda name: True)
             known = {name: digest for each in reports for name, digest in each.digests.items()}
-            checkpoint_file.publish_directory(save.written, save.path, save.metadata, self._check_owner, known)
+            checkpoint_file.publish_directory(save.written, save.path, save.metadata, self.check_owner, known)
         except StaleAttempt as error:
             return Outcome("stale", str(error))
         except Exception as error:
@@ -218,9 +211,9 @@ class ShardedSaves:
         return Outcome("published")
 
     def _receive_outcome(self, number: int, mine: _Report) -> Outcome:
-        self._messages.send(f"{number}/{self._rank}", pickle.dumps(mine))
+        self.messages.send(f"{number}/{self.rank}", pickle.dumps(mine))
         try:
-            (received,) = self._messages.receive([f"{number}/outcome"], _PATIENCE_S).wait()
+            (received,) = self.messages.receive([f"{number}/outcome"], _PATIENCE_S).wait()
         except TimeoutError:
             return Outcome("failed", "rank 0 has not reported the outcome")
         outcome: Outcome = pickle.loads(received)

@@ -5,7 +5,7 @@ another thread while the next batch runs, and the optimizer's step waits for the
 else (random states, counters, buffers such as those of batch normalisation) is copied at once, at the boundary.
 
 Whether a tensor has stayed as it was is checked, not assumed: torch counts the writes to every tensor. One that was
-written between boundary and fence spoils its snapshot, which is thrown away, and is copied at once from then on.
+written between boundary and fence invalidates its snapshot, which is dropped, and is copied at once from then on.
 
 Writes through ``tensor.data`` are not counted, and hooks of users do write like that: clipped weights, the average of a
 teacher. So what parameters held at the boundary is compared with the copy: all of it now and then (the first time, then
@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_resilience._torch import before_update, local
 from lightning_resilience.checkpoint import devices
 from lightning_resilience.checkpoint.digest import Digest
-from lightning_resilience.checkpoint.safe_serialization import pack
+from lightning_resilience.checkpoint.safe_serialization import nested, pack
 from lightning_resilience.checkpoint.tensor_bytes import as_words, flat, is_dense
 
 _LOOKED_AT_ALL = 1e-3
@@ -127,9 +127,7 @@ class Snapshots:
                     late[index] = source
         watched = {place: watched[place] for place in places}
         look = self._look(late)
-        return Snapshot(
-            self, structure, sources, addresses, watched, left_out, look, copier.devices, copier.through_host
-        )
+        return Snapshot(self, structure, sources, addresses, watched, left_out, look, copier)
 
     def _is_volatile(self, index: int, tensor: torch.Tensor) -> bool:
         if self._volatile and _kind(index, tensor) in self._volatile:
@@ -150,8 +148,8 @@ class Snapshots:
         """Has the next snapshot look at all of the parameters, however long ago the last one has."""
         self._look_at_all = 0.0
 
-    def spoiled(self, changed: Mapping[int, torch.Tensor], hidden: bool) -> None:
-        """Remembers what has changed between a boundary and its fence.
+    def note_volatile(self, changed: Mapping[int, torch.Tensor], hidden: bool) -> None:
+        """Has tensors that have changed between a boundary and its fence copied at once from now on.
 
         Args:
             changed: By index in :attr:`Snapshot.tensors`.
@@ -343,14 +341,13 @@ class Snapshot:
         watched: Mapping[int, list[tuple[torch.Tensor, int]]],
         left_out: list[str],
         look: _Look,
-        on: Iterable[torch.device],
-        through_host: Mapping[int, int],
+        copier: _Copier,
     ) -> None:
         self.structure = structure
         self.tensors = tensors
         self.addresses = addresses
         self.left_out = left_out
-        self.through_host = through_host
+        self.through_host = copier.through_host
         self._snapshots = snapshots
         self._watched = watched
         self._look = look
@@ -362,7 +359,7 @@ class Snapshot:
         self._good = True
         self._looked_again = False
         # What the training has asked its devices to do by now comes before the copy.
-        self._before = {device: devices.mark(device) for device in on}
+        self._before = {device: devices.mark(device) for device in copier.devices}
         self._at_fence: devices.Standstill | None = None
 
     @property
@@ -451,19 +448,19 @@ class Snapshot:
         if not in_time:  # storage that does not answer must not stop the training: what is copied from here on is bad
             self._good = False
             self._fenced.set()
-            log.error("A snapshot is given up: its memory was not there after %.0f s.", LONGEST_WAIT_S)
+            log.error("Dropping a snapshot: its copy did not finish within %.0f s.", LONGEST_WAIT_S)
             return
         touched = {
             place for place, seen in self._watched.items() if any(tensor._version != before for tensor, before in seen)
         }
         if touched:
             changed = [index for index, tensor in enumerate(self.tensors) if address(tensor) in touched]
-            self._spoil(changed, hidden=False)
+            self._invalidate(changed, hidden=False)
         self._fenced.set()
 
-    def _spoil(self, changed: Iterable[int], hidden: bool) -> None:
+    def _invalidate(self, changed: Iterable[int], hidden: bool) -> None:
         self._good = False
-        self._snapshots.spoiled({index: self.tensors[index] for index in changed}, hidden)
+        self._snapshots.note_volatile({index: self.tensors[index] for index in changed}, hidden)
 
     def written(self, indices: Iterable[int]) -> list[int]:
         """Which of these tensors the training writes between boundary and fence, as far as is known now."""
@@ -471,7 +468,7 @@ class Snapshot:
 
     def note_written(self, indices: Iterable[int]) -> None:
         """On another rank the training writes these tensors between boundary and fence."""
-        self._snapshots.spoiled({index: self.tensors[index] for index in indices}, hidden=False)
+        self._snapshots.note_volatile({index: self.tensors[index] for index in indices}, hidden=False)
 
     @property
     def waited_s(self) -> float:
@@ -487,7 +484,7 @@ class Snapshot:
             changed = self._look.differs(self._destinations)
             changed += [index for look in self._digested for index in self._look.differs_from(look)]
             if changed:
-                self._spoil(changed, hidden=True)
+                self._invalidate(changed, hidden=True)
         return self._good
 
 
@@ -528,15 +525,4 @@ def optimizer_tensors(
     for optimizer in optimizers:
         for key, state in optimizer.state.items():
             if chosen is None or id(key) in chosen:
-                yield from _tensors_in(state)
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
+                yield from (value for value in nested(state) if isinstance(value, torch.Tensor))

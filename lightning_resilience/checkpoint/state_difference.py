@@ -1,8 +1,7 @@
-"""State of many ranks that is mostly the same on all: what a rank gives rank 0 is what differs from rank 0's.
+"""State that is mostly the same on all ranks: a rank sends rank 0 only what differs from rank 0's state.
 
-A rank that draws its random numbers as rank 0 does gives a few hundred bytes in place of the 37 kB that generators are.
-Works on the packed form (:mod:`.safe_serialization`), so nothing that is compared is a matter of how a pickle was made.
-Knows no collective.
+A rank that draws the random numbers of rank 0 sends a few hundred bytes instead of the 37 kB of its generators. Works
+on the packed form (:mod:`.safe_serialization`), which does not depend on how a pickle was made. Uses no collective.
 """
 
 from __future__ import annotations
@@ -67,13 +66,13 @@ def joined(first: Pieces, different: Pieces) -> tuple[Any, list[torch.Tensor]]:
     """
 
     def structure(path: Path) -> Any:
-        content = _plain(different.get(path, first.get(path)))
+        content = _decompressed(different.get(path, first.get(path)))
         value = json.loads(content[1:])
         if content[:1] == _VALUE:
             return value
         return {key: structure((*path, key)) for key in value}
 
-    count = json.loads(_plain(different.get((_TENSORS,), first.get((_TENSORS,))))[1:])
+    count = json.loads(_decompressed(different.get((_TENSORS,), first.get((_TENSORS,))))[1:])
     paths = [(_TENSORS, str(index)) for index in range(count)]
     return structure((_STATE,)), [_tensor(different, first, path) for path in paths]
 
@@ -118,7 +117,7 @@ def _tensor(different: Pieces, first: Pieces, path: Path) -> torch.Tensor:
 
 
 def _made_tensor(piece: bytes) -> torch.Tensor:
-    content = _plain(piece)
+    content = _decompressed(piece)
     begin = 5 + int.from_bytes(content[1:5], "little")
     dtype, shape = json.loads(content[5:begin])
     if begin == len(content):
@@ -132,6 +131,6 @@ def _compressed(piece: bytes) -> bytes:
     return min(piece, _COMPRESSED + zlib.compress(piece, 1), key=len)
 
 
-def _plain(piece: bytes | torch.Tensor | None) -> bytes:
+def _decompressed(piece: bytes | torch.Tensor | None) -> bytes:
     assert isinstance(piece, bytes)
     return zlib.decompress(piece[1:]) if piece[:1] == _COMPRESSED else piece
