@@ -11,8 +11,8 @@ import shutil
 import time
 import uuid
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -97,6 +97,20 @@ def clean_temporaries(directory: str | os.PathLike[str]) -> list[Path]:
     return removed
 
 
+@contextmanager
+def _replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary path, renamed to ``path`` at the end of the block, or removed if that raises."""
+    temporary = temporary_path(path)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):  # fails too on storage that has become read-only; the first error counts
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(temporary.parent)
+
+
 def publish(
     path: str | os.PathLike[str], write: Callable[[BinaryIO], T], before_publish: Callable[[], None] | None = None
 ) -> T:
@@ -110,34 +124,20 @@ def publish(
         write: Writes the content; may read it back. What it returns is returned.
         before_publish: Called when the content is on disk, right before the rename; what it raises stops the rename.
     """
-    temporary = temporary_path(path)
-    try:
+    with _replacing(path) as temporary:
         with open(temporary, "x+b") as file:
             result = write(file)
             file.flush()
             os.fsync(file.fileno())
         if before_publish is not None:
             before_publish()
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):  # On storage that has just become read-only this fails too; the first error counts.
-            temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(temporary.parent)
     return result
 
 
 def publish_link(path: str | os.PathLike[str], target: str) -> None:
     """Makes ``path`` a symbolic link to ``target`` in one step: it never is missing in between."""
-    temporary = temporary_path(path)
-    try:
+    with _replacing(path) as temporary:
         os.symlink(target, temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(temporary.parent)
 
 
 def write_json(
@@ -149,10 +149,10 @@ def write_json(
 
 
 def create_json(path: str | os.PathLike[str], content: dict[str, Any]) -> bool:
-    """Publishes ``content`` as JSON, unless there is something already.
+    """Publishes ``content`` as JSON, unless the file exists.
 
     Returns:
-        Whether it was published. Of several who try, one is the first.
+        Whether it was published; of several writers, by one only.
     """
     path, written = Path(path), temporary_path(path)
     write_json(written, content)
@@ -197,13 +197,13 @@ def _lasts(error: OSError) -> bool:
 
 
 class Patience:
-    """Tries again what fails because the storage does not answer, for about a minute in all.
+    """Retries what fails because the storage does not answer, for about a minute in all.
 
-    Right after the fault of a node that is common: stale handles, mounts that are still to come. Only what is spent on
-    failures counts, of all calls together.
+    Common right after the fault of a node: stale handles, missing mounts. Only the time spent on failures counts, over
+    all calls.
 
     Args:
-        waiting: Called now and then meanwhile.
+        waiting: Called between retries.
     """
 
     def __init__(self, waiting: Callable[[], None] = lambda: None) -> None:
@@ -211,11 +211,11 @@ class Patience:
         self.left_s = PATIENCE_S
 
     def __call__(self, action: Callable[[], T], who: str = "") -> T:
-        """What ``action`` returns, as soon as it does.
+        """Returns what ``action`` returns.
 
         Args:
-            action: Is called again after an ``OSError``, and must not mind.
-            who: Stands in front of what is said: ``Rank 3 on n7``.
+            action: Called again after an ``OSError``.
+            who: Prefix of log lines: ``Rank 3 on n7``.
 
         Raises:
             OSError: The last one, when no patience is left.

@@ -51,7 +51,7 @@ class ResilienceCallback(Callback):
         """Called before anything is set up, on the first of our callbacks in a Trainer: see :class:`_SetupHook`."""
 
     def _skip_hooks(self, hooks: Iterable[str]) -> None:
-        """Says that these hooks do nothing.
+        """Removes hooks that do nothing.
 
         Lightning enters a profiler's context for each hook of each callback, also for an empty one, which makes ten
         microseconds a step. It passes over what is not callable.
@@ -138,7 +138,7 @@ def found_by_searches(trainer: Trainer) -> dict[str, Any]:
 
 
 def skip_searches(trainer: Trainer, patches: Patches, found: dict[str, Any]) -> None:
-    """Has the finders of a fit that is resumed set what they have found at its beginning, and search no more.
+    """Sets what the finders of a resumed fit have found at its beginning, and skips their searches.
 
     A search would begin with the weights of now, and cost its time at every start. The learning rates of the optimizers
     are restored with these; a batch size is needed before the loaders are made.
@@ -201,7 +201,7 @@ def last_saves(trainer: Trainer) -> list[tuple[Any, int]]:
 
 
 def overwrite(callback: Any, patches: Patches, files: set[str]) -> None:
-    """Has a ``ModelCheckpoint`` save to each of ``files``, as rank 0 knows them, once as if it were not there."""
+    """Lets a ``ModelCheckpoint`` overwrite each of ``files`` once; the files of rank 0 count."""
     there = type(callback).file_exists
 
     def file_exists(filepath: Any, trainer: Trainer) -> bool:
@@ -215,7 +215,7 @@ def overwrite(callback: Any, patches: Patches, files: set[str]) -> None:
 
 
 def skip_weight_averaging(trainer: Trainer) -> None:
-    """Has Lightning's ``WeightAveraging`` take the step that was just counted for one that it has seen.
+    """Lets Lightning's ``WeightAveraging`` skip the step that was just counted.
 
     It averages after every step that is counted, also where the weights are what they were.
     """
@@ -224,7 +224,7 @@ def skip_weight_averaging(trainer: Trainer) -> None:
 
 
 def resume_weight_averaging(trainer: Trainer, module: LightningModule) -> None:
-    """Has ``StochasticWeightAveraging`` stand where it stood in the middle of an epoch.
+    """Resumes ``StochasticWeightAveraging`` in the middle of an epoch.
 
     It exchanges the scheduler at the beginning of an epoch, in a hook that Lightning does not call again in the middle
     of one: the rest of the epoch would do without, and the next save would hold none. The learning rates that a new

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def on_restore(trainer: Trainer, patches: Patches, restore: Callable[[str | None, Any], None]) -> None:
-    """Has ``restore(ckpt_path, weights_only)`` called where Lightning loads a checkpoint.
+    """Calls ``restore(ckpt_path, weights_only)`` where Lightning loads a checkpoint.
 
     A callback cannot choose the checkpoint: ``trainer.ckpt_path`` set in ``setup`` has no effect. This connector method
     is called after ``setup`` and ``configure_model`` in every strategy.
@@ -35,7 +35,7 @@ def on_restore(trainer: Trainer, patches: Patches, restore: Callable[[str | None
 
 
 def load_checkpoint(trainer: Trainer, path: str | None, weights_only: bool | None = None) -> dict[str, Any]:
-    """Has Lightning read the checkpoint at ``path`` through the strategy, and returns what it read (empty for none)."""
+    """Reads the checkpoint at ``path`` through Lightning and the strategy; empty for ``None``."""
     connector = trainer._checkpoint_connector
     connector.resume_start(path, weights_only=weights_only)
     return connector._loaded_checkpoint
@@ -62,14 +62,14 @@ def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
 
 
 def set_loaded_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Gives Lightning the checkpoint from which it restores loops and optimizers."""
+    """Sets the checkpoint from which Lightning restores loops and optimizers."""
     trainer._checkpoint_connector._loaded_checkpoint = checkpoint
 
 
 def on_restore_training_state(
     trainer: Trainer, patches: Patches, around: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Has Lightning restore loops, optimizers and schedulers within ``around``.
+    """Runs Lightning's restoring of loops, optimizers and schedulers within ``around``.
 
     A ``LearningRateFinder`` or ``BatchSizeFinder`` runs between that and the restoring of the module. It ends with a
     restore of its own, which is within ``around`` too, and with the loaded checkpoint thrown away.
@@ -206,7 +206,7 @@ def _named_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def load_own_checkpoint(trainer: Trainer, patches: Patches) -> None:
-    """Has the strategy load what :func:`dump_own_checkpoint` has made, where it would load something else."""
+    """Lets the strategy load what :func:`dump_own_checkpoint` has made."""
     strategy: Any = trainer.strategy
     module = trainer.lightning_module
     load_optimizer_states, traits = strategy.load_optimizer_state_dict, lightning_strategies.traits_of(strategy)
@@ -245,7 +245,7 @@ def load_own_checkpoint(trainer: Trainer, patches: Patches) -> None:
 
 
 def on_save(trainer: Trainer, patches: Patches, may_save: Callable[[str], bool]) -> None:
-    """Has ``may_save(path)`` asked, on all ranks, whenever somebody has the Trainer save a checkpoint."""
+    """Skips ``trainer.save_checkpoint(path)`` where ``may_save(path)``, called on all ranks, is false."""
     save = trainer.save_checkpoint
 
     def wrapper(filepath: Any, *args: Any, **kwargs: Any) -> None:

@@ -20,7 +20,7 @@ def on_train_data(
     first: Callable[[Callable[[], None]], None],
     again: Callable[[], None],
 ) -> None:
-    """Has functions called right before the iterators of the training data loaders are made.
+    """Calls functions right before the iterators of the training data loaders are made.
 
     Args:
         trainer: The Trainer.
@@ -54,7 +54,7 @@ def validation_loaders(trainer: Trainer) -> list[Any]:
 
 
 def set_epoch_of_samplers(trainer: Trainer, epoch: int) -> None:
-    """Tells every sampler the epoch.
+    """Sets the epoch of every sampler.
 
     Lightning does it only after the iterators are made, too late for loaders with workers (its issue #21938).
     """

@@ -31,7 +31,7 @@ def file_loggers(trainer: Trainer) -> list[Any]:
 
 
 def set_logger_folder(logger: Any, save_dir: str, version: int | str | None) -> None:
-    """Has one of :func:`file_loggers` write to this version there; ``None``: to the one that it would take anyway.
+    """Sets the folder and version of one of :func:`file_loggers`; ``None``: the version that it would take anyway.
 
     Both are read-only for others, and are to be chosen before the logger is made, where no run is known.
     """
@@ -46,7 +46,7 @@ def set_logger_folder(logger: Any, save_dir: str, version: int | str | None) -> 
 
 
 def append_to_csv(logger: Any) -> None:
-    """Has a ``CSVLogger`` open its files without deleting what an earlier attempt has logged there."""
+    """Opens the files of a ``CSVLogger`` without deleting what an earlier attempt has logged."""
     module = module_of(logger, "CSVLogger")
     if module is None or logger._experiment is not None:
         return
@@ -66,7 +66,7 @@ def append_to_csv(logger: Any) -> None:
 
 
 def on_new_columns(writer: Any, patches: Patches, write: Callable[[list[str]], None]) -> None:
-    """Has ``write`` write a ``CSVLogger``'s file anew when it gets more columns.
+    """Calls ``write`` to rewrite a ``CSVLogger``'s file when it gets more columns.
 
     Lightning does so in place: who is killed then has nothing left of it.
     """

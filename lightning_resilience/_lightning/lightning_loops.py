@@ -23,7 +23,7 @@ def spawns_processes(trainer: Trainer) -> bool:
 
 
 def before_strategy_setup(trainer: Trainer, patches: Patches, action: Callable[[], None]) -> None:
-    """Has ``action`` called before the strategy wraps, shards or converts the module.
+    """Calls ``action`` before the strategy wraps, shards or converts the module.
 
     ``configure_model`` has been called, and no hook is between the two.
     """
@@ -38,7 +38,7 @@ def on_fit_loop(
     before_end: Callable[[], None],
     after: Callable[[], None],
 ) -> None:
-    """Has functions called around every epoch, and before and after all ``on_train_end`` hooks.
+    """Calls functions around every epoch, and before and after all ``on_train_end`` hooks.
 
     ``end_of_epoch`` comes after the epoch's last batch and before any hook of its end. The module's own
     ``on_train_end``, and those of callbacks after ours, may still change the weights.
@@ -49,7 +49,7 @@ def on_fit_loop(
 
 
 def on_fit_run(trainer: Trainer, patches: Patches, run: Callable[[Callable[[], None]], None]) -> None:
-    """Has ``run`` called in the place of the fit's outermost loop, given that loop, which it may run more than once."""
+    """Calls ``run`` in place of the fit's outermost loop, with that loop, which it may call more than once."""
     fit_loop = trainer.fit_loop
     loop = fit_loop.run
     patches.set(fit_loop, "run", lambda: run(loop))
@@ -108,7 +108,7 @@ def optimizer_layout(trainer: Trainer) -> Any:
 
 
 def after_exception_hooks(trainer: Trainer, patches: Patches, action: Callable[[], None]) -> None:
-    """Has ``action`` called when every callback has been told of an exception: one may still save then."""
+    """Calls ``action`` after the ``on_exception`` hooks of all callbacks, which may still save."""
     patches.wrap(trainer.strategy, "on_exception", after=action)
 
 
@@ -133,7 +133,7 @@ def skip_batch(trainer: Trainer) -> None:
 
 
 def on_training_boundary(trainer: Trainer, patches: Patches, boundary: Callable[[], bool]) -> None:
-    """Has ``boundary`` called between training batches, when all that was due after the last one has happened.
+    """Calls ``boundary`` between training batches, when everything due after the last one has happened.
 
     No hook is called there: ``on_train_batch_end`` comes before the validation and the scheduler steps of its batch.
     ``boundary`` returns whether the next batch may be trained; if not, only what is due after the last one is done.
@@ -156,7 +156,7 @@ def on_evaluation(
     boundary: Callable[[int, int], None],
     end: Callable[[], None],
 ) -> None:
-    """Has functions called around and within every validation of the fit, the sanity check included.
+    """Calls functions around and within every validation of the fit, the sanity check included.
 
     Args:
         trainer: The Trainer.
@@ -182,7 +182,7 @@ def on_evaluation(
 def on_other_trainers(
     trainer: Trainer, patches: Patches, batch: Callable[[], None], signals_put_back: Callable[[], None]
 ) -> None:
-    """Has functions called when a Trainer inside of this one's fit begins a batch, and when any has put signals back.
+    """Calls functions when a Trainer inside of this fit begins a batch, and when any Trainer has restored signals.
 
     Such a Trainer has none of our callbacks where the user has made it, so its classes are what can be asked. At its
     end it sets every signal to what Python knew of it, and Python does not know of handlers in C.

@@ -43,7 +43,7 @@ class Patches:
         before: Callable[[], object] = lambda: None,
         after: Callable[[], object] = lambda: None,
     ) -> None:
-        """Has ``before`` called before every call of ``owner.name``, and ``after`` after every call that returns."""
+        """Calls ``before`` before every call of ``owner.name``, and ``after`` after every call that returns."""
         call = getattr(owner, name)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -69,14 +69,14 @@ def silence_resume_warning(trainer: Trainer, patches: Patches) -> None:
 
 
 def count_replayed(trainer: Trainer) -> None:
-    """Evens out that Lightning adds the batches before a resume to the fetcher's count: a replay has counted them."""
+    """Subtracts the replayed batches from the fetcher's count, to which Lightning adds them again."""
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     fetcher.fetched -= trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def end_restart(trainer: Trainer) -> None:
-    """Tells all loops that they are not restarting any more.
+    """Ends the restarting state of all loops.
 
     From here on our checkpoints say exactly what is done and what is due. Lightning guesses it from its counters while
     ``_restarting`` is set, for the rest of the epoch, and skips validations and scheduler steps; with ``max_steps`` the
@@ -94,7 +94,7 @@ def end_restart(trainer: Trainer) -> None:
 
 
 def count_batches_done(trainer: Trainer, batches: int) -> int:
-    """Has this epoch go on behind its first ``batches`` batches; behind all of them if it was over.
+    """Continues this epoch after its first ``batches`` batches; after all of them if it was over.
 
     Returns:
         How many are done.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def on_batch_done(trainer: Trainer, patches: Patches, done: Callable[[], None]) -> None:
-    """Has ``done`` called when a batch's forward, backward and optimizer steps are over, before any hook of its end."""
+    """Calls ``done`` after a batch's forward, backward and optimizer steps, before any hook of its end."""
     loop = trainer.fit_loop.epoch_loop
     for optimization in (loop.automatic_optimization, loop.manual_optimization):
         patches.wrap(optimization, "run", after=done)
@@ -44,7 +44,7 @@ def on_sections_of_step(
     begin: Callable[[], None],
     end: Callable[[], None],
 ) -> None:
-    """Has functions called where a training step goes on to something else.
+    """Calls functions where a section of a training step begins or ends.
 
     Args:
         trainer: The Trainer.
@@ -98,9 +98,9 @@ def _clips_as_usual(plugin: Any) -> bool:
 def on_clipping_by_norm(
     trainer: Trainer, patches: Patches, before: Callable[[Any], None], seen: Callable[[Any, torch.Tensor], None]
 ) -> None:
-    """Has ``seen`` called with an optimizer and the norm of its gradients, of all ranks, where Lightning clips by it.
+    """Calls ``seen`` with an optimizer and the norm of its gradients over all ranks, where Lightning clips by it.
 
-    And ``before`` with the optimizer before it. Not where the precision plugin has a way of its own (FSDP1, which
+    Calls ``before`` with the optimizer before that. Not where the precision plugin has a way of its own (FSDP1, which
     refuses).
 
     ``clip_grad_norm_`` returns it, and Lightning drops it. Sharded gradients have it reduced over the ranks once, here,

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_resilience._lightning.lightning_callbacks import callbacks_named
+from lightning_resilience.checkpoint.safe_serialization import map_nested
 from lightning_resilience.checkpoint.snapshot import optimizer_tensors
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def collective_timeout(trainer: Trainer) -> float | None:
 
 
 def convert_to_double(trainer: Trainer, module: LightningModule) -> None:
-    """Has a module that is trained in float64 be so before its state is loaded.
+    """Converts a module that is trained in float64 before its state is loaded.
 
     Lightning converts it later, when the numbers have been rounded. A narrower type loses nothing that way.
     """
@@ -136,18 +136,19 @@ def traits_of(strategy: Any) -> StrategyTraits:
 
 
 def clone_live_tensors(trainer: Trainer, state: Any) -> Any:
-    """What FSDP1 has gathered, without a tensor that the training still writes.
+    """The state that FSDP1 has gathered, with copies of the tensors that the training writes.
 
-    It copies to the host what is on a device; what is there already it may give as it is.
+    FSDP1 copies tensors on a device to the host; it may return tensors on the host as they are.
     """
     live = [*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()]
     live += optimizer_tensors(trainer.optimizers)
     used = {each.untyped_storage().data_ptr() for each in live if not is_lazy(each)}
 
-    def apart(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if tensor.untyped_storage().data_ptr() in used else tensor
+    def apart(item: Any) -> Any:
+        is_live = isinstance(item, torch.Tensor) and item.untyped_storage().data_ptr() in used
+        return item.clone() if is_live else item
 
-    return apply_to_collection(state, torch.Tensor, apart)
+    return map_nested(state, apart)
 
 
 def live_tensors(trainer: Trainer) -> list[torch.Tensor]:

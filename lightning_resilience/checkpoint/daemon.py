@@ -21,14 +21,13 @@ def in_daemon_thread(work: Callable[[], T], name: str) -> Future[T]:
         What ``work`` returns or raises.
     """
     future: Future[T] = Future()
+    pending = [work]
 
     def run() -> None:
         try:
-            result = work()
+            future.set_result(pending.pop()())  # who waits for it finds nothing of it kept alive by a thread that ends
         except BaseException as error:
             future.set_exception(error)
-        else:
-            future.set_result(result)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future

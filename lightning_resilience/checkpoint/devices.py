@@ -77,7 +77,7 @@ def at_work_for(devices: Iterable[torch.device]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_side_stream(device: torch.device) -> Iterator[Any]:
-    """Has this thread work on :func:`side_stream`, which is returned; once around many copies, since it takes time."""
+    """Makes :func:`side_stream` the current stream; once around many copies, since it takes time."""
     module, stream = torch.get_device_module(device), side_stream(device)
     with module.device(device), module.stream(stream):
         yield stream
@@ -142,9 +142,9 @@ _not_registered: set[torch.device] = set()
 
 
 def register(memory: torch.Tensor, device: torch.device | None) -> Registration | None:
-    """Has ``device`` write into ``memory`` directly; ``None`` where that cannot be: copies work, but more slowly.
+    """Registers ``memory`` with ``device``, which then writes into it directly; ``None`` where that is not possible.
 
-    A failure is said once, and not tried again.
+    A failure is logged once, and not tried again.
 
     Args:
         memory: One piece. The file that it is mapped from, if any, must not be cut: the device would go on writing

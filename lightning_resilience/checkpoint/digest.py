@@ -56,7 +56,7 @@ class Digest:
             self._sums[device] = total if before is None else before * 31 + total
 
     def bring(self, device: torch.device) -> None:
-        """Has what was added on ``device`` moved to the host, on its current stream: to be waited for by the caller."""
+        """Copies the sum of ``device`` to the host, on its current stream; the caller waits for it."""
         if (total := self._sums.get(device)) is not None:
             host = torch.empty(total.shape, dtype=total.dtype, device="cpu", pin_memory=True)
             self._sums[device] = host.copy_(total, non_blocking=True)

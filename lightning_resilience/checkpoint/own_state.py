@@ -1,7 +1,7 @@
-"""What each rank keeps of its own (random states, mostly) comes to rank 0, which writes it: at one save.
+"""Sends the state that a rank does not share with others, such as random states, to rank 0, which saves it.
 
-Rank 0's digests are known to all, so a rank gives what differs. Small differences are gathered with what else the ranks
-have to say before a save. Larger ones, those of ranks that are seeded apart, are sent to rank 0 through the store that
+All ranks know the digests of rank 0, and send what differs. Small differences are gathered with the other messages
+before a save. Larger ones, of ranks with different seeds, are sent to rank 0 through the store that
 the ranks share: a collective would have every rank receive those of all others.
 """
 
@@ -19,7 +19,7 @@ from lightning_resilience.checkpoint.store_messages import Receipt, StoreMessage
 
 _GATHERED_BYTES = 3 << 10  # what else is gathered is less than 1 kB
 _PATIENCE_S = 60.0
-"""How long rank 0 waits while nothing comes. All have sent theirs right after a collective of all."""
+"""How long rank 0 waits while nothing comes: all ranks send right after a collective."""
 
 
 class OwnState:
@@ -56,14 +56,14 @@ class OwnState:
         self._mine, self._left_out = pieces(structure, tensors), left_out
 
     def digests(self) -> tuple[dict[Path, bytes], bool]:
-        """What all ranks are told of rank 0's."""
+        """The digests of this rank, which rank 0 sends to all ranks."""
         return digests(self._mine), self._messages.works
 
     def give(self, first: tuple[dict[Path, bytes], bool] | None) -> bytes | None:
-        """What this rank gives all others.
+        """The state that this rank sends to all others.
 
         Args:
-            first: The digests of rank 0. ``None``: every rank writes, and gets all that the others have.
+            first: The digests of rank 0. ``None``: every rank writes, and receives the state of all others.
 
         Returns:
             ``None`` if it is sent to rank 0 alone.
@@ -103,7 +103,7 @@ class OwnState:
             try:
                 received = dict(zip(self._senders, self._receipt.wait(), strict=True))
             except (OSError, RuntimeError) as error:  # also a TimeoutError
-                raise RuntimeError(f"what ranks keep of their own has not come ({error})") from error
+                raise RuntimeError(f"the own state of other ranks was not received ({error})") from error
         first = self._mine if self._is_compared else {}
         alike, states, left_out = safe_form(*joined(self._mine, {})), [], dict[str, None]()
         for rank, own in enumerate(self._given):

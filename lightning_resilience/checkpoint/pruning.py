@@ -19,7 +19,7 @@ ORIGINAL, MASK = "_orig", "_mask"
 
 
 def take_masks(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Makes of the pruned weights in a saved state whole ones, where ``module`` has them whole.
+    """Replaces pruned weights in a saved state by whole ones, where ``module`` has them whole.
 
     Returns:
         Their masks, by their names, for :func:`mask`.

@@ -145,7 +145,7 @@ class Snapshots:
         return look
 
     def look_at_all(self) -> None:
-        """Has the next snapshot look at all of the parameters, however long ago the last one has."""
+        """Compares all of the parameters in the next snapshot, however recent the last such comparison is."""
         self._look_at_all = 0.0
 
     def note_volatile(self, changed: Mapping[int, torch.Tensor], hidden: bool) -> None:
@@ -239,7 +239,7 @@ class _Copier:
 
 
 def _kind(index: int, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Knows a tensor of the next snapshot again, also where its memory is another."""
+    """Identifies a tensor over snapshots, also when its memory changes."""
     return index, tensor.shape, tensor.dtype
 
 
@@ -276,7 +276,7 @@ class _Look:
             ]
 
     def bring(self, device: torch.device) -> None:
-        """Has what was seen on ``device`` moved to the host, on its current stream: to be waited for by the caller."""
+        """Copies what was seen on ``device`` to the host, on its current stream; the caller waits for it."""
         for number, (where, sizes, seen) in enumerate(self._groups):
             if where == device:
                 host = torch.empty(seen.shape, dtype=seen.dtype, device="cpu", pin_memory=True)
@@ -489,7 +489,7 @@ class Snapshot:
 
 
 class Fence:
-    """Has :meth:`Snapshot.fence` called before any optimizer of this process changes anything.
+    """Calls :meth:`Snapshot.fence` before any optimizer of this process changes anything.
 
     Any, since a fit may exchange its optimizers, and some are wrapped in others. Before other hooks of the optimizer,
     which may change something too.
