@@ -84,56 +84,25 @@ def _constant(name: str, kind: type) -> Any:
     return found
 
 
-_SIZES = {"uint1": 1, "uint2": 2, "int4": 4, "uint4": 4, "uint8": 8, "float8": 8}
-_COUNTED = {
-    name: length for length in (1, 4, 8) for name in (f"string{length}", f"bytes{length}", f"unicodestring{length}")
-}
-_COUNTED |= {"long1": 1, "long4": 4}
-_REFUSED = {"EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER"}
-
-
-def _opcodes() -> tuple[list[int], list[int]]:
-    """By opcode: how many bytes its argument has, and in how many bytes in front of it its length is; -1: refused."""
-    fixed, counted = [-1] * 256, [0] * 256
-    for opcode in pickletools.opcodes:
-        kind = opcode.arg.name if opcode.arg is not None else ""
-        if opcode.name in _REFUSED:
-            continue
-        if kind in _COUNTED:
-            fixed[ord(opcode.code)], counted[ord(opcode.code)] = 0, _COUNTED[kind]
-        elif not kind or kind in _SIZES:
-            fixed[ord(opcode.code)] = _SIZES.get(kind, 0)
-    return fixed, counted
-
-
-_FIXED, _PREFIX = _opcodes()
-_GLOBAL, _LONG_BINPUT, _STOP = pickle.GLOBAL[0], pickle.LONG_BINPUT[0], pickle.STOP[0]
-_PUTS = (_LONG_BINPUT, pickle.BINPUT[0], pickle.MEMOIZE[0])
+_REFUSED = {"EXT1", "EXT2", "EXT4", "BINPERSID", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER"}
+_REFUSED |= {each.name for each in pickletools.opcodes if each.arg and each.arg.n == pickletools.UP_TO_NEWLINE}
+_REFUSED -= {"GLOBAL"}  # of protocol 2 and 3
+_PUTS = ("BINPUT", "LONG_BINPUT", "MEMOIZE")
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Refuses a pickle that takes more memory than it is long: one that asks for the last place of a huge memo, say.
+    """Refuses a pickle that takes more memory than it is long, such as one that asks for the last place of a huge memo.
 
     Also what a pickler of today never writes: numbers and names as lines of text, classes by number, buffers.
     """
-    at, puts = 0, 0
-    while True:
-        opcode = data[at]
-        at += 1
-        if opcode == _GLOBAL:  # of protocol 2 and 3: two lines
-            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
-        elif (length := _PREFIX[opcode]) > 0:
-            at += length + int.from_bytes(data[at : at + length], "little")
-        elif (length := _FIXED[opcode]) < 0:
-            raise UnsafeContent(f"the opcode {bytes([opcode])!r} has no place in it")
-        elif opcode == _STOP:
-            return
-        else:
-            if opcode in _PUTS:
-                if opcode == _LONG_BINPUT and int.from_bytes(data[at : at + 4], "little") > puts:
-                    raise UnsafeContent("it asks for more memory than it can need")
-                puts += 1
-            at += length
+    puts = 0
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in _REFUSED:
+            raise UnsafeContent(f"the opcode {opcode.name} has no place in it")
+        if opcode.name in _PUTS:
+            if opcode.name == "LONG_BINPUT" and (argument or 0) > puts:
+                raise UnsafeContent("it asks for more memory than it can need")
+            puts += 1
 
 
 class _Unpickler(pickle.Unpickler):

@@ -168,15 +168,11 @@ def arrange(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], int]:
             specs.append(TensorSpec(name, shape, stride, position, 0, "meta"))
             continue
         if not tensor.is_contiguous() and not is_dense(shape, stride):
-            stride = _contiguous(shape)
+            stride = torch.empty(shape, device="meta").stride()
         nbytes = tensor.numel() * tensor.element_size()
         specs.append(TensorSpec(name, shape, stride, position, nbytes))
         position += _padded(nbytes)
     return specs, position
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(max(length, 1) for length in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def view(memory: torch.Tensor, spec: TensorSpec, start: int = 0) -> torch.Tensor:
