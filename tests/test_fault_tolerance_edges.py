@@ -606,7 +606,7 @@ SAID = [
 def documented() -> list[re.Pattern[str]]:
     """The phrases in the table of ``docs/what-can-happen.md``, and in the sentence below it about what is no hang."""
     text = (ROOT / "docs" / "what-can-happen.md").read_text()
-    rows = re.findall(r"^\| `(.+?)`", text[text.index("| what is said |") :], re.MULTILINE)
+    rows = re.findall(r"^\| `(.+?)`", text[text.index("| log line | meaning |") :], re.MULTILINE)
     excused = re.search(r"After `No hang:` it is `(.+?)`, `(.+?)` or\n`(.+?)`", text)
     assert excused is not None
     patterns = []
