@@ -52,7 +52,7 @@ def test_what_hinders_one_rank_leaves_no_other_behind(tmp_path: Path) -> None:
     assert "The state of step 5 is not saved" in text
     assert "rank 1: it could not be checked (OSError" in text
     assert "Rank 1 cannot compare its state with that of the others" in text
-    assert "It cannot be read how long the last save has taken" in text
+    assert "Could not read the duration of the last save" in text
     fit = RunDirectory(config["run_dir"]).fit(0)
     assert fit.outcome is not None
     assert fit.outcome.status == "interrupted"

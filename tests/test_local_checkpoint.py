@@ -43,11 +43,12 @@ from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
 from lightning_resilience.checkpoint.snapshot import Snapshot, optimizer_tensors, wait_with_heartbeat
-from lightning_resilience.fit import context, stop_on_signal
+from lightning_resilience.fit import context
 from lightning_resilience.fit.checkpoint_selector import MAX_MARKED_BAD, BadCheckpoint
 from lightning_resilience.fit.joining import session_of
 from lightning_resilience.fit.local_saves import LocalSavePolicy
 from lightning_resilience.fit.session import FitSession
+from lightning_resilience.fit.stop_on_signal import StopOnSignal
 from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt
 from tests.harness import result, run, samples
 from tests.ledgers import read_ledger
@@ -1147,7 +1148,7 @@ class Validated(Net):
 @pytest.mark.parametrize("in_validation", [True, False])
 def test_a_preemption_that_leaves_no_time(memory: Run, monkeypatch: pytest.MonkeyPatch, in_validation: bool) -> None:
     """What is saved locally first is worth as much as what is saved globally after it."""
-    monkeypatch.setattr(stop_on_signal, "_is_short_of_time", lambda _: True)
+    monkeypatch.setattr(StopOnSignal, "_is_short_of_time", lambda _: True)
     monkeypatch.setattr(sys.modules[__name__], "Net", Validated)
     options: dict[str, Any] = {"val_check_interval": 4, "num_sanity_val_steps": 0}
     expected = oracle(memory.path.parent, 7, **options)
