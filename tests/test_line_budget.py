@@ -23,7 +23,7 @@ BUDGET = {
     "detect/hangs": 2308,
     "detect/numerics": 892,
     "detect/stragglers": 364,
-    "fit": 5136,
+    "fit": 5125,
     "launch": 2853,
     "launch/schedulers": 508,
     "run": 1623,
