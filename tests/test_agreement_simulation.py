@@ -249,6 +249,7 @@ class Simulation:
         except (PeerLost, CollectiveBroken, Boom) as error:
             self.errors[rank], self.told_at[rank] = error, self.now
             member = self.done[rank][-1].member
+            yield from self.saves_end(rank, self.done[rank][-1])
             member.abort(str(error))
             self.wake(rank)
             while not self.is_over(self.done[rank][-1]):
@@ -273,6 +274,7 @@ class Simulation:
             if watch is not None:
                 self.actors.append(Actor(rank, self.watch(rank, fit, watch, here, above)))
         self.actors.append(Actor(rank, self.ask(rank, fit)))
+        self.saves_begin(rank, number, fit)
         untouched: tuple[Event, ...] = ()
         try:
             yield from self.evaluate(rank, number, fit, 0)
@@ -283,16 +285,29 @@ class Simulation:
                     yield from self.evaluate(rank, number, fit, batches)
                 clean = Needs.CLEAN if batches % WINDOW == 0 else Needs.NOTHING
                 yield from self.boundary(rank, number, fit, training(batches), Needs.TRAINING | clean)
+                yield from self.save_locally(rank, number, fit, batches, clean)
         except Stop as stop:
             untouched = stop.untouched
         if self.long_end and rank == self.ends_late:
             yield Wait(until=self.now + self.long_end)
         if self.random.random() < 0.3:
             self.request(rank, fit, "save", Needs.NOTHING)
+        yield from self.saves_end(rank, fit)
         self.finished_at[rank] = self.now
         member.finish()
         untouched += yield from self.wait_for(rank, lambda: member.ended() if self.is_over(fit) else None)
         fit.left_over = sorted(event.payload["id"] for event in untouched)
+
+    # What test_save_simulation.py has beside it.
+
+    def saves_begin(self, rank: int, number: int, fit: Fit) -> None:
+        pass
+
+    def save_locally(self, rank: int, number: int, fit: Fit, step: int, clean: Needs) -> Steps:
+        yield from ()
+
+    def saves_end(self, rank: int, fit: Fit) -> Steps:
+        yield from ()
 
     def evaluate(self, rank: int, number: int, fit: Fit, batches: int) -> Steps:
         clean = Needs.CLEAN if batches % WINDOW == 0 else Needs.NOTHING
