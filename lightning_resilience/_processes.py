@@ -58,12 +58,23 @@ def is_being_killed(pid: int) -> bool:
     Args:
         pid: Its number.
     """
+    return has_signal(pid, signal.SIGKILL, "SigPnd:", "ShdPnd:")
+
+
+def has_signal(pid: int, signum: int, *sets: str) -> bool:
+    """Whether a signal is in one of the sets of signals that ``/proc/PID/status`` shows for a process.
+
+    Args:
+        pid: Its number.
+        signum: The signal.
+        sets: As they are named there, such as ``SigCgt:``, the signals that have a handler.
+    """
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return False
-    pending = (int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd:", "ShdPnd:")))
-    return any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending)
+    masks = (int(line.split()[1], 16) for line in lines if line.startswith(sets))
+    return any(mask >> (signum - 1) & 1 for mask in masks)
 
 
 def _started(pid: int) -> str:

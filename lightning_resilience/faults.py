@@ -1,9 +1,9 @@
-"""Faults on purpose, each once per run: to see a run survive before it has to. Imports no Lightning, and torch late.
+"""Fault injection, once per run. Imports no Lightning, and torch late.
 
-A :class:`SimulatedFault` says what shall happen, to which rank and when; a :class:`FaultInjector` makes it happen in
-one process. What is chosen at random is the same on all ranks without communication. The rank writes the fault into
-the run's ledger before it strikes, and one that is in there never strikes again: not after a restart, not in the next
-job, not in another fit of the script.
+A :class:`SimulatedFault` describes a fault, its rank and time; a :class:`FaultInjector` injects it in one process. What
+is chosen at random is the same on all ranks without communication. The rank records the fault in the run's ledger
+before it injects it, and a recorded fault is never injected again: not after a restart, not in the next job, not in
+another fit of the script.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FaultType = Literal[
 
 _RANDOM_CHOICE: tuple[FaultType, ...] = ("rank_killed", "rank_hung")
 _INJECTED_AT_ONCE: frozenset[FaultType] = frozenset({"rank_killed", "rank_hung", "sigterm", "node_lost"})
-"""By a signal, wherever the main thread is. The others happen in the main thread, between two steps or after."""
+"""By a signal, wherever the main thread is. The others are injected in the main thread, between two steps or after."""
 
 _OTHER_SPELLINGS = {"base_delay": "base_delay_s", "rand_delay": "rand_delay_s", "rank_to_fail": "rank"}
 
@@ -59,7 +59,7 @@ class SimulatedException(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedFault:
-    """What shall happen, to which rank and when.
+    """A fault to inject, its rank and time.
 
     ========================  =====================================================================================
     ``rank_killed``           the rank gets SIGKILL
@@ -156,16 +156,16 @@ class SimulatedFault:
 
 
 class FaultInjector:
-    """Makes a simulated fault happen in this process, if this is the rank that it is meant for.
+    """Injects a simulated fault in this process, if this is its rank.
 
     The training calls :meth:`arm` when it begins, :meth:`at_step` between two batches and :meth:`disarm` at its end;
     :meth:`collate` and :meth:`spoil_loss` are for the two faults that happen elsewhere.
 
     Args:
-        fault: What shall happen.
+        fault: The fault.
         rank: This process's global rank.
         world_size: How many ranks the run has.
-        ledger: Where the fault is written down, and looked up.
+        ledger: Where the fault is recorded, and looked up.
         seed: What is chosen at random depends on this only. Different from run to run, and the same on all ranks.
         device: Where a tensor must be for the run's collectives.
         node_pids: The processes of all ranks on this node, for ``node_lost``; asked when it happens.
@@ -201,7 +201,7 @@ class FaultInjector:
         self._is_armed = False
         self._step = 0
         self._timer: threading.Timer | None = None
-        # All that a healthy boundary looks at: the step from which on there is something to do, and then what it is.
+        # All that a healthy boundary reads: the step from which on there is something to do, and what it is.
         self._busy_from: float = math.inf
         self._next: Callable[[], None] = self._await_delay
         self._loader_is_stuck: Any = None  # seen by the data-loader workers, too
@@ -230,7 +230,7 @@ class FaultInjector:
                     self._busy_from = self._fault.at_step
 
     def at_step(self, step: int) -> None:
-        """The main thread stands between two training batches.
+        """The main thread is between two training batches.
 
         Args:
             step: ``trainer.global_step``.
@@ -243,7 +243,7 @@ class FaultInjector:
             self._next()
 
     def collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """What a training data loader shall have as its ``collate_fn``; to be set before its workers are started."""
+        """The ``collate_fn`` for a training data loader; to be set before its workers are started."""
         if self.fault_type != "stuck_in_data_loader" or self._rank != self.target_rank:
             return collate_fn
         if self._loader_is_stuck is None:
@@ -287,7 +287,7 @@ class FaultInjector:
             log.warning("The simulated fault %s is left out: %s.", self.fault_type, reason)
 
     def _has_happened(self) -> bool | None:
-        """What the ledger says; ``None`` if it cannot be read."""
+        """Whether the ledger has the fault; ``None`` if it cannot be read."""
         mine = asdict(self._fault)
         try:
             events = [event for event in read_ledger(self._ledger.path) if isinstance(event, FaultInjected)]
@@ -339,7 +339,7 @@ class FaultInjector:
             case "exception":
                 raise SimulatedException(f"simulated on rank {self._rank} at step {self._step}")
             case "stuck_in_collective":
-                self._wait_for_nobody()
+                self._wait_for_no_message()
             case "stuck_in_data_loader":
                 self._loader_is_stuck.value = True
             case "gil_held":
@@ -351,7 +351,7 @@ class FaultInjector:
                 self._busy_from = 0
                 self._slow_down()
 
-    def _wait_for_nobody(self) -> None:
+    def _wait_for_no_message(self) -> None:
         import torch
 
         # A receive from one rank takes no part in any collective: what the others do is not disturbed.

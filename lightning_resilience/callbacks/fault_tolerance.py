@@ -128,16 +128,16 @@ class FaultTolerance(SessionCallback):
         return HangWatch(session, options)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """The set-up of this fit has loaded a checkpoint: what it takes says something."""
+        """The set-up of this fit has loaded a checkpoint, so its time counts for the timeouts."""
         if session_of(trainer, self) and isinstance(watch := self._participant, HangWatch):
             watch.has_loaded = True
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A Trainer outside of a fit has put all signals back to what Python knew of them: not ours."""
+        """Handles the watchdog's signals again: a Trainer outside of a fit restores only Python's handlers."""
         super().teardown(trainer, pl_module, stage)
         handle_signals_again()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Where a simulated NaN comes from."""
+        """Injects a simulated NaN."""
         if session_of(trainer, self) and isinstance(watch := self._participant, HangWatch):
             watch.spoil_loss(loss)

@@ -1,12 +1,11 @@
 """Checks of a node before a worker (re)joins a job: its device, its storage and its clock; and a ping of all ranks.
 
-What is broken mostly hangs: a call into a dead driver or a dead NFS mount does not return, and nothing can cancel it.
-Each check therefore runs in a daemon thread, and one that has not answered in time has failed; its thread is left
-behind. What it would have said is not known: a device that is used for the first time and a storage that everybody
-writes to may just be slow. Only a call that never releases the interpreter lock escapes this deadline, and is left to
-the watchdog.
+Broken hardware mostly hangs: a call into a dead driver or a dead NFS mount does not return, and cannot be cancelled.
+Each check therefore runs in a daemon thread, and fails if it has not answered in time; its thread is left behind. Its
+result is then unknown: a device that is used for the first time, or a busy storage, may just be slow. Only a call that
+never releases the interpreter lock escapes this deadline, and is left to the watchdog.
 
-No check touches a random number generator. None raises for what is broken: that is the ``detail`` of a failed check.
+No check touches a random number generator. None raises for a failure: that is the ``detail`` of a failed check.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Check:
             ``collective``. A failed ``free space`` is mostly that of shared storage and no other node has more; what
             else can fail in :func:`check_node` is the node's own.
         ok: Whether it passed.
-        detail: One clause for a person: what was seen, where, and if it failed, what to do.
+        detail: One clause: what was seen, where, and if it failed, what to do.
         answered: Whether it came to an end: if not, the node is not known to be at fault.
     """
 
@@ -149,8 +148,8 @@ def check_gpu_health(device: torch.device | str | None = None, timeout_s: float 
 
     Memory pages that wait for their retirement are failures, rows that wait to be remapped or could not be, and a GPU
     that the driver has lost; on a GPU that remaps no rows, which older ones do not, uncorrected ECC errors since its
-    last reset as well: the others contain them. Temperature and a clock slowed down by the hardware are told, but fail
-    nothing: both may pass. A fact that cannot be read is left out. The Xid errors of the past cannot.
+    last reset as well: the others contain them. Temperature and a clock slowed down by the hardware are reported, but
+    fail nothing: both may pass. A fact that cannot be read is left out. The Xid errors of the past cannot.
 
     The NVML part is NVIDIA's; any other accelerator, or the CPU where there is none, is checked without.
 
@@ -261,7 +260,7 @@ def _nvml_facts(device: torch.device) -> list[Check]:
 def _uuid(device: torch.device) -> str | None:
     try:
         return str(torch.get_device_module(device).get_device_properties(device).uuid)
-    except (AttributeError, AssertionError, RuntimeError):  # a device without one; or broken, which its exercise tells
+    except (AttributeError, AssertionError, RuntimeError):  # a device without one; or broken, which its exercise shows
         return None
 
 
@@ -339,8 +338,8 @@ def check_free_space(path: str | os.PathLike[str], needed_bytes: int) -> Check:
 def check_clock(path: str | os.PathLike[str], tolerance_s: float = 60.0) -> Check:
     """Compares this host's clock with that of shared storage: the modification time of a file just written there.
 
-    A node whose clock is wrong writes times into the ledger that mislead everybody, and takes fresh files of others
-    for abandoned. On a local file system there is no second clock, so the check passes.
+    A node whose clock is wrong writes wrong times into the ledger, and takes fresh files of others for abandoned. On a
+    local file system there is no second clock, so the check passes.
 
     Args:
         path: A directory; see :func:`check_free_space`, also for how long this takes.
@@ -451,7 +450,7 @@ def _start(work: Callable[[], _T]) -> Future[_T]:
     def run() -> None:
         try:
             answer.set_result(work())
-        except BaseException as error:  # it belongs to whoever asks for the result
+        except BaseException as error:  # it belongs to the caller that reads the result
             answer.set_exception(error)
 
     threading.Thread(target=run, name="health check", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Hang watch: who watches the ranks of a fit, with which limits, and what a failure asks of the launcher."""
+"""Hang watch: watching the ranks of a fit, their limits, and what a failure asks of the launcher."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from lightning_resilience.detect.hangs import timeouts, watchdog
 from lightning_resilience.detect.hangs.progress import Section
 from lightning_resilience.detect.hangs.rank_probe import (
     RankProbe,
+    describe_rank,
     handle_signals_again,
     node_directory,
     pids,
@@ -101,14 +102,14 @@ class HangWatch(Participant):
             (trainer, "save_checkpoint"),
             (trainer.strategy, "remove_checkpoint"),
             (trainer.strategy.checkpoint_io, "teardown"),  # where AsyncCheckpointIO waits when training has ended
+            (trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint"),  # NeMo's asynchronous saves
         ):
-            self._count_as_checkpointing(owner, name)
-        if hasattr(trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint"):  # NeMo's asynchronous saves
-            self._count_as_checkpointing(trainer.strategy.checkpoint_io, "maybe_finalize_save_checkpoint")
+            if hasattr(owner, name):
+                self._count_as_checkpointing(owner, name)
         if trainer.is_global_zero:
             self._set_finished_flag(False)
             if session.fit.index == 0:
-                self._say_what_watches()
+                self._log_watchers()
 
     def _begin(self) -> RankProbe | None:
         """Has this rank watched; what hinders that must not end a healthy training."""
@@ -128,7 +129,7 @@ class HangWatch(Participant):
         except OSError as error:
             log.error("Rank %d is not watched: a hang of it will not be found (%s).", session.fit.rank, error)
             is_alone = launched is None and trainer.num_devices == 1
-            if is_alone and self._directory is not None:  # there is nobody else to watch here
+            if is_alone and self._directory is not None:  # there is no other rank to watch here
                 shutil.rmtree(self._directory, ignore_errors=True)
                 self._directory = None
         self._keep_watchdog()
@@ -142,14 +143,14 @@ class HangWatch(Participant):
         if self._watchdog is not None:
             if watchdog.is_alive(self._directory, self._watchdog):
                 return
-            trouble = "stands still" if is_running(self._watchdog) else "has gone"
-            log.warning("The watchdog of %s %s; it is started again.", platform.node(), trouble)
+            state = "stands still" if is_running(self._watchdog) else "has gone"
+            log.warning("The watchdog of %s %s; it is started again.", platform.node(), state)
             self._watchdog = None
         try:
             self._watchdog = watchdog.start(self._directory)
             self._has_failed_to_start = False
         except (OSError, subprocess.SubprocessError) as error:
-            if not self._has_failed_to_start:  # it is tried at every save, and said once
+            if not self._has_failed_to_start:  # it is tried at every save, and logged once
                 self._has_failed_to_start = True
                 log.error(
                     "The watchdog of %s does not start (%s): hangs on this node will not be found.",
@@ -158,18 +159,10 @@ class HangWatch(Participant):
                 )
 
     def _about(self) -> dict[str, Any]:
-        session, trainer = self.session, self.session.fit.trainer
-        return {
-            "run_dir": str(session.fit.run.path),
-            "fit": session.fit.index,
-            "token": session.fit.token,
-            "node": platform.node(),
-            "nodes": trainer.num_nodes,
-            "world_size": trainer.world_size,
-            "is_started_again": is_started_again(),
-            "elastic_run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
-            "restart_count": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        }
+        fit, trainer = self.session.fit, self.session.fit.trainer
+        return describe_rank(
+            fit.run.path, fit.index, fit.token, trainer.num_nodes, trainer.world_size, is_started_again()
+        )
 
     def _start_reporter(self) -> _nvrx.SectionReporter | None:
         if self._monitor is None or self.probe is None:
@@ -209,7 +202,7 @@ class HangWatch(Participant):
             self._ping()
 
     def on_raised(self) -> None:
-        """Whoever finds this rank's peers waiting must know that it has failed."""
+        """Shows the watchdog, which may find this rank's peers waiting, that it has failed."""
         if self.probe is not None:
             self.probe.fail()
 
@@ -219,7 +212,7 @@ class HangWatch(Participant):
         return self._ask_policy(exception)
 
     def left(self) -> None:
-        """This rank is watched by its launcher alone again."""
+        """The rank leaves the fit, and is watched outside of it where it was launched."""
         if self.probe is not None:
             self.probe.end_fit()
 
@@ -230,14 +223,14 @@ class HangWatch(Participant):
         if self._reporter is not None:
             self._reporter.stop()
 
-    # -- limits --------------------------------------------------------------------------------------------------------
+    # -- limits -------------------------------------------------------------------------------------------------------
 
     def _load_timeouts(self) -> SectionTimeouts:
         in_environment = os.environ.get(SECTION_TIMEOUTS_VARIABLE, "")
         configured = self._options.section_timeouts or SectionTimeouts.parse(in_environment)
         if not self._calculates:
             return configured
-        self._layout["configured"] = str(configured)  # whoever configures something else wants that to hold
+        self._layout["configured"] = str(configured)  # other configured timeouts replace the calculated ones
 
         def read() -> tuple[SectionTimeouts | None, set[Section]]:
             found, problem = timeouts.load(self._state, self.session.fit.index, self._layout, configured)
@@ -263,7 +256,7 @@ class HangWatch(Participant):
         }
 
     def after_save(self, is_end: bool) -> None:
-        """All ranks stand here together, in no hurry."""
+        """All ranks meet here, and have time."""
         trainer = self.session.fit.trainer
         if is_end and trainer.is_global_zero:
             self._set_finished_flag(True)
@@ -278,7 +271,7 @@ class HangWatch(Participant):
         if trainer.world_size > 1:
             everywhere = [None] * trainer.world_size
             torch.distributed.all_gather_object(everywhere, mine)
-        # All ranks must come to the same result, whatever each has seen.
+        # All ranks must get the same result, whatever each has measured.
         longest: dict[Section, float] = {}
         for measured, _ in everywhere:
             for section, seconds in measured.items():
@@ -307,7 +300,7 @@ class HangWatch(Participant):
             except OSError as error:
                 log.warning("The calculated timeouts cannot be kept for the next job: %s", error)
 
-    # -- faults, health and policy -------------------------------------------------------------------------------------
+    # -- faults, health and policy ------------------------------------------------------------------------------------
 
     def _prepare_fault(self) -> FaultInjector | None:
         fault, session = self._options.simulated_fault, self.session
@@ -350,11 +343,11 @@ class HangWatch(Participant):
                 raise RuntimeError(f"The health check at step {step} failed: {check.detail}.")
 
     def _check_node(self) -> None:
-        """A sick node fails here, with its name, and not in the middle of a step of all."""
+        """A node that fails its checks ends here, by name, and not in the middle of a step of all."""
         session = self.session
-        # The storage is the node's: one look, and not one of every rank at every fit, each with files that are synced.
-        looks = session.fit.trainer.local_rank == 0 and session.fit.index == 0
-        report = health.check_node(session.fit.run.path if looks else None, session.fit.trainer.strategy.root_device)
+        # The storage is checked once for each node: the check writes and syncs files.
+        run_dir = session.fit.run.path if session.fit.trainer.local_rank == 0 and session.fit.index == 0 else None
+        report = health.check_node(run_dir, session.fit.trainer.strategy.root_device)
         # A storage that is slow fails nothing here. A device that does not answer would hang in the first step.
         failed = [
             check for check in report.failed if check.name != "clock" and (check.answered or check.name == "device")
@@ -368,7 +361,7 @@ class HangWatch(Participant):
             f"rank {session.fit.rank} on {platform.node()} is not fit to train: {health.HealthReport(tuple(failed))}"
         )
         session.fit.ledger.record(Unhealthy(fit=session.fit.index, reason=reason))
-        # Another node has no more space in shared storage; and one that is cold or busy is not sick.
+        # Another node has no more space in shared storage; and one that is cold or busy is not broken.
         if any(check.answered and check.name != "free space" for check in failed):
             self._request(_nvrx.EXCLUDE_THIS_NODE, reason)
         raise RuntimeError(reason)
@@ -393,10 +386,10 @@ class HangWatch(Participant):
         session = self.session
         session.fit.ledger.record(WorkloadRequest(fit=session.fit.index, action=action, reason=description))
         # launch reads it in the ledger; ft_launcher would close the rendezvous of all, or let this node join again.
-        is_told = action == _nvrx.EXCLUDE_THIS_NODE and RUN_DIR_VARIABLE in os.environ
-        if self._monitor is not None and not is_told:
+        is_read = action == _nvrx.EXCLUDE_THIS_NODE and RUN_DIR_VARIABLE in os.environ
+        if self._monitor is not None and not is_read:
             self._monitor.send(action, description)
-        elif action == "exclude_this_node" and not is_told:
+        elif action == _nvrx.EXCLUDE_THIS_NODE and not is_read:
             log.warning("No launcher that can exclude %s from the next attempt has started this rank.", platform.node())
         if action != "shutdown_workload":
             return None
@@ -404,7 +397,7 @@ class HangWatch(Participant):
         self._set_finished_flag(True)  # as NVRx does: job scripts must not requeue it
         return description
 
-    # -- what a person and a job script see ----------------------------------------------------------------------------
+    # -- log and flag file --------------------------------------------------------------------------------------------
 
     def _set_finished_flag(self, finished: bool) -> None:
         name = os.environ.get(FINISHED_FLAG_VARIABLE)
@@ -420,7 +413,7 @@ class HangWatch(Participant):
                 "The flag file %s could not be changed (%s): job scripts take the run for what it was.", name, error
             )
 
-    def _say_what_watches(self) -> None:
+    def _log_watchers(self) -> None:
         trainer = self.session.fit.trainer
         is_restarted = "TORCHELASTIC_RUN_ID" in os.environ
         watching = ["a watchdog on every node"] if self.probe is not None and self._watchdog is not None else []
@@ -454,12 +447,12 @@ class HangWatch(Participant):
 
 
 def _shares_the_rendezvous_store() -> bool:
-    """Whether this attempt's ranks meet in a store that holds what those of an earlier attempt have left."""
+    """Whether this attempt's ranks meet in a store that holds keys of an earlier attempt."""
     return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1" and torch.distributed.get_backend() == "gloo"
 
 
 def _monitor(engine: Engine) -> _nvrx.RankMonitor | None:
-    """NVRx's rank monitor of this rank, if it is to be told."""
+    """NVRx's rank monitor of this rank, if it is to be used."""
     if engine == "watchdog":
         return None
     if not _nvrx.rank_monitor_available():

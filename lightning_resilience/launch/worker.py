@@ -9,7 +9,6 @@ import builtins
 import hashlib
 import io
 import os
-import platform
 import runpy
 import signal
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 from lightning_resilience import signals
 from lightning_resilience._output import log_line, write_line
-from lightning_resilience.detect.hangs.rank_probe import RankProbe, node_directory
+from lightning_resilience.detect.hangs.rank_probe import RankProbe, describe_rank, node_directory
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.detect.hangs.watchdog import start_soon
 from lightning_resilience.launch.job_info import job_info
@@ -132,17 +131,8 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
         return
     restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     token = hashlib.sha256(f"{elastic_run_id} {restart_count}".encode()).hexdigest()[:32]  # the same on all nodes
-    about = {
-        "run_dir": str(run_directory.path),
-        "fit": None,
-        "token": token,
-        "node": platform.node(),
-        "nodes": int(os.environ.get("GROUP_WORLD_SIZE", "1")),
-        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
-        "is_started_again": True,
-        "elastic_run_id": elastic_run_id,
-        "restart_count": restart_count,
-    }
+    nodes, world_size = int(os.environ.get("GROUP_WORLD_SIZE", "1")), int(os.environ.get("WORLD_SIZE", "1"))
+    about = describe_rank(run_directory.path, None, token, nodes, world_size, is_started_again=True)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
         directory = node_directory(token, int(os.environ.get("GROUP_RANK", "0")))

@@ -1,6 +1,6 @@
 """How long this process has waited for other ranks: in collectives, and in the reduction at the end of a backward pass.
 
-Ranks that wait for each other are all as slow as the slowest of them. Only the time that a rank has not waited says
+Ranks that wait for each other are all as slow as the slowest of them. Only the time that a rank has not waited shows
 which one that is.
 """
 
@@ -87,7 +87,7 @@ class CommWaitTimer:
 
     def stop(self) -> None:
         """Counts no more."""
-        self.counts = False  # whoever holds one of ours, since it has put its own around, goes on without us
+        self.counts = False  # other code may have wrapped one of ours, and still call it
         while self._replaced:
             owner, name, original, own = self._replaced.pop()
             if vars(owner)[name] is own:
@@ -158,7 +158,7 @@ class CommWaitTimer:
                 queue_callback(own_end)
 
             # What is to be called at the end of a backward pass is called in the order in which it was asked for, and
-            # nobody can ask before the gradient of the loss is there. DDP asks for its own wait when all gradients are.
+            # none can ask before the gradient of the loss is there. DDP asks for its own wait when all gradients are.
             roots = (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
             nodes: list[Any] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
             hooks = [node.register_prehook(ask) for node in nodes if node is not None]

@@ -1,4 +1,4 @@
-"""How another process ended, as far as the kernel tells one that is not its parent. Linux only.
+"""How another process ended, as far as the kernel shows it to one that is not its parent. Linux only.
 
 Imports neither torch nor Lightning.
 """
@@ -22,7 +22,7 @@ _PIDFD_INFO_EXIT = 0x8  # linux/pidfd.h, since Linux 6.15
 _PIDFD_GET_INFO = 0xC040FF0B
 _PIDFD_INFO = struct.Struct("<Q52xi")  # the mask, what is not needed here, and the wait status
 
-_OUTSIDE_HANDS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Death:
 
     Args:
         status: As ``os.wait`` gives it; ``None``: not known, because its parent was faster and the kernel is too old.
-        out_of_memory: Whether the kernel has killed processes of its cgroup at that time, because memory was short.
+        out_of_memory: Whether the kernel killed processes of its cgroup at that time, because memory was short.
     """
 
     status: int | None
@@ -55,9 +55,9 @@ class Death:
 
     @property
     def is_from_outside(self) -> bool:
-        """Whether it may have been ended on purpose: by a person, a launcher or a scheduler."""
+        """Whether a user, a launcher or a scheduler may have ended it on purpose."""
         number = None if self.status is None else os.WTERMSIG(self.status)
-        return not self.out_of_memory and (self.status is None or number in _OUTSIDE_HANDS)
+        return not self.out_of_memory and (self.status is None or number in _FROM_OUTSIDE)
 
     def __str__(self) -> str:
         if self.signal is not None:
@@ -71,8 +71,8 @@ class Death:
 class ExitWatcher:
     """Waits for the ends of processes.
 
-    A parent that polls, as elastic launchers do, leaves an ended process lying for a moment. Whoever is woken by its
-    end finds its exit status there.
+    A parent that polls, as elastic launchers do, reaps an ended process late. A process that is woken by its end can
+    still read its exit status.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class ExitWatcher:
         self._pidfds: dict[int, int] = {}
 
     def add(self, pid: int) -> None:
-        """Waits for this one too; where the kernel does not allow that, it just wakes nobody."""
+        """Waits for this one too; without effect where the kernel does not allow that."""
         with suppress(OSError, AttributeError):
             self._pidfds[pid] = pidfd = os.pidfd_open(pid)
             self._poll.register(pidfd, select.POLLIN)
@@ -107,22 +107,22 @@ class ExitWatcher:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether a process is on its way out: with much memory, or held by a driver, that takes seconds."""
+    """Whether a process is ending: with much memory, or held by a driver, that takes seconds."""
     fields = _stat(pid)
     return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING) or is_being_killed(pid)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped a process: by Ctrl-Z at its terminal, say."""
+    """Whether a process is stopped, such as by Ctrl-Z at its terminal."""
     fields = _stat(pid)
     return fields is not None and fields[0] == "T"
 
 
 class MemoryShortage:
-    """Notices when the kernel kills processes for want of memory: where these live, or anywhere on this host.
+    """Notices when the kernel kills processes because memory is short: in the cgroup of one, or anywhere on this host.
 
     Args:
-        pid: One of them.
+        pid: The process.
         root: Of the file system, for tests.
     """
 

@@ -1,4 +1,4 @@
-"""What is known of a rank that does not advance: plain data, gathered by the watchdog and judged by ``hangs``."""
+"""What is known of a rank that does not advance: plain data, gathered by the watchdog and judged by ``verdict``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class ProcessEvidence:
-    """What the kernel says about a process, and its Python stacks.
+    """What the kernel knows of a process, and its Python stacks.
 
     Args:
         pid: Process id on its node.

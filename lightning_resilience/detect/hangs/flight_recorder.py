@@ -4,7 +4,7 @@ Each backend has a recorder of its own, and :func:`merge` makes one dump of thei
 ``torch/csrc/distributed/c10d/FlightRecorder.hpp``, as JSON; its versions 2.7 to 2.10 (torch 2.13) differ only in keys
 that are not read here. Where the backends differ:
 
-- gloo's entries stay ``scheduled`` for ever; only ``retired`` says that one is done. It records no point-to-point
+- gloo's entries stay ``scheduled``; only ``retired`` says that one is done. It records no point-to-point
   operation, and does not say who is in a group.
 - NCCL's entries say ``completed``; one that is ``retired`` and not completed has timed out. They are ``started`` only
   with ``TORCH_NCCL_ENABLE_TIMING=1``; without it nothing is known of the device before an operation is done.
@@ -36,7 +36,7 @@ class Collective:
     Args:
         backend: ``gloo`` or ``nccl``; one group may have both, and each counts on its own.
         group: The name of the group.
-        description: What the group is for, if its maker said so; ``default_pg`` is that of all ranks.
+        description: What the group is for, if that was given; ``default_pg`` is that of all ranks.
         sequence: Its number within the group and backend; point-to-point operations have their own.
         op: Such as ``all_reduce``.
         sizes: Shapes of its inputs, or of its outputs if it has none.
@@ -66,15 +66,15 @@ class Collective:
 
     @property
     def group_name(self) -> str:
-        """The group, for a person."""
+        """Readable name of the group."""
         if self.description == "default_pg":
             return self.description
-        said = f" ({self.description})" if self.description not in ("", "undefined") else ""
-        return f"group '{self.group}'{said}"
+        description = f" ({self.description})" if self.description not in ("", "undefined") else ""
+        return f"group '{self.group}'{description}"
 
     @property
     def name(self) -> str:
-        """The operation, for a person: ``all_reduce #57 of default_pg``."""
+        """Readable name of the operation: ``all_reduce #57 of default_pg``."""
         return f"{self.op} #{self.sequence} of {self.group_name}"
 
 
@@ -184,7 +184,7 @@ def _state(backend: str, entry: dict[str, Any], has_starts: bool) -> State:
 
 
 def _absorb(coalesced: Collective, found: list[Collective]) -> Collective:
-    """Takes what an entry stands for out of ``found``, and its peers into the entry."""
+    """Removes the operations that an entry stands for from ``found``, and adds their peers to the entry."""
     peers: list[int] = []
     while found and _key(found[-1]) == _key(coalesced):
         peers[:0] = found.pop().peers
@@ -196,7 +196,7 @@ def _key(collective: Collective) -> tuple[str, str, bool, int]:
 
 
 def _members(config: Any) -> dict[str, tuple[int, ...]]:
-    """The global ranks of every group that says so, by its name."""
+    """The global ranks of every group that records them, by its name."""
     members = {}
     for name, group in config.items() if isinstance(config, dict) else ():
         try:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from lightning_resilience._processes import is_running
+from lightning_resilience._processes import has_signal, is_running
 from lightning_resilience.detect.hangs.evidence import ProcessEvidence, RankEvidence
 from lightning_resilience.detect.hangs.flight_recorder import merge
 from lightning_resilience.detect.hangs.progress import ProgressRecord
@@ -185,13 +185,7 @@ def _stacks(pid: int, path: Path) -> str:
 
 def _handles(pid: int, signum: int) -> bool:
     """Whether a process has a handler for a signal: one without would be killed by it."""
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
-    except (OSError, ValueError):
-        pass
-    return False
+    return has_signal(pid, signum, "SigCgt:")
 
 
 def _workers(pid: int, path: Path, main_thread: int) -> list[ProcessEvidence]:

@@ -44,7 +44,7 @@ class ProgressRecord:
         ticks: Grows with every sign of progress.
         section: What the rank is doing.
         since: When it last made progress, in seconds of ``time.monotonic()``, which all processes of a node share.
-        timeout: How many seconds it may take to the next sign of progress; infinite: as long as it likes.
+        timeout: How many seconds it may take to the next sign of progress; infinite: no limit.
         step: ``trainer.global_step``.
         position: The last boundary.
     """
@@ -92,7 +92,7 @@ class Progress:
         return self._section
 
     def enter(self, section: Section) -> None:
-        """The rank begins something else."""
+        """The rank enters a section."""
         self._leave_section()
         self._section = section
         self._timeout = self.timeouts.get(section, math.inf)
@@ -102,7 +102,7 @@ class Progress:
         self._write()
 
     def at(self, section: Section, step: int, position: Position) -> None:
-        """The rank stands at a boundary: the one call of a healthy step."""
+        """The rank has reached a boundary: the one call of a healthy step."""
         if section != self._section:
             self._step, self._position = step, position
             self.enter(section)
@@ -114,12 +114,12 @@ class Progress:
         self._write()
 
     def tick(self) -> None:
-        """Something has advanced where no boundary is, such as the replay of data after a resume."""
+        """Progress away from boundaries, such as the replay of data after a resume."""
         self.at(self._section, self._step, self._position)
 
     @contextmanager
     def during(self, section: Section) -> Iterator[None]:
-        """The time of the block counts as ``section``, however the block ends, and what it interrupts starts afresh."""
+        """The time of the block counts as ``section``; then the timeout of the interrupted section starts again."""
         before = self._section
         if before == section or before == "left":
             yield
@@ -140,7 +140,7 @@ class Progress:
         self.enter("setup")
 
     def set_timeouts(self, timeouts: Mapping[Section, float]) -> None:
-        """Has other limits hold from now on."""
+        """Replaces the timeouts."""
         self.timeouts = dict(timeouts)
         self._timeout = self.timeouts.get(self._section, math.inf)
         self._write()
@@ -183,7 +183,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def read_progress(path: Path) -> ProgressRecord | None:
-    """What the record at ``path`` says, or ``None`` if there is none."""
+    """The record at ``path``, or ``None`` if there is none."""
     try:
         with open(path, "rb", buffering=0) as file:
             return read_record(file)
@@ -192,7 +192,7 @@ def read_progress(path: Path) -> ProgressRecord | None:
 
 
 def read_record(file: FileIO) -> ProgressRecord | None:
-    """The same from a file that is open already, which stays readable when its name has gone."""
+    """The same from an open file, which stays readable when its name has gone."""
     for _ in range(100):  # the writer may be faster than this reader
         file.seek(0)
         data = file.read(_SIZE)

@@ -1,8 +1,8 @@
-"""What a rank leaves for the watchdog of its node, so that it can be looked at when it does not advance any more.
+"""What a rank leaves for the watchdog of its node, so that it can be probed when it does not advance.
 
 In a folder of node memory that only this user may enter: the record of its progress; a file into which it writes the
-Python stacks of all its threads on a signal; a socket at which torch's worker server answers; and a small file that
-says so. All of this works while the main thread is stuck, and while something holds the interpreter lock.
+Python stacks of all its threads on a signal; a socket at which torch's worker server answers; and its registration. All
+of this works while the main thread is stuck, and while a thread holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import faulthandler
 import logging
 import math
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -38,7 +39,7 @@ STACKS_SIGNAL: int = _FIRST_REAL_TIME_SIGNAL + 9
 """On this signal a rank writes its stacks."""
 
 EXIT_SIGNAL: int = exit_codes.HUNG
-"""On this signal a rank ends, whatever it does."""
+"""On this signal a rank ends, in any state."""
 
 _SOCKET_PATH_MAX = 107  # bytes, sockaddr_un
 _SERVES_WITHIN_S = 5.0
@@ -90,6 +91,32 @@ def pids(directory: Path) -> list[int]:
     return [int(record["pid"]) for record in records if record is not None]
 
 
+def describe_rank(
+    run_dir: Path, fit: int | None, token: str, nodes: int, world_size: int, is_started_again: bool
+) -> dict[str, Any]:
+    """What a rank registers for the diagnosis and the ledger.
+
+    Args:
+        run_dir: The run directory.
+        fit: Number of the fit; ``None``: before the first.
+        token: Of the attempt.
+        nodes: How many nodes there are.
+        world_size: How many ranks there are.
+        is_started_again: Whether a launcher restarts ranks that were ended.
+    """
+    return {
+        "run_dir": str(run_dir),
+        "fit": fit,
+        "token": token,
+        "node": platform.node(),
+        "nodes": nodes,
+        "world_size": world_size,
+        "is_started_again": is_started_again,
+        "elastic_run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
+        "restart_count": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    }
+
+
 class RankProbe:
     """The rank's side.
 
@@ -97,7 +124,7 @@ class RankProbe:
         directory: See :func:`node_directory`.
         rank: Global rank.
         timeouts: Seconds by section, for :class:`Progress`.
-        about: What the watchdog writes into its diagnosis and the ledger.
+        about: See :func:`describe_rank`.
         is_workers: Whether it begins with a launched worker, in section ``start``, and stays for all of its fits.
 
     Raises:
@@ -136,7 +163,7 @@ class RankProbe:
             raise
         _open.add(self)
         terminal_input.watch()
-        if is_workers:  # it stays to the end of the process, and what is left of the server then says so aloud
+        if is_workers:  # it stays to the end of the process, where a server that is left logs an error
             atexit.register(self._end_server)
 
     def _register(self) -> None:
@@ -175,7 +202,7 @@ class RankProbe:
             self.close()
 
     def handle_signals(self) -> None:
-        """Handles the watchdog's signals; again after whoever has taken that for a handler to be put back."""
+        """Handles the watchdog's signals; again after other code has restored the handlers of before."""
         faulthandler.unregister(STACKS_SIGNAL)
         # What holds again after the fit: by default these signals end a process, and the watchdog's may come late.
         for signum in (STACKS_SIGNAL, EXIT_SIGNAL):
@@ -186,12 +213,12 @@ class RankProbe:
         _set_c_handler(EXIT_SIGNAL, ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p))
 
     def fail(self) -> None:
-        """The fit has failed on this rank: those that need it may not notice."""
+        """The fit has failed on this rank: its peers may not notice."""
         with contextlib.suppress(OSError):
             self._failed_path.touch()
 
     def close(self) -> None:
-        """The rank leaves the fit: nobody watches it from here on."""
+        """The rank leaves the fit and is not watched any more."""
         _open.discard(self)
         terminal_input.leave()
         self.progress.close()
@@ -217,7 +244,7 @@ def probe_of_worker() -> RankProbe | None:
 
 
 def handle_signals_again() -> None:
-    """Handles the watchdog's signals again if this rank is watched; whose end takes the handlers away need not know."""
+    """Handles the watchdog's signals again if this rank is watched."""
     for probe in _open:
         probe.handle_signals()
 
@@ -254,7 +281,7 @@ def _start_worker_server(path: Path) -> Any | None:
 
 
 def _await_answer(path: Path) -> None:
-    """Returns when a worker server serves: until its thread does, a shutdown of it waits for that thread for ever."""
+    """Returns when a worker server serves: before its thread does, its shutdown never returns."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
         client.settimeout(_SERVES_WITHIN_S)
         client.connect(os.fspath(path))

@@ -1,4 +1,4 @@
-"""Python stacks as ``faulthandler`` writes them, and the one place in a stack that a person wants to know.
+"""Python stacks as ``faulthandler`` writes them, and the place in a stack that explains a hang.
 
 Imports neither torch nor Lightning.
 """
@@ -24,9 +24,7 @@ _STANDARD = re.compile(r"^(?:.*/lib/python3\.[0-9]+t?/(?P<path>(?!site-packages/
 _FRAMEWORK = frozenset(
     {"torch", "torchdata", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_resilience"}
 )
-_STOPWATCH = (
-    "lightning_resilience/detect/hangs/comm_wait.py"  # around every wait of Python code: it says nothing itself
-)
+_STOPWATCH = "lightning_resilience/detect/hangs/comm_wait.py"  # around every wait of Python code
 _HERE = str(Path(__file__).absolute().parents[3]) + os.sep
 
 
@@ -110,7 +108,7 @@ def inner(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 
 def place(frames: Sequence[Frame]) -> str:
-    """Where a stack is, for a person: the innermost frame of the user's code, and what that called in a library.
+    """Readable place of a stack: the innermost frame of the user's code, and what that called in a library.
 
     A C function has no frame: a ``time.sleep`` shows as the function that calls it.
 
@@ -128,6 +126,6 @@ def place(frames: Sequence[Frame]) -> str:
     within = frames[:own]
     if not within:
         return ""
-    # A wait ends in some lock or socket of the standard library; who waits says more.
+    # A wait ends in some lock or socket of the standard library; its caller is more telling.
     called = next((frame for frame in within if not is_standard(frame)), within[0])
     return show(called) if own is None else f"{show(called)} called from {show(frames[own])}"

@@ -1,4 +1,4 @@
-"""Has a rank that waits for what a person types be seen to do so: ``input`` is in C, and leaves no frame on the stack.
+"""Shows on the stack that a rank waits for input of a user: ``input`` is in C, and leaves no frame there.
 
 Imports neither torch nor Lightning.
 """
@@ -17,14 +17,14 @@ def _wait(*args: object) -> str:
 
 
 def watch() -> None:
-    """From here on."""
+    """Replaces ``input``."""
     global _input
     if _input is None:
         _input, builtins.input = builtins.input, _wait
 
 
 def leave() -> None:
-    """Puts back what there was, unless somebody else has replaced it too."""
+    """Restores ``input``, unless other code has replaced it too."""
     global _input
     if _input is not None and builtins.input is _wait:
         builtins.input, _input = _input, None

@@ -1,4 +1,4 @@
-"""How long a rank may take from one sign of progress to the next: configured, or calculated from what it really takes.
+"""How long a rank may take from one sign of progress to the next: configured, or calculated from measured times.
 
 Calculated timeouts are kept in ``ft_state.json`` for the next job:
 
@@ -34,7 +34,7 @@ from lightning_resilience._files import make_directory, write_json
 from lightning_resilience.detect.hangs.progress import Section
 
 SECTION_TIMEOUTS_VARIABLE = "LIGHTNING_RESILIENCE_SECTION_TIMEOUTS"
-"""Environment variable in which ``lightning-resilience launch`` tells the workers the timeouts, see
+"""Environment variable in which ``lightning-resilience launch`` gives the workers the timeouts, see
 :meth:`SectionTimeouts.parse`."""
 
 SAFETY_FACTOR = 5.0
@@ -45,7 +45,7 @@ MIN_CALCULATED_S = 30.0
 one hiccup of shared storage."""
 
 MIN_TRAIN_ITERATIONS = 16
-"""Training batches after which the longest of them says something about the rest (NVRx's and Megatron-Bridge's)."""
+"""Training batches after which the longest of them counts for the rest (NVRx's and Megatron-Bridge's)."""
 
 _SECTIONS: tuple[Section, ...] = ("setup", "step", "validation", "checkpointing", "out_of_section", "start")
 _NO_LIMIT = ("none", "null")  # NVRx's spellings
@@ -64,7 +64,7 @@ class SectionTimeouts:
         checkpointing: A save, or waiting for one in the background; ``None``: no limit.
         out_of_section: Everything else; ``None``: no limit.
         validation: A whole validation batch; ``None``: what is configured for ``step``, even when ``step`` has been
-            calculated, because the time of a training batch says nothing about the first validation.
+            calculated, because the first validation may take longer than a training batch.
         start: In which neither the process of a launched rank nor any that it has started does anything, from its first
             line to ``setup`` of the first fit, and after a fit; ``None``: no limit.
         calculated: Timeouts that hold instead of the configured ones, see :func:`calculate`.
@@ -188,7 +188,7 @@ def selectable(
         train_iterations: Training batches in this process.
         has_validated: Whether a whole validation has been seen.
         has_saved: Whether a checkpoint has been saved.
-        saves_in_background: Whether saves are asynchronous: one that was not waited for says nothing about the next.
+        saves_in_background: Whether saves are asynchronous: the time of one that was not waited for is not known.
         is_end: Whether the fit is ending. What is out of section is known only when all of it has been seen.
     """
     found: set[Section] = set()
@@ -212,9 +212,8 @@ def calculate(
 
     A timeout is :data:`SAFETY_FACTOR` times the longest time, at least :data:`MIN_CALCULATED_S`, or what is configured
     where that is shorter. One that had been calculated before is merged with it by their mean (NVRx's moving average
-    with a weight of 0.5), so that a single slow day is forgotten by and by. Half of the factor, 2.5 times the longest
-    time seen now, is therefore left in any case. Whole seconds, rounded up, so that calculating again from the same
-    times comes to rest.
+    with a weight of 0.5), so that the effect of a single slow day fades. At least half of the factor, 2.5 times the
+    longest time seen now, is left. Whole seconds, rounded up, so that calculating again from the same times converges.
 
     Args:
         current: What holds now.
@@ -273,8 +272,8 @@ def load(
         configured: What holds for sections that have not been calculated.
 
     Returns:
-        The timeouts and ``None``; ``None`` and one sentence for a person if the file is of no use; or ``None`` twice if
-        there is no file, or nothing about this fit in it.
+        The timeouts and ``None``; ``None`` and why the file is ignored; or ``None`` twice if there is no file, or
+        nothing about this fit in it.
     """
     try:
         entry = _read_fits(path).get(str(fit))
@@ -290,11 +289,11 @@ def load(
 
 
 def _read_fits(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The entries by number of the fit, not looked into.
+    """The entries by number of the fit, not validated.
 
     Raises:
         OSError: If the file cannot be read, or is not there.
-        ValueError: If it is none of ours, with a sentence that says why.
+        ValueError: If it is none of ours, with the reason.
     """
     try:
         content = json.loads(Path(path).read_bytes())
@@ -310,7 +309,7 @@ def _read_fits(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _timeouts_of(entry: object, layout: Mapping[str, Any], configured: SectionTimeouts) -> SectionTimeouts:
-    """The timeouts in an entry; ``ValueError`` with a sentence if they are of no use."""
+    """The timeouts in an entry; ``ValueError`` with the reason if they cannot be used."""
     calculated, found = (entry.get("calculated"), entry.get("layout")) if isinstance(entry, dict) else (None, None)
     if not isinstance(calculated, dict) or not isinstance(found, dict):
         raise ValueError("The entry of this fit is damaged.")

@@ -1,16 +1,16 @@
-"""Who hangs, and how: a judgement on what was gathered of all ranks. It reads nothing itself.
+"""Which ranks hang, and how, judged by the evidence of all ranks. It reads nothing itself.
 
-A hang stops every rank, because all of them soon wait for the one that does not come. So the question is who waits for
-whom:
+A hang stops every rank, because all of them soon wait for the one that does not come. So the question is which ranks
+wait for which:
 
 - A rank with a collective under way waits for the members of the group that have not entered it; if all have, and one
   of their devices is known to be behind, for that.
 - A rank that waits in a store, in a barrier that no backend records, or in the agreement waits for the ranks whose last
   boundary is behind its own; if there is none, for those that do not wait.
 
-To blame are the ranks that are dead or stopped; then those that others wait for and that wait for nobody. If there is
-none, the ranks wait in a circle, because one of them has called another collective than the others, or has left one
-out: the odd one out is to blame, and where there is none, all are named.
+Culprits are the ranks that are dead or stopped; then those that others wait for and that do not wait. If there is none,
+the ranks wait in a circle, because one of them has called another collective than the others, or has left one out: the
+odd one out is the culprit, and where there is none, all are.
 
 Imports neither torch nor Lightning.
 """
@@ -43,15 +43,14 @@ Kind = Literal[
     "outside",
     "unknown",
 ]
-"""What is the matter with a rank. ``mismatch``: it called another collective than its peers; ``unfinished``: all have
+"""The state of a rank. ``mismatch``: it called another collective than its peers; ``unfinished``: all have
 entered the collective that it is in; ``left``: it has left the fit; ``outside``: before or after a fit, it may wait for
-something that is no rank; ``unknown``: nothing came from it."""
+something that is no rank; ``unknown``: there is no evidence of it."""
 
 _BROKEN: frozenset[Kind] = frozenset({"dead", "stopped"})
 _EXCUSED: frozenset[Kind] = frozenset({"debugged", "slow_checkpoint", "outside"})
 _MAY_BE_SLOW: frozenset[Kind] = frozenset({"stuck", "gil_held", "data_loader"})
 """What a rank looks like that does much between two signs of progress."""
-
 
 _WRITES_FROM = 1e6  # bytes per second: less may be a log
 _BUSY_FROM = 0.2  # of one CPU: on a busy machine a process gets no more
@@ -76,8 +75,8 @@ _WAITING = frozenset(
 _WRAPPERS = frozenset({"torch/_ops.py", "torch/distributed/c10d_logger.py"})
 _DATA_LOADERS = ("torch/utils/data/", "torchdata/")
 _DEBUGGERS = ("pdb.py", "bdb.py", "debugpy/", "ipdb/", "pydevd", "_pydevd")
-# Where Python code waits for what a person types; ``person`` is around every input().
-_PERSON = ("lightning_resilience/detect/hangs/terminal_input.py", "code.py", "getpass.py", "prompt_toolkit/")
+# Where Python code waits for input of a user; ``terminal_input`` is around every input().
+_INTERACTIVE = ("lightning_resilience/detect/hangs/terminal_input.py", "code.py", "getpass.py", "prompt_toolkit/")
 # Where a thread of Python's own library waits, and holds no lock.
 _IDLE = (
     "asyncio/",
@@ -112,20 +111,20 @@ _SAME_SIZES = frozenset(
 
 @dataclass(frozen=True)
 class Finding:
-    """What is the matter with one rank.
+    """The state of one rank.
 
     Args:
         rank: Its global rank.
-        node: Its host; empty if nothing came from it.
-        pid: Its process on that host; ``None`` if nothing came from it.
-        kind: What, in a word.
-        text: What, for a person, such as ``stuck in training_step (train.py:41)``.
+        node: Its host; empty without evidence.
+        pid: Its process on that host; ``None`` without evidence.
+        kind: Its state.
+        text: The same, readable, such as ``stuck in training_step (train.py:41)``.
         waits_for: The ranks that it waits for.
         seconds: Since its last progress.
-        section: What it was doing, see ``progress.Section``; empty if nothing came from it.
-        step: ``trainer.global_step``; ``None`` if nothing came from it.
+        section: What it was doing, see ``progress.Section``; empty without evidence.
+        step: ``trainer.global_step``; ``None`` without evidence.
         waits_in: Where it waits for them, such as ``all_reduce #57 of default_pg``.
-        is_busy: Whether it waits for nobody, and it or what it has started computes or writes: slow, perhaps.
+        is_busy: Whether it does not wait, and it or its child processes compute or write: it may be slow.
     """
 
     rank: int
@@ -143,10 +142,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which ranks are to blame, and which are not.
+    """Which ranks hang, and which only wait for them.
 
     Args:
-        culprits: By rank; several if they share the blame or cannot be told apart.
+        culprits: By rank; several if all hang or cannot be told apart.
         victims: All others, by rank.
     """
 
@@ -155,17 +154,17 @@ class Verdict:
 
     @property
     def is_hang(self) -> bool:
-        """False if the ranks are held up by nothing but a debugger, or a checkpoint that is still being written."""
+        """False if all culprits are held by a debugger, write a checkpoint, or may wait for something outside."""
         return not self.culprits or any(culprit.kind not in _EXCUSED for culprit in self.culprits)
 
     @property
     def is_busy(self) -> bool:
-        """Whether nothing holds the ranks up but some that are at work."""
+        """Whether all culprits are at work."""
         return bool(self.culprits) and all(culprit.is_busy for culprit in self.culprits)
 
     @property
     def may_be_slow(self) -> bool:
-        """Whether a longer limit might have let the ranks advance."""
+        """Whether the ranks might have advanced with a longer limit."""
         return bool(self.culprits) and all(culprit.kind in _MAY_BE_SLOW for culprit in self.culprits)
 
     @property
@@ -198,13 +197,13 @@ def diagnose(evidence: Sequence[RankEvidence], world_size: int) -> Verdict:
     """Judges a job that does not advance.
 
     Args:
-        evidence: What is known, of as many ranks as could be asked.
+        evidence: What is known, of as many ranks as could be probed.
         world_size: How many ranks there are.
     """
-    return _Case(evidence, world_size).judge()
+    return _Diagnosis(evidence, world_size).judge()
 
 
-# -- the case ----------------------------------------------------------------------------------------------------------
+# -- the diagnosis ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -250,7 +249,7 @@ class _Wait:
     ranks: set[int] = field(default_factory=set)
 
 
-class _Case:
+class _Diagnosis:
     def __init__(self, evidence: Sequence[RankEvidence], world_size: int) -> None:
         self.evidence = {each.rank: each for each in evidence}
         self.ranks = sorted(self.evidence.keys() | set(range(world_size)))
@@ -259,7 +258,7 @@ class _Case:
         self.groups: dict[tuple[Any, ...], _Group] = {}
         self.exchanges: dict[int, list[Collective]] = {}  # the point-to-point operations that are not done
         self.waits: dict[int, list[_Wait]] = {}
-        self.unfinished: dict[int, tuple[_Group | None, Collective]] = {}  # that everyone has entered
+        self.unfinished: dict[int, tuple[_Group | None, Collective]] = {}  # that all its ranks have entered
         self.blamed: dict[int, tuple[Kind, str]] = {}  # what only the comparison of ranks has shown
         for rank, each in self.evidence.items():
             self._read(rank, each)
@@ -275,10 +274,10 @@ class _Case:
             victims=[finding for rank, finding in findings.items() if rank not in culprits],
         )
 
-    # -- who waits for whom --------------------------------------------------------------------------------------------
+    # -- who waits for whom -------------------------------------------------------------------------------------------
 
     def _read(self, rank: int, each: RankEvidence) -> None:
-        """Sorts the collectives of a rank into the groups."""
+        """Adds the collectives of a rank to the groups."""
         for record in collectives(each.collectives):
             self.recorded.add((rank, record.backend))
             if record.is_p2p:
@@ -306,11 +305,9 @@ class _Case:
                 pending.sort()
             for rank, pending in group.pending.items():
                 sequence = pending[0]
-                if (
-                    group.backend == "gloo"
-                ):  # not one after another: the first need not be the one that waits for others
-                    lacking = (number for number in pending if set(self._missing(group, number)) - {rank})
-                    sequence = next(lacking, sequence)
+                if group.backend == "gloo":  # runs them at once: the first need not be the one that waits for others
+                    waiting = (number for number in pending if set(self._missing(group, number)) - {rank})
+                    sequence = next(waiting, sequence)
                 targets, record = self._missing(group, sequence), group.records[sequence][rank]
                 if not targets or rank in targets:
                     self.unfinished.setdefault(rank, (group, record))
@@ -325,7 +322,7 @@ class _Case:
         return group.missing[sequence]
 
     def _find_missing(self, group: _Group, sequence: int) -> list[int]:
-        """Whom a collective needs still: those that have not entered it, or else those whose device is behind."""
+        """The ranks that have not entered a collective, or else those whose device is behind."""
         absent = [rank for rank in group.members if group.reached.get(rank, -1) < sequence]
         certainly = [rank for rank in absent if (rank, group.backend) in self.recorded or rank in self.halted]
         if absent:
@@ -336,7 +333,7 @@ class _Case:
         if behind or (queued and "running" in states.values()):
             return behind or queued
         if not group.is_closed and len(group.pending) == len(group.members):
-            # Whoever has never called anything in a group cannot be told from one who does not belong to it.
+            # A rank that has never called anything in a group cannot be told from one that is not in it.
             return [rank for rank in self.ranks if rank not in group.members]
         return []
 
@@ -378,7 +375,7 @@ class _Case:
     def _is_accounted_for(self, rank: int) -> bool:
         return rank in self.halted or rank in self.waits or rank in self.unfinished
 
-    # -- who is to blame -----------------------------------------------------------------------------------------------
+    # -- the culprits -------------------------------------------------------------------------------------------------
 
     def _culprits(self) -> Iterable[int]:
         awaited = {target for waits in self.waits.values() for wait in waits for target in wait.targets}
@@ -402,7 +399,7 @@ class _Case:
         return [rank for rank in ranks if rank in late or rank in no_limit] if late else ranks
 
     def _furthest_behind(self) -> list[int]:
-        """Whom to name if nobody is seen to wait for anyone."""
+        """The culprits if no rank is seen to wait for another."""
         inside = [rank for rank in self.evidence if self._kind(rank) != "left"] or list(self.evidence)
         late = sorted(self._overdue(inside))
         last = min((self.evidence[rank].position for rank in late), default=None)
@@ -437,12 +434,12 @@ class _Case:
         return odd
 
     def _break_circle(self) -> Iterable[int]:
-        """Every rank that anyone waits for waits itself: some wait for each other."""
+        """The culprits if every rank that others wait for waits itself."""
         active = {id(wait): wait for waits in self.waits.values() for wait in waits}
         sizes = {key: len(wait.ranks) for key, wait in active.items()}
         incoming = Counter(target for wait in active.values() for target in wait.targets)
         outside = [rank for rank in self.waits if not incoming[rank]]
-        while outside:  # nobody waits for these, so they are no part of the circle
+        while outside:  # no rank waits for these, so they are not in the circle
             for wait in self.waits[outside.pop()]:
                 sizes[id(wait)] -= 1
                 if not sizes[id(wait)]:
@@ -472,13 +469,13 @@ class _Case:
             )
         return culprits
 
-    # -- what is the matter with a rank --------------------------------------------------------------------------------
+    # -- the state of a rank ------------------------------------------------------------------------------------------
 
     def _kind(self, rank: int) -> Kind:
-        return self._look_at(rank)[0]
+        return self._state_of(rank)[0]
 
     def _find(self, rank: int) -> Finding:
-        kind, text = self.blamed.get(rank) or self._look_at(rank)
+        kind, text = self.blamed.get(rank) or self._state_of(rank)
         wait = self.waits[rank][0] if rank in self.waits else None
         each = self.evidence.get(rank)
         return Finding(
@@ -492,10 +489,10 @@ class _Case:
             section=each.section if each is not None else "",
             step=each.step if each is not None else None,
             waits_in=wait.where if wait is not None else "",
-            is_busy=each is not None and kind in _MAY_BE_SLOW and _is_busy(each.process),
+            is_busy=each is not None and kind in _MAY_BE_SLOW and _activity(each.process) != "",
         )
 
-    def _look_at(self, rank: int) -> tuple[Kind, str]:
+    def _state_of(self, rank: int) -> tuple[Kind, str]:
         each = self.evidence.get(rank)
         if each is None:
             return "unknown", "silent: no evidence was found"
@@ -515,10 +512,10 @@ class _Case:
             return self._unfinished(*self.unfinished[rank], where)
         if each.section == "start" and self._may_wait_outside(each):
             return "outside", f"waiting for something that is no rank in {where}"
-        return "stuck", f"stuck in {where}" + _at_what(each.process)
+        return "stuck", f"stuck in {where}" + _activity(each.process)
 
     def _may_wait_outside(self, each: RankEvidence) -> bool:
-        """Whether a rank before or after a fit may wait for what is not seen, such as data that another one fetches."""
+        """Whether a rank outside of a fit may wait for something unseen, such as data that another one fetches."""
         others = (other for other in self.evidence.values() if not self._is_accounted_for(other.rank))
         if any(other.seconds <= other.timeout for other in others):
             return True
@@ -528,14 +525,15 @@ class _Case:
         records = group.records[record.sequence] if group is not None else {}
         done = sorted(rank for rank, other in records.items() if other.state == "done")
         running = sorted(rank for rank, other in records.items() if other.state == "running")
+        finished = f"{_name(done)} {'has' if len(done) == 1 else 'have'} finished" if done else ""
         if record.state == "queued" and (running or done):
-            what = f"runs on {_name(running)}" if running else f"{_name(done)} {_have(done)} finished"
+            what = f"runs on {_name(running)}" if running else finished
             return "stuck", (
                 f"stuck on its device, which has not begun {record.name} although that {what}; its main thread is in "
                 f"{where}"
             )
         if done:
-            return "unfinished", f"in {record.name}, which {_name(done)} {_have(done)} finished: its network or device"
+            return "unfinished", f"in {record.name}, which {finished}: its network or device"
         return "unfinished", (
             f"in {record.name}, which all its ranks have entered and which does not finish: network or device"
         )
@@ -545,7 +543,7 @@ class _Case:
 
 
 def _halted(each: RankEvidence) -> tuple[Kind, str] | None:
-    """A state in which a rank does nothing at all, or nothing in this fit."""
+    """The state of a rank that does nothing at all, or nothing in this fit."""
     process = each.process
     if each.section == "left":
         return "left", "has left the fit" + (", and its process has ended" if process.state == "gone" else "")
@@ -557,7 +555,7 @@ def _halted(each: RankEvidence) -> tuple[Kind, str] | None:
         return "stopped", "stopped (SIGSTOP)"
     if process.state == "traced" or _is_within(frames, _DEBUGGERS):
         return "debugged", f"held by a debugger{where}"
-    if _is_within(frames, _PERSON):
+    if _is_within(frames, _INTERACTIVE):
         return "debugged", f"waiting for a person{where}"
     is_saving = each.section == "checkpointing" and _rate(process) >= _WRITES_FROM
     if process.state == "uninterruptible" and not is_saving:
@@ -581,7 +579,7 @@ def _rate(process: ProcessEvidence) -> float:
 
 
 def _waiting_place(frames: Sequence[Frame]) -> str | None:
-    """Where a stack waits for other ranks, if that is what it does."""
+    """Where a stack waits for other ranks, if it does."""
     relevant = (frame for frame in frames if not is_standard(frame) and short_path(frame) not in _WRAPPERS)
     innermost = next(relevant, None)
     if innermost is None or (path := short_path(innermost)) not in _WAITING:
@@ -592,12 +590,8 @@ def _waiting_place(frames: Sequence[Frame]) -> str | None:
     return show(next((frame for frame in within if frame.function.isalpha()), innermost))  # not _wait, nor a lambda
 
 
-def _is_busy(process: ProcessEvidence) -> bool:
-    return _at_what(process) != ""
-
-
-def _at_what(process: ProcessEvidence) -> str:
-    """That a process is at work, for a person."""
+def _activity(process: ProcessEvidence) -> str:
+    """What a process is busy with, readable; empty: it is idle."""
     if process.state == "running" or process.cpu_s >= _BUSY_FROM * process.watched_s > 0:
         return ", busy on the CPU"
     if _rate(process) >= _WRITES_FROM:
@@ -608,7 +602,7 @@ def _at_what(process: ProcessEvidence) -> str:
 
 
 def _is_within(frames: Sequence[Frame], files: tuple[str, ...]) -> bool:
-    """Whether the user's innermost code, or what that has called, is in one of these files of others."""
+    """Whether the user's innermost code, or what that has called, is in one of these files."""
     for frame in frames:
         if short_path(frame).startswith(files):
             return True
@@ -618,7 +612,7 @@ def _is_within(frames: Sequence[Frame], files: tuple[str, ...]) -> bool:
 
 
 def _holder(process: ProcessEvidence) -> str:
-    """Where the thread is that holds the interpreter lock, as well as can be known: the main thread unless it waits."""
+    """Where the thread is that seems to hold the interpreter lock: the main thread unless it waits."""
     stacks = sorted((thread for thread in process.threads if thread.frames), key=lambda thread: not thread.is_main)
     for thread in stacks:
         innermost = thread.frames[0]
@@ -634,14 +628,14 @@ def _data_loader(each: RankEvidence) -> str | None:
         return None
     if not each.workers:
         return _where(each.process)
-    troubles = [f"worker {worker.pid} {trouble}" for worker in each.workers if (trouble := _worker_trouble(worker))]
-    if not troubles:
+    states = [f"worker {worker.pid} {state}" for worker in each.workers if (state := _worker_state(worker))]
+    if not states:
         return f"none of its workers ({', '.join(str(worker.pid) for worker in each.workers)}) is seen to do anything"
-    more = f" and {len(troubles) - _MAX_CLAUSES} more" if len(troubles) > _MAX_CLAUSES else ""
-    return ", ".join(troubles[:_MAX_CLAUSES]) + more
+    more = f" and {len(states) - _MAX_CLAUSES} more" if len(states) > _MAX_CLAUSES else ""
+    return ", ".join(states[:_MAX_CLAUSES]) + more
 
 
-def _worker_trouble(worker: ProcessEvidence) -> str:
+def _worker_state(worker: ProcessEvidence) -> str:
     if worker.state in ("gone", "stopped", "traced", "uninterruptible"):
         return f"is {'dead' if worker.state == 'gone' else worker.state}"
     frames = _main_frames(worker)
@@ -650,7 +644,7 @@ def _worker_trouble(worker: ProcessEvidence) -> str:
     return "" if all(is_standard(frame) for frame in frames[:loop]) else f"in {place(frames[:loop])}"
 
 
-# -- sentences ---------------------------------------------------------------------------------------------------------
+# -- sentences -------------------------------------------------------------------------------------------------------
 
 
 def _call(record: Collective, with_dtypes: bool) -> str:
@@ -659,12 +653,8 @@ def _call(record: Collective, with_dtypes: bool) -> str:
     return f"{record.op} {sizes}".rstrip() + dtypes
 
 
-def _have(ranks: Sequence[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
-
-
 def _name(ranks: Sequence[int]) -> str:
-    """Sorted ranks for a person: ``rank 1``, ``ranks 0, 2 and 3``, ``ranks 0-511 except 76``."""
+    """Sorted ranks, readable: ``rank 1``, ``ranks 0, 2 and 3``, ``ranks 0-511 except 76``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     runs: list[list[int]] = []

@@ -576,18 +576,11 @@ class Watchdog:
             except OSError as error:
                 self._log(f"The evidence of other nodes cannot be read from {folder}: {error}")
         evidence = self._refreshed(None, evidence)
-        late = [each for each in evidence if each.seconds > each.timeout]
-        if late:
-            judged = self._announce(diagnose(evidence, world_size), folder, evidence, noticed)
-        else:
-            self._log("All ranks have advanced: slow, not hung. If that is usual here, give the section more time.")
-            judged = {"is_hang": False, "line": "all ranks have advanced"}
-            self._write_verdict(folder, judged)
-        if any(each.section == "start" for each in late):
-            self._log(
-                "Outside of a fit a rank may do nothing for as long as section start allows. If that is too short "
-                "here: launch --section-timeouts start:SECONDS, or start:none."
-            )
+        if any(each.seconds > each.timeout for each in evidence):
+            return self._announce(diagnose(evidence, world_size), folder, evidence, noticed)
+        self._log("All ranks have advanced: slow, not hung. If that is usual here, give the section more time.")
+        judged = {"is_hang": False, "line": "all ranks have advanced"}
+        self._write_verdict(folder, judged)
         return judged
 
     def _why_extended(self, verdict: Verdict, late: RankEvidence) -> str | None:
@@ -612,7 +605,12 @@ class Watchdog:
         if (why := self._why_extended(verdict, late)) is not None:
             judged |= {"is_hang": False, "doubled": True}
             advice = f" Slow rather than hung: it gets {2 * late.seconds:.0f} s in all, since {why}."
-        if verdict.is_hang and verdict.may_be_slow and late.section != "start":
+        if late.section == "start":
+            advice += (
+                f" Outside of a fit a rank may do nothing for {late.timeout:g} s, and longer with launch "
+                "--section-timeouts start:SECONDS, or start:none."
+            )
+        elif verdict.is_hang and verdict.may_be_slow:
             advice += (
                 f" If that takes long by itself: section {late.section} allows {late.timeout:g} s, and more with "
                 f'FaultTolerance(section_timeouts="{late.section}:SECONDS") or launch --section-timeouts; and code of '
