@@ -23,8 +23,8 @@ BUDGET = {
     "detect/hangs": 2308,
     "detect/numerics": 892,
     "detect/stragglers": 364,
-    "fit": 5125,
-    "launch": 2853,
+    "fit": 5118,
+    "launch": 2843,
     "launch/schedulers": 508,
     "run": 1623,
 }
