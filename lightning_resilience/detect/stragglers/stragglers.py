@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torchmetrics import MinMetric
 
 from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.stragglers.scores import lost, scores
@@ -150,6 +151,13 @@ class Kernels:
         return Kernels([_number(name) for name in times], medians, weights)
 
 
+def _best() -> MinMetric:
+    with torch.device("cpu"):
+        best = MinMetric(nan_strategy="ignore", sync_on_compute=False)
+    best.set_dtype(torch.float64)
+    return best
+
+
 @dataclass
 class History:
     """The best that a rank ever was, on one device.
@@ -162,17 +170,19 @@ class History:
     """
 
     device: str
-    total: torch.Tensor = field(default_factory=lambda: torch.tensor(torch.inf, dtype=torch.float64, device="cpu"))
-    sections: torch.Tensor = field(
-        default_factory=lambda: torch.full((len(SECTIONS),), torch.inf, dtype=torch.float64, device="cpu")
-    )
+    total: MinMetric = field(default_factory=_best)
+    sections: list[MinMetric] = field(default_factory=lambda: [_best() for _ in SECTIONS])
     kernels: dict[int, float] = field(default_factory=dict)
 
     def observe(self, sample: Sample) -> torch.Tensor:
         """Learns from the sections; returns the best of each."""
-        self.total = torch.fmin(self.total, sample.total)
-        self.sections = torch.fmin(self.sections, sample.typical)
-        return self.sections
+        self._learn(sample.total, sample.typical)
+        return torch.stack([each.min_value for each in self.sections])
+
+    def _learn(self, total: torch.Tensor | float, sections: Iterable[torch.Tensor | float]) -> None:
+        self.total.update(total)
+        for best, seconds in zip(self.sections, sections, strict=True):
+            best.update(seconds)
 
     def observe_kernels(self, kernels: Kernels) -> torch.Tensor:
         """Learns from the kernels; returns their smallest medians, in their order."""
@@ -185,8 +195,8 @@ class History:
         """In plain types."""
         return {
             "device": self.device,
-            "total": float(self.total),
-            "sections": self.sections.tolist(),
+            "total": float(self.total.min_value),
+            "sections": [float(each.min_value) for each in self.sections],
             "kernels": [[*self.kernels], [*self.kernels.values()]],
         }
 
@@ -194,10 +204,7 @@ class History:
         """Goes on from there, if that was on the same device: another one has a past of its own."""
         if state["device"] == self.device and len(state["sections"]) == len(SECTIONS):
             numbers, bests = state["kernels"]
-            self.sections = torch.fmin(
-                torch.tensor(state["sections"], dtype=torch.float64, device="cpu"), self.sections
-            )
-            self.total = torch.fmin(torch.tensor(state["total"], dtype=torch.float64, device="cpu"), self.total)
+            self._learn(state["total"], state["sections"])
             self.kernels = {int(number): float(best) for number, best in zip(numbers, bests, strict=True)}
 
 
@@ -228,7 +235,7 @@ def make_report(
             scores(aligned.medians, aligned.weights, fastest),
             scores(kernels.medians, kernels.weights, best_kernels),
         ]
-    own = [*kernel_scores, _speed(total, history.total), sample.error / total]
+    own = [*kernel_scores, _speed(total, history.total.min_value), sample.error / total]
     matrix = exchange.gather(torch.cat([torch.stack(own), typical, lost(typical, typical, best)]))
     if matrix is None:
         return None
