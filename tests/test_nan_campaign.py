@@ -577,7 +577,7 @@ def test_bad_states_that_verify_are_condemned_until_a_good_one_is_found(spoil: A
     saved = [torch.load(path, weights_only=False) for path in Path(config["run_dir"]).glob("fit-000/checkpoints/*")]
     assert saved
     assert all(torch.isfinite(each).all() for state in saved for each in _tensors(state))
-    assert result(config) == undisturbed(tmp_path)[0], "no batch is to blame, so none is passed over"
+    assert result(config) == undisturbed(tmp_path)[0], "no batch is to blame, so none is skipped"
 
 
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.nvrx])])

@@ -355,11 +355,11 @@ def test_as_if_the_bad_batches_had_never_been_there(what: str, save_every: int, 
     config = make(tmp_path, "guarded", **options, spoils=spoils)
     codes, text = run(config, tmp_path / "guarded")
     assert codes == [0], text
-    assert text.count("Gone back to the newest good checkpoint") == 2, text
+    assert text.count("Rolled back to the last good checkpoint") == 2, text
     reference = make(tmp_path, "reference", **{**options, "without": [[0, 13], [1, 13]]})
     codes, text = run(reference, tmp_path / "reference")
     assert codes == [0], text
-    assert "Gone back" not in text
+    assert "Rolled back" not in text
     assert result(config) == result(reference)
 
 
@@ -409,7 +409,7 @@ def test_as_if_the_bad_batches_had_never_been_there_with_ranks(tmp_path: Path) -
     config = make(tmp_path, "guarded", **options, spoils=spoils)
     codes, text = run(config, tmp_path / "guarded")
     assert set(codes) == {0}, text
-    assert text.count("Gone back to the newest good checkpoint") == 2, text
+    assert text.count("Rolled back to the last good checkpoint") == 2, text
     reference = make(tmp_path, "reference", **{**options, "without": [[0, 13], [1, 13]]})
     assert set(run(reference, tmp_path / "reference")[0]) == {0}
     assert result(config) == result(reference)
@@ -519,7 +519,7 @@ def test_what_cannot_be_written_down_is_kept_in_mind(tmp_path: Path, monkeypatch
 def test_without_any_checkpoint_there_is_nowhere_to_go(tmp_path: Path) -> None:
     with pytest.raises(TrainingDiverged, match="no checkpoint to go back to"):
         fit(Model(dict.fromkeys(range(3, 500), nan_loss)), tmp_path, NaNGuard(max_consecutive=2), max_epochs=20)
-    assert outcome(tmp_path)[0] == "failed"  # it may be tried again: from its beginning it passes over what was bad
+    assert outcome(tmp_path)[0] == "failed"  # it may be tried again: from its beginning it skips what was bad
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -707,7 +707,7 @@ GOING_BACK = {
 @pytest.mark.parametrize("options", GOING_BACK.values(), ids=GOING_BACK.keys())
 @pytest.mark.slow_but_for("cpu-ddp-local", "as on a GPU-sharded-global")
 def test_ranks_go_back_together(options: dict[str, Any], tier: str, tmp_path: Path) -> None:
-    """With the bad batches passed over on all ranks, the run is that of a resume."""
+    """With the bad batches skipped on all ranks, the run is that of a resume."""
     local = {"every_n_train_steps": 4, "dir": str(tmp_path / "local")}
     config = make(
         tmp_path,
@@ -722,7 +722,7 @@ def test_ranks_go_back_together(options: dict[str, Any], tier: str, tmp_path: Pa
     )
     codes, text = run(config, tmp_path / "run")
     assert set(codes) == {0}, text
-    assert text.count("Gone back to the newest good checkpoint") == 1
+    assert text.count("Rolled back to the last good checkpoint") == 1
     backs = [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "went_back"]
     assert [(each["tier"], each["step"]) for each in backs] == [(tier, 20)]
     assert "No interruption." in report(config["run_dir"])
@@ -782,7 +782,7 @@ def test_the_last_step_of_one_rank_ends_all(tmp_path: Path) -> None:
     )
     codes, text = run(config, tmp_path / "run")
     assert set(codes) == {1}, text
-    assert text.count("a step of the last ones was bad; started again, the run passes its batches over") >= 1
+    assert text.count("a step of the last ones was bad; started again, the run skips its batches") >= 1
     codes, text = run(config, tmp_path / "run")
     assert set(codes) == {0}, text
 

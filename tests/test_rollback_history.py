@@ -16,7 +16,7 @@ FULL = RollbackHistory(
     rollbacks=1,
     trouble=40,
     went_back_from=Window(0, 3, 4, 3),
-    passed_over=[Window(0, 3, 4, 3), Window(1, 8, 12, 20)],
+    skipped=[Window(0, 3, 4, 3), Window(1, 8, 12, 20)],
     validated=[Window(2, 0, 1, 30)],
     suspect=PendingRerun((2, 0), ("a", "b"), "the loss is nan", 2, True),
     initially_nonfinite=["mask"],
@@ -76,7 +76,7 @@ def test_a_trouble_has_its_own_count() -> None:
     for step, rollbacks in [(0, 1), (5, 2), (3, 3), (5 + REFILL_STEPS, 4), (6 + 2 * REFILL_STEPS, 1)]:
         troubles.count(step, [Window(0, step, step + 1, step)], True)
         assert (step, troubles.rollbacks) == (step, rollbacks)
-    assert len(troubles.passed_over) == 5
+    assert len(troubles.skipped) == 5
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_a_state_from_which_the_training_has_come_far_enough_is_not_to_blame(
 
     troubles = RollbackHistory(1)
     if last is not None:
-        troubles.count(last, [at(last), at(last + 1)], pass_over=False)
-        assert not troubles.passed_over
+        troubles.count(last, [at(last), at(last + 1)], skip=False)
+        assert not troubles.skipped
     troubles.write(tmp_path / "file")
     assert RollbackHistory.read(tmp_path / "file", 1).is_first(at(window), loaded_step) is is_first
 
@@ -109,4 +109,4 @@ def test_what_is_passed_over_is_kept_for_all_troubles() -> None:
     troubles = RollbackHistory(1)
     troubles.count(3, [Window(0, 3, 4, 3)], pass_over=True)
     troubles.count(90, [Window(9, 0, 1, 90)], pass_over=True)
-    assert troubles.passed_over == [Window(0, 3, 4, 3), Window(9, 0, 1, 90)]
+    assert troubles.skipped == [Window(0, 3, 4, 3), Window(9, 0, 1, 90)]

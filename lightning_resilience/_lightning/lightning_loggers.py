@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_resilience._lightning.lightning_callbacks import is_named, module_of
 from lightning_resilience._lightning.lightning_patches import Patches
+from lightning_resilience._lightning.lightning_progress import logged_step
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -82,3 +83,10 @@ def unopened_csv(logger: Any) -> str | None:
     """The file that a ``CSVLogger`` would delete when it is first used, which it has not been yet."""
     is_unopened = is_named(logger, "CSVLogger") and logger._experiment is None
     return os.path.join(logger.log_dir, "metrics.csv") if is_unopened else None
+
+
+def log_metrics(trainer: Trainer, metrics: dict[str, float]) -> None:
+    """Gives metrics to all loggers, at the step at which Lightning logs now; on rank 0 only."""
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=logged_step(trainer))

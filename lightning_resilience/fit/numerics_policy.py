@@ -1,11 +1,11 @@
-"""What follows a bad step: it is skipped, run again, or the run goes back; and always ends."""
+"""What follows a bad step: skip, rerun, rollback, or the end of the run."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NoReturn
 
 import torch
 
@@ -13,6 +13,7 @@ from lightning_resilience._lightning import (
     lightning_callbacks,
     lightning_checkpoints,
     lightning_data,
+    lightning_loggers,
     lightning_metrics,
     lightning_progress,
     lightning_steps,
@@ -37,10 +38,9 @@ Rerun = Literal["disabled", "validate_results", "report_determinism_stats"]
 
 _ROLL_BACK = "rollback"
 _STOP = "stop after a bad step"
-_HOLD = "hold saves"
+_PAUSE = "hold saves"
 _RERUN = "rerun"
-_NOWHERE = "there is no checkpoint to go back to, but from its beginning the run would pass these batches over"
-_T = TypeVar("_T")
+_NOWHERE = "there is no checkpoint to go back to, but from its beginning the run would skip these batches"
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,18 @@ class StepCounts:
 
 
 class TrainingDiverged(RuntimeError):
-    """The training cannot go on: its numbers are not finite, or spike, and all that was allowed against it was done.
+    """The training cannot go on: its numbers are not finite, or spike, and all allowed measures were taken.
 
     Attributes:
         exit_code: What ``launch`` ends with; 17 after a rerun (Megatron's: a result that has been validated).
-        is_final: Whether to try again would end the same way. Not where there was no checkpoint to go back to: from its
-            beginning, the run passes the bad batches over.
+        is_final: Whether another attempt would end the same way. Not where there was no checkpoint to go back to: from
+            its beginning, the run skips the bad batches.
     """
 
-    exit_code = FAILED
-    is_final = True
+    def __init__(self, reason: str, exit_code: int = FAILED, is_final: bool = True) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+        self.is_final = is_final
 
 
 class RerunElsewhere(SystemExit):
@@ -120,60 +122,58 @@ class NumericsPolicy(Participant):
         self._options = options
         self._counts = counts
         self._spikes = spikes
+        trainer = session.fit.trainer
         self._file = session.fit.folder.path / "nan_guard.json"
-        self._history = RollbackHistory(session.fit.trainer.world_size)
+        self._history = RollbackHistory(trainer.world_size)
         """Rank 0's, read once: what cannot be written holds at least until the process ends."""
-        self._prevents = self._options.action != "warn"
+        self._skips = options.action != "warn"
         self._guard: StepGuard | None = None
         self._window = Window(0, 0, 0, 0)
-        self._samples = lightning_data.SampleIds(session.fit.trainer)
+        self._samples = lightning_data.SampleIds(trainer)
         self._logged: lightning_metrics.LoggedValues | None = None
+        self._late = options.rerun == "disabled" and not _reads_cost_nothing(trainer.strategy.root_device)
+        """Whether results come some steps later, since the host must not wait for them."""
         self._consecutive = 0
         self._bad: list[Window] = []
-        self._requested_pause = False
-        self._loss: float | None = None
-        """Of the last bad step, on this rank."""
-        self._is_mine = False
-        """Whether the last bad step is known to have begun on this rank."""
-        self._log_rollback: Callable[[], None] = lambda: None
-        self._late = self._options.rerun == "disabled" and not _reads_cost_nothing(
-            session.fit.trainer.strategy.root_device
-        )
-        """Whether verdicts come some steps later, since the host must not wait for them."""
+        self._last: StepResult | None = None
+        """The last bad step, as this rank knows it."""
         self._lost: Window | None = None
         """The first window whose step was bad and has happened, on this rank."""
-        self._waiting = False
-        """Whether the fit will go back: what was good before must not be lost until then."""
+        self._awaits_answer = False
+        """Whether this rank knows that something follows from a bad step: earlier good states must not be lost."""
+        self._requested_pause = False
+        self._saves_paused = False
         self._rolled_back_at = 0
-        self._asked = -1
-        self._answered = -1
+        self._requested_at = -1
+        self._answered_at = -1
+        self._log_rollback: Callable[[], None] = lambda: None
         self._rollbacks = 0
-        self._initially_nonfinite: set[str] = set()
-        """What was not finite from the beginning, and is meant so: masks of attention, say."""
         self._skipped: dict[int, list[tuple[int, int]]] = {}
+        self._initially_nonfinite: set[str] = set()
+        """What was not finite from the beginning on purpose: masks of attention, say."""
         self._devices: list[str] = []
         """Of all ranks."""
         self._pending_rerun: PendingRerun | None = None
-        """The batch whose step was bad twice on the same devices, and is to be tried on others."""
-        self._is_paused = False
+        """The batch whose step was bad twice on the same devices, to be tried on others."""
 
     def extra_state(self) -> Mapping[str, Stateful]:
-        """What losses were like, of each rank its own."""
+        """The losses seen, of every rank its own."""
         return {} if self._spikes is None else {"losses": self._spikes}
 
     def on_event(self, event: Event) -> None:
-        """Goes back, stops, decides what a bad second run means, or pauses saves."""
+        """Rolls back, stops, decides what a bad second run means, or pauses saves."""
+        payload = event.payload
         if event.kind == _ROLL_BACK:
             self._on_rollback(event)
-        elif event.kind == _STOP:
-            self._stop(event)
+        elif event.kind == _STOP and self._is_news(event):
+            self._save_and_end(f"{payload['reason']}, after step {payload['step']}")
         elif event.kind == _RERUN:
             self._answer_rerun(event)
-        elif event.kind == _HOLD:
-            self._pause_as_requested(event)
+        elif event.kind == _PAUSE and int(payload["asked_at"]) >= self._rolled_back_at:  # else it has been undone
+            self._saves_paused = bool(payload["hold"])
 
     def on_event_at_end(self, event: Event) -> bool:
-        """The same for what a bad second run means; what else was asked for is nothing at the end."""
+        """Decides what a bad second run means; the other events have no meaning at the end."""
         if event.kind != _RERUN:
             return False
         self._answer_rerun(event, is_end=True)
@@ -181,13 +181,13 @@ class NumericsPolicy(Participant):
 
     def start(self) -> None:
         """The training begins."""
-        session, trainer = self.session, self.session.fit.trainer
-        if self._prevents and any(isinstance(each, torch.optim.LBFGS) for each in trainer.optimizers):
+        session, trainer, options = self.session, self.session.fit.trainer, self._options
+        if self._skips and any(isinstance(each, torch.optim.LBFGS) for each in trainer.optimizers):
             problem = (
                 "LBFGS changes the parameters while it evaluates them, and a step of it cannot be skipped: "
                 "NaNGuard(action='warn') only reports."
             )
-            if not self._options.optional:
+            if not options.optional:
                 raise ValueError(problem)
             if session.fit.rank == 0:
                 log.warning("NaNGuard is off: %s", problem)
@@ -195,34 +195,34 @@ class NumericsPolicy(Participant):
             return
         several = trainer.world_size > 1
         sharded = several and lightning_strategies.traits_of(trainer.strategy).all_ranks_write
+        exact, patches = session.exact, session.fit.patches
+        reruns = Reruns(exact.get_random_state, exact.set_random_state, options.rerun == "report_determinism_stats")
         self._guard = StepGuard(
             lambda: trainer.optimizers,
             trainer.lightning_module.named_parameters,
             ChangingBuffers(trainer.lightning_module),
             trainer.strategy.root_device,
-            skips=self._prevents,
+            skips=self._skips,
             late=self._late,
             replicated=several and not sharded,
             sharded=sharded,
-            check_grads=self._options.check_grads,
+            check_grads=options.check_grads,
             spikes=self._spikes,
             has_scaler=lightning_steps.has_grad_scaler(trainer),
-            reruns=self._reruns(),
+            reruns=None if options.rerun == "disabled" else reruns,
         )
         if sharded:
-            lightning_steps.on_clipping_by_norm(
-                trainer, session.fit.patches, self._guard.before_norm, self._guard.take_norm
-            )
-        if self._options.rerun == "validate_results":
+            lightning_steps.on_clipping_by_norm(trainer, patches, self._guard.before_norm, self._guard.take_norm)
+        if options.rerun == "validate_results":
             self._devices = session.fit.gather(str(DeviceId.of(trainer.strategy.root_device)))
-        if self._prevents:
-            self._logged = lightning_metrics.LoggedValues(trainer, session.fit.patches)
-        lightning_steps.on_backward(trainer, session.fit.patches, self._check_loss)
-        lightning_steps.on_batch_done(trainer, session.fit.patches, self._batch_done)
+        if self._skips:
+            self._logged = lightning_metrics.LoggedValues(trainer, patches)
+        lightning_steps.on_backward(trainer, patches, self._check_loss)
+        lightning_steps.on_batch_done(trainer, patches, self._batch_done)
         self._initially_nonfinite = self._find_initially_nonfinite()
         lightning_checkpoints.on_save(trainer, session.fit.save_patches, self._may_save)
         self._read()
-        if session.fit.rank == 0 and self._prevents:
+        if session.fit.rank == 0 and self._skips:
             self._log_exceptions_to_skipping(sharded)
 
     def _log_exceptions_to_skipping(self, sharded: bool) -> None:
@@ -243,22 +243,20 @@ class NumericsPolicy(Participant):
                 if trainer.lightning_module.automatic_optimization
                 else "clip_gradients(optimizer, float('inf')) before a step",
             )
-        elif self._late and (names := self._unable_to_skip()):
-            log.warning(
-                "NaNGuard: %s cannot skip a step on %s; by the time that a bad one is known it has happened, and the "
-                "run goes back. With fused=True it is skipped (Adam, AdamW, SGD, Adagrad).",
-                names,
-                trainer.strategy.root_device.type,
-            )
+        elif self._late:
+            device = trainer.strategy.root_device
+            unable = {
+                type(each).__name__ for each in trainer.optimizers if not (can_skip(each) or on_host(each, device))
+            }
+            if unable:
+                log.warning(
+                    "NaNGuard: %s cannot skip a step on %s; by the time that a bad one is known it has happened, and "
+                    "the run goes back. With fused=True it is skipped (Adam, AdamW, SGD, Adagrad).",
+                    " and ".join(sorted(unable)),
+                    device.type,
+                )
         if self._late and lightning_callbacks.callbacks_named(trainer, "WeightAveraging"):
             log.info("WeightAveraging averages the same weights once more in a step that NaNGuard skips on the device.")
-
-    def _unable_to_skip(self) -> str:
-        """The optimizers that cannot leave out a step on their device, by their names."""
-        trainer = self.session.fit.trainer
-        device = trainer.strategy.root_device
-        names = {type(each).__name__ for each in trainer.optimizers if not can_skip(each) and not on_host(each, device)}
-        return " and ".join(sorted(names))
 
     def _find_initially_nonfinite(self) -> set[str]:
         """What is not finite when the fit begins for the first time: a checkpoint may bring along what should be."""
@@ -278,12 +276,6 @@ class NumericsPolicy(Participant):
             return self._history.initially_nonfinite
 
         return set(session.fit.from_rank_0(recorded))
-
-    def _reruns(self) -> Reruns | None:
-        if self._options.rerun == "disabled":
-            return None
-        always = self._options.rerun == "report_determinism_stats"
-        return Reruns(self.session.exact.get_random_state, self.session.exact.set_random_state, always)
 
     def after_save(self, is_end: bool) -> None:
         """Says how deterministic the training was, when it has ended."""
@@ -311,13 +303,13 @@ class NumericsPolicy(Participant):
             return
         if not self.session.fit.module.automatic_optimization:
             self._guard.settle()  # there may be a step to come in the hook of the batch's end
-        elif self._guard.end() and self._prevents:
+        elif self._guard.end() and self._skips:
             lightning_callbacks.skip_weight_averaging(trainer)
 
     def at_end_of_epoch(self) -> None:
         """The hooks to come look at the metrics of the whole epoch."""
-        if self._prevents:
-            self._learn()
+        if self._skips:
+            self._collect_results()
 
     def after_batch(self, window_complete: bool) -> None:
         """A step has ended, and the next one begins."""
@@ -326,39 +318,39 @@ class NumericsPolicy(Participant):
         assert self._guard is not None
         trainer = self.session.fit.trainer
         self._guard.end()
-        self._learn(wait=False)
+        self._collect_results(wait=False)
         self._samples.look()
         begun = lightning_progress.batches_begun(trainer)
         self._window = Window(trainer.current_epoch, begun, begun, trainer.global_step)
         self._guard.begin(self._window)
 
-    def _learn(self, wait: bool = True) -> None:
-        """Takes note of what has become of the windows so far; waits for what is still on its way if that is asked."""
+    def _collect_results(self, wait: bool = True) -> None:
+        """Judges the windows so far; waits for results that are still on their way if that is asked."""
         assert self._guard is not None
         if self._window.end > self._window.begin:  # the next one may have begun
             self._guard.end()
-        for verdict in self._guard.results(wait):
-            self._judge(verdict)
+        for result in self._guard.results(wait):
+            self._judge(result)
 
     def looks_bad(self) -> bool:
         """Whether the last steps of this rank were bad."""
-        if not self._prevents:
+        if not self._skips:
             return False
-        self._learn()
+        self._collect_results()
         return self._consecutive > 0
 
     def before_end(self) -> bool:
         """There is no boundary any more at which the fit could go back."""
         session = self.session
-        self._learn()
+        self._collect_results()
         windows, is_lost = self._bad_windows()
         if is_lost:
             if session.fit.rank == 0:
                 self._count(windows[-1].step, windows, True)
-            self._end("a step of the last ones was bad; started again, the run passes its batches over", is_final=False)
-        if self._prevents and not session.saver.may_save(session.fit.folder.checkpoints):
+            self._end("a step of the last ones was bad; started again, the run skips its batches", is_final=False)
+        if self._skips and not session.saver.may_save(session.fit.folder.checkpoints):
             self._end("the final state is not finite; started again, the run goes on from an older one", is_final=False)
-        return self._waiting and self._options.rerun == "validate_results"
+        return self._awaits_answer and self._options.rerun == "validate_results"
 
     def skips_batch(self) -> bool:
         """Whether the next batch has made a step bad before."""
@@ -370,56 +362,52 @@ class NumericsPolicy(Participant):
 
     # -- bad steps -----------------------------------------------------------------------------------------------------
 
-    def _judge(self, verdict: StepResult) -> None:
-        session, window = self.session, verdict.tag
-        if self._options.rerun != "disabled" or self._pending_rerun is not None:
-            self._note_rerun(verdict)
+    def _judge(self, result: StepResult) -> None:
+        session, window, options = self.session, result.tag, self._options
+        if options.rerun != "disabled" or self._pending_rerun is not None:
+            self._note_rerun(result)
         if self._logged is not None:
-            if verdict.problem is not None and not verdict.has_happened:
+            if result.problem is not None and not result.has_happened:
                 self._logged.leave_out(window.epoch, window.begin, window.end)
             self._logged.forget(window.epoch, window.end)
-        if verdict.problem is None:
-            if self._consecutive and not self._waiting:
-                self._request_pause(False, verdict)
+        if result.problem is None:
+            if self._consecutive and not self._awaits_answer:
+                self._request_pause(False, result)
                 self._consecutive = 0
                 self._bad.clear()
             return
         if self._lost is not None:
             return  # the weights are bad since then, and no batch is to blame
-        if verdict.has_happened:
+        if result.has_happened:
             self._lost = window
         if not self._consecutive:
-            self._request_pause(True, verdict)
+            self._request_pause(True, result)
         self._consecutive += 1
         self._bad.append(window)
-        self._is_mine, self._loss = verdict.is_here, verdict.loss
+        self._last = result
         self._counts.skipped_steps += 1
-        prevented = self._prevents and not verdict.has_happened
-        action = "is skipped" if prevented else "has happened"
-        if session.fit.rank == 0 or verdict.is_here:
-            log.warning(
-                "Rank %d: %s; the step after step %d %s.", session.fit.rank, verdict.problem, window.step, action
-            )
+        skipped = self._skips and not result.has_happened
+        if session.fit.rank == 0 or result.is_here:
+            what = "is skipped" if skipped else "has happened"
+            log.warning("Rank %d: %s; the step after step %d %s.", session.fit.rank, result.problem, window.step, what)
             session.fit.ledger.record(
                 BadStep(
                     fit=session.fit.index,
                     step=window.step,
                     epoch=window.epoch,
                     batches=[window.begin, window.end],
-                    reason=verdict.problem,
-                    skipped=prevented,
+                    reason=result.problem,
+                    skipped=skipped,
                     samples=self._samples.of(range(window.begin, window.end)),
-                    loss=_written(verdict.loss),
-                    grad_norm=_written(verdict.grad_norm),
+                    loss=_written(result.loss),
+                    grad_norm=_written(result.grad_norm),
                 )
             )
-        self._report({} if verdict.grad_norm is None else {"nan_guard/grad_norm": verdict.grad_norm})
-        if self._options.rerun == "validate_results":
-            self._waiting = True
-            self._ask(_RERUN, verdict)
-        elif (follows := self._follows(verdict.has_happened)) is not None:
-            self._waiting = True
-            self._ask(follows, verdict)
+        self._log_metrics({} if result.grad_norm is None else {"nan_guard/grad_norm": result.grad_norm})
+        action = _RERUN if options.rerun == "validate_results" else self._follows(result.has_happened)
+        if action is not None:
+            self._awaits_answer = True
+            self._request(action, result)
 
     def _follows(self, has_happened: bool = False) -> str | None:
         """What the policy has all ranks do now."""
@@ -430,62 +418,48 @@ class NumericsPolicy(Participant):
         too_many = self._consecutive >= self._options.max_consecutive
         return _ROLL_BACK if self._options.action == "rollback" or has_happened or too_many else None
 
-    def _request_pause(self, hold: bool, verdict: StepResult) -> None:
+    def _request_pause(self, hold: bool, result: StepResult) -> None:
         """While steps are bad nothing is saved: soon there would be no state left from before the first of them."""
-        if not self._prevents:
+        if not self._skips:
             return
-        if verdict.is_common:
-            self._pause(hold)
-        elif self.session.fit.rank == 0 or verdict.is_here or self._requested_pause:
+        if result.is_common:
+            self._saves_paused = hold
+        elif self.session.fit.rank == 0 or result.is_here or self._requested_pause:
             self._requested_pause = hold
             payload = {"hold": hold, "asked_at": self.session.fit.steps_counted}
-            self.session.fit.agreement.request(_HOLD, payload, Needs.CLEAN | Needs.TRAINING)
-
-    def _pause_as_requested(self, event: Event) -> None:
-        if int(event.payload["asked_at"]) >= self._rolled_back_at:  # not because of what has been undone meanwhile
-            self._pause(bool(event.payload["hold"]))
-
-    def _pause(self, hold: bool) -> None:
-        self._is_paused = hold
+            self.session.fit.agreement.request(_PAUSE, payload, Needs.CLEAN | Needs.TRAINING)
 
     def pauses_saves(self) -> bool:
         """Whether the last steps were bad."""
-        return self._is_paused
+        return self._saves_paused
 
-    def _report(self, more: Mapping[str, float] | None = None) -> None:
-        trainer = self.session.fit.trainer
-        if trainer.is_global_zero:
-            metrics = {
-                "nan_guard/skipped_steps": float(self._counts.skipped_steps),
-                "nan_guard/rollbacks": float(self._rollbacks),
-                "nan_guard/differing_steps": float(self._counts.differing_steps),
-                **(more or {}),
-            }
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=lightning_progress.logged_step(trainer))
+    def _log_metrics(self, more: Mapping[str, float]) -> None:
+        metrics = {
+            "nan_guard/skipped_steps": float(self._counts.skipped_steps),
+            "nan_guard/rollbacks": float(self._rollbacks),
+            "nan_guard/differing_steps": float(self._counts.differing_steps),
+            **more,
+        }
+        lightning_loggers.log_metrics(self.session.fit.trainer, metrics)
 
-    def _ask(self, kind: str, verdict: StepResult) -> None:
-        # All ranks have the same verdict. Should one of them alone have a bad one after all, its word counts too.
-        if self._asked > self._answered or not (self.session.fit.rank == 0 or verdict.is_here):
+    def _request(self, kind: str, result: StepResult) -> None:
+        # All ranks have the same result. Should a single rank have a bad one after all, its request counts too.
+        if self._requested_at > self._answered_at or not (self.session.fit.rank == 0 or result.is_here):
             return
-        self._asked = self.session.fit.steps_counted
-        payload = {"reason": verdict.problem, "step": verdict.tag.step, "asked_at": self._asked}
+        self._requested_at = self.session.fit.steps_counted
+        payload = {"reason": result.problem, "step": result.tag.step, "asked_at": self._requested_at}
         self.session.fit.agreement.request(kind, payload, Needs.CLEAN | Needs.TRAINING)
 
     def _is_news(self, event: Event) -> bool:
-        """Whether an event is not answered yet: several ranks may have asked."""
-        if int(event.payload["asked_at"]) <= self._answered:
+        """Whether an event is not answered yet: several ranks may have requested it."""
+        if int(event.payload["asked_at"]) <= self._answered_at:
             return False
-        self._answered = self.session.fit.steps_counted
+        self._answered_at = self.session.fit.steps_counted
         return True
 
-    def _stop(self, event: Event) -> None:
-        if self._is_news(event):
-            self._save_and_end(f"{event.payload['reason']}, after step {event.payload['step']}")
-
-    def _save_and_end(self, reason: str) -> None:
+    def _save_and_end(self, reason: str, exit_code: int = FAILED) -> None:
         self.session.saver.save("bad step")
-        self._end(reason)
+        self._end(reason, exit_code)
 
     def _on_rollback(self, event: Event) -> None:
         if self._is_news(event):
@@ -493,17 +467,17 @@ class NumericsPolicy(Participant):
 
     def _rollback(self, reason: str, step: int) -> None:
         session = self.session
-        self._learn()  # what the others know may still be on its way to this rank
+        self._collect_results()  # what the others know may still be on its way to this rank
         windows, _ = self._bad_windows()
         if not windows or any(blames() for blames in session.fit.participants.implement(Participant.blames_replicas)):
             return
         begun_at = session.selector.loaded.step if session.selector.loaded is not None else 0
-        is_suspect = session.selector.is_suspect(windows[0].step) and self._from_rank_0(
+        is_suspect = session.selector.is_suspect(windows[0].step) and session.fit.from_rank_0(
             lambda: self._history.is_first(windows[0], begun_at)
         )
         # Where the checkpoint is to blame, the batches are not.
-        times = self._from_rank_0(lambda: self._count(step, windows, not is_suspect))
-        losses = session.fit.gather(self._loss)
+        times = session.fit.from_rank_0(lambda: self._count(step, windows, not is_suspect))
+        losses = session.fit.gather(None if self._last is None else self._last.loss)
         why = f"{reason}, after step {step}"
         if times > self._options.max_rollbacks:
             if not self._turns_to_global(windows[0].step):
@@ -512,12 +486,12 @@ class NumericsPolicy(Participant):
         self._read()
         if is_suspect and (too_many := session.selector.mark_bad(why, windows[0].step)) is not None:
             self._end(too_many)
-        only_global = self._from_rank_0(lambda: self._history.of_global)
+        only_global = session.fit.from_rank_0(lambda: self._history.of_global)
         session.rollback(windows[0].step, lambda: self._keep_going(f"{why}; {_NOWHERE}"), only_global)
 
         def say() -> None:
             log.warning(
-                "Gone back to the newest good checkpoint (%d of %d times): %s. Batches passed over, of each rank: %d.",
+                "Rolled back to the last good checkpoint (%d of %d times): %s. Skipped batches per rank: %d.",
                 times,
                 self._options.max_rollbacks,
                 why,
@@ -544,17 +518,15 @@ class NumericsPolicy(Participant):
         return self.session.fit.from_rank_0(decide)
 
     def _keep_going(self, why: str) -> None:
-        """There is nowhere to go back to."""
+        """There is nowhere to go back to: the bad step was skipped, and that has to do."""
         if self._lost is not None or self._consecutive >= self._options.max_consecutive:
             self._end(why, is_final=False)
-        self._waiting = False  # the bad step was skipped, and that has to do
-        self._consecutive = 0
-        self._bad.clear()
-        self._pause(False)
+        self._reset()
 
-    def _from_rank_0(self, decide: Callable[[], _T]) -> _T:
-        """What rank 0, which alone knows the file, decides for all."""
-        return checkpoint_io.from_rank_zero(self.session.fit.trainer.strategy, decide)
+    def _reset(self) -> None:
+        self._awaits_answer = self._requested_pause = self._saves_paused = False
+        self._consecutive, self._lost = 0, None
+        self._bad.clear()
 
     def _bad_windows(self) -> tuple[list[Window], bool]:
         """The windows whose steps were bad, in order, of all ranks; and whether one of them has happened.
@@ -566,9 +538,9 @@ class NumericsPolicy(Participant):
         windows = sorted({each for troubled, _ in everywhere for each in troubled})
         return [each for each in windows if lost is None or each <= lost], lost is not None
 
-    def _count(self, step: int, windows: Sequence[Window], pass_over: bool) -> int:
-        """Writes down that the run goes back; returns how many times it has because of this trouble."""
-        self._history.count(step, windows, pass_over)
+    def _count(self, step: int, windows: Sequence[Window], skip: bool) -> int:
+        """Records that the run goes back; returns how many times it has because of this problem."""
+        self._history.count(step, windows, skip)
         self._write()
         return self._history.rollbacks
 
@@ -577,14 +549,14 @@ class NumericsPolicy(Participant):
             self.session.fit.check_owner()
             self._history.write(self._file)
         except OSError as error:
-            log.error("What a restart must know of bad steps could not be written (%s).", error)
+            log.error("The history of bad steps could not be written for a restart (%s).", error)
 
     def _read(self) -> None:
         """On all ranks, what rank 0 knows."""
         history: RollbackHistory = self.session.fit.trainer.strategy.broadcast(self._history)
         self._rollbacks, self._pending_rerun = history.rollbacks, history.suspect
         self._skipped = {}
-        for window in history.passed_over:
+        for window in history.skipped:
             self._skipped.setdefault(window.epoch, []).append((window.begin, window.end))
 
     def check_state(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -604,40 +576,35 @@ class NumericsPolicy(Participant):
         """Nothing is bad any more."""
         assert self._guard is not None
         self._guard.forget()
-        self._consecutive = 0
         if self.session.fit.rank == 0:
             self._log_rollback()
-        self._waiting, self._lost, self._requested_pause = False, None, False
+        self._reset()
         self._rolled_back_at = self.session.fit.steps_counted
-        self._bad.clear()
-        self._pause(False)
-        self._report()
+        self._log_metrics({})
 
-    def _end(self, reason: str, exit_code: int = FAILED, is_final: bool = True) -> None:
-        diverged = TrainingDiverged(reason)
-        diverged.exit_code, diverged.is_final = exit_code, is_final
-        raise diverged
+    def _end(self, reason: str, exit_code: int = FAILED, is_final: bool = True) -> NoReturn:
+        raise TrainingDiverged(reason, exit_code, is_final)
 
     # -- reruns --------------------------------------------------------------------------------------------------------
 
-    def _note_rerun(self, verdict: StepResult) -> None:
+    def _note_rerun(self, result: StepResult) -> None:
         """What a second run, here or elsewhere, has shown."""
-        session, window = self.session, verdict.tag
-        if verdict.first is not None:  # and then it was good
-            self._write_verdict("transient fault", window, f"{verdict.first}; not so when the batch was run again")
-        if verdict.reproducible is not None:
+        session, window = self.session, result.tag
+        if result.first is not None:  # and then it was good
+            self._write_verdict("transient fault", window, f"{result.first}; not so when the batch was run again")
+        if result.reproducible is not None:
             self._counts.steps_run_again += 1
-        if verdict.reproducible is False:
+        if result.reproducible is False:
             self._counts.differing_steps += 1
-            self._report()
-        suspect, batch = self._pending_rerun, (window.epoch, window.begin)
-        if suspect is None or suspect.batch != batch or verdict.problem is not None:
+            self._log_metrics({})
+        pending = self._pending_rerun
+        if pending is None or pending.batch != (window.epoch, window.begin) or result.problem is not None:
             return
         self._pending_rerun = None
-        if devices := blamed_devices(suspect, self._devices):
-            self._write_verdict("faulty device", window, f"{suspect.reason}, twice; not so on others", devices)
+        if devices := blamed_devices(pending, self._devices):
+            self._write_verdict("faulty device", window, f"{pending.reason}, twice; not so on others", devices)
         else:
-            self._write_verdict("transient fault", window, f"{suspect.reason}; not so after a restart")
+            self._write_verdict("transient fault", window, f"{pending.reason}; not so after a restart")
         if session.fit.rank == 0:
             self._history.suspect = None
             self._write()
@@ -668,13 +635,13 @@ class NumericsPolicy(Participant):
         session = self.session
         window = self._bad_windows()[0][0]
         reason, step = str(event.payload["reason"]), int(event.payload["step"])
-        decision = self._from_rank_0(lambda: self._decide_rerun(window, reason))
+        decision = session.fit.from_rank_0(lambda: self._decide_rerun(window, reason))
         why = f"{reason}, after step {step}, twice on the same devices"
         if decision == "elsewhere":
             elsewhere = RerunElsewhere(why)
             log.warning("%s (exit code %d).", elsewhere, TRY_ELSEWHERE)
             nodes = {device.split(" ")[0] for device in self._devices}
-            if len(nodes) > 1 and self._is_mine:
+            if len(nodes) > 1 and self._last is not None and self._last.is_here:
                 elsewhere.suspects_this_node = "a bad step came again on this node, and is tried on others"
             raise elsewhere
         if decision == "older":
@@ -694,12 +661,11 @@ class NumericsPolicy(Participant):
             self._write_verdict("correct result", window, f"{reason}, on other devices too")
             follows = None if is_end else self._follows()
             if follows == _STOP:
-                session.saver.save("bad step")
-                self._end(f"{reason}, after step {step}, on other devices too", RERUN_FAILED)
+                self._save_and_end(f"{reason}, after step {step}, on other devices too", RERUN_FAILED)
             elif follows == _ROLL_BACK:
                 self._rollback(reason, step)
             else:
-                self._waiting = False
+                self._awaits_answer = False
 
     def _decide_rerun(self, window: Window, reason: str) -> str:
         """Decides, and writes down what must be known after a restart."""

@@ -1,4 +1,4 @@
-"""Replica comparison: ranks that should hold the same state do, or the run goes back to where they did."""
+"""Compares the state of ranks that should hold the same, and rolls back where they differ."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import NoReturn
 import torch
 
 from lightning_resilience._files import read_json, write_json
-from lightning_resilience._lightning import lightning_progress, lightning_strategies
+from lightning_resilience._lightning import lightning_loggers, lightning_strategies
 from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.detect.numerics.rollback_history import Rollbacks
-from lightning_resilience.fit import checkpoint_io
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 from lightning_resilience.run.events import Rollback
@@ -28,7 +27,7 @@ _NOWHERE = "there is no checkpoint on which all ranks agreed to go back to"
 
 
 class ReplicasDiverged(RuntimeError):
-    """Ranks that should hold the same weights do not, and all that was allowed against it was done.
+    """Ranks that should hold the same weights do not, and all allowed measures were taken.
 
     Attributes:
         suspects_this_node: Why a launcher that can should go on without the node of this rank; empty: it need not.
@@ -54,7 +53,7 @@ class ReplicaComparison(Participant):
         self._file = session.fit.folder.path / "replica_check.json"
         self._rollbacks = Rollbacks()
         self._answered = -1
-        self._say: Callable[[], None] = lambda: None
+        self._log_rollback: Callable[[], None] = lambda: None
         self._is_off = False
 
     def start(self) -> None:
@@ -76,39 +75,36 @@ class ReplicaComparison(Participant):
         return digest_of(lightning_strategies.trained_tensors(self.session.fit.trainer, self._parameters))
 
     def on_divergence(self, divergence: Divergence) -> None:
-        """Rank 0 has learned of it, in any thread: has all ranks go back."""
+        """Requests a rollback of all ranks; on rank 0, in any thread."""
         if self._is_off:
             return
         payload = {"step": divergence.step, "groups": divergence.groups, "asked_at": self.session.fit.steps_counted}
         self.session.fit.agreement.request(_DIVERGED, payload, Needs.CLEAN | Needs.TRAINING)
 
     def on_event(self, event: Event) -> None:
-        """Goes back, unless that was done meanwhile."""
+        """Rolls back, unless that was done meanwhile."""
         if event.kind == _DIVERGED and int(event.payload["asked_at"]) > self._answered:
             self._roll_back(Divergence(int(event.payload["step"]), tuple(map(tuple, event.payload["groups"]))))
 
     def blames_replicas(self) -> bool:
-        """Compares the ranks' states, and goes back if they differ."""
-        if self._is_off:
-            return False
-        divergence = self.session.saver.compare()
-        if divergence is None:
-            return False
-        self.session.fit.record_divergence(divergence)
-        self._roll_back(divergence)
-        return not self._is_off
+        """Compares the ranks' states, and rolls back if they differ."""
+        if (divergence := self._compare()) is not None:
+            self._roll_back(divergence)
+        return divergence is not None and not self._is_off
 
     def before_end(self) -> bool:
         """There is no boundary any more at which the fit could go back."""
-        if self._is_off:
-            return False
-        divergence = self.session.saver.compare()
-        if divergence is not None:
-            self.session.fit.record_divergence(divergence)
+        if (divergence := self._compare()) is not None:
             times, have_agreed = self._count(divergence.step)
             why = "started again, the run goes on from the last checkpoint on which all ranks agreed"
             self._stay(divergence, why, times > 1 and not have_agreed)
         return False
+
+    def _compare(self) -> Divergence | None:
+        divergence = None if self._is_off else self.session.saver.compare()
+        if divergence is not None:
+            self.session.fit.record_divergence(divergence)
+        return divergence
 
     def _roll_back(self, divergence: Divergence) -> None:
         session = self.session
@@ -120,9 +116,9 @@ class ReplicaComparison(Participant):
             return
         session.rollback(divergence.step, lambda: self._stay(divergence, _NOWHERE, times > 1 and not have_agreed))
 
-        def say() -> None:
+        def log_rollback() -> None:
             log.warning(
-                "Gone back to the newest checkpoint on which all ranks agreed (%d of %d times): after step %d %s.",
+                "Rolled back to the last checkpoint on which all ranks agreed (%d of %d times): after step %d %s.",
                 times,
                 self._max_rollbacks,
                 divergence.step,
@@ -131,30 +127,28 @@ class ReplicaComparison(Participant):
             session.fit.ledger.record(
                 Rollback(fit=session.fit.index, step=divergence.step, reason=str(divergence), times=times)
             )
-            metrics = {"replica_check/rollbacks": float(times)}
-            for logger in session.fit.trainer.loggers:
-                logger.log_metrics(metrics, step=lightning_progress.logged_step(session.fit.trainer))
+            lightning_loggers.log_metrics(session.fit.trainer, {"replica_check/rollbacks": float(times)})
 
-        self._say = say
+        self._log_rollback = log_rollback
 
     def after_rollback(self) -> None:
-        """Says so."""
+        """Logs it."""
         if self.session.fit.rank == 0:
-            self._say()
-        self._say = lambda: None
+            self._log_rollback()
+        self._log_rollback = lambda: None
 
     def _stay(self, divergence: Divergence, why: str, never_agreed: bool) -> None:
-        """The run does not go back any more."""
+        """The run does not roll back any more."""
         if not never_agreed or not self._optional:
             self._end(divergence, why)
-        # The script was not written for us. What its ranks do, each for itself, is not ours to forbid.
+        # The script was not written for us: its ranks may differ on purpose.
         session = self.session
         self._is_off = True
         if session.fit.rank == 0:
             log.error(
-                "ReplicaCheck is off: after step %d %s, and never since the start have all agreed. Something in this "
-                "training differs by rank. Its checkpoints hold the state of rank 0; local ones of such a state do not "
-                "count.",
+                "ReplicaCheck is off: after step %d %s, and the ranks have never agreed since the start. Something in "
+                "this training differs by rank. Its checkpoints hold the state of rank 0; local ones of such a state "
+                "do not count.",
                 divergence.step,
                 divergence,
             )
@@ -175,15 +169,15 @@ class ReplicaComparison(Participant):
                 self.session.fit.check_owner()
                 write_json(self._file, asdict(self._rollbacks))
             except OSError as error:
-                log.error("How often the run has gone back could not be written (%s).", error)
+                log.error("The number of rollbacks could not be written (%s).", error)
             return self._rollbacks.count, self.session.fit.replicas_agreed
 
-        return checkpoint_io.from_rank_zero(self.session.fit.trainer.strategy, count)
+        return self.session.fit.from_rank_0(count)
 
     def _read(self) -> Rollbacks:
         try:
             content = read_json(self._file) or {}
             return Rollbacks(int(content.get("count", 0)), int(content.get("furthest", -1)))
         except (AttributeError, TypeError, ValueError):
-            log.warning("%s cannot be understood: how often the run has gone back is forgotten.", self._file)
+            log.warning("Ignoring %s, the number of rollbacks: incompatible format.", self._file)
             return Rollbacks()

@@ -63,7 +63,7 @@ class RollbackHistory:
         rollbacks: How many times the run has gone back because of its last trouble.
         trouble: The furthest step of that.
         went_back_from: The first window of that.
-        passed_over: Windows that are not trained on.
+        skipped: Windows that are not trained on; ``passed_over`` in the file.
         validated: Windows whose steps are bad on other devices too.
         suspect: What is to be tried on other devices.
         initially_nonfinite: What was not finite when the fit began, and is meant so.
@@ -75,7 +75,7 @@ class RollbackHistory:
     rollbacks: int = 0
     trouble: int = -1
     went_back_from: Window | None = None
-    passed_over: list[Window] = field(default_factory=list)
+    skipped: list[Window] = field(default_factory=list)
     validated: list[Window] = field(default_factory=list)
     suspect: PendingRerun | None = None
     initially_nonfinite: list[str] | None = None
@@ -121,7 +121,8 @@ class RollbackHistory:
             OSError: If it cannot be written.
         """
         content = asdict(self)
-        content["unfit_from_birth"] = content.pop("initially_nonfinite")  # the file's name for it
+        for name, in_file in (("initially_nonfinite", "unfit_from_birth"), ("skipped", "passed_over")):
+            content[in_file] = content.pop(name)
         write_json(path, content)
 
     def is_first(self, window: Window, loaded_step: int) -> bool:
@@ -137,21 +138,21 @@ class RollbackHistory:
         last = self.went_back_from
         return last is None or last.step < loaded_step or (window.epoch, window.begin) < (last.epoch, last.begin)
 
-    def count(self, step: int, windows: Sequence[Window], pass_over: bool) -> None:
+    def count(self, step: int, windows: Sequence[Window], skip: bool) -> None:
         """The run goes back because of some windows.
 
         Args:
             step: The furthest step of this trouble.
             windows: Whose steps were bad, in order.
-            pass_over: Whether they are not trained on any more.
+            skip: Whether they are not trained on any more.
         """
         back = Rollbacks(self.rollbacks, self.trouble)
         self.rollbacks = back.add(step)
         self.trouble = back.furthest
         self.of_global &= self.rollbacks > 1
         self.went_back_from = windows[0]
-        if pass_over:
-            self.passed_over += windows
+        if skip:
+            self.skipped += windows
 
     def turn_to_global(self) -> None:
         """The local tier has had its tries: the last one counted is the first of the global tier."""
