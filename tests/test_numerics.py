@@ -384,23 +384,6 @@ def test_a_state_of_other_settings() -> None:
     assert one_more.threshold == 8.0
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"factor": 1.0},
-        {"factor": -2.0},
-        {"factor": NAN},
-        {"factor": INF},
-        {"factor": 2.0, "window": 1},
-        {"factor": 2.0, "window": 0},
-        {"factor": 2.0, "samples": 0},
-    ],
-)
-def test_settings_that_mean_nothing(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        SpikeReference(**settings)
-
-
 # Tensors get their content back
 
 
@@ -689,15 +672,6 @@ def test_what_was_finite_and_is_not(truth: Callable[[bool], Tensor | bool]) -> N
     assert not undo.invalidated()
 
 
-@pytest.mark.parametrize("where", [torch.tensor(1.0), torch.tensor([True, False]), torch.ones(0, dtype=torch.bool)])
-def test_a_verdict_is_one_boolean(where: Tensor) -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    undo = Undo(lambda: [parameter])
-    undo.keep()
-    with pytest.raises(ValueError, match="one boolean"):
-        undo.restore(where)
-
-
 # Numbers that are read when they are there
 
 
@@ -770,14 +744,6 @@ def test_no_more_than_so_many_are_on_their_way(travelling: Travelling) -> None:
     assert [event.waited for event in travelling.events] == [True, True, True, False, False]
     assert reads.ready() == [(0, 0.0), (1, 1.0), (2, 2.0)]
     assert reads.drain() == [(3, 3.0), (4, 4.0)]
-
-
-def test_what_late_reads_refuse() -> None:
-    with pytest.raises(ValueError, match="limit"):
-        LateReads(limit=0)
-    for tensor in (torch.zeros(2), torch.zeros(0)):
-        with pytest.raises(ValueError, match="one number"):
-            LateReads().put("x", tensor)
 
 
 # -- where the host may wait -------------------------------------------------------------------------------------------

@@ -107,6 +107,6 @@ def test_a_state_from_which_the_training_has_come_far_enough_is_not_to_blame(
 
 def test_what_is_passed_over_is_kept_for_all_troubles() -> None:
     troubles = RollbackHistory(1)
-    troubles.count(3, [Window(0, 3, 4, 3)], pass_over=True)
-    troubles.count(90, [Window(9, 0, 1, 90)], pass_over=True)
+    troubles.count(3, [Window(0, 3, 4, 3)], skip=True)
+    troubles.count(90, [Window(9, 0, 1, 90)], skip=True)
     assert troubles.skipped == [Window(0, 3, 4, 3), Window(9, 0, 1, 90)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -153,18 +153,9 @@ class SpikeReference:
         factor: How many times the reference is too much.
         window: Over how many losses the running mean goes; ``None`` for Megatron-core's rule.
         samples: From how many losses Megatron-core's rule learns. Without meaning if there is a window.
-
-    Raises:
-        ValueError: If the factor is not a number above 1, the window below 2, or there are no samples.
     """
 
     def __init__(self, factor: float, window: int | None = None, samples: int = 100) -> None:
-        if not (math.isfinite(factor) and factor > 1):
-            raise ValueError(f"factor must be a number above 1 and not {factor}")
-        if window is not None and window < 2:
-            raise ValueError(f"window must be 2 or more losses, or None, and not {window}")
-        if samples < 1:
-            raise ValueError(f"samples must be 1 or more and not {samples}")
         self._factor = factor
         self._window = window
         self._samples = samples
@@ -259,41 +250,31 @@ class Undo:
         """Puts back what was kept, bit for bit. Not between a forward pass and its backward pass.
 
         Args:
-            where: Whether to. A boolean tensor of one element is not looked at by the host: the device chooses between
-                the old and the new content of each tensor. Only for a tensor on the CPU if ``where`` is not there, and
-                for a sparse one, the host waits for ``where``. If that is on the CPU anyway, ``bool(where)`` is the
-                cheaper argument, since nothing is done if it is false.
-
-        Raises:
-            ValueError: If ``where`` is a tensor, but not one boolean.
+            where: Whether to. A boolean tensor of one element is not read by the host: the device chooses between the
+                old and the new content of each tensor. Only for a tensor on the CPU if ``where`` is not there, and for
+                a sparse one, the host waits for ``where``. If that is on the CPU anyway, ``bool(where)`` is the cheaper
+                argument, since nothing is done if it is false.
         """
-        where = _verdict(where)
-        now = self._now() if where is not False else []
-        if not now:
+        if where is False:
             return
-        with torch.no_grad():
-            if self._is_prepared(now):
-                left = [place for place, tensor in enumerate(now) if tensor.layout is not torch.strided]
-                for group in self._groups:
-                    if not isinstance(where, torch.Tensor):
-                        torch._foreach_copy_(group.behind_autograd(now), group.kept)
-                    elif group.can_choose(where):
+        now, chosen = self._now(), set[int]()
+        if isinstance(where, torch.Tensor):
+            where = where.reshape(())
+            with torch.no_grad():
+                for group in self._groups if self._is_prepared(now) else ():
+                    if _can_choose(group.device, where):
                         group.choose(now, where.to(group.device, non_blocking=True))
-                    else:
-                        left += group.places
-                pairs = [(now[place], self._kept[place]) for place in left]
-            else:
-                pairs = list(self._pairs(now))
+                        chosen.update(group.places)
         with torch.inference_mode():  # a buffer that was replaced in a validation can be written to only here
-            for tensor, kept in pairs:
-                if isinstance(where, torch.Tensor) and _can_choose(tensor, where):
+            for tensor, kept in self._pairs(now, chosen):
+                is_strided = tensor.layout is torch.strided
+                if isinstance(where, torch.Tensor) and is_strided and _can_choose(tensor.device, where):
                     choice = where.to(tensor.device, non_blocking=True)
                     torch._foreach_copy_([tensor.data], [torch.where(choice, kept, tensor)])
+                elif where and is_strided:
+                    torch._foreach_copy_([tensor.data], [kept])
                 elif where:
-                    if tensor.layout is torch.strided:
-                        torch._foreach_copy_([tensor.data], [kept])
-                    else:
-                        tensor.copy_(kept)
+                    tensor.copy_(kept)
 
     def invalidated(self) -> torch.Tensor:
         """Whether a number that was finite when it was kept is not so any more; one boolean, not looked at by the host.
@@ -330,12 +311,12 @@ class Undo:
             for place, kept in zip(group.places, group.kept, strict=True):
                 self._kept[place] = kept
 
-    def _pairs(self, now: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self, now: list[torch.Tensor], without: Collection[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The tensors of this moment, each with what was kept of it, if anything was that it can take."""
         by_identity = {id(tensor): kept for tensor, kept in zip(self._known, self._kept, strict=True)}
-        by_place = self._kept if len(now) == len(self._kept) else [by_identity.get(id(tensor)) for tensor in now]
-        for tensor, kept in zip(now, by_place, strict=True):
-            if kept is not None and _is_alike(kept, tensor):
+        for place, tensor in enumerate(now):
+            kept = self._kept[place] if len(now) == len(self._kept) else by_identity.get(id(tensor))
+            if kept is not None and place not in without and _kind(kept) == _kind(tensor):
                 yield tensor, kept
 
 
@@ -359,19 +340,11 @@ class _Group:
         """Those of all tensors that are in this group."""
         return [now[place] for place in self.places]
 
-    def behind_autograd(self, now: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same ones, to be written to without torch counting it."""
-        return [now[place].data for place in self.places]
-
-    def can_choose(self, where: torch.Tensor) -> bool:
-        """Whether the device can choose; otherwise the host has to know."""
-        return self.device.type != "cpu" or where.device.type == "cpu"
-
     def choose(self, now: list[torch.Tensor], bad: torch.Tensor) -> None:
         """Puts back what was kept where ``bad`` says so: three kernels, and a few more for hundreds of tensors."""
         chosen = self._gather(now)
         torch.where(bad, self._all_kept, chosen, out=chosen)
-        torch._foreach_copy_(self.behind_autograd(now), self._views)
+        torch._foreach_copy_([tensor.data for tensor in self.of(now)], self._views)
 
     def invalidated(self, now: list[torch.Tensor]) -> torch.Tensor:
         """Whether a number that was finite is not so any more."""
@@ -392,17 +365,9 @@ class _Group:
         return room, [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
 
-def _verdict(where: torch.Tensor | bool) -> torch.Tensor | bool:
-    if not isinstance(where, torch.Tensor):
-        return bool(where)
-    if where.dtype is not torch.bool or where.numel() != 1:
-        raise ValueError(f"where must be one boolean and not {where.dtype} of shape {tuple(where.shape)}")
-    return where.reshape(())
-
-
-def _can_choose(tensor: torch.Tensor, where: torch.Tensor) -> bool:
-    """Whether the device of ``tensor`` can choose its content; otherwise the host has to know."""
-    return tensor.layout is torch.strided and (tensor.device.type != "cpu" or where.device.type == "cpu")
+def _can_choose(device: torch.device, where: torch.Tensor) -> bool:
+    """Whether ``device`` can choose the content of its tensors; otherwise the host has to know ``where``."""
+    return device.type != "cpu" or where.device.type == "cpu"
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
@@ -412,10 +377,6 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
             if step == 0 and length > 1:
                 tensor = tensor.narrow(axis, 0, 1)
     return tensor
-
-
-def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return _kind(first) == _kind(second)
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -476,14 +437,9 @@ class LateReads:
     Args:
         limit: How many numbers may be on their way. One more, and the oldest is waited for: a host that is so far
             ahead would soon wait anyway.
-
-    Raises:
-        ValueError: If the limit is below 1.
     """
 
     def __init__(self, limit: int = 64) -> None:
-        if limit < 1:
-            raise ValueError(f"limit must be 1 or more and not {limit}")
         self._limit = limit
         self._there: list[tuple[Any, float]] = []
         self._travelling: deque[tuple[Any, torch.Tensor, Any]] = deque()
@@ -494,12 +450,7 @@ class LateReads:
         Args:
             tag: Given back with the number.
             tensor: One real number, of any type; later writes to it do not matter.
-
-        Raises:
-            ValueError: If it has more than one element, or none.
         """
-        if tensor.numel() != 1:
-            raise ValueError(f"one number was expected, and not a tensor of shape {tuple(tensor.shape)}")
         number, arrival = _send(local(tensor.detach()))
         self._travelling.append((tag, number, arrival))
         while len(self._travelling) > self._limit:
