@@ -670,7 +670,7 @@ def test_those_that_are_not_new_count_for_what_most_ranks_are(
         _stopped_for={str(places[3])} | ({str(places[0])} if len(slow) > 1 else set()),
         _places=places,
         _nodes=4,
-        _say_once=lambda line: None,
+        _warn_once=lambda line: None,
         session=SimpleNamespace(
             fit=SimpleNamespace(agreement=agreement, run=RunDirectory(tmp_path)),
             selector=SimpleNamespace(uses_global=True),
@@ -703,7 +703,7 @@ def test_a_run_is_stopped_only_for_what_another_node_can_cure(
     )
     places = [DeviceId(f"n{rank % nodes}", f"GPU {rank}") for rank in range(2)]
     measuring = SimpleNamespace(
-        _stopped_for=set(), _places=places, _nodes=nodes, _say_once=said.append, session=session
+        _stopped_for=set(), _places=places, _nodes=nodes, _warn_once=said.append, session=session
     )
     StragglerReports._consider_stopping(measuring, [Straggler(0, places[0], "relative", 0.5, cause)])
     assert len(requests) == (why is None)
@@ -727,7 +727,7 @@ def test_a_run_that_needs_its_slow_node_is_not_stopped_for_nothing(
         selector=SimpleNamespace(uses_global=True),
     )
     places = [DeviceId("n0", "cpu"), DeviceId("n1", "cpu")]
-    measuring = SimpleNamespace(_stopped_for=set(), _places=places, _nodes=2, _say_once=said.append, session=session)
+    measuring = SimpleNamespace(_stopped_for=set(), _places=places, _nodes=2, _warn_once=said.append, session=session)
     StragglerReports._consider_stopping(measuring, [Straggler(1, places[1], "relative", 0.5, "compute")])
     assert len(requests) == len(spares)
     needs = "it needs 2 nodes, and no launch --spare waits"

@@ -1,4 +1,4 @@
-"""Straggler reports: what the steps of all ranks take is compared now and then, and slow ranks may end the run."""
+"""Compares the step times of all ranks now and then, and ends the run because of slow ranks if it may."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lightning_resilience import _nvrx, wandb_panels
-from lightning_resilience._lightning import lightning_callbacks, lightning_progress, lightning_steps
+from lightning_resilience._lightning import (
+    lightning_callbacks,
+    lightning_loggers,
+    lightning_progress,
+    lightning_steps,
+)
 from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.hangs.comm_wait import CommWaitTimer
@@ -127,7 +132,7 @@ class StragglerReports(Participant):
         self._lasting = Streaks(max(_STOPS_AFTER, options.min_consecutive_reports))
         self._panels = wandb_panels.Panels()
         self._stopped_for: set[str] = set()
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._due = math.inf
         self._is_cold = True
 
@@ -139,7 +144,7 @@ class StragglerReports(Participant):
     def on_event(self, event: Event) -> None:
         """Gathers the scores, or stops because of a slow rank."""
         if event.kind == _REPORT:
-            self._report(event)
+            self._report()
         elif event.kind == _STOP:
             self._stop(event)
 
@@ -175,8 +180,8 @@ class StragglerReports(Participant):
             trainer,
             session.fit.patches,
             ready=partial(self._time.enter, CALLBACKS),
-            begin=self._begin_kernels if self._profiler is not None else partial(self._time.enter, COMPUTE),
-            end=self._end_kernels if self._profiler is not None else partial(self._time.enter, CALLBACKS),
+            begin=partial(self._time.enter, COMPUTE) if self._profiler is None else self._begin_kernels,
+            end=partial(self._time.enter, CALLBACKS) if self._profiler is None else self._end_kernels,
         )
         if trainer.world_size > 1:
             self._waiting.start()
@@ -190,7 +195,7 @@ class StragglerReports(Participant):
             self._due = time.monotonic() + self._options.report_time_interval
 
     def leave(self) -> None:
-        """The fit has ended, one way or another."""
+        """The fit has ended."""
         self._waiting.stop()
         if self._profiler is not None:
             self._profiler.close()
@@ -215,13 +220,14 @@ class StragglerReports(Participant):
         self._is_cold = True
 
     def _begin_kernels(self) -> None:
+        assert self._profiler is not None
         self._time.enter(COMPUTE)
-        if self._profiler is not None and self._time.is_timed:
+        if self._time.is_timed:
             self._profiler.start()
 
     def _end_kernels(self) -> None:
-        if self._profiler is not None:
-            self._profiler.stop()
+        assert self._profiler is not None
+        self._profiler.stop()
         self._time.enter(CALLBACKS)
 
     def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
@@ -232,9 +238,14 @@ class StragglerReports(Participant):
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
-    def _report(self, event: Event) -> None:
-        session = self.session
-        kernels = self._take_kernels(self._profiler) if self._profiler is not None else None
+    def _report(self) -> None:
+        session, kernels = self.session, None
+        if self._profiler is not None:
+            kernels = Kernels.of(self._profiler.take())
+            self._profiler.allow(self._options.report_time_interval)
+            if self._profiler.problem is not None:  # perhaps on this rank alone
+                problem = self._profiler.problem
+                self._warn_once(f"Kernels are not profiled any more on rank {session.fit.rank}: {problem}.")
         report = make_report(
             session.fit.trainer.global_step, self._places, self._time.take(), kernels, self._history, self._exchange
         )
@@ -242,13 +253,6 @@ class StragglerReports(Participant):
             self._due = time.monotonic() + self._options.report_time_interval
             self._on_report(report)
             self._publish(report)
-
-    def _take_kernels(self, profiler: _nvrx.KernelProfiler) -> Kernels:
-        kernels = Kernels.of(profiler.take())
-        profiler.allow(self._options.report_time_interval)
-        if profiler.problem is not None:  # perhaps on this rank alone
-            self._say_once(f"Kernels are not profiled any more on rank {self.session.fit.rank}: {profiler.problem}.")
-        return kernels
 
     def _publish(self, report: Report) -> None:
         options, session = self._options, self.session
@@ -275,7 +279,7 @@ class StragglerReports(Participant):
         took = f"Straggler report processing time: {report.elapsed + time.perf_counter() - began:.3f} sec."
         if stragglers:
             log.info("%s", took)
-        else:  # in one line: most reports are of this kind, and nobody has to do anything
+        else:  # in one line: most reports are of this kind
             log.info("No stragglers after step %d%s. %s", report.step, self._range(report), took)
         if lasting and options.stop_if_detected:
             self._consider_stopping(lasting)
@@ -320,18 +324,17 @@ class StragglerReports(Participant):
         return text
 
     def _log(self, report: Report, stragglers: Sequence[Straggler]) -> None:
-        trainer = self.session.fit.trainer
+        trainer, options = self.session.fit.trainer, self._options
         metrics = {}
-        if self._options.calc_relative_gpu_perf:
+        if options.calc_relative_gpu_perf:
             metrics.update(_extremes("gpu_relative_perf", report.relative))
-        if self._options.calc_individual_gpu_perf:
+        if options.calc_individual_gpu_perf:
             metrics.update(_extremes("gpu_individual_perf", report.individual))
-        step = lightning_progress.logged_step(trainer)
         try:
-            for logger in trainer.loggers:
-                if metrics:
-                    logger.log_metrics(metrics, step=step)
-            self._panels.show(trainer.loggers, report, stragglers, step, self._options.gpu_relative_perf_threshold)
+            if metrics:
+                lightning_loggers.log_metrics(trainer, metrics)
+            step = lightning_progress.logged_step(trainer)
+            self._panels.show(trainer.loggers, report, stragglers, step, options.gpu_relative_perf_threshold)
         except Exception:  # a report is not worth the training
             log.exception("A logger could not take the straggler report.")
 
@@ -339,39 +342,33 @@ class StragglerReports(Participant):
 
     def _consider_stopping(self, stragglers: Sequence[Straggler]) -> None:
         new = [each for each in stragglers if str(each.place) not in self._stopped_for]
-        if not new:
-            self._say_once("The run has been stopped for these devices before, and goes on with them.")
-            return
-        if 2 * len({each.rank for each in stragglers}) > len(self._places):  # also those that are not new
-            self._say_once("More than half of the ranks are slow: that is no straggler, and the run is not stopped.")
-            return
-        if not self.session.selector.uses_global:
-            self._say_once("The run is not stopped: without AutoResume it would begin anew.")
-            return
-        if not is_started_again():
-            self._say_once("The run is not stopped: nothing would start it again, as lightning-resilience launch does.")
-            return
-        if all(each.cause == SECTIONS[CALLBACKS] for each in new):
-            self._say_once("The run is not stopped: its callbacks would take as long on any other node.")
-            return
         nodes = {each.place.node for each in new}
-        if reason := why_it_keeps(self.session.fit.run.path, nodes, self._nodes):
-            self._say_once(f"The run is not stopped, and goes on with its stragglers: {reason}.")
-            return
-        log.error("Detected stragglers. Terminating training...")
-        self.session.fit.agreement.request(
-            _STOP,
-            {
+        if not new:
+            why = "The run has been stopped for these devices before, and goes on with them."
+        elif 2 * len({each.rank for each in stragglers}) > len(self._places):  # also those that are not new
+            why = "More than half of the ranks are slow: that is no straggler, and the run is not stopped."
+        elif not self.session.selector.uses_global:
+            why = "The run is not stopped: without AutoResume it would begin anew."
+        elif not is_started_again():
+            why = "The run is not stopped: nothing would start it again, as lightning-resilience launch does."
+        elif all(each.cause == SECTIONS[CALLBACKS] for each in new):
+            why = "The run is not stopped: its callbacks would take as long on any other node."
+        elif reason := why_it_keeps(self.session.fit.run.path, nodes, self._nodes):
+            why = f"The run is not stopped, and goes on with its stragglers: {reason}."
+        else:
+            log.error("Detected stragglers. Terminating training...")
+            payload = {
                 "reason": _named(new),
                 "devices": _devices(new),
                 "ranks": sorted({each.rank for each in new}),
-            },
-            Needs.CLEAN | Needs.TRAINING,
-        )
+            }
+            self.session.fit.agreement.request(_STOP, payload, Needs.CLEAN | Needs.TRAINING)
+            return
+        self._warn_once(why)
 
-    def _say_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+    def _warn_once(self, line: str) -> None:
+        if line not in self._logged:
+            self._logged.add(line)
             log.warning(line)
 
     def _stop(self, event: Event) -> None:
@@ -431,13 +428,8 @@ def _formatted(scores: torch.Tensor, places: Sequence[DeviceId], count: int) -> 
 
 def _extremes(prefix: str, scores: torch.Tensor) -> dict[str, float]:
     known = scores[torch.isfinite(scores)]
-    if not len(known):
-        return {}
-    return {
-        f"{prefix}/min": float(known.min()),
-        f"{prefix}/median": float(known.median()),
-        f"{prefix}/max": float(known.max()),
-    }
+    names = ("min", "median", "max") if len(known) else ()
+    return {f"{prefix}/{name}": float(getattr(known, name)()) for name in names}
 
 
 def _exchange(trainer: Trainer) -> Exchange:
