@@ -27,6 +27,8 @@ FULL = RollbackHistory(
 def test_nothing_is_forgotten(troubles: RollbackHistory, tmp_path: Path) -> None:
     troubles.write(tmp_path / "file")
     assert RollbackHistory.read(tmp_path / "file", 2) == troubles
+    names = "world_size rollbacks trouble went_back_from passed_over validated suspect unfit_from_birth of_global"
+    assert json.loads((tmp_path / "file").read_text()).keys() == {*names.split()}, "runs of before read the same"
 
 
 def test_with_other_ranks_the_batches_are_others(tmp_path: Path) -> None:
@@ -68,7 +70,7 @@ def test_what_cannot_be_understood_is_said(content: str, tmp_path: Path, caplog:
     (tmp_path / "file").write_text(content)
     with caplog.at_level(logging.WARNING):
         assert RollbackHistory.read(tmp_path / "file", 2) == RollbackHistory(2)
-    assert "cannot be understood" in caplog.text
+    assert "incompatible format" in caplog.text
 
 
 def test_a_trouble_has_its_own_count() -> None:

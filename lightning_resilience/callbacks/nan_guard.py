@@ -1,4 +1,4 @@
-"""``NaNGuard``: a step that would spoil the model does not happen, the run goes back if it must, and always ends."""
+"""``NaNGuard``: skips bad steps, and rolls back or ends the run where that does not help."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class NaNGuard(SessionCallback):
         return self._counts.differing_steps
 
     def _participate(self, session: FitSession) -> Participant | None:
-        """Says what is done about a bad step."""
+        """The policy for bad steps."""
         if (problem := _why_not(self, session.fit.trainer)) is not None:
             if not self._injected:
                 raise ValueError(problem)
@@ -154,12 +154,12 @@ class NaNGuard(SessionCallback):
     # two that have a state.
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """What was counted so far."""
+        """Saves the counts."""
         if session_of(trainer, self):
             checkpoint[_STATE] = asdict(self._counts)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores the counts."""
         if session_of(trainer, self) and (state := checkpoint.get(_STATE)) is not None:
             for name in asdict(self._counts):
                 setattr(self._counts, name, int(state[name]))

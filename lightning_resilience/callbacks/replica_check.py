@@ -1,4 +1,4 @@
-"""``ReplicaCheck``: ranks that should hold the same do, or the run goes back to where they did."""
+"""``ReplicaCheck``: compares the state of ranks that should hold the same, and rolls back where they differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``StragglerDetection``: which rank holds the others up, at what, and since when."""
+"""``StragglerDetection``: names the slow ranks, and the section of the step that makes them slow."""
 
 from __future__ import annotations
 

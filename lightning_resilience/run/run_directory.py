@@ -22,7 +22,7 @@ RUN_DIR/
     failed_start.json how a later start of it ended before it trained anything, if the fit had finished
     condemned.json    checkpoints that have turned out to be bad after they were loaded
     courses.json      at which steps the fit has left a course for another one
-    nan_guard.json    how often the fit has gone back, and the batches that it passes over
+    nan_guard.json    number of rollbacks, and the batches that the fit skips
     checkpoints/      step-000000000012.ckpt ...
     quarantine/       what failed its verification, with the reason beside it
 ```

@@ -1,4 +1,4 @@
-"""What a fit must still know of its bad steps after a restart: one small file in its folder. No Trainer, no torch."""
+"""The history of bad steps and rollbacks, in one small file in the folder of the fit. No Trainer, no torch."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lightning_resilience.detect.numerics.reruns import PendingRerun
 log = logging.getLogger(__name__)
 
 REFILL_STEPS = 20
-"""After so many steps beyond the last trouble, the next is another one, with rollbacks of its own."""
+"""A bad step so many steps beyond the last problem is a new problem, with its own number of rollbacks."""
 
 
 @dataclass
 class Rollbacks:
-    """How many times a run has gone back because of one trouble.
+    """The number of rollbacks because of one problem.
 
     Attributes:
-        count: So many times.
-        furthest: The furthest step of that trouble.
+        count: Number of rollbacks.
+        furthest: The furthest step of the problem.
     """
 
     count: int = 0
     furthest: int = -1
 
     def add(self, step: int) -> int:
-        """The run goes back because of something at ``step``; returns how many times it has because of this."""
+        """Counts a rollback because of a problem at ``step``; returns the number of rollbacks because of it."""
         is_new = not self.count or step > self.furthest + REFILL_STEPS
         self.count = 1 if is_new else self.count + 1
         self.furthest = max(step, self.furthest)
@@ -60,15 +60,15 @@ class RollbackHistory:
 
     Attributes:
         world_size: Of the run; with another one, other batches have these numbers, and windows say nothing.
-        rollbacks: How many times the run has gone back because of its last trouble.
-        trouble: The furthest step of that.
-        went_back_from: The first window of that.
+        rollbacks: Number of rollbacks because of the last problem.
+        trouble: The furthest step of that problem.
+        went_back_from: Its first window.
         skipped: Windows that are not trained on; ``passed_over`` in the file.
         validated: Windows whose steps are bad on other devices too.
-        suspect: What is to be tried on other devices.
-        initially_nonfinite: What was not finite when the fit began, and is meant so.
-        of_global: Whether the local tier has had its tries against the last trouble, and ``rollbacks`` counts those of
-            the global one.
+        suspect: The step to be tried on other devices.
+        initially_nonfinite: Names of tensors that were not finite when the fit began, on purpose.
+        of_global: Whether the rollbacks to local checkpoints are used up, and ``rollbacks`` counts those to global
+            ones.
     """
 
     world_size: int
@@ -83,7 +83,7 @@ class RollbackHistory:
 
     @staticmethod
     def read(path: str | os.PathLike[str], world_size: int) -> RollbackHistory:
-        """What is known; nothing if there is no file, or none that can be understood (which is said).
+        """Reads the file; an empty history if there is none, or (with a warning) if its format is incompatible.
 
         Raises:
             OSError: If it cannot be read.
@@ -105,7 +105,7 @@ class RollbackHistory:
                 content.get("of_global") is True,
             )
         except (KeyError, TypeError, ValueError):
-            log.warning("%s cannot be understood: what it said about bad steps is forgotten.", path)
+            log.warning("Ignoring %s, the history of bad steps: incompatible format.", path)
             return RollbackHistory(world_size)
         if found.world_size != world_size:
             of_global, unfit = found.of_global, found.initially_nonfinite
@@ -115,7 +115,7 @@ class RollbackHistory:
         return found
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Publishes this.
+        """Publishes the file.
 
         Raises:
             OSError: If it cannot be written.
@@ -139,11 +139,11 @@ class RollbackHistory:
         return last is None or last.step < loaded_step or (window.epoch, window.begin) < (last.epoch, last.begin)
 
     def count(self, step: int, windows: Sequence[Window], skip: bool) -> None:
-        """The run goes back because of some windows.
+        """Counts a rollback.
 
         Args:
-            step: The furthest step of this trouble.
-            windows: Whose steps were bad, in order.
+            step: The furthest step of the problem.
+            windows: Those whose steps were bad, in order.
             skip: Whether they are not trained on any more.
         """
         back = Rollbacks(self.rollbacks, self.trouble)
@@ -155,7 +155,7 @@ class RollbackHistory:
             self.skipped += windows
 
     def turn_to_global(self) -> None:
-        """The local tier has had its tries: the last one counted is the first of the global tier."""
+        """The rollbacks to local checkpoints are used up: the last one counted is the first to a global one."""
         self.rollbacks, self.of_global = 1, True
 
 

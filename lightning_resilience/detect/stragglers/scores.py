@@ -1,7 +1,8 @@
 """How fast each rank is, as a number up to 1: NVRx's performance scores, for all ranks at once. No Trainer.
 
 A *signal* is anything that takes a rank a time again and again: a kernel, or a section of its step. The formulas are
-those of NVRx (``straggler/reporting.py``). Unlike there, a rank without samples of a signal spoils nobody's score.
+those of NVRx (``straggler/reporting.py``). Unlike there, a rank without samples of a signal does not make the scores
+of all ranks NaN.
 """
 
 from __future__ import annotations
