@@ -120,8 +120,8 @@ class Windows(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         detection, report = self.detection._participant, self.detection._participant._report
 
-        def counted(event: Any) -> None:
-            report(event)
+        def counted() -> None:
+            report()
             self.paced.window += 1
             self.steps = 0
             if trainer.is_global_zero:
@@ -1010,7 +1010,7 @@ def test_slow_kernels_are_told_of_though_the_steps_are_as_before(
         manager.results = {"gemm": times(3.0 * factor, 5), "ncclDevKernel_AllReduce": times(9.0, 5)}
         for _ in range(7):  # the first is not measured, and the last not over
             a_step(measured, 0.25, 0.5, 1.0)
-        measured._report(None)
+        measured._report()
         assert manager.calls == ["start", "stop"] * (6 if factor == 1.0 else 7), "only for steps that are timed"
         assert [*measured._history.kernels.values()] == [3.0]
         report = measured.callback.report
@@ -1069,7 +1069,7 @@ def test_a_run_goes_on_where_kernels_are_profiled_no_more(
         for _ in range(2):
             for _ in range(4):
                 a_step(measured, 0.25, 0.5, 1.0)
-            measured._report(None)
+            measured._report()
     report = measured.callback.report
     assert not report.of_kernels
     assert report.relative.tolist() == report.individual.tolist() == [1.0]

@@ -63,7 +63,7 @@ def are_finite(tensors: list[torch.Tensor]) -> bool:
     They share one call of the operation with which gradient scalers look for infinities: it is exact, and with a scale
     of 1 it writes back the bits that it has read. It raises for what it cannot take.
     """
-    if all(type(tensor) is torch.Tensor for tensor in tensors):  # a subclass may reduce over ranks
+    if {*map(type, tensors)} == {torch.Tensor}:  # a subclass may reduce over ranks
         found = torch.zeros(1, device="cpu")
         with contextlib.suppress(RuntimeError):
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, _ONE)
