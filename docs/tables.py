@@ -134,18 +134,18 @@ def _recipe() -> str:
 def _fields_of(kind: type[events.Event]) -> Iterator[tuple[str, str, str]]:
     """Name, type and meaning of each field that a kind of event adds."""
     hints = get_type_hints(kind, include_extras=True)
-    for each in events.own_fields(kind):
-        (hint,) = [part for part in get_args(hints[each.name]) if part is not type(None)]
+    for name in kind.own_fields:
+        (hint,) = [part for part in get_args(hints[name]) if part is not type(None)]
         if get_origin(hint) is not Annotated:
-            raise ValueError(f"{kind.__name__}.{each.name} has no meaning")
+            raise ValueError(f"{kind.__name__}.{name} has no meaning")
         own, meaning, *_ = get_args(hint)
-        yield each.name, (str(own) if get_args(own) else own.__name__).replace("typing.", ""), meaning
+        yield name, (str(own) if get_args(own) else own.__name__).replace("typing.", ""), meaning
 
 
 def _events() -> str:
     def rows() -> Iterator[list[str]]:
         for name, kind in events.EVENTS.items():
-            fields = [f"`{each.name}`" + ("" if events.is_required(each) else "?") for each in events.own_fields(kind)]
+            fields = [f"`{field}`" + ("" if is_required else "?") for field, is_required in kind.own_fields.items()]
             yield [
                 f"`{name}`",
                 f"`{kind.__name__}`",

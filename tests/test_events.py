@@ -20,7 +20,6 @@ from lightning_resilience.run.events import (
     Resumed,
     Saved,
     Unknown,
-    own_fields,
     parse,
 )
 from lightning_resilience.run.ledger import Ledger, read_ledger
@@ -69,14 +68,14 @@ def test_every_event_is_read_as_it_was_recorded(tmp_path: Path, kind: type[Event
     line = json.loads(file.read_text())
     assert line.pop("order") == line["time"]
     assert line == read.to_json()
-    assert set(line) == {"event", "time", "rank", "node", *(each.name for each in own_fields(kind))}
+    assert set(line) == {"event", "time", "rank", "node", *kind.own_fields}
 
 
 @pytest.mark.parametrize("kind", EVENTS.values(), ids=EVENTS)
 def test_what_an_older_version_has_not_written_is_none(kind: type[Event]) -> None:
     read = parse({"event": kind.kind_name, "time": 5.0})
     assert type(read) is kind
-    assert all(getattr(read, each.name) is None for each in own_fields(kind))
+    assert all(getattr(read, name) is None for name in kind.own_fields)
 
 
 @pytest.mark.parametrize("kind", EVENTS.values(), ids=EVENTS)

@@ -13,13 +13,20 @@ kinds and fields keep the version; another meaning of an existing field needs a 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_):
+        """For type checkers only; Python 3.10 has none."""
+        return lambda cls: cls
+
 
 SCHEMA_VERSION = 1
 """Version of the schema. A line of a later one names it in its field ``schema``; a line without it is of the first."""
@@ -56,8 +63,12 @@ ExitCode = Annotated[int, "exit code"]
 ProcessId = Annotated[int, "process id"]
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class Event:
+@dataclass_transform(kw_only_default=True, eq_default=False)
+class _Fields:
+    """For type checkers: the annotated names of a subclass are its keyword arguments."""
+
+
+class Event(_Fields):
     """What all events have; the ledger fills it in.
 
     Attributes:
@@ -70,17 +81,27 @@ class Event:
     time: float = 0.0
     rank: int | None = None
     node: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = types.MappingProxyType({})
 
     kind_name: ClassVar[str] = ""
+    own_fields: ClassVar[dict[str, bool]] = {}
+    """The fields that this kind of event adds to the common ones, and whether they are always written."""
 
     def __init_subclass__(cls, name: str = "") -> None:
         cls.kind_name = name
+        cls.own_fields = cls.own_fields | {each: not hasattr(cls, each) for each in cls.__annotations__}
         if name:
             EVENTS[name] = cls
 
-    # In place of what dataclasses would generate for each of the 40 classes: every process of a launch imports them
-    # before torch, and that took 20 ms longer.
+    # No dataclasses: they would generate code for each of the 40 classes, which every process of a launch imports
+    # before torch.
+    def __init__(self, **values: Any) -> None:
+        known = _COMMON | self.own_fields
+        missing = [name for name, is_required in known.items() if is_required and name not in values]
+        if missing or not values.keys() <= known.keys():
+            raise TypeError(f"{type(self).__name__} has the fields {', '.join(known)}, not {', '.join(values)}")
+        vars(self).update({name: values[name] if name in values else getattr(type(self), name) for name in known})
+
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 
@@ -101,19 +122,20 @@ class Event:
 
     def fields(self) -> dict[str, Any]:
         """What this kind of event adds to the common fields, as it is written."""
-        found = {}
         nullable = self.nullable()
-        for each in own_fields(type(self)):
-            if (value := getattr(self, each.name)) is not None or is_required(each) or each.name in nullable:
-                found[each.name] = value
-        return found | dict(self.extra)
+        values = {name: getattr(self, name) for name in self.own_fields}
+        written = {
+            name: value
+            for name, value in values.items()
+            if value is not None or self.own_fields[name] or name in nullable
+        }
+        return written | dict(self.extra)
 
     def to_json(self) -> dict[str, Any]:
         """The event as it is on disk."""
         return {"event": self.name, "time": self.time, "rank": self.rank, "node": self.node, **self.fields()}
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Unknown(Event):
     """An event that this version does not interpret; all that it has is in ``extra``."""
 
@@ -129,10 +151,14 @@ class Unknown(Event):
         return dict(self.extra)
 
 
+class _AtStep(Event):
+    fit: Fit | None
+    step: Step | None
+
+
 # -- the launcher ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class LaunchStart(Event, name="launch"):
     """``lightning-resilience launch`` has begun."""
 
@@ -148,12 +174,10 @@ class LaunchStart(Event, name="launch"):
     budget: Annotated[dict[str, Any], "limits of restarts and retries, as the options of `launch`"] | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class LauncherKilled(Event, name="launcher_killed"):
     """The launch before this one has not recorded its end."""
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class RunRefused(Event, name="refused"):
     """A launch, or a fit without launcher, may not use the run directory."""
 
@@ -163,7 +187,6 @@ class RunRefused(Event, name="refused"):
     reason: Reason | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class JobStart(Event, name="job_start"):
     """The launch starts the elastic launcher on all nodes."""
 
@@ -174,7 +197,6 @@ class JobStart(Event, name="job_start"):
     reason: Reason | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class JobFailed(Event, name="failure"):
     """The job has failed: its elastic launcher has given the workers up."""
 
@@ -183,14 +205,12 @@ class JobFailed(Event, name="failure"):
     reason: Reason | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class GiveUp(Event, name="give_up"):
     """The budget is spent."""
 
     reason: Reason | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class NodesExcluded(Event, name="left_out"):
     """Nodes are excluded from the next start of the workers."""
 
@@ -198,7 +218,6 @@ class NodesExcluded(Event, name="left_out"):
     reason: Reason | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class LaunchExit(Event, name="exit"):
     """The launch has ended."""
 
@@ -208,7 +227,6 @@ class LaunchExit(Event, name="exit"):
     new_job: Annotated[bool, "whether the run is to be started again in a new job"] | None = None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class AllocationStart(Event, name="slice_start"):
     """A Slurm job has started, or was started again after a requeue."""
 
@@ -217,7 +235,6 @@ class AllocationStart(Event, name="slice_start"):
     node_list: Nodes | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class AllocationEnd(Event, name="slice_end"):
     """A Slurm job ends, or is requeued."""
 
@@ -228,7 +245,6 @@ class AllocationEnd(Event, name="slice_end"):
     excluded: Annotated[list[str], "nodes that the requeued job must not get"] | None = None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class ExclusionFailed(Event, name="exclusion_failed"):
     """Slurm has not excluded the nodes that it was asked to exclude."""
 
@@ -239,7 +255,6 @@ class ExclusionFailed(Event, name="exclusion_failed"):
 # -- the workers -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class _Job(Event):
     host: Annotated[str, "name of the host"] | None
     pid: ProcessId | None
@@ -253,12 +268,10 @@ class _Job(Event):
     versions: Annotated[dict[str, str], "versions of Python and the packages"] | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class JobInfo(_Job, name="job_info"):
     """``log_job_info`` was called."""
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class WorkersStart(_Job, name="start"):
     """A group of workers has started; recorded by rank 0."""
 
@@ -267,7 +280,6 @@ class WorkersStart(_Job, name="start"):
     verified_step: Annotated[int, "highest verified step at this start"] | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Fault(Event, name="fault"):
     """A rank has failed, died or hung. A fit, the worker process and the watchdog may each record the same failure."""
 
@@ -304,7 +316,6 @@ _OF_FAULT: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Killed(Event, name="killed"):
     """All workers were ended from outside; the watchdog records how far they were."""
 
@@ -317,7 +328,6 @@ class Killed(Event, name="killed"):
     reason: Reason | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class ScriptOutcome(Event, name="outcome"):
     """The script has ended; recorded by rank 0."""
 
@@ -328,7 +338,6 @@ class ScriptOutcome(Event, name="outcome"):
 # -- the fit -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Fresh(Event, name="fresh"):
     """A fit begins without a checkpoint."""
 
@@ -336,10 +345,7 @@ class Fresh(Event, name="fresh"):
     step: Step | None = None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class _Restored(Event):
-    fit: Fit | None
-    step: Step | None
+class _Restored(_AtStep):
     path: CheckpointName | None
     tier: Tier | None
     generation: Generation | None = None
@@ -350,22 +356,17 @@ class _Restored(Event):
         return () if self.generation is None else ("saved_at",)
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Resumed(_Restored, name="resumed"):
     """A fit goes on from a checkpoint."""
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class RestoredInPlace(_Restored, name="went_back"):
     """A fit has rolled back to a checkpoint in the same processes."""
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class Saved(Event, name="saved"):
+class Saved(_AtStep, name="saved"):
     """A checkpoint is complete. Of local ones one is recorded each minute."""
 
-    fit: Fit | None
-    step: Step | None
     path: CheckpointName | None = None
     seconds: Annotated[float, "duration of the save, s"] | None
     reason: Annotated[str, "what has asked for it"] | None
@@ -377,25 +378,18 @@ class Saved(Event, name="saved"):
     failed: Annotated[int, "local saves failed so far"] | None = None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class SaveFailed(Event, name="save_failed"):
+class SaveFailed(_AtStep, name="save_failed"):
     """A checkpoint could not be written; the training goes on."""
 
-    fit: Fit | None
-    step: Step | None
     reason: Reason | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class SaveRefused(Event, name="save_refused"):
+class SaveRefused(_AtStep, name="save_refused"):
     """The state did not pass the check before a save."""
 
-    fit: Fit | None
-    step: Step | None
     reason: Reason | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Quarantined(Event, name="quarantined"):
     """A checkpoint did not verify and was set aside."""
 
@@ -405,7 +399,6 @@ class Quarantined(Event, name="quarantined"):
     tier: Tier | None = None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class NotRestored(Event, name="not_restored"):
     """A verified checkpoint could not be restored on this rank."""
 
@@ -418,26 +411,19 @@ class NotRestored(Event, name="not_restored"):
     path: CheckpointName | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class MarkedBad(Event, name="condemned"):
+class MarkedBad(_AtStep, name="condemned"):
     """A checkpoint was marked bad: it verifies, but the training cannot go on from it."""
 
-    fit: Fit | None
-    step: Step | None
     path: CheckpointName | None
     reason: Reason | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class Finished(Event, name="finished"):
+class Finished(_AtStep, name="finished"):
     """A fit has finished."""
 
-    fit: Fit | None
-    step: Step | None
     saved: Annotated[bool, "`false`: the final state could not be saved"] | None = None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class SignalReceived(Event, name="signal"):
     """A rank was told to stop."""
 
@@ -445,7 +431,6 @@ class SignalReceived(Event, name="signal"):
     signum: SignalNumber | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class FitInterrupted(Event, name="interrupted"):
     """A fit has stopped because of a signal."""
 
@@ -454,7 +439,6 @@ class FitInterrupted(Event, name="interrupted"):
     reason: Reason | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class FitHalted(Event, name="halted"):
     """A fit has ended for good. Recorded by earlier versions only; now it is a fault, and the outcome says so."""
 
@@ -466,7 +450,6 @@ class FitHalted(Event, name="halted"):
 # -- detection ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class BadStep(Event, name="bad_step"):
     """Loss or gradients were not finite, or a spike. Recorded by rank 0 and by the ranks that have found it."""
 
@@ -481,7 +464,6 @@ class BadStep(Event, name="bad_step"):
     grad_norm: Annotated[str, "norm of the gradients; text, since JSON knows no NaN"] | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Rollback(Event, name="rollback"):
     """A fit rolls back to the last good checkpoint, because of bad steps or diverged replicas."""
 
@@ -492,51 +474,38 @@ class Rollback(Event, name="rollback"):
     losses: Annotated[list[Any], "loss of each rank, as text"] | None = None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class RerunVerdict(Event, name="rerun"):
+class RerunVerdict(_AtStep, name="rerun"):
     """The verdict after a bad step was computed again."""
 
-    fit: Fit | None
-    step: Step | None
     verdict: Annotated[str, "`transient fault`, `faulty device` or `correct result`"] | None
     reason: Reason | None
     devices: Devices | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class DivergenceFound(Event, name="divergence"):
+class DivergenceFound(_AtStep, name="divergence"):
     """Ranks hold different values where they should hold the same."""
 
-    fit: Fit | None
-    step: Step | None
     ranks: Annotated[list[int], "ranks in the minority"] | None
     groups: Annotated[list[Any], "ranks that hold the same, as lists"] | None
     reason: Reason | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class Stragglers(Event, name="stragglers"):
+class Stragglers(_AtStep, name="stragglers"):
     """A report has found slow ranks."""
 
-    fit: Fit | None
-    step: Step | None
     ranks: Ranks | None
     devices: Devices | None
     reason: Reason | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class StragglerStop(Event, name="straggler_stop"):
+class StragglerStop(_AtStep, name="straggler_stop"):
     """The run was saved and stops because of slow ranks."""
 
-    fit: Fit | None
-    step: Step | None
     ranks: Ranks | None
     devices: Devices | None
     reason: Reason | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Unhealthy(Event, name="unhealthy"):
     """A rank's node or device has failed its health check."""
 
@@ -544,7 +513,6 @@ class Unhealthy(Event, name="unhealthy"):
     reason: Reason | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class WorkloadRequest(Event, name="workload_request"):
     """A rank asks the launcher to act."""
 
@@ -553,7 +521,6 @@ class WorkloadRequest(Event, name="workload_request"):
     reason: Reason | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class FaultInjected(Event, name="simulated_fault"):
     """A fault was injected."""
 
@@ -566,17 +533,7 @@ class FaultInjected(Event, name="simulated_fault"):
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def own_fields(kind: type[Event]) -> list[dataclasses.Field[Any]]:
-    """The fields that a kind of event adds to the common ones."""
-    return [each for each in dataclasses.fields(kind) if each.name not in _COMMON]
-
-
-def is_required(own: dataclasses.Field[Any]) -> bool:
-    """Whether a field is always written."""
-    return own.default is dataclasses.MISSING
-
-
-_COMMON = frozenset(each.name for each in dataclasses.fields(Event))
+_COMMON = dict.fromkeys(("time", "rank", "node", "extra"), False)
 _ON_DISK = frozenset(("event", "time", "rank", "node", "order"))
 _TYPES: dict[Any, frozenset[type]] = {float: frozenset((int, float)), types.NoneType: frozenset()}
 
@@ -602,7 +559,7 @@ class _Rule(NamedTuple):
 def _rules(name: str) -> dict[str, _Rule]:
     kind = EVENTS[name]
     hints = get_type_hints(kind, include_extras=True)
-    return {each.name: _rule(hints[each.name]) for each in own_fields(kind)}
+    return {each: _rule(hints[each]) for each in kind.own_fields}
 
 
 def _rule(hint: Any) -> _Rule:

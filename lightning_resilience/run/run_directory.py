@@ -37,15 +37,17 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 from lightning_resilience._files import create_json, load_json, read_json, temporary_path, write_json
 from lightning_resilience._processes import describe_process, is_being_killed, is_running, pid_namespace
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 NOT_SHOWN = "not-shown.log"
 """The file in a run directory for output that could not be shown."""
@@ -104,9 +106,10 @@ class Outcome:
     time: float = field(default_factory=time.time)
     details: dict[str, Any] = field(default_factory=dict)
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Publishes this outcome at ``path``."""
-        write_json(path, asdict(self))
+    @staticmethod
+    def publish(path: str | os.PathLike[str], outcome: Outcome) -> None:
+        """Publishes an outcome at ``path``."""
+        write_json(path, asdict(outcome))
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Outcome | None:
@@ -143,6 +146,19 @@ class StorageFails(RuntimeError):
     """The storage has not answered at the start of a fit. Nothing was moved or begun anew: it is to be tried again."""
 
 
+class _File(Generic[_T]):
+    """A JSON file in the folder of a fit, as an attribute that reads and publishes it."""
+
+    def __init__(self, name: str, read: Callable[[Path], _T | None], write: Callable[[Path, _T], None]) -> None:
+        self._name, self._read, self._write = name, read, write
+
+    def __get__(self, fit: FitDirectory, owner: type) -> _T | None:
+        return self._read(fit.path / self._name)
+
+    def __set__(self, fit: FitDirectory, content: _T) -> None:
+        self._write(fit.path / self._name, content)
+
+
 class FitDirectory:
     """One fit's folder in a run directory.
 
@@ -150,17 +166,28 @@ class FitDirectory:
         path: The folder, created with its ``checkpoints`` on first use.
     """
 
+    outcome = _File("outcome.json", Outcome.read, Outcome.publish)
+    """How this fit ended last."""
+
+    failed_start = _File("failed_start.json", Outcome.read, Outcome.publish)
+    """How a start of this fit ended last that trained nothing, after the fit had finished."""
+
+    settings = _File("settings.json", load_json, write_json)
+    """What this fit was given at its last start. Raises ``OSError`` if it cannot be read."""
+
+    fingerprint = _File("fingerprint.json", load_json, write_json)
+    """What this fit trains, as its first attempt described it. Raises ``OSError`` if it cannot be read: what is written
+    over it then would be half of it."""
+
+    outputs = _File("outputs.json", read_json, write_json)
+    """Where Lightning's own outputs of this fit are; see :mod:`lightning_resilience.fit.outputs`."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.quarantine = path / "quarantine"
-        self._outcome = path / "outcome.json"
-        self._fingerprint = path / "fingerprint.json"
-        self._settings = path / "settings.json"
-        self._failed_start = path / "failed_start.json"
         self._bad_file = path / "condemned.json"
         self._courses = path / "courses.json"
-        self._outputs = path / "outputs.json"
 
     def create(self) -> None:
         """Makes the folders."""
@@ -173,60 +200,7 @@ class FitDirectory:
             OSError: If that cannot be done, or read.
         """
         self.create()
-        return Outcome._of(load_json(self._outcome))
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """How this fit ended last."""
-        return Outcome.read(self._outcome)
-
-    @outcome.setter
-    def outcome(self, outcome: Outcome) -> None:
-        outcome.write(self._outcome)
-
-    @property
-    def failed_start(self) -> Outcome | None:
-        """How a start of this fit ended last that trained nothing, after the fit had finished."""
-        return Outcome.read(self._failed_start)
-
-    @failed_start.setter
-    def failed_start(self, outcome: Outcome) -> None:
-        outcome.write(self._failed_start)
-
-    @property
-    def settings(self) -> dict[str, Any] | None:
-        """What this fit was given at its last start.
-
-        Raises:
-            OSError: If it cannot be read.
-        """
-        return load_json(self._settings)
-
-    @settings.setter
-    def settings(self, settings: dict[str, Any]) -> None:
-        write_json(self._settings, settings)
-
-    @property
-    def fingerprint(self) -> dict[str, Any] | None:
-        """What this fit trains, as its first attempt described it.
-
-        Raises:
-            OSError: If it cannot be read. What is written over it then would be half of it.
-        """
-        return load_json(self._fingerprint)
-
-    @fingerprint.setter
-    def fingerprint(self, fingerprint: dict[str, Any]) -> None:
-        write_json(self._fingerprint, fingerprint)
-
-    @property
-    def outputs(self) -> dict[str, Any] | None:
-        """Where Lightning's own outputs of this fit are; see :mod:`lightning_resilience.fit.outputs`."""
-        return read_json(self._outputs)
-
-    @outputs.setter
-    def outputs(self, outputs: dict[str, Any]) -> None:
-        write_json(self._outputs, outputs)
+        return Outcome._of(load_json(self.path / "outcome.json"))
 
     @property
     def bad_checkpoints(self) -> dict[str, str]:
@@ -307,7 +281,7 @@ class RunDirectory:
     @outcome.setter
     def outcome(self, outcome: Outcome) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        outcome.write(self._outcome)
+        Outcome.publish(self._outcome, outcome)
 
     def forget_outcome(self) -> None:
         """Removes the outcome of an earlier attempt, so that it can't be taken for this one's."""
