@@ -146,9 +146,8 @@ def elastic_launcher(
     command += [_NVRX_LAUNCHER, *common, f"--ft-cfg-path={config}", "--ft-log-level=WARNING"]
     command += [f"--term-timeout={term_timeout_s:.0f}", f"--workers-stop-timeout={WORKERS_STOP_TIMEOUT_S}"]
     if version < (0, 5):
-        command += [
-            "--ft-enable-nic-monitor=false"
-        ]  # the default since, and full of errors where there is no such card
+        # The default since, and full of errors where there is no such card.
+        command += ["--ft-enable-nic-monitor=false"]
     environment = log_to | {"FT_LAUNCHER_LOGLEVEL": os.environ.get("FT_LAUNCHER_LOGLEVEL", "WARNING")}
     return command, environment if version < (0, 5) else environment | _OWN_STORE
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import lightning_resilience as lr
 from lightning_resilience._arguments import changed, path
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.launch.budget import Budget
@@ -26,17 +27,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import WandbLogger
 
-    from lightning_resilience import (
-        AutoResume,
-        FaultTolerance,
-        LocalCheckpoint,
-        NaNGuard,
-        Preemption,
-        ReplicaCheck,
-        StragglerDetection,
-    )
     from lightning_resilience.faults import SimulatedFault
-    from lightning_resilience.fit.joining import SessionCallback
 
 RECIPE_VARIABLE = "LIGHTNING_RESILIENCE_RECIPE"
 """Environment variable in which ``lightning-resilience launch`` names the recipe for the script's Trainers."""
@@ -139,13 +130,13 @@ class Recipe:
 
     name: str
     run_dir: str | os.PathLike[str] | None
-    auto_resume: AutoResume
-    fault_tolerance: FaultTolerance | None = None
-    preemption: Preemption | None = None
-    local_checkpoint: LocalCheckpoint | None = None
-    nan_guard: NaNGuard | None = None
-    replica_check: ReplicaCheck | None = None
-    straggler_detection: StragglerDetection | None = None
+    auto_resume: lr.AutoResume
+    fault_tolerance: lr.FaultTolerance | None = None
+    preemption: lr.Preemption | None = None
+    local_checkpoint: lr.LocalCheckpoint | None = None
+    nan_guard: lr.NaNGuard | None = None
+    replica_check: lr.ReplicaCheck | None = None
+    straggler_detection: lr.StragglerDetection | None = None
     job: Job = field(default_factory=Job)
 
     def __post_init__(self) -> None:
@@ -181,9 +172,6 @@ class Recipe:
 
         Every time new ones, with the recipe's run directory.
         """
-        return list(self._make_callbacks())
-
-    def _make_callbacks(self) -> list[SessionCallback]:
         parts = (
             self.fault_tolerance,
             self.preemption,
@@ -193,10 +181,10 @@ class Recipe:
             self.straggler_detection,
             self.auto_resume,
         )
-        callbacks: list[SessionCallback] = [copy(part) for part in parts if part is not None]
-        for callback in callbacks:
+        made = [copy(part) for part in parts if part is not None]
+        for callback in made:
             callback.run_dir = self.run_dir
-        return callbacks
+        return list(made)
 
     def __iter__(self) -> NoReturn:
         raise TypeError(_NOT_A_CALLBACK)
@@ -266,26 +254,16 @@ def nemo(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
 
         trainer = Trainer(callbacks=recipes.nemo("runs/gpt").callbacks)
     """
-    from lightning_resilience import (
-        AutoResume,
-        FaultTolerance,
-        LocalCheckpoint,
-        NaNGuard,
-        Preemption,
-        ReplicaCheck,
-        StragglerDetection,
-    )
-
     return Recipe(
         name="nemo",
         run_dir=run_dir,
-        fault_tolerance=FaultTolerance(),
-        preemption=Preemption(),
-        local_checkpoint=LocalCheckpoint(),
-        nan_guard=NaNGuard(),
-        replica_check=ReplicaCheck(),
-        straggler_detection=StragglerDetection(min_consecutive_reports=2),
-        auto_resume=AutoResume(),
+        fault_tolerance=lr.FaultTolerance(),
+        preemption=lr.Preemption(),
+        local_checkpoint=lr.LocalCheckpoint(),
+        nan_guard=lr.NaNGuard(),
+        replica_check=lr.ReplicaCheck(),
+        straggler_detection=lr.StragglerDetection(min_consecutive_reports=2),
+        auto_resume=lr.AutoResume(),
         job=JOBS["nemo"],
     )
 
@@ -299,14 +277,12 @@ def preemptible(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
     Args:
         run_dir: The run directory on storage that all nodes share; see :class:`Recipe`.
     """
-    from lightning_resilience import AutoResume, Preemption
-
     job = JOBS["preemptible"]
     return replace(
         nemo(run_dir),
         name="preemptible",
-        preemption=Preemption(grace_period_s=job.grace_period_s),
-        auto_resume=AutoResume(train_time_interval=timedelta(minutes=5)),
+        preemption=lr.Preemption(grace_period_s=job.grace_period_s),
+        auto_resume=lr.AutoResume(train_time_interval=timedelta(minutes=5)),
         job=job,
     )
 
@@ -321,19 +297,17 @@ def workstation(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
     Args:
         run_dir: The run directory; see :class:`Recipe`.
     """
-    from lightning_resilience import AutoResume, FaultTolerance, NaNGuard, Preemption, ReplicaCheck
-
     job = JOBS["workstation"]
     return Recipe(
         name="workstation",
         run_dir=run_dir,
-        fault_tolerance=FaultTolerance(),
-        preemption=Preemption(
+        fault_tolerance=lr.FaultTolerance(),
+        preemption=lr.Preemption(
             signals=(signal.SIGTERM, signal.SIGINT, signal.SIGHUP), grace_period_s=job.grace_period_s
         ),
-        nan_guard=NaNGuard(),
-        replica_check=ReplicaCheck(),
-        auto_resume=AutoResume(),
+        nan_guard=lr.NaNGuard(),
+        replica_check=lr.ReplicaCheck(),
+        auto_resume=lr.AutoResume(),
         job=job,
     )
 
@@ -351,7 +325,6 @@ def drill(
             training has begun.
         recipe: Which recipe is rehearsed.
     """
-    from lightning_resilience import FaultTolerance
     from lightning_resilience.faults import SimulatedFault
 
     fault = fault or SimulatedFault(fault_type="random", base_delay_s=60.0, rand_delay_s=60.0)
@@ -360,7 +333,7 @@ def drill(
     return replace(
         rehearsed,
         name="drill",
-        fault_tolerance=FaultTolerance(simulated_fault_params=fault, section_timeouts=limits),
+        fault_tolerance=lr.FaultTolerance(simulated_fault_params=fault, section_timeouts=limits),
     )
 
 
@@ -369,7 +342,7 @@ def straggler_det_callback(
     stop_if_detected_straggler: bool = True,
     gpu_relative_perf_threshold: float = 0.7,
     gpu_individual_perf_threshold: float = 0.7,
-) -> StragglerDetection:
+) -> lr.StragglerDetection:
     """:class:`~lightning_resilience.StragglerDetection` by the names of NeMo's function of the same name.
 
     Args:
@@ -378,9 +351,7 @@ def straggler_det_callback(
         gpu_relative_perf_threshold: The same.
         gpu_individual_perf_threshold: The same.
     """
-    from lightning_resilience import StragglerDetection
-
-    return StragglerDetection(
+    return lr.StragglerDetection(
         report_time_interval=straggler_report_time_interval,
         stop_if_detected=stop_if_detected_straggler,
         gpu_relative_perf_threshold=gpu_relative_perf_threshold,
@@ -414,7 +385,7 @@ def _recipe(name: str) -> Recipe:
     return recipe
 
 
-def callbacks_factory() -> list[SessionCallback]:
+def callbacks_factory() -> list[Callback]:
     """The ``callbacks_factory`` entry point of both Lightning packages, which every ``Trainer()`` of theirs calls.
 
     Returns:
@@ -428,7 +399,7 @@ def callbacks_factory() -> list[SessionCallback]:
         name = None  # a child process of the launched script
     if not name or name == NO_RECIPE or is_turned_off():
         return []
-    callbacks = _recipe(name)._make_callbacks()
+    callbacks: list[Any] = _recipe(name).callbacks
     for callback in callbacks:
         callback._injected = True
     return callbacks

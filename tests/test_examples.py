@@ -214,7 +214,7 @@ def test_local_checkpoints(examples: Examples, undisturbed: str) -> None:
     launch = examples.start(arguments)
     examples.wait_for("step  100 of")
     launch.kill()
-    examples.wait_for("The launcher is gone", has_ended=True)
+    examples.wait_for("The launcher died", has_ended=True)
     said = examples.run(arguments)
     says(examples.said(0), heading)
     says(said, heading, 1)

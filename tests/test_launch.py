@@ -326,7 +326,7 @@ def test_a_mistake_of_the_script_is_tried_twice(launcher: Launcher, mistake: str
     assert launcher.stderr().count(", in train") == 1
     [again] = [line for line in launcher.stderr().splitlines() if "Rank 0, again: " in line]
     assert "(script.py:" in again
-    log = Path(again.partition("its traceback: ")[2]).read_text()
+    log = Path(again.partition("; traceback: ")[2]).read_text()
     assert log.count(", in train") == 1
     assert "launch/worker.py" in log, "the whole of it"
     assert log.rstrip().endswith(": again")
@@ -354,7 +354,7 @@ def test_the_frames_of_launchers_are_cut_from_a_traceback(launcher: Launcher) ->
     assert "fit_loop.py" in shown
     assert "trainer/call.py" not in shown
     assert "lightning_resilience" not in shown.partition("ConnectionError: wrapped")[0]
-    path = shown.partition("more frames, which are not yours: ")[2].splitlines()[0]
+    path = shown.partition("more frames outside your code: ")[2].splitlines()[0]
     assert "trainer/call.py" in Path(path).read_text()
 
 
@@ -640,7 +640,7 @@ def test_what_survived_a_launcher_and_its_reaper_is_ended_by_the_next_launch(lau
     assert launcher.run() == 0, launcher.stderr()
     assert not processes_of(launch_id)
     # Five and those that start a process at this moment.
-    assert re.search(r"Ended \d+ processes that an earlier launch of this run had left", launcher.stderr())
+    assert re.search(r"Terminated \d+ remaining processes of a dead launch", launcher.stderr())
 
 
 def test_what_a_finished_script_leaves_behind_is_ended(launcher: Launcher) -> None:

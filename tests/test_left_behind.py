@@ -57,7 +57,7 @@ HOLDS_A_PORT = """
 def test_what_a_killed_rank_had_started_is_gone_when_it_is_started_again(launcher: Launcher) -> None:
     launcher.script(HOLDS_A_PORT)
     assert launcher.run("--in-job-restarts=1", "--job-retries=0", "script.py", str(free_port())) == 0, launcher.stderr()
-    assert "Ended 1 processes that the ranks of before had left on" in launcher.stderr()
+    assert "Terminated 1 remaining processes of earlier ranks on" in launcher.stderr()
 
 
 WAITS = """

@@ -87,9 +87,9 @@ def test_a_spare_takes_the_place_of_a_node_that_is_left_out(nodes: Nodes) -> Non
     board = Board(nodes.launcher.run_directory.path / "decision.json", "")
     wait_until(lambda: (decision := board.read()) is not None and decision.spares == ["spare"])
     nodes.start("slow", "--nnodes=2", "--node-rank=1", rank=1)
-    nodes.wait_for("first", "slow is left out from here on, and spare, which waited, takes its place.")
-    nodes.wait_for("slow", "slow is left out of the run. This launch ends when the run does.")
-    nodes.wait_for("spare", "spare takes the place of a node that is left out.")
+    nodes.wait_for("first", "Excluding node slow: spare spare replaces it.")
+    nodes.wait_for("slow", "slow is excluded from the run. This launch ends when the run does.")
+    nodes.wait_for("spare", "spare replaces an excluded node.")
     wait_until(lambda: len(nodes.ran()) == 4)
     assert nodes.end() == [0, 0, 0], nodes.stderr("first")
     assert sorted(nodes.ran()) == ["first", "first", "slow", "spare"]
@@ -99,7 +99,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_left_out(nodes: Nodes) -> Non
 def test_the_run_goes_on_with_fewer_nodes_where_that_is_allowed(nodes: Nodes) -> None:
     nodes.start("first", "--nnodes=1:2", "--node-rank=0")
     nodes.start("slow", "--nnodes=1:2", "--node-rank=1", rank=1)
-    nodes.wait_for("first", "slow is left out from here on, and the run goes on with fewer nodes.")
+    nodes.wait_for("first", "Excluding node slow: the run goes on with fewer nodes.")
     wait_until(lambda: nodes.ran().count("first") == 2)
     decision = Board(nodes.launcher.run_directory.path / "decision.json", "").read()
     assert decision is not None
@@ -113,7 +113,7 @@ def test_the_run_goes_on_with_a_node_that_it_needs(nodes: Nodes) -> None:
     nodes.start("first", "--nnodes=2", "--node-rank=0")
     nodes.start("slow", "--nnodes=2", "--node-rank=1", rank=1)
     reason = "it needs 2 nodes, and no launch --spare waits"
-    nodes.wait_for("first", f"The run goes on with slow, which it was asked to leave out: {reason}.")
+    nodes.wait_for("first", f"Keeping node slow, which a rank asked to exclude: {reason}.")
     wait_until(lambda: nodes.ran().count("slow") == 2)
     assert nodes.end() == [0, 0], nodes.stderr("first")
     assert nodes.stderr("first").count("The run goes on with slow") == 1

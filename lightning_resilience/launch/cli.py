@@ -8,9 +8,10 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lightning_resilience import __version__
 from lightning_resilience._files import make_directory
@@ -29,14 +30,14 @@ from lightning_resilience.run import exit_codes
 from lightning_resilience.run.ledger import is_ledger, node_name
 from lightning_resilience.run.run_directory import RunDirectory
 
+_NAME = r"[^\W\d]\w*"  # in Python
 _SCHEDULERS: dict[str, Scheduler] = {kind.name: kind() for kind in KINDS}
 
 
 def _exit_codes() -> str:
-    lines = ["exit codes of launch:"]
-    for code, meaning in exit_codes.OF_LAUNCH.items():
-        lines += textwrap.wrap(meaning, 112, initial_indent=f"  {code:<4}", subsequent_indent=" " * 6)
-    return "\n".join(lines)
+    codes = exit_codes.OF_LAUNCH.items()
+    texts = (textwrap.fill(text, 112, initial_indent=f"  {code:<4}", subsequent_indent=" " * 6) for code, text in codes)
+    return "\n".join(["exit codes of launch:", *texts])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -476,21 +477,26 @@ def _forwarded(options: argparse.Namespace) -> list[str]:
     return forwarded
 
 
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return int(text)
+def _matching(pattern: str, problem: str, kind: Callable[[str], Any] = str) -> Callable[[str], Any]:
+    """For argparse: takes what matches a pattern."""
+
+    def take(text: str) -> Any:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"{text!r} is {problem}")
+        return kind(text)
+
+    return take
 
 
-def _at_least_one(text: str) -> int:
-    if not re.fullmatch(r"[1-9][0-9]*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
+_count = _matching("[0-9]+", "not a number of at least 0", int)
+_at_least_one = _matching("[1-9][0-9]*", "not a number of at least 1", int)
+_count_or_auto = _matching("auto|[1-9][0-9]*", "neither a number of at least 1 nor 'auto'")
+_endpoint = _matching(".+:[0-9]+", "not HOST:PORT")
 
 
 def _node_rank(text: str) -> int:
     if text not in _SCHEDULERS:
-        return _count(text)
+        return int(_count(text))
     rank = current_scheduler().node_rank
     if rank is None:
         raise argparse.ArgumentTypeError(
@@ -499,32 +505,18 @@ def _node_rank(text: str) -> int:
     return rank
 
 
-def _count_or_auto(text: str) -> str:
-    if text != "auto" and not re.fullmatch(r"[1-9][0-9]*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of at least 1 nor 'auto'")
-    return text
-
-
 def _recipe(text: str) -> str:
-    if (text not in JOBS and not all(part.isidentifier() for part in re.split(r"[.:]", text))) or text.count(":") > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a recipe ({', '.join(JOBS)}) nor MODULE:FUNCTION")
-    if text not in JOBS and ":" not in text:
-        near = difflib.get_close_matches(text, JOBS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(JOBS)}, and MODULE:FUNCTION"
-        raise argparse.ArgumentTypeError(f"there is no recipe {text}; {hint}")
-    return text
+    if text in JOBS or re.fullmatch(rf"{_NAME}([.]{_NAME})*:{_NAME}", text):
+        return text
+    near = difflib.get_close_matches(text, JOBS, 1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(JOBS)}, and MODULE:FUNCTION"
+    raise argparse.ArgumentTypeError(f"there is no recipe {text}; {hint}")
 
 
 def _nodes(text: str) -> str:
     match = re.fullmatch(r"([1-9][0-9]*)(?::([1-9][0-9]*))?", text)
     if match is None or (match[2] and int(match[2]) < int(match[1])):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of at least 1 nor MIN:MAX")
-    return text
-
-
-def _endpoint(text: str) -> str:
-    if not re.fullmatch(r".+:[0-9]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
     return text
 
 

@@ -269,7 +269,9 @@ class Launch:
                 said = self._run_directory.outcome
                 is_verdict = said is not None and said.details.get("exit_code") == exit_codes.TRY_ELSEWHERE
                 details = {"exit_code": exit_codes.TRY_ELSEWHERE} if is_verdict else {}
-                return self._end(Outcome("failed", self._with_last_fault(decision.reason), details=details))
+                last = self._history.now().last(JobFailed)
+                reason = decision.reason if last is None else f"{decision.reason}; last failure: {last.reason}"
+                return self._end(Outcome("failed", reason, details=details))
             run_id = uuid.uuid4().hex[:12]
             self._ledger.record(
                 JobStart(
@@ -300,7 +302,7 @@ class Launch:
                 return self._end(Outcome("interrupted", f"{reason} ({outcome.reason})", details={"new_job": True}))
             if following.action != "give_up":
                 log_line(f"Failed: {outcome.reason}. Next: {following.reason}.")
-                self._leave_out(run_id)
+                self._exclude(run_id)
 
     def _plan(self, run_id: str, decision: budget.Decision) -> Decision:
         """What all nodes are told."""
@@ -324,8 +326,8 @@ class Launch:
             return {}
         return {launch: node for launch, node in self._spares.look().items() if launch not in self._replacements}
 
-    def _nodes_to_leave_out(self, run_id: str) -> list[str]:
-        """Of the nodes that a rank has asked to go on without those without which the run can go on; says which not."""
+    def _nodes_to_exclude(self, run_id: str) -> list[str]:
+        """The nodes that a rank has asked to exclude and that can be excluded. Logs those that cannot."""
         able: list[str] = []
         count = self._count_nodes(run_id)
         plan = self._plan(run_id, budget.Decision("start", 0, 0, ""))
@@ -334,22 +336,22 @@ class Launch:
                 able.append(node)
                 continue
             self._kept.add(node)
-            log_line(f"The run goes on with {node}, which it was asked to leave out: {reason}.")
+            log_line(f"Keeping node {node}, which a rank asked to exclude: {reason}.")
         return able
 
-    def _leave_out(self, run_id: str) -> None:
-        """Lets a node that waits take the place of one to leave out, or goes on with fewer."""
-        for node in self._nodes_to_leave_out(run_id):
+    def _exclude(self, run_id: str) -> None:
+        """Replaces nodes by spares, or goes on with fewer nodes."""
+        for node in self._nodes_to_exclude(run_id):
             self._excluded = [*self._excluded, node]
             if waiting := self._waiting():
                 launch, name = min(waiting.items())
                 self._replacements[launch] = name
-                then = f"{name}, which waited, takes its place"
+                then = f"spare {name} replaces it"
             else:
                 least, _, most = self._nnodes.partition(":")
                 self._nnodes = f"{least}:{int(most) - 1}"
                 then = "the run goes on with fewer nodes"
-            log_line(f"{node} is left out from here on, and {then}.")
+            log_line(f"Excluding node {node}: {then}.")
             self._ledger.record(NodesExcluded(excluded=[node], reason=then))
 
     def _count_nodes(self, run_id: str) -> int:
@@ -367,7 +369,7 @@ class Launch:
         return f"to be started again in a new job, without {', '.join(nodes)}" if nodes else None
 
     def _nodes_to_avoid(self, run_id: str) -> list[str]:
-        """The nodes that a rank on them has asked to go on without, since these workers were started."""
+        """The nodes that a rank on them has asked to exclude since these workers were started."""
         if self.settings.is_single_node:
             return []  # there is no other node to compare it to
         return sorted(self._history.now().nodes_to_avoid(run_id) - {*self._excluded, *self._kept})
@@ -437,7 +439,7 @@ class Launch:
         state = f"continuing, {safe}" if events else "new run"
         log_line(f"Run directory {self._run_directory.path} ({state}). The same command again resumes it.")
         log = _nvrx.elastic_log(self._run_directory.path / _ELASTIC)
-        log_line(f"What the elastic launcher says is in {log}.")
+        log_line(f"Log of the elastic launcher: {log}.")
         if found or edited:
             edits = f"edited: {', '.join(edited)}" if edited else ""
             log_line(f"Changed since the last start: {'; '.join(filter(None, (describe_changes(found), edits)))}.")
@@ -472,10 +474,6 @@ class Launch:
         how = f"exit code {exit_code}" if exit_code > 0 else signal.Signals(-exit_code).name
         return Outcome("failed", f"a worker was killed, or never started (the elastic launcher ended with {how})")
 
-    def _with_last_fault(self, reason: str) -> str:
-        last = self._history.now().last(JobFailed)
-        return reason if last is None else f"{reason}; last failure: {last.reason}"
-
     def _watch_nodes(self, run_id: str) -> bool:
         """Whether the workers must go. The elastic launcher's own count is per node, the budget counts all nodes."""
         if self.settings.is_single_node:
@@ -486,7 +484,7 @@ class Launch:
             return True  # with a fixed number of nodes the others would wait for that one in vain
         if self._has_stopped(run_id):
             return True  # else its elastic launcher would wait five minutes for that of a node that was told to stop
-        if self._nodes_to_leave_out(run_id):
+        if self._nodes_to_exclude(run_id):
             return True  # its elastic launcher would start the workers on the same nodes
         return self._not_again() is not None or self._decide().action != "start"
 
@@ -511,7 +509,7 @@ class Launch:
         deadline = time.monotonic() + OTHERS_END_WITHIN_S
         while len(ended := self._other_nodes(run_id)) < others and not self._stop:
             if time.monotonic() > deadline:
-                log_line(f"Of {others} other nodes only {len(ended)} have said how their workers ended.")
+                log_line(f"Only {len(ended)} of {others} other nodes have reported the end of their workers.")
                 return 1
             self._board.beat()
             time.sleep(_POLL_S)
@@ -576,14 +574,14 @@ class Launch:
     def _has_place(self, decision: Decision) -> bool:
         """Whether this node is one of those that meet; if not, it waits."""
         if node_name() in decision.excluded:
-            why = f"{node_name()} is left out of the run. This launch ends when the run does"
+            why = f"{node_name()} is excluded from the run. This launch ends when the run does"
         elif self.settings.spare and self.launch_id not in decision.replacements:
             why = f"{node_name()} waits as a spare"
         else:
             why = ""
         if why != self._waits_because:
             self._waits_because = why
-            log_line(f"{why or f'{node_name()} takes the place of a node that is left out'}.")
+            log_line(f"{why or f'{node_name()} replaces an excluded node'}.")
         return not why
 
     def _is_superseded(self, run_id: str) -> bool:
@@ -613,7 +611,7 @@ class Launch:
             raise self._refused(*other)
         for record in records(self._launches):
             if record.is_dead and (count := end_processes(record.launch_id)):
-                log_line(f"Ended {count} processes that an earlier launch of this run had left.")
+                log_line(f"Terminated {count} remaining processes of a dead launch.")
             if record.is_dead or self._record.follows(record):
                 record.path.unlink(missing_ok=True)
         if (pid := self._run_directory.trained_by(LAUNCHED)) is not None:

@@ -145,7 +145,8 @@ def main() -> None:
     while os.read(0, 1024):
         pass
     if count := end_processes(launch_id):
-        log_line(f"The launcher is gone: ended the {count} processes it left. Run the same command again to resume.")
+        ended = f"The launcher died; terminated its {count} remaining processes."
+        log_line(f"{ended} Run the same command again to resume.")
 
 
 if __name__ == "__main__":

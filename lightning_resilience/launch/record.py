@@ -214,7 +214,7 @@ class LaunchRecord:
         if found.is_here:
             raise InUse(f"{found} runs {self._folder.parent} already")
         wait_s = DEAD_AFTER_BEATS * BEAT_INTERVAL_S
-        log_line(f"{found} has left no word of its end here: watching its record for {wait_s:g} s.")
+        log_line(f"{found} may still run here: watching its record for {wait_s:g} s.")
         until = time.monotonic() + wait_s
         while time.monotonic() < until:
             if stop():

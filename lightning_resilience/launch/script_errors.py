@@ -117,12 +117,12 @@ def show(error: BaseException, folder: Path, launch_id: str, rank: int) -> None:
     if not is_first:
         place = f" ({about['place']})" if about["place"] else ""
         line = f"{words[:200]}{place}"
-        log_line(f"Rank {rank}, again: {line}; its traceback: {path}")
+        log_line(f"Rank {rank}, again: {line}; traceback: {path}")
         return
     count = _cut(error, set())
     sys.excepthook(type(error), error, error.__traceback__)
     if count and is_kept:
-        log_line(f"The traceback with {count} more frames, which are not yours: {path}")
+        log_line(f"Full traceback, with {count} more frames outside your code: {path}")
 
 
 def _keep(path: Path, head: str, whole: str) -> tuple[bool, bool]:

@@ -67,14 +67,12 @@ def main() -> None:
     ledger = Ledger(run_directory.ledger, rank=int(os.environ.get("RANK", "0")))
     _begin_watch(run_directory, ledger.rank or 0)
     if (count := end_what_earlier_ranks_left()) and os.environ.get("LOCAL_RANK", "0") == "0":
-        log_line(f"Ended {count} processes that the ranks of before had left on {node_name()}.")
+        log_line(f"Terminated {count} remaining processes of earlier ranks on {node_name()}.")
     began = time.time()
     fault: dict[str, Any] = {}
     first = newest(run_directory.path / "launches", FIRST)
     if first is not None and first.launch_id not in ("", os.environ.get(FIRST_LAUNCH_VARIABLE)):
-        sys.exit(
-            0
-        )  # the run is another launch's by now, and ours says so: to claim it back would end that one's workers
+        sys.exit(0)  # another launch has taken the run over: to claim it back would end that one's workers
     _wait_for_other_nodes(run_directory)
     if ledger.rank == 0:
         _record_start(run_directory, ledger)

@@ -102,10 +102,8 @@ class Ledger:
         Raises:
             OSError: If it cannot be read.
         """
-        with suppress(
-            OSError
-        ):  # A client of NFS shows a folder as it was a while ago, unless it has changed it itself.
-            os.utime(self.path)
+        with suppress(OSError):
+            os.utime(self.path)  # a client of NFS shows a folder as it was a while ago, unless it has changed it
         return self._reader.read()
 
     def catch_up(self) -> None:
