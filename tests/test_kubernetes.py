@@ -394,8 +394,9 @@ def test_a_node_without_the_first_one_does_not_say_that_the_run_has_failed(tmp_p
     script = tmp_path / "train.py"
     script.touch()
     code = """
-from lightning_resilience.launch import cli, job
-job.FIRST_NODE_WITHIN_S = 0.5
+from lightning_resilience.launch import cli
+from lightning_resilience.run import deadlines
+deadlines.FIRST_NODE_WITHIN_S = 0.5
 cli.main()
 """
     options = ["--nnodes=2", "--node-rank=1", "--rdzv-endpoint=127.0.0.1:1", f"--run-dir={tmp_path / 'run'}"]

@@ -18,13 +18,13 @@ import pytest
 
 from lightning_resilience._nvrx import installed_version
 from lightning_resilience.launch.cli import launch_settings
-from lightning_resilience.launch.nodes import Board, Decision, why_it_keeps
+from lightning_resilience.launch.nodes import Board, Plan, why_not_excluded
 from tests.test_kubernetes import ISOLATED, SET_UP, why_no_pods
 from tests.test_launch import PATIENCE_S, REAL, WITHOUT_NVRX, Launcher, wait_until
 from tests.test_two_launches import HERE
 
 # As many nodes as are told to meet do so.
-MEETING = "from lightning_resilience.launch import job\njob.CHECK_NODES_EVERY_S = 0.2\n" + HERE.replace(
+MEETING = "from lightning_resilience.run import deadlines\ndeadlines.CHECK_NODES_EVERY_S = 0.2\n" + HERE.replace(
     "{}\n", '{"GROUP_WORLD_SIZE": settings.nnodes.rpartition(":")[2]}\n', 1
 )
 MEET = "--rdzv-endpoint=127.0.0.1:1"
@@ -133,7 +133,7 @@ def test_a_spare_that_is_not_needed_ends_with_the_run(nodes: Nodes) -> None:
     assert sorted(nodes.ran()) == ["first", "second"]
 
 
-DECISION = Decision("owner", "run", 3, 0, nnodes="2:4", node="n0", spares=[])
+DECISION = Plan("owner", "run", 3, 0, nnodes="2:4", node="n0", spares=[])
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_whether_a_run_can_do_without(
     reason: str | None,
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    assert why_it_keeps(tmp_path, bad, count) is None, "nothing is known"
-    Board(tmp_path / "decision.json", "owner").publish(Decision(**{**vars(DECISION), **changes}))  # type: ignore[arg-type]
-    said = why_it_keeps(tmp_path, bad, count)
+    assert why_not_excluded(tmp_path, bad, count) is None, "nothing is known"
+    Board(tmp_path / "decision.json", "owner").publish(Plan(**{**vars(DECISION), **changes}))  # type: ignore[arg-type]
+    said = why_not_excluded(tmp_path, bad, count)
     assert said is None if reason is None else reason in str(said)
 
 

@@ -36,7 +36,7 @@ from lightning_resilience.detect.stragglers.step_timer import DeviceTime, HostTi
 from lightning_resilience.detect.stragglers.stragglers import Straggler
 from lightning_resilience.fit import joining, straggler_reports
 from lightning_resilience.fit.straggler_reports import StragglerReports
-from lightning_resilience.launch.nodes import Board, Decision
+from lightning_resilience.launch.nodes import Board, Plan
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import CONTEXT, Ranks, free_port, result, run, samples
 from tests.ledgers import Ledger, read_ledger
@@ -717,7 +717,7 @@ def test_a_run_that_needs_its_slow_node_is_not_stopped_for_nothing(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    Board(tmp_path / "decision.json", "").publish(Decision("", "run", 3, 0, nnodes="2", node="n0", spares=spares))
+    Board(tmp_path / "decision.json", "").publish(Plan("", "run", 3, 0, nnodes="2", node="n0", spares=spares))
     requests: list[Any] = []
     said: list[str] = []
     session = SimpleNamespace(

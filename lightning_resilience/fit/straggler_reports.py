@@ -42,7 +42,7 @@ from lightning_resilience.detect.stragglers.stragglers import (
 )
 from lightning_resilience.fit.participant import Participant, Stateful
 from lightning_resilience.fit.session import FitSession
-from lightning_resilience.launch.nodes import why_it_keeps
+from lightning_resilience.launch.nodes import why_not_excluded
 from lightning_resilience.run.events import Stragglers, StragglerStop
 from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import is_started_again
@@ -353,7 +353,7 @@ class StragglerReports(Participant):
             why = "The run is not stopped: nothing would start it again, as lightning-resilience launch does."
         elif all(each.cause == SECTIONS[CALLBACKS] for each in new):
             why = "The run is not stopped: its callbacks would take as long on any other node."
-        elif reason := why_it_keeps(self.session.fit.run.path, nodes, self._nodes):
+        elif reason := why_not_excluded(self.session.fit.run.path, nodes, self._nodes):
             why = f"The run is not stopped, and goes on with its stragglers: {reason}."
         else:
             log.error("Detected stragglers. Terminating training...")

@@ -31,6 +31,11 @@ from lightning_resilience.run.ledger import is_ledger, node_name
 from lightning_resilience.run.run_directory import RunDirectory
 
 _NAME = r"[^\W\d]\w*"  # in Python
+_BUDGET = {
+    "in_job_restarts": "restarts of the workers inside the job after successive failures without progress",
+    "job_retries": "retries of the job after those restarts; 2 retries are 3 runs",
+    "max_failures_per_day": "failures within 24 hours after which the run ends, with or without progress",
+}
 _SCHEDULERS: dict[str, Scheduler] = {kind.name: kind() for kind in KINDS}
 
 
@@ -188,26 +193,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N|auto",
         help="workers per node; auto: one per accelerator, or one (default: auto)",
     )
-    launch.add_argument(
-        "--in-job-restarts",
-        type=_count,
-        metavar="N",
-        help="restarts of the workers inside the job after successive failures without progress "
-        f"(default: {nemo.budget.in_job_restarts})",
-    )
-    launch.add_argument(
-        "--job-retries",
-        type=_count,
-        metavar="N",
-        help=f"retries of the job after those restarts; 2 retries are 3 runs (default: {nemo.budget.job_retries})",
-    )
-    launch.add_argument(
-        "--max-failures-per-day",
-        type=_count,
-        metavar="N",
-        help="failures within 24 hours after which the run ends, with or without progress "
-        f"(default: {nemo.budget.max_failures_per_day})",
-    )
+    for name, meaning in _BUDGET.items():
+        option, default = f"--{name.replace('_', '-')}", getattr(nemo.budget, name)
+        launch.add_argument(option, type=_count, metavar="N", help=f"{meaning} (default: {default})")
     launch.add_argument(
         "--grace-period",
         type=_seconds,
@@ -390,11 +378,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         rdzv_endpoint=options.rdzv_endpoint,
         budget=replace(
             job.budget,
-            **{
-                name: given
-                for name in ("in_job_restarts", "job_retries", "max_failures_per_day")
-                if (given := getattr(options, name)) is not None
-            },
+            **{name: given for name in _BUDGET if (given := getattr(options, name)) is not None},
         ),
         grace_period_s=job.grace_period_s if options.grace_period is None else options.grace_period,
         section_timeouts=section_timeouts,

@@ -21,13 +21,7 @@ from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE
 from lightning_resilience.launch import budget
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.naming import last_launch
-from lightning_resilience.launch.nodes import (
-    AnotherLaunch,
-    Board,
-    Decision,
-    FirstNodeMissing,
-    is_this_host,
-)
+from lightning_resilience.launch.nodes import AnotherLaunch, Board, FirstNodeMissing, Plan, is_this_host
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
 from lightning_resilience.launch.record import InUse, LaunchRecord, Spares, TakenOver, records
 from lightning_resilience.launch.schedulers import current_scheduler
@@ -37,18 +31,7 @@ from lightning_resilience.launch.worker import (
     JOB_ATTEMPT_VARIABLE,
 )
 from lightning_resilience.recipes import RECIPE_VARIABLE
-from lightning_resilience.run import exit_codes
-from lightning_resilience.run.deadlines import (
-    CHECK_NODES_EVERY_S,
-    DEFAULT_GRACE_PERIOD_S,
-    FIRST_NODE_WITHIN_S,
-    KILL_MARGIN_S,
-    LEFTOVERS_PATIENCE_S,
-    OTHERS_END_WITHIN_S,
-    OWNER_LOST_AFTER_S,
-    SECOND_SIGNAL_AFTER_S,
-    TERM_MARGIN_S,
-)
+from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.events import (
     FitInterrupted,
     GiveUp,
@@ -121,7 +104,7 @@ class LaunchSettings:
     spare: bool = False
     rdzv_endpoint: str | None = None
     budget: Budget = field(default_factory=Budget)
-    grace_period_s: float = DEFAULT_GRACE_PERIOD_S
+    grace_period_s: float = deadlines.DEFAULT_GRACE_PERIOD_S
     section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
     local_dir: Path | None = None
     is_default_run_dir: bool = False
@@ -152,7 +135,7 @@ def elastic_command(settings: LaunchSettings, run_id: str, max_restarts: int) ->
     """The command that runs the workers under NVRx's launcher, or under torch's where NVRx is not installed."""
     command, environment = _nvrx.elastic_launcher(
         max_restarts,
-        settings.grace_period_s + TERM_MARGIN_S,
+        settings.grace_period_s + deadlines.TERM_MARGIN_S,
         settings.section_timeouts.by_section(),
         settings.run_dir / _ELASTIC,
         _nvrx.installed_version(),
@@ -187,7 +170,7 @@ class _StopRequest:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is None:
             self.signum, self._at = signal.Signals(signum), time.monotonic()
-        elif time.monotonic() - self._at >= SECOND_SIGNAL_AFTER_S:  # else the same one, delivered twice
+        elif time.monotonic() - self._at >= deadlines.SECOND_SIGNAL_AFTER_S:  # else the same one, delivered twice
             self.now = True
 
     def __bool__(self) -> bool:
@@ -242,7 +225,7 @@ class Launch:
                 try:
                     return self._own() if self.settings.is_owner else self._follow()
                 finally:
-                    end_processes(self.launch_id, LEFTOVERS_PATIENCE_S)
+                    end_processes(self.launch_id, deadlines.LEFTOVERS_PATIENCE_S)
                     reaper.dismiss()
         except TakenOver as lost:
             # Not even an exit is recorded: what is in the ledger, and in the run directory, is the other's.
@@ -270,8 +253,8 @@ class Launch:
                 is_verdict = said is not None and said.details.get("exit_code") == exit_codes.TRY_ELSEWHERE
                 details = {"exit_code": exit_codes.TRY_ELSEWHERE} if is_verdict else {}
                 last = self._history.now().last(JobFailed)
-                reason = decision.reason if last is None else f"{decision.reason}; last failure: {last.reason}"
-                return self._end(Outcome("failed", reason, details=details))
+                after = "" if last is None else f"; last failure: {last.reason}"
+                return self._end(Outcome("failed", decision.reason + after, details=details))
             run_id = uuid.uuid4().hex[:12]
             self._ledger.record(
                 JobStart(
@@ -304,9 +287,9 @@ class Launch:
                 log_line(f"Failed: {outcome.reason}. Next: {following.reason}.")
                 self._exclude(run_id)
 
-    def _plan(self, run_id: str, decision: budget.Decision) -> Decision:
+    def _plan(self, run_id: str, decision: budget.Decision) -> Plan:
         """What all nodes are told."""
-        return Decision(
+        return Plan(
             owner=self.launch_id,
             run_id=run_id,
             max_restarts=decision.max_restarts,
@@ -332,7 +315,7 @@ class Launch:
         count = self._count_nodes(run_id)
         plan = self._plan(run_id, budget.Decision("start", 0, 0, ""))
         for node in self._nodes_to_avoid(run_id):
-            if (reason := plan.why_it_keeps([*able, node], count)) is None:
+            if (reason := plan.why_not_excluded([*able, node], count)) is None:
                 able.append(node)
                 continue
             self._kept.add(node)
@@ -506,7 +489,7 @@ class Launch:
     def _wait_for_nodes(self, run_id: str) -> int:
         """How the other nodes' workers ended: their launchers do not tell each other."""
         others = self._count_nodes(run_id) - 1
-        deadline = time.monotonic() + OTHERS_END_WITHIN_S
+        deadline = time.monotonic() + deadlines.OTHERS_END_WITHIN_S
         while len(ended := self._other_nodes(run_id)) < others and not self._stop:
             if time.monotonic() > deadline:
                 log_line(f"Only {len(ended)} of {others} other nodes have reported the end of their workers.")
@@ -552,30 +535,30 @@ class Launch:
             log_line("The run has finished already; nothing to do.")
             return 0
         try:
-            decision = self._board.wait_for(None, FIRST_NODE_WITHIN_S, lambda: bool(self._stop))
-            while decision is not None and decision.exit_code is None:
-                if not self._has_place(decision):
-                    decision = self._board.wait_for(decision, OWNER_LOST_AFTER_S, lambda: bool(self._stop))
+            plan = self._board.wait_for(None, deadlines.FIRST_NODE_WITHIN_S, lambda: bool(self._stop))
+            while plan is not None and plan.exit_code is None:
+                if not self._has_place(plan):
+                    plan = self._board.wait_for(plan, deadlines.OWNER_LOST_AFTER_S, lambda: bool(self._stop))
                     continue
-                exit_code = self._run_workers(decision, self._is_superseded)
-                self._record.update(ended={"run_id": decision.run_id, "exit_code": exit_code})
-                decision = self._board.wait_for(decision, OWNER_LOST_AFTER_S, lambda: self._stop.now)
+                exit_code = self._run_workers(plan, self._is_superseded)
+                self._record.update(ended={"run_id": plan.run_id, "exit_code": exit_code})
+                plan = self._board.wait_for(plan, deadlines.OWNER_LOST_AFTER_S, lambda: self._stop.now)
         except AnotherLaunch as other:
             raise self._refused(str(other), "wait for it, stop it, or use another --run-dir") from None
         except FirstNodeMissing as missing:
             # Whether the run has failed is the first node's to say: with a new one it goes on.
             log_line(f"Interrupted: {missing} (exit code {exit_codes.INTERRUPTED})")
             return exit_codes.INTERRUPTED
-        if decision is None or decision.exit_code is None:
+        if plan is None or plan.exit_code is None:
             return exit_codes.INTERRUPTED
-        log_line(f"The first node ended the run (exit code {decision.exit_code}).")
-        return decision.exit_code
+        log_line(f"The first node ended the run (exit code {plan.exit_code}).")
+        return plan.exit_code
 
-    def _has_place(self, decision: Decision) -> bool:
+    def _has_place(self, plan: Plan) -> bool:
         """Whether this node is one of those that meet; if not, it waits."""
-        if node_name() in decision.excluded:
+        if node_name() in plan.excluded:
             why = f"{node_name()} is excluded from the run. This launch ends when the run does"
-        elif self.settings.spare and self.launch_id not in decision.replacements:
+        elif self.settings.spare and self.launch_id not in plan.replacements:
             why = f"{node_name()} waits as a spare"
         else:
             why = ""
@@ -585,14 +568,14 @@ class Launch:
         return not why
 
     def _is_superseded(self, run_id: str) -> bool:
-        decision = self._board.read()
-        if decision is None or decision.run_id != run_id:
-            return decision is not None
-        if decision.exit_code is None:
+        plan = self._board.read()
+        if plan is None or plan.run_id != run_id:
+            return plan is not None
+        if plan.exit_code is None:
             return False
         if self._over_since is None:
             self._over_since = time.monotonic()
-        return time.monotonic() - self._over_since > OTHERS_END_WITHIN_S
+        return time.monotonic() - self._over_since > deadlines.OTHERS_END_WITHIN_S
 
     # Every node
 
@@ -623,7 +606,7 @@ class Launch:
         self._ledger.record(RunRefused(reason=reason))
         return Refused(f"{reason}; {then}")
 
-    def _run_workers(self, plan: Decision, must_go: Callable[[str], bool]) -> int:
+    def _run_workers(self, plan: Plan, must_go: Callable[[str], bool]) -> int:
         """Runs the workers to their end and returns the exit code of their launcher.
 
         Raises:
@@ -676,7 +659,7 @@ class Launch:
         while (exit_code := process.poll()) is None:
             now = time.monotonic()
             if self._stop.signum is not None and deadline is None:
-                deadline = now + self.settings.grace_period_s + KILL_MARGIN_S
+                deadline = now + self.settings.grace_period_s + deadlines.KILL_MARGIN_S
                 process.send_signal(signal.SIGTERM)
                 log_line(
                     f"Received {self._stop.signum.name}: the workers have {self.settings.grace_period_s:g} s to "
@@ -687,12 +670,12 @@ class Launch:
                 log_line("Ending the workers now: " + ("a second signal." if self._stop.now else "their time is up."))
             elif self._record.is_lost:
                 end_processes(self.launch_id)
-            elif now - nodes_checked_at >= CHECK_NODES_EVERY_S and deadline is None:
+            elif now - nodes_checked_at >= deadlines.CHECK_NODES_EVERY_S and deadline is None:
                 nodes_checked_at = now
                 if must_go(run_id):
                     end_processes(self.launch_id)
             time.sleep(_POLL_S)
-        end_processes(self.launch_id, LEFTOVERS_PATIENCE_S)
+        end_processes(self.launch_id, deadlines.LEFTOVERS_PATIENCE_S)
         return exit_code
 
     def _defaults(self) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""One owner for several nodes: the first node decides what happens next and publishes it, the others follow.
+"""Several nodes follow one plan, which the first node makes and publishes.
 
-The decision is a small file in the run directory, which all nodes share. A counter in it moves while its owner lives: a
+The plan is a small file in the run directory, which all nodes share. A counter in it moves while its owner lives: a
 file that a dead launch has left behind is told from a live one without comparing the clocks of two machines.
 """
 
@@ -28,7 +28,7 @@ class AnotherLaunch(Exception):
 
 
 @dataclass(frozen=True)
-class Decision:
+class Plan:
     """What all nodes do.
 
     Args:
@@ -39,10 +39,10 @@ class Decision:
         nnodes: How many nodes meet: a number or ``MIN:MAX``.
         endpoint: Where they meet; one that was told to meet elsewhere is none of them.
         node: The first node.
-        excluded: The nodes that are left out.
-        replacements: Launch ids of the spares that have taken the place of one.
-        spares: The nodes that wait for such a place.
-        ends_for_new_job: Whether nodes are left out by whoever starts this launch again, and not here.
+        excluded: The excluded nodes.
+        replacements: Launch ids of the spares that replace them.
+        spares: The spare nodes that wait.
+        ends_for_new_job: Whether nodes are excluded in a new job, and not by this launch.
         exit_code: Set once the run is over.
         beat: Moves as long as the owner lives.
     """
@@ -61,7 +61,7 @@ class Decision:
     exit_code: int | None = None
     beat: int = 0
 
-    def why_it_keeps(self, nodes: Collection[str], count: int) -> str | None:
+    def why_not_excluded(self, nodes: Collection[str], count: int) -> str | None:
         """Why the run must go on with these nodes, if so.
 
         Args:
@@ -81,7 +81,7 @@ class Decision:
 
 
 class Board:
-    """Where the first node publishes its decision.
+    """Where the first node publishes its plan.
 
     Args:
         path: The file, on storage that all nodes share.
@@ -93,52 +93,49 @@ class Board:
         self.path = path
         self._launch_id = launch_id
         self._endpoint = endpoint
-        self._published: Decision | None = None
+        self._published: Plan | None = None
         self._beat_at = 0.0
-
-    def publish(self, decision: Decision) -> None:
-        """The first node: makes a new job known."""
-        self._write(decision)
 
     def note_spares(self, spares: list[str]) -> None:
         """The first node: makes known which nodes wait."""
         if self._published is not None and self._published.spares != spares:
-            self._write(replace(self._published, spares=spares))
+            self.publish(replace(self._published, spares=spares))
 
-    def _write(self, decision: Decision) -> None:
-        self._published = decision
+    def publish(self, plan: Plan) -> None:
+        """The first node: makes a plan known."""
+        self._published = plan
         self._beat_at = time.monotonic()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, asdict(decision))
+        write_json(self.path, asdict(plan))
 
     def beat(self) -> None:
         """The first node: shows that it lives; to be called often."""
         if self._published is not None and time.monotonic() - self._beat_at >= BEAT_INTERVAL_S:
-            self._write(replace(self._published, beat=self._published.beat + 1))
+            self.publish(replace(self._published, beat=self._published.beat + 1))
 
     def finish(self, exit_code: int) -> None:
         """The first node: tells the others how it ends."""
-        published = self._published or Decision(self._launch_id, "", max_restarts=0, job_attempt=0)
-        self._write(replace(published, exit_code=exit_code, beat=published.beat + 1))
+        published = self._published or Plan(self._launch_id, "", max_restarts=0, job_attempt=0)
+        self.publish(replace(published, exit_code=exit_code, beat=published.beat + 1))
 
-    def read(self) -> Decision | None:
-        """The decision that stands."""
+    def read(self) -> Plan | None:
+        """The plan that stands."""
         content = read_json(self.path)
         try:
-            return Decision(**content) if content is not None else None
+            return Plan(**content) if content is not None else None
         except TypeError:  # another version's
             return None
 
-    def wait_for(self, after: Decision | None, within_s: float, stop: Callable[[], bool]) -> Decision | None:
-        """The others: waits for the next decision of a living owner.
+    def wait_for(self, after: Plan | None, within_s: float, stop: Callable[[], bool]) -> Plan | None:
+        """The others: waits for the next plan of a living owner.
 
         Args:
-            after: The decision that was followed last; ``None`` for the first one, which must not be a dead owner's.
+            after: The plan that was followed last; ``None`` for the first one, which must not be a dead owner's.
             within_s: How long the file may stand still.
             stop: Ends the waiting.
 
         Returns:
-            The decision, or ``None`` if ``stop`` said so.
+            The plan, or ``None`` if ``stop`` said so.
 
         Raises:
             AnotherLaunch: If it is the owner of other nodes that lives.
@@ -148,20 +145,20 @@ class Board:
         last = first
         moved_at = time.monotonic()
         while not stop():
-            decision = self.read()
-            if decision != last and decision is not None and not meet_alike(decision.endpoint, self._endpoint):
-                if decision.exit_code is None and decision.beat > 0:
+            plan = self.read()
+            if plan != last and plan is not None and not meet_alike(plan.endpoint, self._endpoint):
+                if plan.exit_code is None and plan.beat > 0:
                     raise AnotherLaunch(
-                        f"other nodes, which meet at {decision.endpoint} and not at {self._endpoint}, run "
+                        f"other nodes, which meet at {plan.endpoint} and not at {self._endpoint}, run "
                         f"{self.path.parent} already"
                     )
-                decision = last
-            if decision != last:
-                last, moved_at = decision, time.monotonic()
-            if decision is not None and decision != first:
-                is_next = after is None or decision.exit_code is not None or decision.run_id != after.run_id
+                plan = last
+            if plan != last:
+                last, moved_at = plan, time.monotonic()
+            if plan is not None and plan != first:
+                is_next = after is None or plan.exit_code is not None or plan.run_id != after.run_id
                 if is_next:
-                    return decision
+                    return plan
             if time.monotonic() - moved_at > within_s:
                 raise FirstNodeMissing(
                     f"the first node has written nothing to {self.path} for {within_s:.0f} s; is it running, and is "
@@ -171,7 +168,7 @@ class Board:
         return None
 
 
-def why_it_keeps(run_dir: Path, nodes: Collection[str], count: int) -> str | None:
+def why_not_excluded(run_dir: Path, nodes: Collection[str], count: int) -> str | None:
     """Why the run would go on with these nodes if a rank asked to go on without them; ``None`` also if it is not known.
 
     Args:
@@ -179,10 +176,10 @@ def why_it_keeps(run_dir: Path, nodes: Collection[str], count: int) -> str | Non
         nodes: Their names.
         count: How many nodes are at work, with these.
     """
-    decision = Board(run_dir / "decision.json", "").read()
-    if decision is None or decision.run_id != os.environ.get("TORCHELASTIC_RUN_ID"):
+    plan = Board(run_dir / "decision.json", "").read()
+    if plan is None or plan.run_id != os.environ.get("TORCHELASTIC_RUN_ID"):
         return None if count > 1 else "there is no other node to go on with"
-    return decision.why_it_keeps(nodes, count)
+    return plan.why_not_excluded(nodes, count)
 
 
 def meet_alike(endpoint: str, other: str) -> bool:

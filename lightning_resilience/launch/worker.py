@@ -142,16 +142,16 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
 
 
 def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
-    """The elastic launcher has started this rank again with a node that is about to be left out: the launch ends it."""
+    """The elastic launcher has started this rank again with a node that is about to be excluded: the launch ends it."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return
-    decision = Board(run_directory.path / "decision.json", "").read()
-    if decision is None or decision.owner != os.environ.get(FIRST_LAUNCH_VARIABLE):
+    plan = Board(run_directory.path / "decision.json", "").read()
+    if plan is None or plan.owner != os.environ.get(FIRST_LAUNCH_VARIABLE):
         return
     nodes = read_history(run_directory.ledger).nodes_to_avoid(run_id)
     count = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    if decision.run_id != run_id or (nodes and decision.why_it_keeps(nodes, count) is None):
+    if plan.run_id != run_id or (nodes and plan.why_not_excluded(nodes, count) is None):
         time.sleep(ENDED_WITHIN_S)
 
 
