@@ -1,8 +1,8 @@
-"""Which launches are at work in a run: a record for each, and one place that only one of them can have.
+"""The launches of a run: a record file for each, and a role that only one launch can have.
 
-The place is that of the launch that decides. Of all who want it, the first to create a file has it, and a counter in
-that file moves as long as it lives. So a launch on another host, or in another container, is known to live without a
-clock or a number of a process that both understand: its record is watched.
+The role is that of the launch that decides. The first launch to create the file has it, and a counter in that file
+moves while the launch lives. So a launch on another host, or in another container, is known to live without a shared
+clock or process number: its record is watched.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from lightning_resilience.run.deadlines import BEAT_INTERVAL_S, DEAD_AFTER_BEATS
 from lightning_resilience.run.ledger import node_name
 
 FIRST = "first"
-"""The place of the launch that decides."""
+"""The role of the launch that decides."""
 
 
 _POLL_S = 0.1
-_FILE = re.compile(r"(?P<place>.+)\.(?P<number>[0-9]{6,})\.json")
+_FILE = re.compile(r"(?P<role>.+)\.(?P<number>[0-9]{6,})\.json")
 
 
 class InUse(Exception):
-    """A launch that lives has the place."""
+    """A live launch has the role."""
 
 
 class TakenOver(Exception):
-    """Another launch has taken the place of this one, which seemed to be dead."""
+    """Another launch has taken the role of this launch, which seemed to be dead."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a launch has written about itself.
+    """The record of a launch.
 
     Args:
         path: The file.
-        place: Which place of the run it has.
-        number: Of those who have had it; the highest has it now.
+        role: Its role in the run.
+        number: Counts the launches that have had the role; the highest has it now.
         content: ``launch_id``, ``host``, the process, and what the launch has added. Empty if it cannot be read.
     """
 
     path: Path
-    place: str
+    role: str
     number: int
     content: dict[str, Any]
 
@@ -72,7 +72,7 @@ class Record:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it can be seen here that its launch was killed."""
+        """Whether its launch is known here to be killed."""
         return self.is_here and not is_running(self.content)
 
     def __str__(self) -> str:
@@ -83,23 +83,23 @@ class Record:
 
 
 def records(folder: Path) -> list[Record]:
-    """All that are there, with those of launches that were killed.
+    """All records, with those of killed launches.
 
     Args:
         folder: ``launches`` in the run directory.
     """
-    return [_read(folder, place, number) for place, numbers in _numbers(folder).items() for number in sorted(numbers)]
+    return [_read(folder, role, number) for role, numbers in _numbers(folder).items() for number in sorted(numbers)]
 
 
-def newest(folder: Path, place: str) -> Record | None:
-    """The record of whoever has a place.
+def newest(folder: Path, role: str) -> Record | None:
+    """The record of the launch that has a role.
 
     Args:
         folder: ``launches`` in the run directory.
-        place: The place.
+        role: The role.
     """
-    numbers = _numbers(folder).get(place)
-    return _read(folder, place, max(numbers)) if numbers else None
+    numbers = _numbers(folder).get(role)
+    return _read(folder, role, max(numbers)) if numbers else None
 
 
 def _numbers(folder: Path) -> dict[str, list[int]]:
@@ -107,21 +107,21 @@ def _numbers(folder: Path) -> dict[str, list[int]]:
     with suppress(FileNotFoundError):
         for match in map(_FILE.fullmatch, os.listdir(folder)):
             if match:
-                found.setdefault(match["place"], []).append(int(match["number"]))
+                found.setdefault(match["role"], []).append(int(match["number"]))
     return found
 
 
-def _path(folder: Path, place: str, number: int) -> Path:
-    return folder / f"{place}.{number:06d}.json"
+def _path(folder: Path, role: str, number: int) -> Path:
+    return folder / f"{role}.{number:06d}.json"
 
 
-def _read(folder: Path, place: str, number: int) -> Record:
-    path = _path(folder, place, number)
-    return Record(path, place, number, read_json(path) or {})
+def _read(folder: Path, role: str, number: int) -> Record:
+    path = _path(folder, role, number)
+    return Record(path, role, number, read_json(path) or {})
 
 
 class Spares:
-    """The launches that wait for the place of another, as long as their records move.
+    """The spares: launches whose records move and that wait to replace another.
 
     Args:
         folder: ``launches`` in the run directory.
@@ -156,13 +156,13 @@ class LaunchRecord:
         launch_id: Its name.
         node: Which node of the run this is, for one that does not decide: several may have the same, but not in one
             container. ``None``: the one that decides.
-        is_spare: Whether this launch waits for the place of another.
+        is_spare: Whether this launch waits as a spare.
     """
 
     def __init__(self, folder: Path, launch_id: str, node: str | None = None, is_spare: bool = False) -> None:
         self._folder, self._number = folder, 0
         here = f"{zlib.crc32(f'{platform.node()} {pid_namespace()}'.encode()):08x}"
-        self._place = FIRST if node is None else f"node-{node}-{here}"
+        self._role = FIRST if node is None else f"node-{node}-{here}"
         self._beats = node is None or is_spare  # what others watch
         self._content: dict[str, Any] = {
             "launch_id": launch_id,
@@ -180,10 +180,10 @@ class LaunchRecord:
 
     @property
     def _path(self) -> Path:
-        return _path(self._folder, self._place, self._number)
+        return _path(self._folder, self._role, self._number)
 
     def take(self, stop: Callable[[], object], log_line: Callable[[str], None]) -> bool:
-        """Takes the place and keeps it until :meth:`release`.
+        """Takes the role and keeps it until :meth:`release`.
 
         A record of which it cannot be seen here whether its launch lives is watched until its counter would have moved
         twice.
@@ -201,7 +201,7 @@ class LaunchRecord:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         while not stop():
-            found = newest(self._folder, self._place)
+            found = newest(self._folder, self._role)
             is_free = found is None or found.is_dead or self._stands_still(found, stop, log_line)
             if is_free and self._create(1 if found is None else found.number + 1):
                 if self._beats:
@@ -220,7 +220,7 @@ class LaunchRecord:
             if stop():
                 return False
             time.sleep(_POLL_S)
-            seen = newest(self._folder, self._place)
+            seen = newest(self._folder, self._role)
             if seen is None:
                 return False  # it has ended meanwhile
             if seen.content and seen.content != found.content:
@@ -230,11 +230,11 @@ class LaunchRecord:
         return True
 
     def _create(self, number: int) -> bool:
-        path = _path(self._folder, self._place, number)
+        path = _path(self._folder, self._role, number)
         # A server of files whose answer was lost is asked again, and then says that there is something already.
         if not create_json(path, self._content) and read_json(path) != self._content:
             return False
-        numbers = _numbers(self._folder).get(self._place, [])
+        numbers = _numbers(self._folder).get(self._role, [])
         if max(numbers, default=number) > number:  # others have come since it was free
             path.unlink(missing_ok=True)
             return False
@@ -242,8 +242,8 @@ class LaunchRecord:
         return True
 
     def follows(self, other: Record) -> bool:
-        """Whether it has the place that the other launch had."""
-        return other.place == self._place and other.number < self._number
+        """Whether it has the role that the other launch had."""
+        return other.role == self._role and other.number < self._number
 
     def update(self, **fields: Any) -> None:
         """Adds to what it says. What cannot be written now is with the next beat.
@@ -269,7 +269,7 @@ class LaunchRecord:
                         write_json(self._path, self._content)
 
     def _look(self) -> None:
-        found = newest(self._folder, self._place)
+        found = newest(self._folder, self._role)
         if found is None:
             return
         has_changed = found.content and found.launch_id != self._content["launch_id"]  # where links cannot be made
@@ -278,11 +278,11 @@ class LaunchRecord:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was seen, at the last beat, that another launch has the place."""
+        """Whether it was seen, at the last beat, that another launch has the role."""
         return self._taken_over_by is not None
 
     def check(self) -> None:
-        """Looks whether this launch has its place still.
+        """Looks whether this launch has its role still.
 
         Raises:
             TakenOver: If another has it.
@@ -293,7 +293,7 @@ class LaunchRecord:
             raise TakenOver(f"{self._taken_over_by} has taken {self._folder.parent} over, and goes on with the run")
 
     def release(self) -> None:
-        """Gives the place back."""
+        """Gives the role back."""
         self._stopping.set()
         if self._number and not self.is_lost and self._writing.acquire(timeout=BEAT_INTERVAL_S):  # storage may be stuck
             with suppress(OSError):

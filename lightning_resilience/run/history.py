@@ -286,16 +286,9 @@ class Allocation:
     @property
     def exit_status(self) -> str | None:
         """How ``launch``, or without it the last fit, has ended."""
-        match self.exit:
-            case LaunchExit():
-                return self.exit.status
-            case FitInterrupted():
-                return "interrupted"
-            case Finished():
-                return "finished"
-            case Fault():
-                return "failed"
-        return None
+        if isinstance(self.exit, LaunchExit):
+            return self.exit.status
+        return {FitInterrupted: "interrupted", Finished: "finished", Fault: "failed"}.get(type(self.exit))
 
     def is_over_before(self, is_fit_begun: bool) -> bool:
         """Whether it was over when a fit began, which thus is of a run that was started without launcher."""
