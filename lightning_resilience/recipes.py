@@ -76,7 +76,7 @@ JOBS: dict[str, Job] = {
     # Google Cloud and Kubernetes give 30 seconds, AWS 120. A machine that is taken away without a signal counts as a
     # failure of that day.
     "preemptible": Job(Budget(max_failures_per_day=200), grace_period_s=25.0),
-    # Nobody waits at a workstation for another node, and who presses Ctrl-C wants it to end.
+    # A workstation has no other node to wait for, and Ctrl-C means that it is to end.
     "workstation": Job(Budget(job_retries=0), grace_period_s=60.0),
     "drill": Job(),
     NO_RECIPE: Job(),

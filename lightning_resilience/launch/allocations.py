@@ -53,7 +53,7 @@ def nodes_to_exclude(last: Allocation, usable_nodes: int | None) -> list[str]:
     """The nodes that the job must not get again.
 
     Never more than a quarter of the nodes of the job, but one at least; the oldest come back first. A single node is
-    never excluded: with nothing to compare it to, nobody knows whether it is to blame.
+    never excluded: there is no other node to compare it to.
 
     Args:
         last: The allocation that has just ended.

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
     try:
         _run(options)
-    except BrokenPipeError:  # whoever reads the output has seen enough; launch itself never raises this
+    except BrokenPipeError:  # the reader is gone (head, less); launch itself never raises this
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (Refused, OSError) as error:
@@ -361,7 +361,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         parser.error(f"--run-dir {options.run_dir}: a run directory is on a file system that all nodes have mounted")
     if options.run_dir is not None and options.run_dir.exists() and not options.run_dir.is_dir():
         parser.error(f"--run-dir {options.run_dir} is a file, and must be a directory, or not there yet")
-    job = JOBS.get(options.recipe, JOBS["nemo"])  # a recipe of one's own is not imported here, but by the workers
+    job = JOBS.get(options.recipe, JOBS["nemo"])  # MODULE:FUNCTION is imported by the workers only
     try:
         section_timeouts = SectionTimeouts.parse(",".join(timeouts)) if timeouts else job.section_timeouts
     except ValueError as error:

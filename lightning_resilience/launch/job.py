@@ -89,7 +89,7 @@ class LaunchSettings:
         grace_period_s: How long the workers have to save and end when they are told to.
         section_timeouts: How long a worker may take in each section of the run until it counts as hung.
         local_dir: Where every node keeps its local checkpoints; ``None``: in node memory.
-        is_default_run_dir: Whether nobody has named the run directory.
+        is_default_run_dir: Whether the command line has named no run directory.
         continue_anyway: Whether a run that has finished with other arguments is gone on with.
         retries_in_new_job: End as interrupted where the job is to be retried, or a node is to be avoided: whoever has
             started this launch gets a new job for it, on other nodes perhaps.
@@ -144,7 +144,7 @@ def elastic_command(settings: LaunchSettings, run_id: str, max_restarts: int) ->
     environment |= {_nvrx.RUN_ID_VARIABLE: run_id}
     if settings.node_rank is not None:
         command += [f"--node-rank={settings.node_rank}"]
-    if settings.is_single_node:  # nobody else has to reach it, and the machine's own name need not resolve
+    if settings.is_single_node:  # no other node must reach it, and the host's name need not resolve
         command += [f"--rdzv-endpoint={_nvrx.LOOPBACK}", "--local-addr=127.0.0.1"]
     else:
         command += [f"--rdzv-endpoint={settings.rdzv_endpoint}"]
@@ -399,7 +399,7 @@ class Launch:
         history = self._history.now()
         events, step = list(history.events), history.verified_step  # before this launch
         found, edited = self._changed()
-        # Whoever starts the same again asks for nothing new: a scheduler, say.
+        # The same command again, by a scheduler for example, asks for nothing new.
         self._is_resumed = bool(events) and not (found or edited or self._finished())
         if isinstance(next(iter(history.since(LaunchStart, LaunchExit)), None), LaunchStart):
             self._ledger.record(LauncherKilled())
@@ -426,7 +426,7 @@ class Launch:
         if found or edited:
             edits = f"edited: {', '.join(edited)}" if edited else ""
             log_line(f"Changed since the last start: {'; '.join(filter(None, (describe_changes(found), edits)))}.")
-        with suppress(OSError):  # for whoever looks for a run among many
+        with suppress(OSError):  # helps to find a run among many
             (self._run_directory.path / "command.txt").write_text(shlex.join(self.settings.command) + "\n")
         if _nvrx.installed_version() is None:
             log_line(

@@ -14,7 +14,7 @@ from lightning_resilience.run.run_directory import RunDirectory
 from lightning_resilience.run.settings import has_arguments, identity_of_command
 
 FOLDER = "runs"
-"""Where the run directories are that nobody has named."""
+"""Folder of the run directories that the command line does not name."""
 
 
 def last_launch(path: Path) -> LaunchStart | None:

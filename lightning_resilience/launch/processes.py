@@ -139,7 +139,7 @@ class Reaper:
 
 def main() -> None:
     """The reaper's own program."""
-    for signum in STOP_SIGNALS:  # a scheduler signals everybody, but this process ends only after all others
+    for signum in STOP_SIGNALS:  # a scheduler signals all processes, but this one ends last
         signal.signal(signum, signal.SIG_IGN)
     launch_id = sys.argv[1]
     while os.read(0, 1024):

@@ -10,7 +10,7 @@ each host has a file of its own.
 
 **The order** is the same for all who read, whatever the clocks of the hosts say. Each line has a place in it
 (``order``): the writer's clock, moved forward by as much as it takes to come after everything that the process has read
-or written. So an effect follows its cause, and what nobody knew of when he wrote is ordered by the clocks. Within a
+or written. So an effect follows its cause, and unrelated events are ordered by the clocks. Within a
 file the order is that of the lines, and equals are ordered by the names of their files. First comes what earlier
 versions have written, into one file ``ledger.jsonl`` beside the folder.
 """
@@ -159,11 +159,11 @@ def read_ledger(path: str | os.PathLike[str]) -> list[Event]:
 
 
 def is_ledger(path: str | os.PathLike[str]) -> bool:
-    """Whether somebody has written a ledger at ``path``."""
+    """Whether there is a ledger at ``path``."""
     try:
         return bool(_files_of(Path(path)))
     except OSError:
-        return os.path.lexists(path)  # whoever reads it says what is wrong
+        return os.path.lexists(path)  # reading it raises what is wrong
 
 
 @dataclass

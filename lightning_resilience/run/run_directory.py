@@ -79,9 +79,9 @@ def is_turned_off() -> bool:
 
 
 def is_started_again() -> bool:
-    """Whether somebody starts the workers again when they were ended.
+    """Whether the workers are started again after they were ended.
 
-    Where nobody does, what is only slow ends nothing: a callback that rarely does much, say, would cost the run.
+    Where they are not, a slow rank is not ended: a callback that rarely takes long would cost the run.
     """
     return RUN_DIR_VARIABLE in os.environ or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
@@ -92,7 +92,7 @@ class Outcome:
 
     Args:
         status: See :data:`Status`.
-        reason: One sentence for a person.
+        reason: One readable sentence.
         step: ``trainer.global_step`` at the end, if a fit had begun.
         attempt: Token of the attempt that wrote this (see :meth:`RunDirectory.claim`).
         time: Seconds since the epoch.
@@ -333,7 +333,7 @@ class RunDirectory:
             self._trainer.unlink(missing_ok=True)
 
     def identity(self) -> str:
-        """A name that no other run has; whoever asks first makes it.
+        """A name that no other run has, made by the first call.
 
         It belongs to this directory, wherever that is moved or mounted. One that was removed and made anew gets another
         one, and so does a copy, which otherwise would share node memory with what it was copied from.
@@ -385,7 +385,7 @@ class RunDirectory:
         return not was_moved  # to another file system
 
     def _name_of_copy(self, copied: str, place: dict[str, Any]) -> str:
-        """The name of this copy, which whoever comes first makes, on any node."""
+        """The name of this copy, made by the first call on any node."""
         claim = self.path / f"copy-of-{copied}.json"
         if create_json(claim, {"id": uuid.uuid4().hex[:16], "copied_from": place.get("path")}):
             log.warning(

@@ -546,7 +546,7 @@ def seconds_of(time: str) -> int | None:
     return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-# A job whose batch script and srun somebody else makes, and on whose first node this package need not be installed:
+# A job whose batch script and srun another program makes, and on whose first node this package need not be installed:
 # NeMo-Run runs a container on every node, and scontrol is outside of it. What `batch_job` does is done in bash there.
 
 _LAUNCH_STEP = """\
@@ -632,7 +632,7 @@ def requeue_trap(verdict: str, head_node_ip: str, max_requeues: int) -> str:
 
     :data:`.exit_codes.BATCH_JOB` holds the rules. A launch that never began is requeued twice in a row at most.
 
-    SIGTERM to the batch shell itself means that Slurm ends the job and everything in it: because somebody cancels it,
+    SIGTERM to the batch shell itself means that Slurm ends the job and everything in it: it is cancelled,
     its time is up, or its nodes are taken away. Then nothing is decided here; Slurm requeues a job whose nodes it took
     itself.
 
