@@ -1,6 +1,4 @@
-"""Times of the launcher and of the watchdogs that must fit each other, in seconds. No torch.
-
-``tests/test_deadlines.py`` holds how.
+"""Times that bound waits, in seconds; ``tests/test_deadlines.py`` holds how they must fit each other. No torch.
 
 After SIGTERM the workers have the grace period. The elastic launcher ends what is left ``TERM_MARGIN_S`` later, and the
 launch ends both ``KILL_MARGIN_S`` after the grace period.
