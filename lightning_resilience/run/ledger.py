@@ -21,6 +21,7 @@ import functools
 import json
 import logging
 import math
+import operator
 import os
 import platform
 import re
@@ -175,7 +176,8 @@ class _File:
     order: float = -math.inf
 
 
-_Place = tuple[float, str, int]
+_Position = tuple[float, str, int]  # order, file, line
+_POSITION = operator.itemgetter(0)
 
 
 class _Reader:
@@ -185,13 +187,13 @@ class _Reader:
         self.path = path
         self.insertions = 0
         self._files: dict[Path, _File] = {}
-        self._found: list[tuple[_Place, Event]] = []
+        self._found: list[tuple[_Position, Event]] = []
 
     def read(self) -> list[Event]:
         files = _files_of(self.path)
         if not self._files.keys() <= set(files):
             self._begin_anew()
-        new: list[tuple[_Place, Event]] = []
+        new: list[tuple[_Position, Event]] = []
         try:
             for path in files:
                 new += _read_on(path, path.parent != self.path, self._files.setdefault(path, _File()))
@@ -200,13 +202,13 @@ class _Reader:
             if isinstance(error, OSError):
                 raise
             return self.read()
-        new.sort(key=_place)
-        if new and self._found and _place(new[0]) < _place(self._found[-1]):
+        new.sort(key=_POSITION)
+        if new and self._found and new[0][0] < self._found[-1][0]:
             self.insertions += 1
         if new:
-            self._found = sorted(self._found + new, key=_place)  # next to nothing where it is in order already
+            self._found = sorted(self._found + new, key=_POSITION)  # next to nothing where it is in order already
             name = os.fspath(self.path)
-            _latest[name] = max(_place(self._found[-1])[0], _latest.get(name, -math.inf))
+            _latest[name] = max(self._found[-1][0][0], _latest.get(name, -math.inf))
         return [event for _, event in self._found]
 
     def _begin_anew(self) -> None:
@@ -219,10 +221,6 @@ class _Shorter(Exception):
     """A file has less in it than was read of it: it is another one."""
 
 
-def _place(found: tuple[_Place, Event]) -> _Place:
-    return found[0]
-
-
 def _files_of(path: Path) -> list[Path]:
     before = path.with_suffix(".jsonl")
     files = [before] if before.exists() else []
@@ -232,7 +230,7 @@ def _files_of(path: Path) -> list[Path]:
         return files
 
 
-def _read_on(path: Path, is_old: bool, read: _File) -> Iterator[tuple[_Place, Event]]:
+def _read_on(path: Path, is_old: bool, read: _File) -> Iterator[tuple[_Position, Event]]:
     """The events in ``path`` after those that have been read."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < read.size:
