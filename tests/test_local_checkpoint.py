@@ -38,7 +38,7 @@ from lightning_resilience.checkpoint import local as local_saves
 from lightning_resilience.checkpoint import node_store as node_store
 from lightning_resilience.checkpoint.generations import RankLocation, Transfer, rank_locations
 from lightning_resilience.checkpoint.interval import Schedule
-from lightning_resilience.checkpoint.local import LocalSaves
+from lightning_resilience.checkpoint.local import LocalSaves, SaveHooks
 from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
@@ -1233,8 +1233,9 @@ class Rank:
             Schedule(every, lambda: 0.0),
             keep,
             rounds,
-            published=lambda step, generation: self.saved.append(step),
-            diverged=self.divergences.append,
+            hooks=SaveHooks(
+                published=lambda step, generation: self.saved.append(step), diverged=self.divergences.append
+            ),
         )
         self.saves.start(0)
 
@@ -1850,7 +1851,7 @@ def life(folder: Path, kill_at: int, done: Path) -> None:
     job = Job(folder, ALONE, every=1)
     points = Points(kill_at)
     rank = job.ranks[0]
-    rank.saves._published = lambda step, generation: os.write(fd, b"%d " % step)  # type: ignore[assignment]
+    rank.saves._hooks.published = lambda step, generation: os.write(fd, b"%d " % step)  # type: ignore[assignment]
     fd = os.open(done, os.O_CREAT | os.O_WRONLY, 0o600)
     for _ in range(6):
         rank.step()
@@ -1911,7 +1912,7 @@ def life_of_two(folder: Path, rank: int, port: int, kill_at: int) -> None:
     points = Points(kill_at)
     client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     one = Rank(PAIR[rank], PAIR, folder / "nodes", client, 2, 2)
-    one.saves._published = lambda step, generation: os.write(done, b"%d " % step)  # type: ignore[assignment]
+    one.saves._hooks.published = lambda step, generation: os.write(done, b"%d " % step)  # type: ignore[assignment]
     together = PrefixStore("steps", client.clone())
     with contextlib.suppress(torch.distributed.DistError):  # the other one was killed
         for number in range(16):
@@ -1986,7 +1987,7 @@ def test_a_training_that_waits_for_its_storage_does_not_hang(job: Job, monkeypat
     slow, said = job.ranks[2], []
     job.train(7)
     monkeypatch.setattr(slow.saves._fence, "_heartbeat", lambda: said.append("fence"))
-    monkeypatch.setattr(slow.saves, "_heartbeat", lambda: said.append("saves"))
+    monkeypatch.setattr(slow.saves._hooks, "heartbeat", lambda: said.append("saves"))
     copy_all = Snapshot.copy
 
     def slowly(self: Snapshot, *args: Any) -> None:

@@ -169,7 +169,7 @@ class SimulatedSaves(LocalSaves):
         self.kept: list[str] = []  # what this rank has published
         self.complete: list[str] = []  # what it counts as complete
         self.taken: list[str] = []
-        self._published = lambda step, generation: self.complete.append(generation)
+        self._hooks.published = lambda step, generation: self.complete.append(generation)
         self._changed: Any = Condition(simulation)
         self._fence: Any = SimpleNamespace(pending=None, now=lambda: None, remove=lambda: None)
         empty: dict[str, Any] = {"addresses": [], "left_out": [], "through_host": {}, "tensors": [], "waited_s": 0.0}

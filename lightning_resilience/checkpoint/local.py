@@ -73,6 +73,25 @@ class Figures:
     part_bytes: int = 0
 
 
+@dataclass
+class SaveHooks:
+    """What the local saves of a rank call.
+
+    Attributes:
+        published: Called from the thread with step and name of every generation that this rank knows to be complete.
+        check_owner: Raises if a newer attempt has taken the run over; called before anything is removed.
+        check: Checks every state before it is published; see :meth:`.RankState.publish`.
+        heartbeat: Called from time to time while the training thread waits; see :func:`~.snapshot.wait_with_heartbeat`.
+        diverged: Called on rank 0, from the thread, when ranks that should have saved the same state have not.
+    """
+
+    published: Callable[[int, str], None] = lambda step, generation: None
+    check_owner: Callable[[], None] = lambda: None
+    check: Check | None = None
+    heartbeat: Callable[[], None] = lambda: None
+    diverged: Callable[[Divergence], None] = lambda divergence: None
+
+
 class LocalSaves:
     """The local saves of one rank in one fit.
 
@@ -85,16 +104,11 @@ class LocalSaves:
         keep: How many complete generations are kept.
         coordinator: The messages between the ranks; ``None`` for a single process.
         replicas: Keeps copies on other nodes, if there are any.
-        complete: Generations that are complete already, newest first.
-        published: Told about every generation that this rank knows to be complete, from the thread.
-        check_owner: Raises if a newer attempt has taken the run over; called before anything is removed.
         expected: About how many bytes which part of this rank will have. Memory that is new is slow to get, and the
             first save should not wait for it.
         kept_here: The ranks whose own parts this node keeps; default: those on it.
-        check: Looks at every state before it is published; see :meth:`.RankState.publish`.
-        heartbeat: Called now and then while the training thread waits; see :func:`~.snapshot.wait_with_heartbeat`.
         device: The accelerator that the state is copied from; ``None`` for the host.
-        diverged: Told, on rank 0 and from the thread, of ranks that should have saved the same state, and have not.
+        hooks: What they call.
     """
 
     def __init__(
@@ -107,15 +121,10 @@ class LocalSaves:
         keep: int,
         coordinator: SaveCoordinator | None = None,
         replicas: Replicas | None = None,
-        complete: Sequence[str] = (),
-        published: Callable[[int, str], None] = lambda step, generation: None,
-        check_owner: Callable[[], None] = lambda: None,
         expected: Mapping[str, int] | None = None,
         kept_here: Collection[int] = (),
-        check: Check | None = None,
-        heartbeat: Callable[[], None] = lambda: None,
         device: torch.device | None = None,
-        diverged: Callable[[Divergence], None] = lambda divergence: None,
+        hooks: SaveHooks | None = None,
     ) -> None:
         self.figures = Figures()
         self._store = store
@@ -128,14 +137,10 @@ class LocalSaves:
         self._keep = keep
         self._coordinator = coordinator
         self._replicas = replicas
-        self._complete = list(complete)
-        self._published = published
-        self._check_owner = check_owner
-        self._check = check
-        self._heartbeat = heartbeat
+        self._complete: list[str] = []
+        self._hooks = hooks or SaveHooks()
         self._expected = dict(expected or {})
         self._device = device
-        self._diverged = diverged
         self._at_boundary = self._stand_still()
         self._snapshots = Snapshots()
         self._fence: Fence | None = None
@@ -163,10 +168,16 @@ class LocalSaves:
 
     # -- the training thread -------------------------------------------------------------------------------------------
 
-    def start(self, step: int) -> None:
-        """Begins to save; ``step`` is saved already, or is the first."""
+    def start(self, step: int, complete: Sequence[str] = ()) -> None:
+        """Begins to save.
+
+        Args:
+            step: ``trainer.global_step``; it is saved already, or is the first.
+            complete: The generations that are complete already, newest first.
+        """
+        self._complete = list(complete)
         self._last = self._passed = step
-        self._fence = Fence(self._heartbeat)
+        self._fence = Fence(self._hooks.heartbeat)
         self._retire()
         self._schedule.begin()
         self._busy = True
@@ -183,7 +194,7 @@ class LocalSaves:
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Waits in the training thread, which holds the lock."""
         return wait_with_heartbeat(
-            lambda seconds: self._changed.wait_for(condition, seconds), timeout_s, self._heartbeat
+            lambda seconds: self._changed.wait_for(condition, seconds), timeout_s, self._hooks.heartbeat
         )
 
     def go_on_from(self, step: int, complete: Sequence[str], identity: dict[str, Any]) -> None:
@@ -348,7 +359,9 @@ class LocalSaves:
 
         thread = threading.Thread(target=save, name="local-checkpoint-now", daemon=True)
         thread.start()
-        wait_with_heartbeat(lambda s: _has_ended(thread, s), max(0.0, deadline - time.monotonic()), self._heartbeat)
+        wait_with_heartbeat(
+            lambda s: _has_ended(thread, s), max(0.0, deadline - time.monotonic()), self._hooks.heartbeat
+        )
         return published[0] if published else None
 
     def fence(self) -> None:
@@ -370,7 +383,7 @@ class LocalSaves:
             self._fence.remove()
         started = self._thread.ident is not None
         if started and not wait_with_heartbeat(
-            lambda seconds: _has_ended(self._thread, seconds), timeout_s, self._heartbeat
+            lambda seconds: _has_ended(self._thread, seconds), timeout_s, self._hooks.heartbeat
         ):
             log.warning("Rank %d: the local save in progress is stuck and is left behind.", self._location.rank)
 
@@ -477,7 +490,7 @@ class LocalSaves:
             self._complete.insert(0, taken.generation)
             self.figures.published += 1
             self.figures.save_s = time.monotonic() - started
-            self._published(taken.step, taken.generation)
+            self._hooks.published(taken.step, taken.generation)
         if complete is not None:
             self._retire()
             self._prepare()
@@ -496,7 +509,7 @@ class LocalSaves:
         if taken is not None:
             taken.note_written(learned)
         if (divergence := divergence_of(step, digests)) is not None:
-            self._diverged(divergence)
+            self._hooks.diverged(divergence)
 
     def _replicate(self, step: int, generation: str, parts: Sequence[Part]) -> None:
         """Exchanges this rank's own part with its partners on other nodes."""
@@ -535,7 +548,7 @@ class LocalSaves:
 
     def _save(self, taken: RankState) -> list[Part]:
         """Publishes this rank's parts and returns them; none if the snapshot was no good."""
-        parts = taken.publish(self._store, self._check)
+        parts = taken.publish(self._store, self._hooks.check)
         if parts:
             self._last_failure = ""
             self._expected = {part.name: part.size for part in parts}
@@ -561,7 +574,7 @@ class LocalSaves:
             return part in mine or (location.local_rank == 0 and part not in self._kept_here)
 
         try:
-            self._check_owner()
+            self._hooks.check_owner()
             self._store.retire(set(self._complete), is_mine)
         except OSError as error:
             log.warning("Old local checkpoints could not be removed: %s", error)

@@ -21,7 +21,7 @@ from lightning_resilience.checkpoint import capacity, shard
 from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.generations import Transfer, rank_locations, rank_shard, replicated_shard
 from lightning_resilience.checkpoint.interval import Schedule, mean_time_to_failure_s, optimal_interval_s
-from lightning_resilience.checkpoint.local import Figures, LocalSaves
+from lightning_resilience.checkpoint.local import Figures, LocalSaves, SaveHooks
 from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.rank_state import divergence_of
 from lightning_resilience.checkpoint.recovery import LocalTier
@@ -190,18 +190,15 @@ class LocalSavePolicy(Participant):
             self._options.keep,
             _rounds(self._prefix(), trainer.world_size) if several else None,
             self._replicas,
-            [each.name for each in session.selector.complete if each.step <= step],
-            self._completed,
-            session.fit.check_owner,
             self._expected,
             self._kept_here,
-            self._check,
-            session.fit.advanced,
             self._device,
-            session.fit.diverged,
+            SaveHooks(
+                self._completed, session.fit.check_owner, self._check, session.fit.advanced, session.fit.diverged
+            ),
         )
         lightning_steps.on_batch_done(trainer, session.fit.patches, self._saves.fence)
-        self._saves.start(step)
+        self._saves.start(step, [each.name for each in session.selector.complete if each.step <= step])
         if trainer.is_global_zero:
             self._say_what_is_done()
 
