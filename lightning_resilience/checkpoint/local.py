@@ -381,8 +381,7 @@ class LocalSaves:
             self._coordinator.end()
         if self._fence is not None:
             self._fence.remove()
-        started = self._thread.ident is not None
-        if started and not wait_with_heartbeat(
+        if self._thread.ident is not None and not wait_with_heartbeat(
             lambda seconds: _has_ended(self._thread, seconds), timeout_s, self._hooks.heartbeat
         ):
             log.warning("Rank %d: the local save in progress is stuck and is left behind.", self._location.rank)
