@@ -22,7 +22,7 @@ BUDGET = {
     "detect": 307,
     "detect/hangs": 2308,
     "detect/numerics": 785,
-    "detect/stragglers": 337,
+    "detect/stragglers": 341,
     "fit": 5078,
     "launch": 2799,
     "launch/schedulers": 508,
