@@ -349,8 +349,9 @@ class Watchdog:
         """Writes an event of a rank into the ledger."""
         about = self._about
         ledger = Ledger(RunDirectory(about["run_dir"]).ledger, rank)
-        attempt = {key: about[key] for key in ("fit", "elastic_run_id", "restart_count")}
-        self._store(lambda: ledger.record(replace(event, **attempt)))
+        for name in ("fit", "elastic_run_id", "restart_count"):
+            setattr(event, name, about[name])
+        self._store(lambda: ledger.record(event))
 
     # -- a rank that has died or failed --------------------------------------------------------------------------------
 
