@@ -20,7 +20,7 @@ BUDGET = {
     "checkpoint": 4791,
     "contrib": 225,
     "detect": 307,
-    "detect/hangs": 2308,
+    "detect/hangs": 2309,
     "detect/numerics": 785,
     "detect/stragglers": 341,
     "fit": 5078,

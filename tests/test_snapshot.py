@@ -995,7 +995,9 @@ def assert_resumed_exactly(results: list[dict[str, Any]]) -> None:
 @pytest.fixture(scope="module")
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """All cases that this session tests, on the same two ranks."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    items = [
+        item for item in request.session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)
+    ]
     cases = [item.callspec.params["case"] for item in items if item.originalname == "test_ranks"]
     return run_ranks(tmp_path_factory.mktemp("job"), cases)
 
