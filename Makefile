@@ -25,7 +25,7 @@ export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-kills test-slurm test-nvrx-latest test-nemo-run test-versions check bench docs clean
+.PHONY: help demo test test-all test-gpu test-kills test-mutations test-slurm test-nvrx-latest test-nemo-run test-versions check bench docs clean
 
 help: ## Show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 25
@@ -50,6 +50,9 @@ test-all: $(READY) .venv/.as-on-gpu ## Run all tests but the campaigns and those
 
 test-kills: $(READY) ## The long tests: kills at random instants, every signal, every hang, every drill
 	@$(BIN)/python -m pytest -m campaign
+
+test-mutations: $(READY) ## Take 70 guards away, one at a time, and see a test fail each time (about 5 minutes)
+	@$(BIN)/python -m tests.mutations
 
 test-gpu: $(READY) ## Check on this machine's NVIDIA GPUs what only they can show (less than 40 minutes)
 	@$(BIN)/python -m tests.gpu

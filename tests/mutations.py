@@ -1,0 +1,611 @@
+"""Takes one guard of the package away at a time, and sees a test fail: a test that cannot fail guards nothing.
+
+    python -m tests.mutations [--jobs 2] [WORD ...]
+
+Only guards with one of the words in their description are tried; by default all. ``test_mutations.py`` holds that every
+text is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+WITHIN_S = 900
+
+
+class Guard(NamedTuple):
+    """A condition that keeps something from going wrong.
+
+    Attributes:
+        what: It sees to.
+        file: Below ``lightning_resilience``.
+        text: Of the guard; it is there once.
+        without: What stands there when the guard is taken away.
+        test: That fails then.
+    """
+
+    what: str
+    file: str
+    text: str
+    without: str
+    test: str
+
+
+GUARDS = [
+    Guard(
+        "a checkpoint file whose bytes have changed is not loaded",
+        "checkpoint/checkpoint_file.py",
+        "if trailer[-_DIGEST_SIZE - len(_CLOSING) :] != hasher.hexdigest().encode() + _CLOSING:",
+        "if False:",
+        "tests/test_checkpoint_file.py::test_every_flipped_bit_is_noticed",
+    ),
+    Guard(
+        "a checkpoint folder whose marker is damaged is not loaded",
+        "checkpoint/checkpoint_file.py",
+        "if _digest_of(marker) != digest:",
+        "if False:",
+        "tests/test_checkpoint_file.py::test_every_flipped_bit_in_a_directory_is_noticed",
+    ),
+    Guard(
+        "a file of a checkpoint folder that has changed is found",
+        "checkpoint/checkpoint_file.py",
+        "if found != expected[name]:",
+        "if False:",
+        "tests/test_checkpoint_file.py::test_every_flipped_bit_in_a_directory_is_noticed",
+    ),
+    Guard(
+        "an exchanged file is verified again before it is loaded",
+        "checkpoint/checkpoint_file.py",
+        "if not verified or verified != _which(file):",
+        "if False:",
+        "tests/test_checkpoint_file.py::test_what_a_process_has_verified_another_one_loads_without_hashing_it",
+    ),
+    Guard(
+        "a shard whose tensor has changed is not loaded",
+        "checkpoint/shard.py",
+        "if digest != header.checksums[index]:",
+        "if False:",
+        "tests/test_shard.py::test_in_whatever_pieces_it_is_read",
+    ),
+    Guard(
+        "a shard whose header has changed is not loaded",
+        "checkpoint/shard.py",
+        "if _digest(preamble, header, place) != digest:",
+        "if False:",
+        "tests/test_shard.py::test_the_campaign_depends_on_the_checksums_of_tensors",
+    ),
+    Guard(
+        "a shard of another run is not loaded",
+        "checkpoint/shard.py",
+        "if foreign := _foreign(found.identity, expected):",
+        "if (foreign := _foreign(found.identity, expected)) and False:",
+        "tests/test_shard.py::test_a_foreign_shard_is_refused_with_what_is_foreign",
+    ),
+    Guard(
+        "a truncated shard is called truncated",
+        "checkpoint/shard.py",
+        "if not footer.endswith(_END_MAGIC):",
+        "if False:",
+        "tests/test_shard.py::test_reasons_say_what_is_wrong",
+    ),
+    Guard(
+        "a state that contains itself is left out",
+        "checkpoint/safe_serialization.py",
+        "if id(container) in self._open or len(self._open) == _DEEPEST:",
+        "if False:",
+        "tests/test_safe_serialization.py::test_what_contains_itself_is_left_out",
+    ),
+    Guard(
+        "a tensor that a damaged structure names is checked",
+        "checkpoint/safe_serialization.py",
+        "if type(index) is not int or not 0 <= index < len(tensors):",
+        "if False:",
+        "tests/test_safe_serialization.py::test_a_malformed_skeleton_is_a_value_error",
+    ),
+    Guard(
+        "a planted object in DCP's metadata is not made",
+        "checkpoint/dcp.py",
+        "if (key := (module, name)) not in _RECORDS and key not in _CALLS:",
+        "if (key := (module, name)) and False:",
+        "tests/test_dcp.py::test_torch_loads_it_without_unpickling_and_is_as_before_afterwards",
+    ),
+    Guard(
+        "a file outside of the checkpoint is not read by DCP's metadata",
+        "checkpoint/dcp.py",
+        "if Path(name).name != name or not (directory / name).is_file():",
+        "if False:",
+        "tests/test_dcp.py::test_descriptions_that_lead_elsewhere_are_refused",
+    ),
+    Guard(
+        "a local checkpoint of another world size is not used",
+        "checkpoint/recovery.py",
+        "if each.world_size != world_size:",
+        "if False:",
+        "tests/test_local_checkpoint.py::test_another_number_of_ranks",
+    ),
+    Guard(
+        "a local checkpoint of an abandoned course is not used",
+        "checkpoint/recovery.py",
+        "elif not is_on_course(forks, each.course, each.step):",
+        "elif False:",
+        "tests/test_courses.py::test_a_state_of_before_a_rollback_does_not_come_back_from_another_node",
+    ),
+    Guard(
+        "shards that contradict each other are not put together",
+        "checkpoint/generations.py",
+        "if _COMMON(one) == _COMMON(each):",
+        "if True:",
+        "tests/test_generations.py::test_parts_that_contradict_each_other_are_not_put_together",
+    ),
+    Guard(
+        "node memory that was cleaned up is claimed anew",
+        "checkpoint/node_store.py",
+        "if not self._claim.holds():",
+        "if False:",
+        "tests/test_node_store.py::test_the_folder_is_removed_while_in_use",
+    ),
+    Guard(
+        "the name of a shard cannot lead out of the store",
+        "checkpoint/node_store.py",
+        "if _PART.fullmatch(part) is None:",
+        "if False:",
+        "tests/test_node_store.py::test_names_of_parts",
+    ),
+    Guard(
+        "a file exchanged while it was written is not published",
+        "checkpoint/node_store.py",
+        "if mapped is None or not mapped.is_of(os.fstat(fd)):",
+        "if False:",
+        "tests/test_node_store.py::test_a_file_that_is_exchanged_while_it_is_written",
+    ),
+    Guard(
+        "a received replica whose bytes differ is refused",
+        "checkpoint/replication.py",
+        "elif closing.digest != digest:",
+        "elif False:",
+        "tests/test_replication.py::test_transfer_damaged_on_the_way",
+    ),
+    Guard(
+        "a message of replication that was damaged is refused",
+        "checkpoint/replication.py",
+        "if magic != _MAGIC or checksum != xxhash.xxh3_64_digest(content[:-_CHECKSUM_SIZE]) or size < -1:",
+        "if magic != _MAGIC or size < -1:",
+        "tests/test_replication.py::test_a_damaged_message_ends_the_connection",
+    ),
+    Guard(
+        "replicas that do not fit in memory are refused",
+        "checkpoint/capacity.py",
+        "if memory > available.memory.nbytes:",
+        "if False:",
+        "tests/test_capacity.py::test_what_is_said",
+    ),
+    Guard(
+        "a tensor that was written while it was copied makes the snapshot bad",
+        "checkpoint/snapshot.py",
+        "if touched:",
+        "if False:",
+        "tests/test_snapshot.py::test_each_of_what_shares_memory_is_watched",
+    ),
+    Guard(
+        "no optimizer steps before the copy is there",
+        "checkpoint/snapshot.py",
+        "if not self._copied.is_set():",
+        "if False:",
+        "tests/test_snapshot.py::test_the_optimizer_waits_and_forward_and_backward_do_not",
+    ),
+    Guard(
+        "a copied run directory is told from its original",
+        "run/run_directory.py",
+        "if isinstance(place, dict) and self._is_copy(found, place):",
+        "if False:",
+        "tests/test_copies.py::test_a_copy_goes_on_from_its_global_checkpoints_and_touches_no_local_ones",
+    ),
+    Guard(
+        "a half-written line of the ledger is read when it is whole",
+        "run/ledger.py",
+        'if found is None and not line.endswith(b"\\n"):',
+        "if False:",
+        "tests/test_ledger_simulation.py::test_all_who_read_agree_and_nothing_is_lost",
+    ),
+    Guard(
+        "temporary files of processes that live stay",
+        "_files.py",
+        "if not dead and not abandoned:",
+        "if False:",
+        "tests/test_checkpoint_file.py::test_leftovers_of_killed_writers",
+    ),
+    Guard(
+        "storage that does not answer never begins a run anew",
+        "fit/checkpoint_selector.py",
+        "if unread:",
+        "if False:",
+        "tests/test_storage_fails.py::test_what_is_unreadable_on_the_node_is_not_lost",
+    ),
+    Guard(
+        "a loss above the threshold is a spike",
+        "detect/numerics/numerics.py",
+        "return math.isfinite(loss) and abs(loss) >= self.threshold",
+        "return False",
+        "tests/test_numerics.py::test_the_rule_of_megatron",
+    ),
+    Guard(
+        "the culprit is named only where there is a majority",
+        "detect/numerics/divergence.py",
+        "if 2 * len(self.groups[0]) <= sum(map(len, self.groups)):",
+        "if False:",
+        "tests/test_replica_check.py::test_the_majority_names_the_rank",
+    ),
+    Guard(
+        "a rerun on the same device again says nothing",
+        "detect/numerics/reruns.py",
+        "if suspect.devices != tuple(devices):",
+        "if False:",
+        "tests/test_reruns.py::test_bad_on_other_devices_too_is_a_correct_result",
+    ),
+    Guard(
+        "a rollback that was planned before the last one is dropped",
+        "detect/numerics/rollback_history.py",
+        "return last is None or last.step < loaded_step or (window.epoch, window.begin) < (last.epoch, last.begin)",
+        "return True",
+        "tests/test_rollback_history.py::test_a_state_from_which_the_training_has_come_far_enough_is_not_to_blame",
+    ),
+    Guard(
+        "ranks that wait are no culprits",
+        "detect/hangs/verdict.py",
+        "if rank in self.waits:",
+        "if False:",
+        "tests/test_hangs_verdict.py::test_every_kind",
+    ),
+    Guard(
+        "timeouts of another layout are not taken",
+        "detect/hangs/timeouts.py",
+        "if differences:",
+        "if False:",
+        "tests/test_timeouts.py::test_another_layout_is_named",
+    ),
+    Guard(
+        "a disk without room fails the health check",
+        "detect/health.py",
+        "if free < needed_bytes:",
+        "if False:",
+        "tests/test_health.py::test_too_little_space_says_how_much_there_is_and_how_much_is_needed",
+    ),
+    Guard(
+        "with short steps not every step is timed",
+        "detect/stragglers/step_timer.py",
+        "if now < self._began + self._distance:",
+        "if False:",
+        "tests/test_straggler_scores.py::test_of_short_steps_as_many_are_timed_as_a_report_needs",
+    ),
+    Guard(
+        "processes that are meant to outlive their ranks stay",
+        "launch/processes.py",
+        "if is_of_mine or process in living or OUTLIVES_RANKS_VARIABLE in environment:",
+        "if is_of_mine or process in living:",
+        "tests/test_left_behind.py::test_what_a_killed_rank_had_started_is_gone_when_it_is_started_again",
+    ),
+    Guard(
+        "what follows from a lost peer is no cause",
+        "run/failures.py",
+        'if fault.kind == "hang" or not (_LOST_PEER.search(reason) or (hung and _TIMED_OUT.search(reason))):',
+        "if True:",
+        "tests/test_failures.py::test_a_diagnosed_hang_is_the_failure_and_not_what_its_peers_ran_into",
+    ),
+    Guard(
+        "a signal delivered twice is one signal",
+        "signals.py",
+        "if now - self._first_at >= SECOND_SIGNAL_AFTER_S:",
+        "if True:",
+        "tests/test_preemption.py::test_a_second_signal_ends_the_run_at_once",
+    ),
+    Guard(
+        "a participant that has withdrawn is not called",
+        "fit/participant.py",
+        "active = self._all if name in _UNTIL_THE_END else [p for p in self._all if p not in self._withdrawn]",
+        "active = self._all",
+        "tests/test_participant.py::test_who_joins_or_leaves_while_an_event_comes_is_known_for_the_next_one",
+    ),
+    Guard(
+        "a shard of the other byte order is refused",
+        "checkpoint/shard.py",
+        'if document["byteorder"] != sys.byteorder:',
+        "if False:",
+        "tests/test_shard.py::test_a_header_that_makes_no_sense_is_refused_though_its_digest_is_right",
+    ),
+    Guard(
+        "replicas are kept on another node",
+        "checkpoint/replication.py",
+        "if jump < 1 or world_size % jump != 0:",
+        "if False:",
+        "tests/test_replication.py::test_every_rank_has_a_partner_on_another_node",
+    ),
+    Guard(
+        "a file of another size is not sent as a replica",
+        "checkpoint/replication.py",
+        "if (size := os.fstat(file.fileno()).st_size) == transfer.size:",
+        "if size := os.fstat(file.fileno()).st_size:",
+        "tests/test_replication.py::test_parts_are_brought_where_they_are_needed",
+    ),
+    Guard(
+        "a container's own cgroup is its root",
+        "checkpoint/capacity.py",
+        'if ".." in names:',
+        "if False:",
+        "tests/test_capacity.py::test_a_container_sees_its_own_group_as_the_root",
+    ),
+    Guard(
+        "two limits for one section are refused",
+        "detect/hangs/timeouts.py",
+        "if name in timeouts:",
+        "if False:",
+        "tests/test_timeouts.py::test_what_cannot_be_parsed_is_named",
+    ),
+    Guard(
+        "few steps make no calculated timeout",
+        "detect/hangs/timeouts.py",
+        "if train_iterations >= MIN_TRAIN_ITERATIONS:",
+        "if True:",
+        "tests/test_timeouts.py::test_what_may_be_calculated",
+    ),
+    Guard(
+        "a mismatch of collectives is named",
+        "detect/hangs/verdict.py",
+        "if wait.group is not None and (odd := self._blame_mismatch(wait.group)):",
+        "if False:",
+        "tests/test_hangs_verdict.py::test_a_mismatch_explains_a_circle",
+    ),
+    Guard(
+        "many ranks are named in short",
+        "detect/hangs/verdict.py",
+        "if 0 < holes <= 3 and len(ranks) > 8:",
+        "if False:",
+        "tests/test_hangs_verdict.py::test_many_ranks_are_named_briefly",
+    ),
+    Guard(
+        "a loss that is not finite is no reference for spikes",
+        "detect/numerics/numerics.py",
+        "if not math.isfinite(loss):",
+        "if False:",
+        "tests/test_numerics.py::test_the_rule_of_megatron",
+    ),
+    Guard(
+        "bad luck is no straggler",
+        "detect/stragglers/stragglers.py",
+        "at_least = (of_step / (1 - _CERTAINTY * self.noise).clamp(min=1e-9)).clamp(max=1)",
+        "at_least = of_step",
+        "tests/test_straggler_scores.py::test_a_rank_is_slow_only_beyond_the_noise_of_its_steps",
+    ),
+    Guard(
+        "kernels are compared with those of the same name",
+        "detect/stragglers/stragglers.py",
+        "found = [(index, place[number]) for index, number in enumerate(theirs.tolist()) if number in place]",
+        "found = [(i, i) for i in range(min(len(theirs), len(own)))]",
+        "tests/test_straggler_scores.py::test_scores_are_those_of_nvrx",
+    ),
+    Guard(
+        "job retries end",
+        "launch/budget.py",
+        "if job_spent and counts.job_retries >= self.job_retries:",
+        "if False:",
+        "tests/test_budget.py::test_two_retries_are_three_jobs_of_four_groups_each",
+    ),
+    Guard(
+        "a peer that takes too long is given up",
+        "agreement_protocol.py",
+        "if waited <= timeout:",
+        "if True:",
+        "tests/test_agreement_simulation.py::test_those_that_have_finished_do_not_wait_for_one_that_is_gone",
+    ),
+    Guard(
+        "a remapped row that failed fails the health check",
+        "detect/health.py",
+        "if failed:",
+        "if False:",
+        "tests/test_health.py::test_nvml_facts_that_fail_name_the_gpu",
+    ),
+    Guard(
+        "more failures than a day may have end the run",
+        "launch/budget.py",
+        "if today > self.max_failures_per_day:",
+        "if False:",
+        "tests/test_budget.py::test_failures_per_day_hold_whatever_the_progress",
+    ),
+    Guard(
+        "a node that was left out stays out",
+        "launch/nodes.py",
+        "if self.node in nodes:",
+        "if False:",
+        "tests/test_left_out_nodes.py::test_whether_a_run_can_do_without",
+    ),
+    Guard(
+        "a handler of the script is called too",
+        "signals.py",
+        "if handler is None or not _is_of_the_script(handler):",
+        "if True:",
+        "tests/test_signals.py::test_a_handler_of_the_script_is_called_and_given_back",
+    ),
+    Guard(
+        "a signal that is ignored for a terminal (nohup) stays ignored",
+        "signals.py",
+        "if signum in _TERMINALS and signal.getsignal(signum) is signal.SIG_IGN:",
+        "if False:",
+        "tests/test_terminal.py::test_what_is_ignored_for_a_terminal_stays_ignored",
+    ),
+    Guard(
+        "the tensors of a shard end where its header begins",
+        "checkpoint/shard.py",
+        "if _end_of(found.tensors) != start:",
+        "if False:",
+        "tests/test_shard.py::test_a_table_that_makes_no_sense_is_refused_though_its_digest_is_right",
+    ),
+    Guard(
+        "a type that this torch does not know is refused",
+        "checkpoint/shard.py",
+        "if spec.dtype not in _DTYPES:",
+        "if False:",
+        "tests/test_shard.py::test_a_table_that_makes_no_sense_is_refused_though_its_digest_is_right",
+    ),
+    Guard(
+        "tensors that share their memory share it again",
+        "checkpoint/safe_serialization.py",
+        "if _is_same(self.tensors[index], value):",
+        "if False:",
+        "tests/test_safe_serialization.py::test_arrays_of_any_size",
+    ),
+    Guard(
+        "replication needs two nodes",
+        "checkpoint/replication.py",
+        "if nodes < 2:",
+        "if False:",
+        "tests/test_replication.py::test_impossible_cliques_say_what_to_set",
+    ),
+    Guard(
+        "storage without room is refused before a save",
+        "checkpoint/capacity.py",
+        "if needed.files > available.files.nbytes:",
+        "if False:",
+        "tests/test_capacity.py::test_a_small_shared_memory_is_left_to_the_data_loaders",
+    ),
+    Guard(
+        "timeouts of a later version are refused",
+        "detect/hangs/timeouts.py",
+        "if isinstance(version, int) and version != _VERSION:",
+        "if False:",
+        "tests/test_timeouts.py::test_what_is_of_no_use_is_ignored_for_a_stated_reason_and_replaced",
+    ),
+    Guard(
+        "of a circle of waits the one rank that is at fault is named",
+        "detect/hangs/verdict.py",
+        "if len(culprits) == 1:",
+        "if False:",
+        "tests/test_hangs_verdict.py::test_a_rank_that_left_a_collective_out",
+    ),
+    Guard(
+        "a process in the kernel is told from one that sleeps",
+        "detect/hangs/verdict.py",
+        'if process.state == "uninterruptible" and not is_saving:',
+        "if False:",
+        "tests/test_hangs_verdict.py::test_every_kind",
+    ),
+    Guard(
+        "an idle data loader is no culprit",
+        "detect/hangs/verdict.py",
+        "if not each.workers:",
+        "if False:",
+        "tests/test_hangs_verdict.py::test_every_kind",
+    ),
+    Guard(
+        "complex numbers are checked too",
+        "detect/numerics/numerics.py",
+        "return (dtype.is_floating_point or dtype.is_complex) and dtype is not torch.float4_e2m1fn_x2",
+        "return dtype.is_floating_point",
+        "tests/test_numerics.py::test_numbers_of_four_bits_are_finite",
+    ),
+    Guard(
+        "a rank that was slow once is no straggler",
+        "detect/stragglers/stragglers.py",
+        "return [each for each in slow if self._counts[each.rank, each.kind] >= self._minimum]",
+        "return list(slow)",
+        "tests/test_straggler_scores.py::test_twice_in_a_row",
+    ),
+    Guard(
+        "the past of another device is forgotten",
+        "detect/stragglers/stragglers.py",
+        'if state["device"] == self.device and len(state["sections"]) == len(SECTIONS):',
+        'if len(state["sections"]) == len(SECTIONS):',
+        "tests/test_straggler_scores.py::test_what_is_remembered_is_plain_and_comes_back_on_the_same_device",
+    ),
+    Guard(
+        "a typical step is not that of a lucky moment",
+        "detect/stragglers/step_timer.py",
+        "means = means[means.sum(dim=1).argsort(stable=True)]  # as whole steps, so that the sections belong together",
+        "pass",
+        "tests/test_straggler_scores.py::test_healthy_ranks_whose_steps_vary_are_not_slow",
+    ),
+    Guard(
+        "what is marked bad is left out",
+        "checkpoint/generations.py",
+        "if each.generation in without:",
+        "if False:",
+        "tests/test_generations.py::test_what_is_condemned_is_left_out",
+    ),
+    Guard(
+        "a message of which a part is missing is none",
+        "checkpoint/store_messages.py",
+        "if len(self._received) < len(self._keys):",
+        "if False:",
+        "tests/test_store_messages.py::test_who_says_nothing_is_not_waited_for",
+    ),
+]
+
+
+def run_tests(tests: list[str], copy: Path) -> subprocess.CompletedProcess[str]:
+    """Runs tests of a copy of the project."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=WITHIN_S)
+
+
+def is_missed(guard: Guard, copy: Path) -> bool:
+    """Whether the guard's test fails without it."""
+    path = copy / "lightning_resilience" / guard.file
+    source = path.read_text()
+    path.write_text(source.replace(guard.text, guard.without))
+    try:
+        return run_tests([guard.test], copy).returncode == 1
+    except subprocess.TimeoutExpired:
+        return True  # it waits for what the guard would have refused
+    finally:
+        path.write_text(source)
+
+
+def copy_project(to: Path) -> Path:
+    """A copy of what the tests need, to be changed."""
+    unwanted = shutil.ignore_patterns(".*", "__pycache__", "_build", "runs", "*.egg-info")
+    return Path(shutil.copytree(ROOT, to, ignore=unwanted, symlinks=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    parser.add_argument("--jobs", type=int, default=2)
+    arguments = parser.parse_args()
+    guards = [each for each in GUARDS if not arguments.words or any(word in each.what for word in arguments.words)]
+    began, kept = time.monotonic(), []
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(arguments.jobs) as pool:
+        copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(arguments.jobs):
+            copies.put(copy_project(Path(directory, str(number))))
+
+        def try_one(guard: Guard) -> bool:
+            copy = copies.get()
+            try:
+                return is_missed(guard, copy)
+            finally:
+                copies.put(copy)
+
+        whole = copies.get()
+        healthy = run_tests(sorted({each.test for each in guards}), whole)
+        copies.put(whole)
+        if healthy.returncode != 0:
+            sys.exit(f"The tests fail with all guards in place:\n{healthy.stdout[-4000:]}")
+        for guard, missed in zip(guards, pool.map(try_one, guards), strict=True):
+            print(f"{'missed' if missed else 'NOT MISSED':11} {guard.what}  [{guard.file}; {guard.test}]", flush=True)
+            kept += [] if missed else [guard]
+    print(f"{len(guards)} guards, {len(kept)} that no test misses, {time.monotonic() - began:.0f} s")
+    sys.exit(bool(kept))
+
+
+if __name__ == "__main__":
+    main()
