@@ -70,7 +70,7 @@ def has_signal(pid: int, signum: int, *sets: str) -> bool:
         sets: As they are named there, such as ``SigCgt:``, the signals that have a handler.
     """
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
         return False
     masks = (int(line.split()[1], 16) for line in lines if line.startswith(sets))
@@ -84,6 +84,6 @@ def _started(pid: int) -> str:
     """
     with suppress(FileNotFoundError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return f"{boot}-{fields[19]}"
     return str(psutil.Process(pid).create_time())  # where there is no /proc

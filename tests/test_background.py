@@ -246,6 +246,25 @@ def test_what_goes_wrong_is_raised_once() -> None:
     saves.close(1)
 
 
+def test_what_goes_wrong_is_raised_though_another_save_has_begun() -> None:
+    """It is no error of the later one, whose caller would report it as such."""
+
+    def write(copy: Any) -> None:
+        raise RuntimeError("the first one")
+
+    saves = BackgroundSaves()
+    try:
+        saves.take({"a": torch.ones(2)}, [], write)
+        saves.wait()
+        saves.take({"a": torch.ones(2)}, [], lambda copy: None)
+        with pytest.raises(RuntimeError, match="the first one"):
+            saves.check()
+        saves.wait()
+        saves.check()
+    finally:
+        saves.close(5.0)
+
+
 def test_where_there_is_no_memory_for_a_copy_the_training_waits_and_it_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

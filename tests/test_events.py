@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -176,3 +178,8 @@ def test_reading_a_ledger_imports_neither_torch_nor_lightning(tmp_path: Path) ->
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_an_event_can_be_copied_and_sent() -> None:
+    event = Saved(fit=0, step=3, path="a.ckpt", seconds=0.1, reason="interval", tier="global")
+    assert pickle.loads(pickle.dumps(event)) == copy.deepcopy(event) == event

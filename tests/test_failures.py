@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_resilience import _output
-from lightning_resilience.launch.script_errors import describe, show
+from lightning_resilience.launch.script_errors import describe, show, what_to_change
 from lightning_resilience.run.failures import Failure, cause_of_end
 from tests.ledgers import events_of, history_of
 from tests.test_launch import FAKE, REAL, Launcher
@@ -282,3 +284,29 @@ def test_real_a_training_that_fails_after_progress_each_time(launcher: Launcher)
     assert len(launcher.events("start")) == 6, launcher.stderr()
     assert launcher.events("finished")[-1]["step"] == 30
     assert "same failure" not in launcher.stderr()
+
+
+def raised_by(call: Callable[[], object]) -> BaseException:
+    with pytest.raises(Exception) as raised:
+        call()
+    return raised.value
+
+
+def test_a_checkpoint_behind_the_last_epoch_needs_another_limit(tmp_path: Path) -> None:
+    """Also where none of our callbacks knows of the fit."""
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = L.Trainer(max_epochs=2, accelerator="cpu", enable_checkpointing=False, limit_train_batches=1, **quiet)
+    trainer.fit(BoringModel())
+    trainer.save_checkpoint(path := tmp_path / "later.ckpt")
+    fewer = L.Trainer(max_epochs=1, accelerator="cpu", enable_checkpointing=False, limit_train_batches=1, **quiet)
+    error = raised_by(lambda: fewer.fit(BoringModel(), ckpt_path=path))
+    assert "from a checkpoint of epoch 2, and its Trainer ends at max_epochs=1" in str(what_to_change(error))
+
+    def wraps() -> None:
+        try:
+            fewer.fit(BoringModel(), ckpt_path=path)
+        except Exception as error:
+            raise RuntimeError("the training failed") from error
+
+    assert what_to_change(raised_by(wraps)) == what_to_change(error)
+    assert what_to_change(raised_by(lambda: fewer.fit(BoringModel(), ckpt_path=tmp_path / "none.ckpt"))) is None

@@ -26,6 +26,7 @@ from lightning_resilience import _processes
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience._processes import describe_process, is_running
 from lightning_resilience.detect.hangs import watchdog
+from lightning_resilience.detect.hangs.deaths import is_stopped
 from lightning_resilience.detect.hangs.process_probe import probe_process
 from lightning_resilience.detect.hangs.rank_probe import (
     STACKS_SIGNAL,
@@ -428,6 +429,20 @@ def test_late_signals_of_the_watchdog_are_ignored(run_dir: Path) -> None:
     shutil.rmtree(directory)
     for signum in (exit_codes.HUNG, exit_codes.HUNG - 1):
         signal.signal(signum, signal.SIG_DFL)
+
+
+def test_a_name_that_is_cut_in_a_character_blinds_nobody() -> None:
+    """The kernel keeps 15 bytes of a process's name."""
+    name = "open('/proc/self/comm', 'wb').write('abcdefghijklmn\u00e9'.encode()); print(); import time; time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", name], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert _processes._started(process.pid)
+            assert not _processes.has_signal(process.pid, signal.SIGKILL, "SigPnd:", "ShdPnd:")
+            assert not is_stopped(process.pid)
+        finally:
+            process.kill()
 
 
 def test_a_process_is_not_taken_for_dead_because_this_one_cannot_look(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,8 @@ class BackgroundSaves:
         self._snapshots = Snapshots()
         self._buffers: dict[int, _Buffer] = {}  # reused: memory that is new takes three times as long to fill
         self._saving: Future[None] | None = None
+        self._error: BaseException | None = None
+        """What a save before the present one has raised."""
         self.invalidated = False
         """Whether the last snapshot was thrown away, because something else than an optimizer has changed its state."""
 
@@ -73,7 +75,8 @@ class BackgroundSaves:
             missed: Called in its place if there is no copy, with what was raised; ``None`` if the snapshot was no good.
                 By default what was raised is raised by :meth:`check`.
         """
-        self.check()
+        if self._saving is not None:
+            self._error = self._error or self._saving.exception()  # no error of the save that begins
         snapshot = self._fence.pending = self._snapshots.take(state, stable)
         self.invalidated = False
         self._saving = in_daemon_thread(lambda: self._run(snapshot, write, missed or _raise), "background-checkpoint")
@@ -112,10 +115,13 @@ class BackgroundSaves:
         self._fence.now()
 
     def check(self) -> None:
-        """Raises what the last save has raised in the other thread, once."""
+        """Raises what a save has raised in the other thread, once."""
         if self._saving is not None and self._saving.done():
             saving, self._saving = self._saving, None
-            saving.result()
+            self._error = self._error or saving.exception()
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until nothing is being written any more; returns whether that is so."""

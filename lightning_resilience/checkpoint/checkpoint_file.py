@@ -201,7 +201,11 @@ def _read_back(file: IO[bytes]) -> None:
 # Files: reading
 
 
-_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
+# Of node memory such an answer is final; of shared storage, an automounter may give another one in a moment.
+_MISSING = {
+    "checkpoint": (errno.ENOENT, errno.ENOTDIR),
+    "shard": (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO),
+}
 
 
 def open_regular(path: str | os.PathLike[str], kind: str = "checkpoint") -> BufferedReader:
@@ -212,7 +216,7 @@ def open_regular(path: str | os.PathLike[str], kind: str = "checkpoint") -> Buff
             raise not_regular
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno not in _MISSING:
+        if error.errno not in _MISSING[kind]:
             raise
         raise corrupt(path, f"it does not exist ({os.strerror(error.errno)})", kind) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # replaced in between

@@ -74,7 +74,38 @@ def _mistake(error: BaseException) -> str | None:
     return "code" if is_one and not isinstance(error, OSError) and not _OF_MACHINES.search(str(error)) else None
 
 
-def wrong_world_size(error: BaseException) -> str | None:
+def what_to_change(error: BaseException) -> str | None:
+    """What a person has to change before another attempt can end otherwise, if that is known.
+
+    Args:
+        error: What was raised; what has led to it counts too.
+    """
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        if (found := _wrong_world_size(cause) or _past_max_epochs(cause)) is not None:
+            return found
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _past_max_epochs(error: BaseException) -> str | None:
+    """What to change if a Trainer refuses a checkpoint of an epoch behind its ``max_epochs``."""
+    if type(error).__name__ != "MisconfigurationException":
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "fit"]
+    for trainer in (frame.f_locals.get("self") for frame in frames):
+        epoch, most = getattr(trainer, "current_epoch", None), getattr(trainer, "max_epochs", None)
+        if isinstance(epoch, int) and isinstance(most, int) and 0 <= most < epoch:
+            return (
+                f"the script goes on from a checkpoint of epoch {epoch}, and its Trainer ends at max_epochs={most}: "
+                "raise it, or give another run another directory (--run-dir)"
+            )
+    return None
+
+
+def _wrong_world_size(error: BaseException) -> str | None:
     """What to change if a ``ClusterEnvironment`` has refused the Trainer's ``devices`` and ``num_nodes``.
 
     Args:

@@ -29,7 +29,7 @@ from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.launch.nodes import Board
 from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.record import FIRST, newest
-from lightning_resilience.launch.script_errors import describe, show, wrong_world_size
+from lightning_resilience.launch.script_errors import describe, show, what_to_change
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.deadlines import ENDED_WITHIN_S, FIRST_STARTS_WATCHDOG_WITHIN_S
@@ -105,7 +105,7 @@ def main() -> None:
                 write_line(str(exit_request.code))  # as Python does
     except BaseException as error:
         outcome = Outcome("failed", traceback.format_exception_only(type(error), error)[-1].strip())
-        if in_vain := str(error) if isinstance(error, AnotherFit) else wrong_world_size(error):
+        if in_vain := str(error) if isinstance(error, AnotherFit) else what_to_change(error):
             outcome = Outcome("halted", in_vain)
         fault = describe(error)
         show(error, run_directory.path / "errors", os.environ.get(FIRST_LAUNCH_VARIABLE, ""), ledger.rank or 0)

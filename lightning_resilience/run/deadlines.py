@@ -111,6 +111,9 @@ STORAGE_WITHIN_S = 3.0
 BUSY_OVER_S = 0.25
 """For how long a rank is watched to see whether it is busy; the kernel counts CPU time in ticks of 10 ms."""
 
+WRITES_OVER_S = 1.0
+"""The same of one that saves; longer than one call that writes to slow storage may take."""
+
 STACKS_WITHIN_S = 0.5
 """How long a rank may take to write its stacks."""
 

@@ -101,6 +101,7 @@ class Event(_Fields):
         if missing or not values.keys() <= known.keys():
             raise TypeError(f"{type(self).__name__} has the fields {', '.join(known)}, not {', '.join(values)}")
         vars(self).update({name: values[name] if name in values else getattr(type(self), name) for name in known})
+        self.extra = values.get("extra", {})  # its own, which can be pickled
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)

@@ -173,6 +173,6 @@ def _oom_kills(file: Path) -> int | None:
 def _stat(pid: int) -> list[str] | None:
     """The fields of ``/proc/PID/stat`` from the state on; ``None`` if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None

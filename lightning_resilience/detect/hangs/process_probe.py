@@ -23,7 +23,7 @@ from lightning_resilience.detect.hangs.flight_recorder import merge
 from lightning_resilience.detect.hangs.progress import ProgressRecord
 from lightning_resilience.detect.hangs.rank_probe import STACKS_SIGNAL
 from lightning_resilience.detect.hangs.stacks import parse_stacks
-from lightning_resilience.run.deadlines import ANSWER_WITHIN_S, BUSY_OVER_S, STACKS_WITHIN_S
+from lightning_resilience.run.deadlines import ANSWER_WITHIN_S, BUSY_OVER_S, STACKS_WITHIN_S, WRITES_OVER_S
 
 PYTHON = "dump_traceback"
 """What the worker server does with the help of the interpreter. A handler of our own would crash the process at its
@@ -58,7 +58,8 @@ def probe_process(about: dict[str, Any], path: Path, record: ProgressRecord | No
     before = usage_of_tree(pid) if is_running(about) else {}
     state = _state(pid) if pid in before else "gone"
     if before:  # before it is asked for anything: to answer takes CPU time, and its stacks are written
-        time.sleep(BUSY_OVER_S)
+        # The kernel counts what is written when the call returns, which may be late where storage is slow.
+        time.sleep(WRITES_OVER_S if record is not None and record.section == "checkpointing" else BUSY_OVER_S)
     after = usage_of_tree(pid) if before else {}
     watched_s = time.monotonic() - began
     answers = python_answers = None
