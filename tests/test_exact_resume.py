@@ -211,6 +211,7 @@ def test_sharded(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", some(FSDP1, "shards"))
+@pytest.mark.slow
 def test_sharded_by_fsdp1(tmp_path: Path, options: dict[str, Any]) -> None:
     """A directory of shards, sealed, or one file of what was gathered: the strategy itself loads both.
 

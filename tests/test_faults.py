@@ -246,6 +246,7 @@ def test_stuck_in_collective(job: Job) -> None:
 @pytest.mark.parametrize(
     ("workers", "start_method", "stuck_in"), [(0, None, "fetch"), (1, None, "_get_data"), (1, "spawn", "_get_data")]
 )
+@pytest.mark.slow
 def test_stuck_in_data_loader(job: Job, workers: int, start_method: str | None, stuck_in: str) -> None:
     fault = SimulatedFault(fault_type="stuck_in_data_loader", rank=0, at_step=AT)
     job.start(fault, functools.partial(train_on_data, workers=workers, start_method=start_method), ranks=1)

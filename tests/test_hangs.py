@@ -145,6 +145,7 @@ def await_line(ranks: Ranks, words: str, times: int = 1) -> None:
 SLOW = {"section_timeouts": "setup:60,step:1.5,checkpointing:60,out_of_section:60", "calculate_timeouts": False}
 
 
+@pytest.mark.slow
 def test_a_healthy_run_that_nobody_starts_again_is_not_ended(tmp_path: Path) -> None:
     """One step computes, one asks a person, and in one somebody stops it (Ctrl-Z), each for longer than it may."""
     reference = undisturbed(tmp_path, callbacks=["auto_resume"])

@@ -1681,6 +1681,8 @@ def test_a_rank_that_waits_for_the_answer_no_longer(
 
 def test_a_rank_whose_thread_dies_stops_no_other(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.train(13)
+    for rank in job.ranks:  # else the thread may die before it has heard of the next save
+        until(lambda rank=rank: rank.saves._planned is not None and rank.saves._planned.step == 16)
     monkeypatch.setattr(job.ranks[1].saves, "_retire", broken)
     for _ in range(4):
         for rank in job.ranks:

@@ -305,6 +305,7 @@ def test_a_generation_counts_where_every_rank_has_it_and_no_rank_waits_forever()
 
 
 @pytest.mark.parametrize("rank_0_owns_store", [True, False], ids=["store dies with rank 0", "store survives"])
+@pytest.mark.slow
 def test_the_same_wherever_a_rank_dies(rank_0_owns_store: bool) -> None:
     fallen = 0
     for seed in range(60):

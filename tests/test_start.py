@@ -90,6 +90,7 @@ def test_one_that_waits_while_another_is_at_work_is_left_alone(run_dir: Path) ->
     assert not hangs(run_dir)
 
 
+@pytest.mark.slow
 def test_one_that_waits_while_another_is_in_its_fit_is_left_alone(run_dir: Path) -> None:
     assert run(run_dir, "waits", "fits") == [0, 0]
     assert not hangs(run_dir)

@@ -275,6 +275,7 @@ def test_a_rank_is_named_that_is_half_as_fast(scenario: dict[str, Any], windows:
 
 
 @pytest.mark.parametrize("windows", [4, pytest.param(20, marks=pytest.mark.campaign)])
+@pytest.mark.slow
 def test_all_are_slower_than_they_were_and_none_than_the_others(windows: int, tmp_path: Path) -> None:
     later = range(windows // 2, windows)
     found = reports({"who": "nobody", "at": "compute", "windows": windows, "uniformly": list(later)}, tmp_path)
@@ -283,6 +284,7 @@ def test_all_are_slower_than_they_were_and_none_than_the_others(windows: int, tm
         assert [sorted(found[window]["individual"]) for window in later] == [["0", "1", "2", "3"]] * len(later), found
 
 
+@pytest.mark.slow
 def test_a_rank_without_samples_is_missing_and_spoils_nothing(tmp_path: Path) -> None:
     found = reports({"who": "rank", "at": "compute", "windows": 2, "blind": {"3": 0}}, tmp_path)
     assert [report["missing"] for report in found] == [[3], []]
@@ -340,6 +342,7 @@ def test_reports_change_nothing_in_a_run_that_is_killed_and_resumed(options: dic
     assert found[:2] == undisturbed(tmp_path, **options)
 
 
+@pytest.mark.slow
 def test_a_validation_that_takes_a_rank_longer_makes_no_straggler_of_it(tmp_path: Path) -> None:
     longer = [{"at": "validation", "step": step, "rank": 1, "do": "sleep", "seconds": 0.03} for step in range(49)]
     config = make(
