@@ -782,3 +782,11 @@ def test_needs_no_lightning() -> None:
         "assert not {'lightning', 'lightning_fabric', 'pytorch_lightning'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def test_a_loop_of_links_on_shared_storage_is_no_damage(tmp_path: Path) -> None:
+    """An automounter may give another answer in a moment."""
+    path = tmp_path / "loop.ckpt"
+    path.symlink_to(path)
+    with pytest.raises(OSError, match="symbolic links"):
+        checkpoint_file.verify(path)

@@ -28,6 +28,7 @@ from lightning_resilience._processes import describe_process, is_running
 from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.detect.hangs.deaths import is_stopped
 from lightning_resilience.detect.hangs.process_probe import probe_process
+from lightning_resilience.detect.hangs.progress import ProgressRecord
 from lightning_resilience.detect.hangs.rank_probe import (
     STACKS_SIGNAL,
     RankProbe,
@@ -267,6 +268,22 @@ def test_a_rank_that_answers_is_not_busy_for_that(tmp_path: Path) -> None:
     rank.kill()
     rank.join()
     assert not (verdict := diagnose([found], 1)).is_busy, verdict.line
+
+
+def test_a_rank_that_saves_is_watched_for_longer_than_one_slow_write(tmp_path: Path) -> None:
+    """The kernel counts what is written when the call returns."""
+    code = "import sys, time; f = open(sys.argv[1], 'wb', 0); print(flush=True); time.sleep(0.4); f.write(bytes(1 << 24)); "
+    command = [sys.executable, "-c", code + "time.sleep(60)", str(tmp_path / "file")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            about = {"pid": process.pid, "process_started": _processes._started(process.pid), "rank": 0, "node": "here"}
+            about |= {"main_thread": 0, "has_server": False}
+            saves = ProgressRecord(1, "checkpointing", 0.0, 1.0, 0, (0, 0, 0, 0))
+            assert probe_process(about, tmp_path / "rank-00000", saves, 1.0).process.written_bytes >= 1 << 24
+        finally:
+            process.kill()
 
 
 def test_two_nodes_a_rank_of_one_dies(run_dir: Path) -> None:
