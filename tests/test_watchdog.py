@@ -272,8 +272,8 @@ def test_a_rank_that_answers_is_not_busy_for_that(tmp_path: Path) -> None:
 
 def test_a_rank_that_saves_is_watched_for_longer_than_one_slow_write(tmp_path: Path) -> None:
     """The kernel counts what is written when the call returns."""
-    code = "import sys, time; f = open(sys.argv[1], 'wb', 0); print(flush=True); time.sleep(0.4); f.write(bytes(1 << 24)); "
-    command = [sys.executable, "-c", code + "time.sleep(60)", str(tmp_path / "file")]
+    code = "import sys, time; f = open(sys.argv[1], 'wb', 0); print(flush=True); time.sleep(0.4); "
+    command = [sys.executable, "-c", code + "f.write(bytes(1 << 24)); time.sleep(60)", str(tmp_path / "file")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
