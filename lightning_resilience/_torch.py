@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ def around_closure(run: Callable[[Callable[[], Any]], Any], args: Any, kwargs: A
         ``None`` if the step has no closure.
     """
     if len(args) > 1 and callable(closure := args[1]):
-        return (args[0], lambda: run(closure), *args[2:]), kwargs
+        return (args[0], functools.partial(run, closure), *args[2:]), kwargs
     if callable(closure := kwargs.get("closure")):
-        return args, {**kwargs, "closure": lambda: run(closure)}
+        return args, {**kwargs, "closure": functools.partial(run, closure)}
     return None

@@ -18,7 +18,8 @@ grows with the nodes, not with the ranks. An event takes one round:
 No rank can have passed that place by then, and a :data:`Position` has an order that all ranks share, even where they
 evaluate different numbers of batches. A main thread waits only if it reaches a boundary within the few polls that a
 round takes. Acting a few boundaries later would spare even that, but with slow steps it would eat a preemption's grace
-period.
+period. A rank that is alone waits at its next boundary for what it has asked itself: its watcher, which would have to get
+in between two short steps, might come too late for the last one.
 
 Between the agreement and the action a rank can die: :meth:`.Agreement.arrive` goes before any collective. The end is
 agreed as well (:meth:`.Agreement.close`): a rank that has finished counts as being past everything, and answers until
@@ -360,7 +361,9 @@ class Member:
         self._clock = clock
         self._answer_timeout = answer_timeout
         self._arrival_timeout = arrival_timeout
-        self._pace = _Pace(len(self._ranks), clock, _is_alone(nodes))
+        self._is_alone = _is_alone(nodes)
+        self._unlisted = 0  # what it has asked while alone and is in no round yet
+        self._pace = _Pace(len(self._ranks), clock, self._is_alone)
         self._linger = _linger(nodes, clock) + 3 * self._pace.longest
         self._since: dict[str, float] = {}  # when a wait was first looked at
 
@@ -381,11 +384,14 @@ class Member:
         """Asks all ranks to act on something."""
         event = {"kind": kind, "rank": self._rank, "needs": int(needs), "payload": payload}
         self._posts.append(self._post_event(json.dumps(event)))
+        if self._is_alone:
+            self._unlisted += 1
+            self._update_alert()
 
     def cross(self, position: Position, allows: Needs) -> tuple[Event, ...] | None:
         """Passes a boundary and returns what is to be done there; ``None`` while held."""
         self._raise_failure()
-        if self._held is not None:
+        if self._held is not None or self._unlisted:
             return None
         self.passed = position
         due = [(after, event) for after, event in self._pending if position > after and event.needs in allows]
@@ -436,7 +442,7 @@ class Member:
             )
 
     def _update_alert(self) -> None:
-        self.alert = self._held is not None or bool(self._pending) or self._failure is not None
+        self.alert = self._held is not None or bool(self._pending or self._unlisted) or self._failure is not None
 
     def _fail(self, failure: str) -> None:
         self._failure = self._failure or failure
@@ -495,6 +501,7 @@ class Member:
             if events:
                 # From here to the first yield in `_meet` nothing else runs: what is posted is the last boundary passed.
                 self._held = events
+                self._unlisted = max(0, self._unlisted - len(events))
                 self._update_alert()
             yield from self._answer(name)
             for event in events:

@@ -343,6 +343,17 @@ def test_a_healthy_boundary_asks_nobody_and_does_next_to_nothing(ranks: int) -> 
     assert calls == {"boundary": 100, "lock.__exit__": 100, "setprofile": 1}
 
 
+def test_a_rank_alone_acts_at_the_very_next_boundary() -> None:
+    """However short its steps are: the one in which it has asked may have been the last but one."""
+    agreement = Agreement()
+    for step in range(200):
+        agreement.request("save", {"step": step})
+        agreement.request("report", {"step": step})
+        due = agreement.boundary(training(step))
+        assert [(event.kind, event.payload["step"]) for event in due] == [("save", step), ("report", step)]
+    assert agreement.close() == ()
+
+
 def test_a_rank_alone_does_not_poll() -> None:
     """Its watcher sleeps until it is woken: nobody else changes what it looks at."""
     agreement = Agreement()

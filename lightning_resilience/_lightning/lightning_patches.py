@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 
-class _Patch:
-    """A function in the place of a method, which a copy of its owner (a pickled, deep-copied Trainer) has back."""
+class _Patch(functools.partial[Any]):
+    """A function in the place of a method, which a copy of its owner (a pickled, deep-copied Trainer) has back.
 
-    def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        self._owner = owner
-        self._name = name
-        self._function = function
+    A partial function, since one without arguments costs a healthy step no call of its own.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+    owner: Any
+    name: str
 
     def __reduce__(self) -> Any:
-        return getattr, (self._owner, self._name)  # the copied owner has no attributes yet: its class's method
+        return getattr, (self.owner, self.name)  # the copied owner has no attributes yet: its class's method
 
 
 class Patches:
@@ -34,22 +33,27 @@ class Patches:
         self._undo.append((owner, name, name in vars(owner), vars(owner).get(name)))
         # A function made in here cannot be pickled, and a Trainer can. That of a class has to be one, to be bound.
         is_method = isinstance(value, FunctionType) and not isinstance(owner, type)
-        setattr(owner, name, _Patch(owner, name, value) if is_method else value)
+        if is_method:
+            value = _Patch(value)
+            value.owner, value.name = owner, name
+        setattr(owner, name, value)
 
     def wrap(
         self,
         owner: Any,
         name: str,
-        before: Callable[[], object] = lambda: None,
-        after: Callable[[], object] = lambda: None,
+        before: Callable[[], object] | None = None,
+        after: Callable[[], object] | None = None,
     ) -> None:
         """Calls ``before`` before every call of ``owner.name``, and ``after`` after every call that returns."""
         call = getattr(owner, name)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            before()
+            if before is not None:
+                before()
             result = call(*args, **kwargs)
-            after()
+            if after is not None:
+                after()
             return result
 
         self.set(owner, name, wrapper)

@@ -318,18 +318,19 @@ class NumericsPolicy(Participant):
         assert self._guard is not None
         trainer = self.session.fit.trainer
         self._guard.end()
-        self._collect_results(wait=False)
+        for result in self._guard.results():
+            self._judge(result)
         self._samples.look()
         begun = lightning_progress.batches_begun(trainer)
         self._window = Window(trainer.current_epoch, begun, begun, trainer.global_step)
         self._guard.begin(self._window)
 
-    def _collect_results(self, wait: bool = True) -> None:
-        """Judges the windows so far; waits for results that are still on their way if that is asked."""
+    def _collect_results(self) -> None:
+        """Judges the windows so far; waits for results that are still on their way."""
         assert self._guard is not None
         if self._window.end > self._window.begin:  # the next one may have begun
             self._guard.end()
-        for result in self._guard.results(wait):
+        for result in self._guard.results(wait=True):
             self._judge(result)
 
     def looks_bad(self) -> bool:

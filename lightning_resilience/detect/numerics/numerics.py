@@ -65,8 +65,11 @@ def are_finite(tensors: list[torch.Tensor]) -> bool:
     """
     if {*map(type, tensors)} == {torch.Tensor}:  # a subclass may reduce over ranks
         found = torch.zeros(1, device="cpu")
-        with contextlib.suppress(RuntimeError):
+        try:
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, _ONE)
+        except RuntimeError:
+            pass
+        else:
             return not found.item()
     return bool(all_finite(tensors))
 

@@ -151,7 +151,8 @@ class StepGuard:
 
     def begin(self, tag: Tag) -> None:
         """A window begins; the one before it, if there was one, is complete."""
-        self.end()
+        if self._open:
+            self.end()
         self._open = True
         self._clear(tag)
         if self._undo is not None:
@@ -340,12 +341,12 @@ class StepGuard:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self._open or self.has_scaler or optimizer not in self.optimizers():
             return None
-        self._put_back(optimizer)  # of a step that has raised
         if self.late:
-            return before_update(lambda: self._check_later(optimizer), args, kwargs)
+            self._put_back(optimizer)  # of a step that has raised
+            return before_update(functools.partial(self._check_later, optimizer), args, kwargs)
         if self.reruns is not None:
-            return around_closure(lambda closure: self._run(optimizer, closure), args, kwargs)
-        return before_update(lambda: self._check_now(optimizer), args, kwargs)
+            return around_closure(functools.partial(self._run, optimizer), args, kwargs)
+        return before_update(functools.partial(self._check_now, optimizer), args, kwargs)
 
     def _check_later(self, optimizer: Optimizer) -> None:
         self._settled = None
