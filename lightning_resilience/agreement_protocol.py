@@ -18,8 +18,8 @@ grows with the nodes, not with the ranks. An event takes one round:
 No rank can have passed that place by then, and a :data:`Position` has an order that all ranks share, even where they
 evaluate different numbers of batches. A main thread waits only if it reaches a boundary within the few polls that a
 round takes. Acting a few boundaries later would spare even that, but with slow steps it would eat a preemption's grace
-period. A rank that is alone waits at its next boundary for what it has asked itself: its watcher, which would have to get
-in between two short steps, might come too late for the last one.
+period. A rank that is alone waits at its next boundary for what it has asked itself: its watcher, which would have to
+get in between two short steps, might come too late for the last one.
 
 Between the agreement and the action a rank can die: :meth:`.Agreement.arrive` goes before any collective. The end is
 agreed as well (:meth:`.Agreement.close`): a rank that has finished counts as being past everything, and answers until

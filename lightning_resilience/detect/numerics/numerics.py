@@ -10,7 +10,6 @@ everything before it is done, in every step. So verdicts stay tensors on the dev
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
