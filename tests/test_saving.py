@@ -104,8 +104,9 @@ def test_a_rank_that_dies_before_it_has_sent_is_not_waited_for(tmp_path: Path, a
     codes = Ranks(config, tmp_path).wait(60, kill_rest=False)
     assert codes[1] == -signal.SIGKILL
     assert codes[0] not in (0, None)
-    assert max(steps(config, "saved")) == 15
+    saved = steps(config, "saved")
+    assert len(saved) == 3  # nearly always 5, 10, 15: a save is left out where the one before is not written yet
     folder = Path(config["run_dir"]) / "fit-000" / "checkpoints"
-    assert sorted(path.name for path in folder.iterdir()) == [f"step-{step:012d}.ckpt" for step in (10, 15)]
+    assert sorted(path.name for path in folder.iterdir()) == [f"step-{step:012d}.ckpt" for step in saved[-2:]]
     assert run({**config, "fails": []}, tmp_path)[0] == [0, 0]
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
