@@ -37,6 +37,8 @@ from tests.test_launchers import finish, lightnings_own, start, torchrun
 
 CALLBACKS = ["fault_tolerance", "preemption", "auto_resume", "user"]
 HANG = {"at": "train", "step": 20, "do": "sleep", "seconds": FOREVER, "once": True}
+STARTED_AGAIN = {"TORCHELASTIC_MAX_RESTARTS": "1"}
+"""Environment of ranks that somebody starts again: without it no limit is calculated."""
 
 
 def watched(tmp: Path, name: str = "run", limits: str = LIMITS, **options: Any) -> dict[str, Any]:
@@ -163,10 +165,10 @@ def test_a_hang_under_lightnings_own_launcher_ends_with_its_code(tmp_path: Path)
 
 @pytest.mark.campaign
 def test_soak_with_everything_slow_and_tight_calculated_limits(tmp_path: Path) -> None:
-    """5,000 steps of about a millisecond, of which the calculated limit of a step is 1.5 s: more is slow elsewhere."""
+    """5,000 steps of about a millisecond, with a calculated limit of 1.5 to 3 s; validations and saves take 4 s."""
     steps = [2500, 5000]
-    slow = [{"at": "validation", "step": step, "do": "sleep", "seconds": 2.0} for step in steps]
-    slow += [{"at": "save", "step": step, "do": "sleep", "seconds": 2.0} for step in steps]
+    slow = [{"at": "validation", "step": step, "do": "sleep", "seconds": 4.0} for step in steps]
+    slow += [{"at": "save", "step": step, "do": "sleep", "seconds": 4.0} for step in steps]
     config = watched(
         tmp_path,
         limits="setup:8,step:5,checkpointing:6,out_of_section:5",
@@ -180,12 +182,12 @@ def test_soak_with_everything_slow_and_tight_calculated_limits(tmp_path: Path) -
         trace=str(tmp_path / "trace"),
         trainer={"max_epochs": -1, "max_steps": 5000, "check_val_every_n_epoch": None, "val_check_interval": 2500},
     )
-    output = runs(config)
+    output = runs(config, environment=STARTED_AGAIN)
     no_alarm(config, output)
     assert result(config)[0]["step"] == 5000
     limits = limits_at_end(config)
-    assert limits["step"] == 1.5, "the limit was not tight, and so the test has shown nothing"
-    assert limits["checkpointing"] >= 10
+    assert limits["step"] <= 3, "the limit was not tight, and so the test has shown nothing"
+    assert limits["checkpointing"] >= 20
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------
@@ -197,6 +199,10 @@ def traced(config: dict[str, Any], rank: int = 0) -> list[Any]:
 
 def limits_at_end(config: dict[str, Any], rank: int = 0) -> dict[str, float]:
     return [line[1] for line in traced(config, rank) if line[0].startswith("[")][-1]
+
+
+def limits_at_start(config: dict[str, Any], rank: int = 0) -> dict[str, float]:
+    return next(line[1] for line in traced(config, rank) if line[0].startswith("["))
 
 
 def in_section(config: dict[str, Any], rank: int = 0) -> list[tuple[str, str]]:
@@ -458,7 +464,6 @@ def test_storage_that_does_not_work_does_not_save_a_hung_rank(tmp_path: Path, wh
 
 STEP_100 = {"section_timeouts": "step:100", "calculate_timeouts": True}
 ALLOWED = "seconds allowed: setup:600,step:{},checkpointing:{},out_of_section:300"
-STARTED_AGAIN = {"TORCHELASTIC_MAX_RESTARTS": "1"}
 
 
 @pytest.mark.parametrize("folder", ["run/run", "elsewhere"])
@@ -518,11 +523,11 @@ def test_all_ranks_calculate_the_same_from_what_one_has_seen(tmp_path: Path) -> 
         trainer={"devices": 2, "max_epochs": 2},
         trace=str(tmp_path / "trace"),
     )
-    runs(config)
+    runs(config, environment=STARTED_AGAIN)
     limits = [limits_at_end(config, rank) for rank in (0, 1)]
     assert limits[0] == limits[1]
-    assert limits[0]["step"] >= 8
-    assert limits[0]["checkpointing"] >= 8
+    assert 8 <= limits[0]["step"] < 100
+    assert 8 <= limits[0]["checkpointing"] < limits_at_start(config)["checkpointing"]
 
 
 # -- engines, policies, health -----------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def test_the_other_ranks_of_the_node_are_watched(tmp_path: Path, monkeypatch: py
         fault_tolerance={"calculate_timeouts": True},
         trainer={"devices": 2},
     )
-    codes, output = run(config, tmp_path / "run")
+    codes, output = run(config, tmp_path / "run", environment=STARTED_AGAIN)
     assert codes[1] == exit_codes.HUNG, output
     assert output.count("Rank 0 is not watched") == 1
     assert (1, "stuck") in [(each.rank, each.kind) for each in verdict_of(config).culprits]
