@@ -280,7 +280,7 @@ FIT = """
 @pytest.mark.parametrize(
     ("width", "epochs", "reason"),
     [
-        ("2", "1", "is at epoch 2, and the Trainer ends at max_epochs=1: raise it"),
+        ("2", "1", "of epoch 2, and its Trainer ends at max_epochs=1: raise it"),
         pytest.param(
             "3",
             "4",

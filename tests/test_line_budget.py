@@ -23,8 +23,8 @@ BUDGET = {
     "detect/hangs": 2309,
     "detect/numerics": 789,
     "detect/stragglers": 341,
-    "fit": 5078,
-    "launch": 2821,
+    "fit": 5062,
+    "launch": 2818,
     "launch/schedulers": 508,
     "run": 1547,
 }

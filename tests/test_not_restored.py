@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_resilience.checkpoint import dcp, resume
-from lightning_resilience.run.run_directory import RunDirectory
+from lightning_resilience.run.run_directory import AnotherFit, RunDirectory
 from tests.harness import result, run
 from tests.ledgers import read_ledger
 from tests.test_dcp import reseal
@@ -79,6 +79,24 @@ def test_what_may_be_good_is_kept(killed: Run, error: BaseException, times: int,
     ends_well(killed, killed.local(), Picky(None))
     assert killed.resumes == [("local", 12)] * (times + 1), why
     assert not ledger(killed.path, "condemned")
+
+
+@pytest.mark.parametrize("tier", ["local", "global"])
+def test_a_trainer_that_ends_before_the_checkpoint_says_so_and_keeps_it(tmp_path: Path, tier: str) -> None:
+    run = Run(tmp_path)
+
+    def ours() -> L.Callback:
+        return run.local() if tier == "local" else run.resume(3)
+
+    run.die(ours(), step=35, max_epochs=3)
+    for _ in range(2):
+        with pytest.raises(AnotherFit, match="of epoch 2, and its Trainer ends at max_epochs=1: raise it, or "):
+            run.fit(ours(), max_epochs=1)
+    ends_well(run, ours(), max_epochs=3)
+    assert run.resumes == [(tier, 33)] * 3
+    assert not ledger(run.path, "not_restored")
+    assert not ledger(run.path, "condemned")
+    assert not ledger(run.path, "fault")[1:], "the first is the death"
 
 
 @pytest.mark.campaign

@@ -35,6 +35,7 @@ from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.safe_serialization import from_safe
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.outcome import ENDS_APART, FitOutcome
+from lightning_resilience.launch.script_errors import what_to_change
 from lightning_resilience.run.events import (
     Finished,
     Fresh,
@@ -522,10 +523,16 @@ class CheckpointSelector:
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Records for the next start that the chosen checkpoint cannot be restored; this process must end."""
+        """Records for the next start that the chosen checkpoint cannot be restored; this process must end.
+
+        Raises:
+            AnotherFit: If the script must be changed first, which says nothing about the checkpoint.
+        """
         try:
             yield
         except BaseException as error:
+            if (change := what_to_change(error)) is not None:
+                raise AnotherFit(change) from error
             if self.loaded is not None and _may_be_the_states_fault(error):
                 kind, loaded = type(error).__name__, self.loaded
                 self._fit.ledger.record(

@@ -42,7 +42,6 @@ class Restorer:
         self.saver = saver
         self.explicit: str | None = None
         """The user's ``fit(ckpt_path=...)``."""
-        self._past_end: str | None = None
         self._silenced = False
         self._checkpoint: dict[str, Any] | None = None
         self._left_out: list[list[str | int]] = []
@@ -121,23 +120,9 @@ class Restorer:
     @contextmanager
     def restoring_training_state(self) -> Iterator[None]:
         """Around Lightning's restoring of loops and optimizers."""
-        trainer = self.fit.trainer
         with self.selector.restoring():
             self._before_training_state()
-            try:
-                yield
-            except Exception:  # Lightning's, which has restored the epoch by then
-                if trainer.max_epochs not in (None, -1) and trainer.current_epoch > trainer.max_epochs:
-                    self._past_end = (
-                        f"the fit in {self.fit.folder.path} is at epoch {trainer.current_epoch}, and the Trainer ends "
-                        f"at max_epochs={trainer.max_epochs}: raise it, or give another run another directory "
-                        "(--run-dir)"
-                    )
-                raise
-
-    def verdict(self, error: BaseException) -> str | None:
-        """Why no further attempt can restore this fit, if so."""
-        return self._past_end
+            yield
 
     def _before_training_state(self) -> None:
         """Gives Lightning the checkpoint for loops and optimizers again; a search may have dropped it."""

@@ -388,11 +388,7 @@ class FitSession:
         is_refused = isinstance(exception, AnotherFit) and RUN_DIR_VARIABLE not in os.environ
         event = RunRefused if is_refused else Fault
         self.fit.ledger.record(event(kind=kind, fit=self.fit.index, step=self.fit.trainer.global_step, reason=reason))
-        asked = [
-            self.selector.verdict,
-            self._restorer.verdict,
-            *self.fit.participants.implement(Participant.on_failure),
-        ]
+        asked = [self.selector.verdict, *self.fit.participants.implement(Participant.on_failure)]
         verdicts = [verdict for on_failure in asked if (verdict := on_failure(exception)) is not None]
         if isinstance(exception, AnotherFit):
             verdicts.append(str(exception))
