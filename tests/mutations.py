@@ -158,14 +158,14 @@ GUARDS = [
     Guard(
         "the name of a shard cannot lead out of the store",
         "checkpoint/node_store.py",
-        "if _PART.fullmatch(part) is None:",
+        "if _SHARD_NAME.fullmatch(name) is None:",
         "if False:",
         "tests/test_node_store.py::test_names_of_parts",
     ),
     Guard(
         "a file exchanged while it was written is not published",
         "checkpoint/node_store.py",
-        "if mapped is None or not mapped.is_of(os.fstat(fd)):",
+        "if mapped is None or not mapped.is_file(os.fstat(fd)):",
         "if False:",
         "tests/test_node_store.py::test_a_file_that_is_exchanged_while_it_is_written",
     ),

@@ -83,7 +83,7 @@ def await_file(name: str) -> None:
 @scenario
 def round_trips(rank: int) -> Any:
     """Exchanges in a thread, all_reduces in the main thread."""
-    module._PIECE = PIECE
+    module._CHUNK = PIECE
     replicas = make(rank)
     jobs = [(f"g{number}", size, trailer) for number, size in enumerate(SIZES) for trailer in (b"", b"x", b"y" * 9000)]
     results: list[Any] = []
@@ -111,7 +111,7 @@ def round_trips(rank: int) -> Any:
 @scenario
 def all_in_one_clique(rank: int) -> Any:
     """Parts of different sizes, some with nothing; the memory is the same in every exchange."""
-    module._PIECE = PIECE
+    module._CHUNK = PIECE
     replicas = make(rank, [0, 1, 2, 3])
     memories: dict[int, torch.Tensor] = {}
     one_at_a_time = threading.Lock()
@@ -142,7 +142,7 @@ def large(rank: int) -> Any:
     """More than a piece of the real size, to one partner."""
     if rank % 2:
         return True
-    size = module._PIECE + 12345
+    size = module._CHUNK + 12345
     replicas = make(rank)
     data = torch.arange(size + 8, dtype=torch.int64).to(torch.uint8)[rank : rank + size]
     (received,) = replicas.exchange("g1", data, b"tail", reserve).values()
@@ -162,7 +162,7 @@ def nothing_to_give(rank: int) -> Any:
 
 @scenario
 def dies_with_the_part_in_flight(rank: int) -> Any:
-    module._PIECE = PIECE
+    module._CHUNK = PIECE
     if rank == 1:
         return None
     replicas = make(rank, [0, 2, 3], SHORT * 4)
@@ -233,7 +233,7 @@ def out_of_step(rank: int) -> Any:
 
 @scenario
 def damaged_on_the_way(rank: int) -> Any:
-    module._PIECE = PIECE
+    module._CHUNK = PIECE
     replicas = make(rank)
     send = module._Channel.send
     sent: list[torch.Tensor] = []
@@ -268,7 +268,7 @@ def damaged_message(rank: int) -> Any:
 
 @scenario
 def no_memory(rank: int) -> Any:
-    module._PIECE = PIECE
+    module._CHUNK = PIECE
     replicas = make(rank, [0, 1, 2, 3])
 
     def refuse(peer: int, nbytes: int) -> torch.Tensor:
@@ -400,9 +400,9 @@ def brought(rank: int, transfers: list[Transfer], number: int, **kwargs: Any) ->
     result = []
     for transfer, memory in fetched.items():
         assert transfer.destination == rank
-        whole = memory is not None and torch.equal(memory, content(transfer.source, len(transfer.part), transfer.size))
+        whole = memory is not None and torch.equal(memory, content(transfer.source, len(transfer.shard), transfer.size))
         assert whole or memory is None
-        result.append([transfer.part, whole])
+        result.append([transfer.shard, whole])
     return result
 
 
@@ -423,7 +423,7 @@ def plan(rank: int, wanted: list[tuple[int, int, str, int]]) -> list[Transfer]:
 @scenario
 def transfers(rank: int) -> Any:
     """Several destinations of one source, rings, both directions, and a list that does not concern everybody."""
-    module._PIECE = PIECE
+    module._CHUNK = PIECE
     results = [brought(rank, [], 0)]
     wanted = [(0, to, "p" * (to + 1), SIZES[-to] + to) for to in (1, 2, 3)]
     wanted += [(2, 1, "r", 5), (1, 2, "rr", 6), (3, 0, "rrr", 0), (1, 3, "rrrr", 3 * PIECE), (3, 1, "s", 1)]
@@ -434,7 +434,7 @@ def transfers(rank: int) -> Any:
 
 @scenario
 def missing_files(rank: int) -> Any:
-    module._PIECE = PIECE
+    module._CHUNK = PIECE
     parts = ["gone", "a folder", "a pipe", "longer", "shorter", "cut", "unreadable", "whole"]
     wanted = plan(rank, [(source, source ^ 2, part, 5 * PIECE) for part in parts for source in (0, 1)])
     if rank < 2:
@@ -444,27 +444,27 @@ def missing_files(rank: int) -> Any:
         os.mkfifo(directory / f"{rank}-a pipe")
         os.truncate(directory / f"{rank}-longer", 6 * PIECE)
         os.truncate(directory / f"{rank}-shorter", 4 * PIECE)
-        opened = module._open_part
+        opened = module._open_shard
 
         def open_and_change(transfer: Transfer) -> Any:
             file = opened(transfer)
-            if transfer.part == "cut":
+            if transfer.shard == "cut":
                 os.truncate(transfer.path, 2 * PIECE + 17)
-            if transfer.part == "unreadable":
+            if transfer.shard == "unreadable":
                 file.close()
                 file = os.fdopen(os.open(transfer.path, os.O_WRONLY), "rb")
             return file
 
-        module._open_part = open_and_change
+        module._open_shard = open_and_change
     return brought(rank, wanted, 0)
 
 
 @scenario
 def nowhere_to_put(rank: int) -> Any:
     def refuse(transfer: Transfer) -> torch.Tensor:
-        if transfer.part == "full":
+        if transfer.shard == "full":
             raise OSError(28, "No space left on device")
-        return torch.empty(transfer.size - (transfer.part == "small"), dtype=torch.uint8)
+        return torch.empty(transfer.size - (transfer.shard == "small"), dtype=torch.uint8)
 
     return brought(rank, plan(rank, [(0, 2, part, 9000) for part in ("full", "small", "fits")]), 0, reserve=refuse)
 
@@ -485,7 +485,7 @@ def transfer_damaged(rank: int) -> Any:
 
 @scenario
 def source_dies(rank: int) -> Any:
-    module._PIECE = PIECE
+    module._CHUNK = PIECE
     if rank == 0:
         read = module._read
         count: list[int] = []

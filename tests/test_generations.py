@@ -171,10 +171,10 @@ def test_after_the_journeys_every_node_has_what_its_ranks_need() -> None:
         node_of = {place.rank: place.node for place in job}
         wanted = plan_transfers(found, job)
         for each in wanted:
-            assert node_of[each.source] in found.holders[each.part], "it is read where it is"
-            assert node_of[each.destination] not in found.holders[each.part], "it goes where it is not"
-            assert each.size == found.sizes[each.part]
-        arrived = {(node_of[each.destination], each.part) for each in wanted}
+            assert node_of[each.source] in found.holders[each.shard], "it is read where it is"
+            assert node_of[each.destination] not in found.holders[each.shard], "it goes where it is not"
+            assert each.size == found.sizes[each.shard]
+        arrived = {(node_of[each.destination], each.shard) for each in wanted}
         assert len(arrived) == len(wanted), "nothing goes twice"
         for place in job:
             for part in found.needed_by(place.rank):
@@ -206,7 +206,7 @@ def test_a_lost_node_is_served_by_all_ranks_of_the_other() -> None:
     replicas = {"b": [*(rank_shard(rank) for rank in range(4)), *COMMONS]}
     (found,) = generations(whole(10, "0a", replicas))
     wanted = plan_transfers(found, FOUR_RANKS)
-    assert {each.part for each in wanted} == {"rank-00000", "rank-00001", *COMMONS}
+    assert {each.shard for each in wanted} == {"rank-00000", "rank-00001", *COMMONS}
     assert {each.destination for each in wanted} == {0, 1}
     assert {each.source for each in wanted} == {2, 3}, "not by one rank alone"
 
@@ -214,7 +214,7 @@ def test_a_lost_node_is_served_by_all_ranks_of_the_other() -> None:
 def test_ranks_that_have_changed_their_nodes() -> None:
     (found,) = generations(whole(10, "0a", TWO_NODES))
     swapped = rank_locations([("b", 0), ("b", 0), ("a", 1), ("a", 1)])
-    assert sorted((each.part, each.source, each.destination) for each in plan_transfers(found, swapped)) == [
+    assert sorted((each.shard, each.source, each.destination) for each in plan_transfers(found, swapped)) == [
         ("rank-00000", 2, 0),
         ("rank-00001", 3, 1),
         ("rank-00002", 0, 2),

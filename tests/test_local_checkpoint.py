@@ -266,7 +266,7 @@ def test_a_part_and_its_replica_are_lost(tmp_path: Path) -> None:
         part_of(node, newest, "rank-00002").unlink()
     text = resumed(config, tmp_path)
     assert resumes(config["run_dir"]) == [("local", older)]
-    assert "incomplete: nobody has rank-00002" in text
+    assert "incomplete: no node has rank-00002" in text
     assert (result(config), samples(config)) == reference(tmp_path, trainer=TWO_NODES)
 
 
@@ -1326,9 +1326,9 @@ class Together:
                 self.transfers += wanted
             for each in wanted:
                 source = self.places[each.source].node
-                content = self.folder / source / path(each.part).relative_to(store.directory)
+                content = self.folder / source / path(each.shard).relative_to(store.directory)
                 if each.destination == rank and content.is_file() and not self.loses(each):
-                    writer = writers[each.part] = store.reserve(each.part, each.size)
+                    writer = writers[each.shard] = store.reserve(each.shard, each.size)
                     writer.memory.copy_(torch.frombuffer(bytearray(content.read_bytes()), dtype=torch.uint8))
             return writers
 
@@ -1448,7 +1448,7 @@ def test_what_a_lost_node_had_comes_from_the_other(two_nodes: Path) -> None:
     assert tried == [12]
     assert are_of(12, states)
     parts = {"rank-00002", "rank-00003", "common-00-of-02", "common-01-of-02"}
-    assert {each.part for each in together.transfers} == parts
+    assert {each.shard for each in together.transfers} == parts
     assert {path.stem for path in (two_nodes / "b").glob("step-*/*")} == parts, "what has been brought is kept"
     assert at(two_nodes, "b", 12, "rank-00003").read_bytes() == at(two_nodes, "a", 12, "rank-00003").read_bytes()
 
@@ -1502,7 +1502,7 @@ def test_copies_that_are_gone(two_nodes: Path, name: str) -> None:
     assert are_of(step, states)
     assert found == [step]
     assert len(reasons) == (step != 12)
-    assert all("that of step 12 is incomplete: nobody has" in reason for reason in reasons)
+    assert all("that of step 12 is incomplete: no node has" in reason for reason in reasons)
 
 
 def test_a_part_that_does_not_arrive(two_nodes: Path) -> None:
@@ -1510,7 +1510,7 @@ def test_a_part_that_does_not_arrive(two_nodes: Path) -> None:
     lost: list[Transfer] = []
 
     def loses(each: Transfer) -> bool:
-        if each.part == "rank-00002" and not lost:
+        if each.shard == "rank-00002" and not lost:
             lost.append(each)
             return True
         return False
@@ -1518,7 +1518,7 @@ def test_a_part_that_does_not_arrive(two_nodes: Path) -> None:
     tried, _, states, together = bring_back(two_nodes, loses=loses)
     assert tried == [12, 8]
     assert are_of(8, states)
-    assert all("rank-00002 of step 12 from a on b: it could not be had" in tier.unreadable for tier in together.tiers)
+    assert all("rank-00002 of step 12 from a on b: the transfer failed" in tier.unreadable for tier in together.tiers)
     assert not any(tier.bad for tier in together.tiers)
 
 

@@ -100,7 +100,7 @@ def save(store: NodeStore, step: int, part: str = "rank-00000", data: bytes | No
 
 def hidden(folder: Path) -> set[str]:
     """Everything but generations, and the claims of this process."""
-    claims = {f".writer-{claim}" for claim, pid in module._living.items() if pid == os.getpid()}
+    claims = {f".writer-{claim}" for claim, pid in module._own_claims.items() if pid == os.getpid()}
     return {path.name for path in folder.iterdir() if not path.name.startswith("step-")} - claims
 
 
@@ -176,7 +176,7 @@ def test_what_is_held(place: Path) -> None:
     os.mkfifo(folder / "rank-00008.shard")
     (place / "step-000000000008-00000008").symlink_to(folder)
     held = store.shard_files()
-    assert [(h.step, h.part) for h in held] == [
+    assert [(h.step, h.name) for h in held] == [
         (10**12, "rank-00001"),
         (7, "common-00-of-02"),
         (7, "rank-00000"),
@@ -187,7 +187,7 @@ def test_what_is_held(place: Path) -> None:
 
 @pytest.mark.parametrize("part", ["", "../x", "a/b", ".x", "a.b", "x" * 101, "ä"])
 def test_names_of_parts(place: Path, part: str) -> None:
-    with pytest.raises(ValueError, match="name of a part"):
+    with pytest.raises(ValueError, match="invalid shard name"):
         NodeStore(place).reserve(part, 1)
 
 
@@ -422,7 +422,7 @@ def test_only_own_parts_are_retired(place: Path) -> None:
         for part in ("rank-00000", "rank-00001"):
             save(store, step, part)
     store.retire({generation(3)}, lambda part: part == "rank-00001")
-    assert [(h.step, h.part) for h in store.shard_files()] == [
+    assert [(h.step, h.name) for h in store.shard_files()] == [
         (3, "rank-00000"),
         (3, "rank-00001"),
         (2, "rank-00000"),
@@ -487,7 +487,7 @@ def test_a_file_that_is_exchanged_while_it_is_written(memory: Path) -> None:
     writer = store.reserve("rank-00000", 10)
     (memory / "other").write_bytes(b"something else")
     os.replace(memory / "other", writer.path)
-    with pytest.raises(OSError, match="exchanged") as raised:
+    with pytest.raises(OSError, match="replaced") as raised:
         writer.publish(2, generation(2), 10, b"")
     assert raised.value.errno == errno.ESTALE
     assert [h.step for h in store.shard_files()] == [1]
@@ -514,7 +514,7 @@ def test_two_processes_retire_the_same(place: Path) -> None:
         if (pid := os.fork()) == 0:
             try:
                 mine = NodeStore(place)
-                mine._written.add("rank-00000")
+                mine._reserved.add("rank-00000")
                 for step in steps:
                     mine.retire({generation(s) for s in range(step, 40)}, lambda part: True)
                 mine.close()
@@ -570,7 +570,7 @@ def test_many_ranks_at_once(place: Path) -> None:
             if done:
                 assert status == 0
                 children.remove(pid)
-    assert [(h.step, h.part) for h in store.shard_files()] == [
+    assert [(h.step, h.name) for h in store.shard_files()] == [
         (step, f"rank-{number:05d}") for step in (steps - 1, steps - 2) for number in range(3)
     ]
     assert hidden(place) == set()
@@ -685,7 +685,7 @@ def test_killed_at_every_point(place: Path) -> None:
         # Whatever is published is whole, and one generation of each part that has ever been is there.
         held = living.shard_files()
         assert all(is_whole(h.path) for h in held)
-        assert any(h.part == "rank-00000" for h in held)
+        assert any(h.name == "rank-00000" for h in held)
         # Of the dead everything goes; what lives stays and goes on.
         ours = hidden(place)
         after = NodeStore(place)
@@ -852,14 +852,14 @@ def free(folder: Path) -> int:
 
 
 def test_a_full_tmpfs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ALLOCATED_AT_ONCE", (1 << 20) + 5)
+    monkeypatch.setattr(module, "_ALLOCATION_CHUNK", (1 << 20) + 5)
     with small_tmpfs(8 << 20) as base:
         store = NodeStore(base / "fit-000")
         assert store.in_memory
         old = save(store, 1, data=content(1, 3 << 20))
         room = free(base)
         with pytest.raises(
-            OSError, match=r"no room for 6.0 MiB of part rank-00000 \(No space left.*untouched"
+            OSError, match=r"no room for 6.0 MiB of shard rank-00000 \(No space left.*untouched"
         ) as raised:
             store.reserve("rank-00000", 6 << 20)
         assert raised.value.errno == errno.ENOSPC
@@ -995,7 +995,7 @@ def test_folders_of_others(memory: Path) -> None:
     memory.parent.chmod(0o1777)
     memory.mkdir(mode=0o700)
     memory.chmod(0o770)
-    with pytest.raises(PermissionError, match="others than this user may write"):
+    with pytest.raises(PermissionError, match="other users can write"):
         NodeStore(memory)
     memory.chmod(0o755)
     NodeStore(memory).close()
@@ -1022,7 +1022,7 @@ def test_folders_that_another_user_has_made(memory: Path) -> None:
     for make in (lambda: trap.mkdir(mode=0o777), lambda: trap.symlink_to(prey)):
         make()
         os.chown(trap, 65534, 65534, follow_symlinks=False)
-        with pytest.raises(PermissionError, match="another user has made this folder"):
+        with pytest.raises(PermissionError, match="this folder belongs to another user"):
             NodeStore(trap / "run" / "fit-000")
         assert list(prey.iterdir()) == []
         shutil.rmtree(trap) if not trap.is_symlink() else trap.unlink()

@@ -23,7 +23,7 @@ from lightning_resilience._files import sync_directory, write_json
 from lightning_resilience.checkpoint import checkpoint_file, shard
 from lightning_resilience.checkpoint.data_position import describe_data
 from lightning_resilience.checkpoint.node_store import NodeStore
-from lightning_resilience.checkpoint.replication import _Channel, _discarding, _Message
+from lightning_resilience.checkpoint.replication import _Channel, _Message, _scratch_chunks
 from lightning_resilience.fit.local_saves import _directory
 from lightning_resilience.run.run_directory import RunDirectory
 
@@ -56,10 +56,10 @@ def test_replicas_travel_through_host_memory_whatever_the_default_device_is() ->
     with ThreadPoolExecutor(2) as pool:  # each waits for the other
         ranks = [(store.clone(), rank) for rank in (0, 1)]
         pair = list(pool.map(lambda own: _Channel(own[0], "pair", own[1], 1 - own[1], timedelta(seconds=30)), ranks))
-    said = pair[0].say(_Message(7, text="0123abcd"))
-    assert pair[1].hear() == _Message(7, text="0123abcd", digest=bytes(16))
+    said = pair[0].send_message(_Message(7, text="0123abcd"))
+    assert pair[1].recv_message() == _Message(7, text="0123abcd", digest=bytes(16))
     said.wait()
-    assert [piece.device.type for piece in _discarding(10, 3)] == ["cpu", "cpu"]
+    assert [piece.device.type for piece in _scratch_chunks(10, 3)] == ["cpu", "cpu"]
     for channel in pair:
         channel.close()
 

@@ -154,7 +154,7 @@ def test_partner_dies_between_exchanges(job: Job) -> None:
     assert results[1] == [fine(3)] * 2, "of no concern to other cliques"
     first, second = results[0]
     assert first["broken"]
-    assert "rank 2: its process has ended" in first["error"]
+    assert "rank 2: its process ended" in first["error"]
     assert "rank 2" in second["error"]
 
 
@@ -163,47 +163,47 @@ def test_partner_does_not_come(job: Job) -> None:
     for rank, other in ((0, 3), (3, 0)):
         first, second = results[rank]
         assert first["from"] == [other]
-        assert "rank 2: nothing came from it for 1.5 s" in first["error"]
+        assert "rank 2: no data for 1.5 s" in first["error"]
         assert f"rank {other}: " not in first["error"]
-        assert "ended for good" in second["error"]
+        assert "replication has stopped" in second["error"]
     late = results[2][0]
     assert late["broken"]
     for rank in (0, 3):
-        assert f"rank {rank}: its process has ended, or it has given up" in late["error"]
+        assert f"rank {rank}: its process ended, or it closed the connection" in late["error"]
 
 
 def test_partner_hangs_in_the_middle(job: Job) -> None:
     results = job("stops_in_the_middle")
-    assert "rank 2: nothing came from it for 1.5 s" in results[0]["error"]
+    assert "rank 2: no data for 1.5 s" in results[0]["error"]
     assert results[0]["broken"]
     assert "rank 0: " in results[2]["error"]
 
 
 def test_partners_out_of_step_are_named_with_their_generations(job: Job) -> None:
     results = job("out_of_step")
-    text = "rank 2: it is out of step: it exchanges g4 as its number 1, this rank g3 as its number 1"
+    text = "rank 2: it is out of step: it exchanges g4 as number 1, this rank g3 as number 1"
     assert text in results[0][0]["error"]
     assert "rank 0: it is out of step: it exchanges g3" in results[2][0]["error"]
     assert results[0][1] == fine(2)
     assert not results[0][0]["broken"]
     assert results[2][1] == fine(0)
-    assert "it exchanges g5 as its number 3, this rank g6 as its number 3" in results[0][2]["error"]
-    assert "it exchanges g7 as its number 4, this rank g7 as its number 5" in results[0][3]["error"]
+    assert "it exchanges g5 as number 3, this rank g6 as number 3" in results[0][2]["error"]
+    assert "it exchanges g7 as number 4, this rank g7 as number 5" in results[0][3]["error"]
     assert results[1] == [fine(3), fine(3), fine(3), fine(3)]
 
 
 def test_a_bit_that_flips_on_the_way_is_noticed(job: Job) -> None:
     results = job("damaged_on_the_way")
     assert results[0][0]["from"] == []
-    assert "rank 2: its part was damaged on the way" in results[0][0]["error"]
+    assert "rank 2: its shard was corrupted in transit" in results[0][0]["error"]
     assert results[0][1] == fine(2)
     assert results[2] == [fine(0), fine(0)]
 
 
 def test_a_damaged_message_ends_the_connection(job: Job) -> None:
     results = job("damaged_message")
-    assert "rank 2: what it sent is not what it should send here" in results[0][0]["error"]
-    assert "rank 0: its process has ended, or it has given up" in results[2][0]["error"]
+    assert "rank 2: its message is invalid" in results[0][0]["error"]
+    assert "rank 0: its process ended, or it closed the connection" in results[2][0]["error"]
     assert results[0][0]["broken"]
     assert results[2][0]["broken"]
     assert results[1] == [fine(3)] * 2
@@ -213,9 +213,9 @@ def test_without_memory_for_one_part_all_others_arrive(job: Job) -> None:
     results = job("no_memory")
     first, second = results[0]
     assert first["from"] == [1]
-    assert "rank 2: there is no place for the 40971 bytes of its part: OSError(28" in first["error"]
-    assert "rank 3: there is no place" in first["error"]
-    assert "40970 bytes were offered" in first["error"]
+    assert "rank 2: no memory for the 40971 bytes of its shard: OSError(28" in first["error"]
+    assert "rank 3: no memory" in first["error"]
+    assert "40970 bytes were reserved" in first["error"]
     assert not first["broken"]
     assert second == fine(1, 2, 3)
     for rank in (1, 2, 3):
@@ -227,14 +227,14 @@ def test_an_error_of_one_rank_does_not_leave_its_partner_waiting(job: Job) -> No
     assert "not torch.float32" in results[2]["error"]
     assert "at most 200 bytes" in results[3]["error"]
     for rank in (0, 1):
-        assert f"rank {rank + 2}: its process has ended, or it has given up" in results[rank]["error"]
+        assert f"rank {rank + 2}: its process ended, or it closed the connection" in results[rank]["error"]
         assert results[rank + 2]["broken"]
 
 
 def test_what_ends_a_thread_ends_the_exchange(job: Job) -> None:
     results = job("interrupted")
     assert results[0] == {"from": [], "error": "enough", "broken": True}
-    assert "rank 0: its process has ended, or it has given up" in results[2]["error"]
+    assert "rank 0: its process ended, or it closed the connection" in results[2]["error"]
     assert results[3] == fine(0, 2)
 
 
@@ -242,10 +242,10 @@ def test_closing_tells_the_partners(job: Job) -> None:
     results = job("closed")
     for rank in (0, 1):
         *_, first, second = results[rank]
-        assert f"rank {rank + 2}: its process has ended, or it has given up" in first["error"]
+        assert f"rank {rank + 2}: its process ended, or it closed the connection" in first["error"]
         assert first["broken"]
         assert second["error"]
-    assert results[0][0] == "another thread is in an exchange; exchanges go one after the other"
+    assert results[0][0] == "another thread is in an exchange; only one can run at a time"
     assert results[2][0]["error"] == "the replicas of rank 2 are closed"
 
 
@@ -257,19 +257,19 @@ def test_a_clique_without_partners() -> None:
 
 def test_losing_one_of_two_partners_tells_the_other(job: Job) -> None:
     results = job("one_of_three_is_lost")
-    lost = [rank for rank in (2, 3) if f"rank {rank}: what it sent" in results[0][0]["error"]]
+    lost = [rank for rank in (2, 3) if f"rank {rank}: its message is invalid" in results[0][0]["error"]]
     assert len(lost) == 1
     other = 5 - lost[0]
     assert results[0][0]["from"] == [other]
     assert results[other][0] == fine(*sorted({0, lost[0]}))
     assert results[lost[0]][0]["from"] == [other]
-    assert "rank 0: its process has ended, or it has given up" in results[lost[0]][0]["error"]
-    assert "rank 0: its process has ended, or it has given up" in results[other][1]["error"]
+    assert "rank 0: its process ended, or it closed the connection" in results[lost[0]][0]["error"]
+    assert "rank 0: its process ended, or it closed the connection" in results[other][1]["error"]
 
 
 def test_a_partner_that_never_connects_is_named(job: Job) -> None:
     results = job("cannot_connect")
-    assert [result.split(" can't")[0] for result in results[:3]] == [
+    assert [result.split(" cannot")[0] for result in results[:3]] == [
         "rank 0 and rank 3",
         "rank 1 and rank 3",
         "rank 2 and rank 3",
@@ -309,14 +309,14 @@ def test_transfer_damaged_on_the_way(job: Job) -> None:
 def test_source_dies(job: Job) -> None:
     results = job("source_dies", dead=(0,))
     assert results[1] == []
-    assert "yy from rank 0 to rank 2 has failed: " in results[2]
-    assert "zzz from rank 0 to rank 3 has failed: " in results[3]
+    assert "yy from rank 0 to rank 2 failed: " in results[2]
+    assert "zzz from rank 0 to rank 3 failed: " in results[3]
 
 
 def test_destination_does_not_come(job: Job) -> None:
     results = job("destination_missing")
-    assert "rank 0 and rank 3 can't connect" in results[0]
-    assert "x from rank 0 to rank 1 has failed: its process has ended, or it has given up" in results[1]
+    assert "rank 0 and rank 3 cannot connect" in results[0]
+    assert "x from rank 0 to rank 1 failed: its process ended, or it closed the connection" in results[1]
 
 
 def test_the_last_in_a_long_queue_is_served(job: Job) -> None:
@@ -332,7 +332,7 @@ def test_different_lists_are_an_error(job: Job) -> None:
     results = job("different_lists")
     assert "it sends x with 100 bytes as number 0, this rank expects x with 50 as number 0" in results[2]
     for rank in (0, 1):
-        assert "its process has ended, or it has given up" in results[rank]
+        assert "its process ended, or it closed the connection" in results[rank]
     assert "it sends yy with 100 bytes as number 1, this rank expects zz with 100 as number 1" in results[3]
 
 

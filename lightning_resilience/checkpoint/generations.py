@@ -19,9 +19,9 @@ SHARD_SUFFIX = ".shard"
 GENERATION_FOLDER = re.compile(r"step-(?P<step>[0-9]{12,})-(?P<generation>[0-9a-f]{8})")
 
 
-def shard_path(directory: Path, step: int, generation: str, part: str) -> Path:
+def shard_path(directory: Path, step: int, generation: str, name: str) -> Path:
     """Where a node keeps a shard in the folder of its fit."""
-    return directory / f"step-{step:012d}-{generation}" / f"{part}{SHARD_SUFFIX}"
+    return directory / f"step-{step:012d}-{generation}" / f"{name}{SHARD_SUFFIX}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ShardInfo:
         node: The node's name.
         step: ``trainer.global_step`` of the generation.
         generation: The generation's name.
-        part: The shard's name.
+        name: The shard's name.
         size: Bytes of the file.
         world_size: Number of ranks that saved the generation.
         kind: How the ranks partitioned their state; see :attr:`Generation.kind`.
@@ -106,7 +106,7 @@ class ShardInfo:
     node: str
     step: int
     generation: str
-    part: str
+    name: str
     size: int
     world_size: int
     kind: str
@@ -153,13 +153,13 @@ class Generation:
     @property
     def missing(self) -> list[str]:
         """The shards that no node has."""
-        needed = {part for rank in range(self.world_size) for part in self.needed_by(rank)}
-        return sorted(part for part in needed if not self.holders.get(part))
+        needed = {name for rank in range(self.world_size) for name in self.needed_by(rank)}
+        return sorted(name for name in needed if not self.holders.get(name))
 
-    def lose(self, node: str, part: str) -> None:
+    def lose(self, node: str, name: str) -> None:
         """Forgets a shard on a node that has turned out to be bad."""
-        if node in self.holders.get(part, ()):
-            self.holders[part].remove(node)
+        if node in self.holders.get(name, ()):
+            self.holders[name].remove(node)
 
 
 _COMMON = attrgetter("world_size", "kind", "replicated_shards", "replicated_digest", "course")
@@ -174,14 +174,14 @@ def generations(shards: Iterable[ShardInfo], without: Collection[str] = ()) -> l
         without: Names of generations that must not be used.
     """
     found: dict[tuple[int, str], Generation] = {}
-    for each in sorted(shards, key=lambda shard: (shard.node, shard.part)):
+    for each in sorted(shards, key=lambda shard: (shard.node, shard.name)):
         if each.generation in without:
             continue
         key = (each.step, each.generation)
         one = found.setdefault(key, Generation(*key, *_COMMON(each)))
         if _COMMON(one) == _COMMON(each):
-            one.holders.setdefault(each.part, []).append(each.node)
-            one.sizes[each.part] = each.size
+            one.holders.setdefault(each.name, []).append(each.node)
+            one.sizes[each.name] = each.size
         one.differs |= one.replicated_digest != each.replicated_digest
     return [found[key] for key in sorted(found, reverse=True)]
 
@@ -193,19 +193,19 @@ class Transfer:
     Args:
         source: The rank that reads the file.
         destination: The rank that receives it and writes it on its node; another one.
-        part: The shard's name.
+        shard: The shard's name.
         size: Bytes of the file.
         path: The file; only the source needs to know.
     """
 
     source: int
     destination: int
-    part: str
+    shard: str
     size: int
     path: str | os.PathLike[str] | None = None
 
     def __str__(self) -> str:
-        return f"{self.part} from rank {self.source} to rank {self.destination}"
+        return f"{self.shard} from rank {self.source} to rank {self.destination}"
 
 
 def plan_transfers(generation: Generation, ranks: Sequence[RankLocation]) -> list[Transfer]:
@@ -219,16 +219,16 @@ def plan_transfers(generation: Generation, ranks: Sequence[RankLocation]) -> lis
     sent: dict[int, int] = dict.fromkeys(range(len(ranks)), 0)
     found = []
     for node, here in on_node.items():
-        needed = {part: location.rank for location in here for part in [rank_shard(location.rank)]}
+        needed = {rank_shard(location.rank): location.rank for location in here}
         for index in range(generation.replicated_shards):
             needed[replicated_shard(index, generation.replicated_shards)] = here[index % len(here)].rank
-        for part, destination in needed.items():
-            holders = [holder for holder in generation.holders[part] if holder in on_node]
+        for name, destination in needed.items():
+            holders = [holder for holder in generation.holders[name] if holder in on_node]
             if node in holders:
                 continue
             source = min(
                 (location.rank for holder in holders for location in on_node[holder]), key=lambda r: (sent[r], r)
             )
-            sent[source] += generation.sizes[part]
-            found.append(Transfer(source, destination, part, generation.sizes[part]))
+            sent[source] += generation.sizes[name]
+            found.append(Transfer(source, destination, name, generation.sizes[name]))
     return found

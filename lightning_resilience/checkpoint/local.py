@@ -23,7 +23,7 @@ from lightning_resilience.checkpoint.devices import Standstill
 from lightning_resilience.checkpoint.generations import RankLocation, rank_shard, replicated_shard
 from lightning_resilience.checkpoint.interval import Schedule
 from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
-from lightning_resilience.checkpoint.rank_state import Check, Part, RankState, divergence_of
+from lightning_resilience.checkpoint.rank_state import Check, PendingShard, RankState, divergence_of
 from lightning_resilience.checkpoint.replication import ReplicaError, Replicas
 from lightning_resilience.checkpoint.safe_serialization import tensor_names
 from lightning_resilience.checkpoint.save_coordinator import PlannedSave, SaveCoordinator, new_generation
@@ -466,7 +466,7 @@ class LocalSaves:
             planned: ``None`` in a single process.
         """
         started = time.monotonic()
-        parts: list[Part] = []
+        parts: list[PendingShard] = []
         if taken is not None:
             try:
                 parts = self._save(taken)
@@ -510,7 +510,7 @@ class LocalSaves:
         if (divergence := divergence_of(step, digests)) is not None:
             self._hooks.diverged(divergence)
 
-    def _replicate(self, step: int, generation: str, parts: Sequence[Part]) -> None:
+    def _replicate(self, step: int, generation: str, parts: Sequence[PendingShard]) -> None:
         """Exchanges this rank's own part with its partners on other nodes."""
         if self._replicas is None or self._replicas.broken:
             return
@@ -545,7 +545,7 @@ class LocalSaves:
                     "Rank %d: a copy of rank %d's part could not be kept: %s", self._location.rank, partner, error
                 )
 
-    def _save(self, taken: RankState) -> list[Part]:
+    def _save(self, taken: RankState) -> list[PendingShard]:
         """Publishes this rank's parts and returns them; none if the snapshot was no good."""
         parts = taken.publish(self._store, self._hooks.check)
         if parts:

@@ -1,23 +1,22 @@
-"""The generations that a node keeps: parts are written beside, verified and published by one rename.
+"""Stores local checkpoints on a node: shard files are written aside, verified and published by a rename.
 
-Every rank of a node writes parts of its own names into the same folder, which only this user may enter:
+All ranks of a node write shards of different names into the same folder, which only this user may enter:
 
 ```
 <directory>/
   step-000000000012-1a2b3c4d/     a generation: its step and its random id
-    rank-00003.shard                what is here is whole, whenever and however a process has ended
-  .spare-rank-00003.5e6f7a8b      a file that is being written, or a retired one that the next save is written into
-  .writer-5e6f7a8b                locked while the process lives whose files end like this
-  quarantine/                     what failed its verification
+    rank-00003.shard                a published shard, always complete
+  .spare-rank-00003.5e6f7a8b      a file that is being written, or a retired one that the next save reuses
+  .writer-5e6f7a8b                locked while the process lives that owns the files with this suffix
+  quarantine/                     shards that failed verification
 ```
 
-**In node memory** (tmpfs) the memory that a rank copies its state into is the file already, so publishing moves no
-data. A file of a retired generation becomes the one that the next is written into, and stays mapped: once every
-generation has been written, a save takes no new page, and its copy is as fast as one into warm memory. A file is
-allocated before it is mapped, so that a full tmpfs is an error here and not a signal in the middle of a copy.
+**In node memory** (tmpfs) ranks copy their state directly into the mapped file, so publishing moves no data. The next
+save reuses the file and mapping of a retired generation, so it allocates no pages. A file is allocated before it is
+mapped: a full tmpfs raises here, instead of killing the process by SIGBUS in the middle of a copy.
 
-**On a disk** a part is copied into memory that is kept, written from there to a temporary file, synced, and read again
-from the disk for its verification before it is published.
+**On a disk** a shard is copied into a reused buffer, written to a temporary file, synced, and read back from the disk
+for verification before it is published.
 """
 
 from __future__ import annotations
@@ -51,51 +50,50 @@ from lightning_resilience.checkpoint.generations import GENERATION_FOLDER, SHARD
 log = logging.getLogger(__name__)
 
 _QUARANTINE = "quarantine"
-_QUARANTINED_WHOLE = 2  # memory is scarce; of older ones the reason is left
+_MAX_QUARANTINED = 2  # memory is scarce; of older files only the reason stays
 _GENERATION = re.compile(r"[0-9a-f]{8}")
-_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+_SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _WRITER = re.compile(r"\.writer-(?P<id>[0-9a-f]{8})")
 _SPARE = re.compile(r"\.spare-[A-Za-z0-9_-]+\.(?P<id>[0-9a-f]{8})")
 
-_ALLOCATED_AT_ONCE = 16 << 20  # an allocation that a signal interrupts begins again
-_WRITTEN_AT_ONCE = 64 << 20
+_ALLOCATION_CHUNK = 16 << 20  # a signal makes an allocation start over
+_WRITE_CHUNK = 64 << 20
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A published part.
+    """A published shard.
 
     Args:
-        step: Of its generation.
-        generation: The generation's random id.
-        part: Its name, which is that of the file without ``.shard``.
-        path: Where it is. Another process may retire it at any time.
+        step: ``trainer.global_step`` of its generation.
+        generation: Random id of the generation.
+        name: Name of the shard: the file name without ``.shard``.
+        path: The file. Another process may retire it at any time.
         size: Bytes.
     """
 
     step: int
     generation: str
-    part: str
+    name: str
     path: Path
     size: int
 
 
 class NodeStore:
-    """The generations of one fit on one node, as one rank sees them.
+    """Reads and writes the generations of one fit on one node.
 
-    Making one removes what killed processes have left in the folder, and nothing of living ones. Methods may be called
-    from several threads, those of one writer from one at a time.
+    The constructor removes files that killed processes left in the folder. The store is thread-safe; a
+    :class:`ShardWriter` is not.
 
     Args:
-        directory: Made if needed. If it is in node memory, parts are kept there; else as on a disk.
-        before_publish: Called when a part is written and verified, right before it becomes visible; what it raises
-            stops that.
-        verify: Called before that with the path of the part; what it raises stops that too. What it reads is what the
-            disk has. In node memory the content has never been anywhere else, so that its end is all there is to check.
+        directory: Folder of the fit; created if needed.
+        before_publish: Called after ``verify``, right before a shard becomes visible; an exception cancels publishing.
+        verify: Called with the path of a written shard; an exception cancels publishing. On a disk it reads what the
+            disk holds. In node memory the content was never anywhere else, so checking the end of the file is enough.
 
     Raises:
-        PermissionError: If others than this user could write into the folder or have made it.
-        OSError: If it cannot be made.
+        PermissionError: If another user owns the folder or could write into it.
+        OSError: If the folder cannot be created.
     """
 
     def __init__(
@@ -109,9 +107,9 @@ class NodeStore:
         self._verify = verify
         self._lock = threading.RLock()
         self._writers: dict[str, ShardWriter] = {}
-        self._written: set[str] = set()  # names of parts that this process has reserved
-        self._mapped: dict[Path, MappedFile] = {}  # own files by where they are now; in node memory
-        self._buffers: dict[str, MappedFile] = {}  # by part; on a disk
+        self._reserved: set[str] = set()  # names of all shards that this process has ever reserved
+        self._mapped: dict[Path, MappedFile] = {}  # in node memory: own files by their current path
+        self._buffers: dict[str, MappedFile] = {}  # on a disk: by shard
         self._claim: _Claim | None = None
         self._open()
         self.in_memory = in_node_memory(self.directory)
@@ -123,60 +121,59 @@ class NodeStore:
 
     # Writing
 
-    def reserve(self, part: str, nbytes: int, device: torch.device | None = None) -> ShardWriter:
-        """Memory for one part of the next generation.
+    def reserve(self, name: str, nbytes: int, device: torch.device | None = None) -> ShardWriter:
+        """Reserves memory for a shard of the next generation.
 
         Args:
-            part: Its name; letters, digits, ``-`` and ``_``. One writer at a time can be open for it.
-            nbytes: How much will be copied into that memory, at most.
-            device: The accelerator that it will be copied from, which can write into it by itself if it is told so.
+            name: Name of the shard: letters, digits, ``-`` and ``_``. Only one writer can be open for a name.
+            nbytes: Maximum size of the content.
+            device: Accelerator to copy from; the memory is registered with it. ``None``: the host.
 
         Raises:
-            OSError: If there is no room (``ENOSPC``, ``EDQUOT``) or the storage fails. Nothing is taken then, and what
-                has been published is untouched.
+            OSError: If there is no room (``ENOSPC``, ``EDQUOT``) or the storage fails. Published shards are untouched.
         """
-        if _PART.fullmatch(part) is None:
-            raise ValueError(f"{part!r} cannot be the name of a part: letters, digits, - and _ only")
+        if _SHARD_NAME.fullmatch(name) is None:
+            raise ValueError(f"invalid shard name {name!r}: use letters, digits, - and _ only")
         if nbytes < 0:
-            raise ValueError(f"a part cannot have {nbytes} bytes")
+            raise ValueError(f"a shard cannot have {nbytes} bytes")
         with self._lock:
             if self._claim is None:
                 raise RuntimeError(f"the store of {self.directory} is closed")
-            if part in self._writers:
-                raise RuntimeError(f"part {part} has an open writer already: publish or abandon that one first")
-            if not self._claim.holds():  # Somebody has cleaned up node memory, for one the session manager of the node.
+            if name in self._writers:
+                raise RuntimeError(f"shard {name} already has an open writer: publish or abandon it first")
+            if not self._claim.holds():  # node memory was cleaned up, perhaps by the node's session manager
                 self._claim.release()
                 self._open()
-            writer = self._writers[part] = ShardWriter(self, part, self._claim.spare(part))
-            self._written.add(part)
+            writer = self._writers[name] = ShardWriter(self, name, self._claim.spare(name))
+            self._reserved.add(name)
         try:
-            with torch.inference_mode(False):  # What is made in it, as in a validation, cannot be written to later.
-                file = self._map(writer.path, nbytes) if self.in_memory else self._buffer(part, nbytes)
-                writer.use(file, nbytes, device)
+            with torch.inference_mode(False):  # an inference tensor, as a validation would make, is read-only later
+                file = self._map(writer.path, nbytes) if self.in_memory else self._buffer(name, nbytes)
+                writer.attach(file, nbytes, device)
         except BaseException as error:
             self._discard(writer)
             if isinstance(error, (OSError, RuntimeError)):  # torch's, if there is no memory
                 raise OSError(
                     getattr(error, "errno", errno.ENOMEM),
-                    f"no room for {format_bytes(nbytes)} of part {part} ({getattr(error, 'strerror', None) or error}); "
-                    "what has been published is untouched",
+                    f"no room for {format_bytes(nbytes)} of shard {name} ({getattr(error, 'strerror', None) or error});"
+                    " published shards are untouched",
                     os.fspath(self.directory),
                 ) from error
             raise
         return writer
 
     def _map(self, path: Path, nbytes: int) -> MappedFile:
-        """The file ``path``, which is there from a retired generation or is made."""
+        """Maps the file ``path``, which may exist from a retired generation."""
         size = max(nbytes, 1)
-        fd = _open_alone(path)
+        fd = _open_unlinked(path)
         try:
             status = os.fstat(fd)
-            # Allocating again what is allocated would look at every page.
+            # Allocating again would touch every page.
             if status.st_size < size or status.st_blocks * 512 < size:
                 _allocate(fd, size)
             with self._lock:
                 mapped = self._mapped.pop(path, None)
-            if mapped is None or not mapped.is_of(status) or not mapped.has(size, status):
+            if mapped is None or not mapped.is_file(status) or not mapped.covers(size, status):
                 mapped = MappedFile(fd, size)
         finally:
             os.close(fd)
@@ -184,23 +181,23 @@ class NodeStore:
             self._mapped[path] = mapped
         return mapped
 
-    def _buffer(self, part: str, nbytes: int) -> MappedFile:
-        buffer = self._buffers.get(part)
+    def _buffer(self, name: str, nbytes: int) -> MappedFile:
+        buffer = self._buffers.get(name)
         if buffer is None or not nbytes <= buffer.memory.numel() <= 2 * nbytes:
-            self._buffers.pop(part, None)
-            del buffer  # never two of them
-            buffer = self._buffers[part] = MappedFile.unnamed(max(nbytes, 1))
+            self._buffers.pop(name, None)
+            del buffer  # frees it before the new one is allocated
+            buffer = self._buffers[name] = MappedFile.unnamed(max(nbytes, 1))
         return buffer
 
     def _publish(self, writer: ShardWriter, step: int, generation: str, data_size: int, trailer: bytes) -> Path:
         if step < 0 or _GENERATION.fullmatch(generation) is None:
             self._discard(writer)
-            raise ValueError(f"there can be no generation with step {step} and id {generation!r}")
+            raise ValueError(f"invalid generation: step {step}, id {generation!r}")
         if not 0 <= data_size <= (reserved := writer.memory.numel()):
             self._discard(writer)
-            raise ValueError(f"{reserved} bytes are reserved for part {writer.part}, not {data_size}")
-        target = self.path(step, generation, writer.part)
-        ours: os.stat_result | None = None
+            raise ValueError(f"shard {writer.name} has {data_size} bytes, but {reserved} are reserved")
+        target = self.path(step, generation, writer.name)
+        written: os.stat_result | None = None
         try:
             if self.in_memory:
                 self._finish_in_memory(writer, data_size, trailer)
@@ -211,7 +208,7 @@ class NodeStore:
             if self._before_publish is not None:
                 self._before_publish()
             with self._lock:
-                ours = os.stat(writer.path)
+                written = os.stat(writer.path)
                 _move_into(writer.path, target)
                 if (mapped := self._mapped.pop(writer.path, None)) is not None:
                     self._mapped[target] = mapped
@@ -221,67 +218,64 @@ class NodeStore:
         except BaseException as error:
             self._discard(writer)
             with contextlib.suppress(OSError):
-                if ours is not None and os.path.samestat(ours, os.lstat(target)):
+                if written is not None and os.path.samestat(written, os.lstat(target)):
                     target.unlink()
-            with contextlib.suppress(OSError):  # parts of other ranks are in it
+            with contextlib.suppress(OSError):  # not empty: other ranks have published
                 target.parent.rmdir()
             if isinstance(error, OSError):
                 raise OSError(
                     error.errno,
-                    f"cannot publish part {writer.part} of step {step} ({error.strerror or error}); older generations "
+                    f"cannot publish shard {writer.name} of step {step} ({error.strerror or error}); older generations "
                     "are untouched",
                     os.fspath(target),
                 ) from error
             raise
-        self._forget(writer)
+        self._close(writer)
         return target
 
     def _finish_in_memory(self, writer: ShardWriter, data_size: int, trailer: bytes) -> None:
         fd = os.open(writer.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             mapped = self._mapped.get(writer.path)
-            if mapped is None or not mapped.is_of(os.fstat(fd)):
-                raise OSError(errno.ESTALE, "the file has been exchanged while it was being written")
+            if mapped is None or not mapped.is_file(os.fstat(fd)):
+                raise OSError(errno.ESTALE, "the file was replaced while it was being written")
             _write(fd, memoryview(trailer), data_size)
             os.ftruncate(fd, data_size + len(trailer))
         finally:
             os.close(fd)
 
     def _discard(self, writer: ShardWriter) -> None:
-        with contextlib.suppress(OSError):  # On storage that has just become read-only; the first error counts.
+        with contextlib.suppress(OSError):  # the first error counts, for example that the storage is read-only
             writer.path.unlink(missing_ok=True)
         with self._lock:
             self._mapped.pop(writer.path, None)
-        self._forget(writer)
+        self._close(writer)
 
-    def _forget(self, writer: ShardWriter) -> None:
-        writer.memory = _nothing()
+    def _close(self, writer: ShardWriter) -> None:
+        writer.memory = _empty()
         with self._lock:
-            if self._writers.get(writer.part) is writer:
-                del self._writers[writer.part]
+            if self._writers.get(writer.name) is writer:
+                del self._writers[writer.name]
 
-    # What there is
+    # Reading
 
-    def path(self, step: int, generation: str, part: str) -> Path:
-        """Where a published part is, if it is here."""
-        return shard_path(self.directory, step, generation, part)
+    def path(self, step: int, generation: str, name: str) -> Path:
+        """Path of a published shard, whether it exists or not."""
+        return shard_path(self.directory, step, generation, name)
 
     def shard_files(self) -> list[ShardFile]:
-        """Every part that is published in this folder, by whichever rank: the newest step first.
-
-        Whether it is intact, and whose, its content says.
-        """
+        """Lists the published shards of all ranks, newest step first, without checking their content."""
         found = []
         for folder, step, generation in self._generations():
             for entry in _entries(folder):
-                part = entry.name.removesuffix(SHARD_SUFFIX)
-                if part == entry.name or _PART.fullmatch(part) is None:
+                name = entry.name.removesuffix(SHARD_SUFFIX)
+                if name == entry.name or _SHARD_NAME.fullmatch(name) is None:
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        found.append(ShardFile(step, generation, part, Path(entry.path), status.st_size))
-        return sorted(found, key=lambda held: (-held.step, held.generation, held.part))
+                        found.append(ShardFile(step, generation, name, Path(entry.path), status.st_size))
+        return sorted(found, key=lambda file: (-file.step, file.generation, file.name))
 
     def _generations(self) -> Iterator[tuple[Path, int, str]]:
         for entry in _entries(self.directory):
@@ -289,56 +283,54 @@ class NodeStore:
             if name is not None and entry.is_dir(follow_symlinks=False):
                 yield Path(entry.path), int(name["step"]), name["generation"]
 
-    # Letting go
+    # Removing
 
-    def retire(self, keep: Collection[str], mine: Callable[[str], bool]) -> None:
-        """Removes parts of older generations. Call it when a newer one is complete, and before the next is reserved.
+    def retire(self, keep: Collection[str], is_own: Callable[[str], bool]) -> None:
+        """Removes shards of older generations. Call it when a newer one is complete, before the next :meth:`reserve`.
 
-        In node memory the file of a removed part is what the next :meth:`reserve` of the same name writes into, if
-        this process has reserved one of that name before.
+        In node memory the next :meth:`reserve` of the same name reuses the file.
 
         Args:
-            keep: Ids of generations that stay.
-            mine: Whether this process is the one that writes the part of this name.
+            keep: Ids of the generations to keep.
+            is_own: Whether this process removes shards of the given name.
         """
         with self._lock:
             if self._claim is None:
                 raise RuntimeError(f"the store of {self.directory} is closed")
-            for held in self.shard_files():
-                if held.generation not in keep and mine(held.part):
+            for file in self.shard_files():
+                if file.generation not in keep and is_own(file.name):
                     with contextlib.suppress(FileNotFoundError):
-                        self._retire(held, self._claim.spare(held.part))
-            for path in [path for path in self._mapped if not path.exists()]:  # gone by another process
+                        self._retire(file, self._claim.spare(file.name))
+            for path in [path for path in self._mapped if not path.exists()]:  # removed by another process
                 del self._mapped[path]
         for folder, _, generation in self._generations():
             if generation not in keep:
-                with contextlib.suppress(OSError):  # parts of other ranks are in it, or it is gone
+                with contextlib.suppress(OSError):  # not empty: shards of other ranks
                     folder.rmdir()
 
-    def _retire(self, held: ShardFile, spare: Path) -> None:
-        mapped = self._mapped.pop(held.path, None)
-        # Never over a file that a writer has open: publishing would give the old content the new name. Nor where no
-        # next one will come, as for the parts of ranks that there are no more.
-        wanted = self.in_memory and held.part in self._written and held.part not in self._writers
-        if not wanted or os.path.lexists(spare):
-            held.path.unlink()
+    def _retire(self, file: ShardFile, spare: Path) -> None:
+        mapped = self._mapped.pop(file.path, None)
+        # Replacing the file of an open writer would publish the old content under the new name. And shards that this
+        # process never writes, as of ranks that no longer exist, need no spare file.
+        is_reusable = self.in_memory and file.name in self._reserved and file.name not in self._writers
+        if not is_reusable or os.path.lexists(spare):
+            file.path.unlink()
             return
-        os.rename(held.path, spare)
+        os.rename(file.path, spare)
         if mapped is not None:
             self._mapped[spare] = mapped
 
     def quarantine(self, path: Path, reason: str) -> None:
-        """Moves a bad part out of the way, never to be chosen again.
+        """Moves a bad shard to ``quarantine/``. Does nothing if it no longer exists.
 
-        The newest two are kept whole, of older ones only the reason. If another process has moved or removed the part
-        already, nothing is done.
+        The two newest files are kept; of older ones only the reason.
 
         Args:
             path: See :attr:`ShardFile.path`.
-            reason: What is wrong with it.
+            reason: What is wrong with the shard.
 
         Raises:
-            OSError: If it cannot be moved: it is where it was, and must be passed over.
+            OSError: If it cannot be moved; it is still at ``path``.
         """
         folder = self.directory / _QUARANTINE
         if not os.path.lexists(path):
@@ -347,26 +339,26 @@ class NodeStore:
             checkpoint_file.quarantine(path, folder, reason)
         with self._lock:
             self._mapped.pop(path, None)
-        whole = []
+        files = []
         for entry in _entries(folder):
             with contextlib.suppress(FileNotFoundError):
                 if not entry.name.endswith(".reason.txt") and not is_temporary(entry.name):
-                    whole.append((entry.stat(follow_symlinks=False).st_ctime_ns, entry.path))
-        for _, old in sorted(whole, reverse=True)[_QUARANTINED_WHOLE:]:
+                    files.append((entry.stat(follow_symlinks=False).st_ctime_ns, entry.path))
+        for _, old in sorted(files, reverse=True)[_MAX_QUARANTINED:]:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(old)
 
     def clear(self) -> None:
-        """The fit has finished: nothing of it is needed any more, and the folder goes with all that is in it."""
+        """Closes the store and removes its folder with everything in it."""
         self.close()
-        for _ in range(3):  # Another rank may make a file in a folder that is just being emptied.
+        for _ in range(3):  # another rank may create a file meanwhile
             shutil.rmtree(self.directory, ignore_errors=True)
             if not os.path.lexists(self.directory):
                 return
-        log.warning("%s cannot be removed; nothing in it is needed any more.", self.directory)
+        log.warning("Cannot remove %s; its files are no longer needed, delete it by hand.", self.directory)
 
     def close(self) -> None:
-        """Gives back everything but what has been published. Writers that are still open are abandoned."""
+        """Frees everything except published shards, and abandons open writers."""
         with self._lock:
             claim, self._claim = self._claim, None
             if claim is None:
@@ -380,48 +372,52 @@ class NodeStore:
 
 
 class ShardWriter:
-    """One part that is being written; from :meth:`NodeStore.reserve`.
+    """Writes one shard; made by :meth:`NodeStore.reserve`.
 
     Attributes:
-        memory: For the content: uint8, one dimension, as many elements as were reserved. What is in it at first is
-            anything. No view of it may be written to after :meth:`publish` or :meth:`abandon`: in node memory it is
-            the published file.
+        memory: Uninitialized one-dimensional ``uint8`` tensor of the reserved size, for the content. Do not write to it
+            after :meth:`publish` or :meth:`abandon`: in node memory it is the published file.
     """
 
-    def __init__(self, store: NodeStore, part: str, path: Path) -> None:
-        self.part = part
+    def __init__(self, store: NodeStore, name: str, path: Path) -> None:
+        self.name = name
         self.path = path
-        self.memory = _nothing()
+        self.memory = _empty()
         self._store = store
         self._registration: Registration | None = None
 
-    def use(self, file: MappedFile, nbytes: int, device: torch.device | None) -> None:
-        """Has ``file`` for the memory of this writer."""
-        self.memory = file.memory[:nbytes]  # What lies behind is no part of the file.
-        # A device that is still writing into it (one that is stuck, say) has this writer stay, whatever is closed.
+    def attach(self, file: MappedFile, nbytes: int, device: torch.device | None) -> None:
+        """Makes the first ``nbytes`` of ``file`` the memory of this writer."""
+        self.memory = file.memory[:nbytes]
+        # Lives as long as this writer: a stuck device may still be writing after the store is closed.
         self._registration = file.register(device)
 
     def publish(self, step: int, generation: str, data_size: int, trailer: bytes) -> Path:
         """Publishes ``memory[:data_size]`` followed by ``trailer``, and closes this writer.
 
-        If it raises, nothing is published and nothing temporary is left; the writer is closed then too.
+        On an error nothing is published, no temporary file is left, and the writer is closed too.
 
         Args:
-            step: Of the generation.
-            generation: Its id, 8 hexadecimal digits.
-            data_size: How much of the memory is content.
-            trailer: The rest of the file.
+            step: ``trainer.global_step`` of the generation.
+            generation: Id of the generation, 8 hexadecimal digits.
+            data_size: Bytes of content in :attr:`memory`.
+            trailer: Rest of the file.
 
         Returns:
-            Where the part is now.
+            Path of the published shard.
+
+        Raises:
+            OSError: If it cannot be written.
+            ValueError: If ``step``, ``generation`` or ``data_size`` is invalid.
+            RuntimeError: If this writer is closed.
         """
-        if self._store._writers.get(self.part) is not self:
-            raise RuntimeError(f"this writer of part {self.part} is closed")
+        if self._store._writers.get(self.name) is not self:
+            raise RuntimeError(f"the writer of shard {self.name} is closed")
         return self._store._publish(self, step, generation, data_size, trailer)
 
     def abandon(self) -> None:
-        """Closes this writer without publishing; what it has reserved is used again. Does nothing if it is closed."""
-        self._store._forget(self)
+        """Closes this writer without publishing; its memory is reused. Does nothing if it is already closed."""
+        self._store._close(self)
 
 
 # Files
@@ -436,58 +432,58 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _make_private(directory: Path) -> None:
-    """Makes ``directory``, and checks that it is ours and that nobody else may enter it."""
+    """Creates ``directory`` for this user only; raises if another user owns it or may write into it."""
     for folder in reversed((directory, *directory.parents[:-1])):
         with contextlib.suppress(FileExistsError):
             if not os.path.lexists(folder):
                 folder.mkdir(mode=0o700)
-                with contextlib.suppress(PermissionError):  # may be written to and not read
+                with contextlib.suppress(PermissionError):  # writable but not readable
                     sync_directory(folder.parent)
-        # Where everybody may make a folder, somebody else may have made ours, or a link to what he wants us to write.
+        # In a folder that everybody may write to, another user may have planted this one, or a link.
         if folder.parent.stat().st_mode & stat.S_IWOTH and folder.lstat().st_uid not in (0, os.geteuid()):
-            raise PermissionError(errno.EPERM, "another user has made this folder; set another one", os.fspath(folder))
+            raise PermissionError(errno.EPERM, "this folder belongs to another user; set another", os.fspath(folder))
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, "is not a folder (nor may it be a link to one)", os.fspath(directory))
+        raise NotADirectoryError(errno.ENOTDIR, "not a folder (a link to one is refused)", os.fspath(directory))
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise PermissionError(
-            errno.EPERM, "others than this user may write into this folder; set another one", os.fspath(directory)
+            errno.EPERM, "other users can write into this folder; set another one", os.fspath(directory)
         )
     if status.st_mode & 0o055:
         directory.chmod(0o700)
 
 
-def _open_alone(path: Path) -> int:
-    """Opens the file ``path`` to write into it; a new one unless there is one that has no other name."""
+def _open_unlinked(path: Path) -> int:
+    """Opens the file ``path`` for writing; replaces it by a new one if it has other hard links."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.suppress(FileNotFoundError):
         fd = os.open(path, flags)
         if os.fstat(fd).st_nlink == 1:
             return fd
-        os.close(fd)  # Somebody has kept the generation that this file was part of, by a hard link.
+        os.close(fd)  # somebody keeps a retired generation by hard links
         os.unlink(path)
     return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
 
 
 def _allocate(fd: int, size: int) -> None:
-    for start in range(0, size, _ALLOCATED_AT_ONCE):
-        os.posix_fallocate(fd, start, min(_ALLOCATED_AT_ONCE, size - start))
+    for start in range(0, size, _ALLOCATION_CHUNK):
+        os.posix_fallocate(fd, start, min(_ALLOCATION_CHUNK, size - start))
 
 
 def _move_into(path: Path, target: Path) -> None:
-    """Renames ``path`` to ``target``, in a folder that others remove when they find it empty."""
+    """Renames ``path`` to ``target``; other ranks remove its folder whenever they find it empty."""
     for _ in range(100):
         with contextlib.suppress(FileExistsError):
             os.mkdir(target.parent, 0o700)
         with contextlib.suppress(FileNotFoundError):
             os.rename(path, target)
             return
-    raise OSError(errno.ENOENT, "the folder of the generation is removed again and again", os.fspath(target.parent))
+    raise OSError(errno.ENOENT, "the folder of the generation keeps being removed", os.fspath(target.parent))
 
 
 def _write(fd: int, data: memoryview, position: int) -> None:
     while len(data) > 0:
-        written = os.pwrite(fd, data[:_WRITTEN_AT_ONCE], position)
+        written = os.pwrite(fd, data[:_WRITE_CHUNK], position)
         data, position = data[written:], position + written
 
 
@@ -498,7 +494,7 @@ def _write_to_disk(path: Path, data: Tensor, trailer: bytes) -> None:
         _write(fd, data.numpy().data, 0)
         _write(fd, memoryview(trailer), data.numel())
         os.fsync(fd)
-        if hasattr(os, "posix_fadvise"):  # Out of the cache: what is verified is what the disk has.
+        if hasattr(os, "posix_fadvise"):  # drops it from the cache: verification shall read the disk
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
@@ -507,26 +503,26 @@ def _write_to_disk(path: Path, data: Tensor, trailer: bytes) -> None:
 # Memory
 
 
-def _nothing() -> Tensor:
+def _empty() -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class MappedFile:
-    """A file in node memory, mapped for as long as anything refers to the memory; no descriptor stays open."""
+    """A file in node memory, mapped while a tensor refers to its memory; no descriptor stays open."""
 
     def __init__(self, fd: int, size: int) -> None:
         status = os.fstat(fd)
-        self._inode = (status.st_dev, status.st_ino)  # The mapping keeps the file, so no other one gets this number.
+        self._inode = (status.st_dev, status.st_ino)  # not reused by another file while this one is mapped
         self.memory = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8, device="cpu")
-        # Data-loader workers are forked, may live longer than the fit, and must not keep its memory.
+        # Forked data-loader workers may outlive the fit, and must not keep its memory.
         if _advise(self.memory, _MADV_DONTFORK):
             _not_inherited[self.memory.data_ptr()] = self.memory
-        _advise(self.memory, _MADV_POPULATE_WRITE)  # One call now instead of a fault for every page of the copy.
+        _advise(self.memory, _MADV_POPULATE_WRITE)  # one call now instead of a fault per page of the copy
         self._registration: Registration | None = None
 
     @classmethod
     def unnamed(cls, size: int) -> MappedFile:
-        """New memory, in a file that no file system knows."""
+        """New memory of ``size`` bytes, in an anonymous file."""
         fd = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
         try:
             _allocate(fd, size)
@@ -534,30 +530,30 @@ class MappedFile:
         finally:
             os.close(fd)
 
-    def is_of(self, status: os.stat_result) -> bool:
-        """Whether it is this file that has ``status``."""
+    def is_file(self, status: os.stat_result) -> bool:
+        """Whether ``status`` is of the mapped file."""
         return self._inode == (status.st_dev, status.st_ino)
 
-    def has(self, size: int, status: os.stat_result) -> bool:
-        """Whether ``size`` bytes of the file are mapped here, for all who write into it."""
-        # A registered page that was cut off the file stays what the device knows, when the file has long had another.
+    def covers(self, size: int, status: os.stat_result) -> bool:
+        """Whether ``size`` bytes of the file are mapped, for the host and for a registered device."""
+        # After a truncation the device still writes to the old page, while the file gets a new one.
         is_whole = self._registration is None or status.st_size >= self.memory.numel()
         return is_whole and self.memory.numel() >= size
 
     def register(self, device: torch.device | None) -> Registration | None:
-        """Has ``device`` write into the memory by itself, while this object or what is returned is there."""
+        """Registers the memory with ``device``, for as long as this object or the returned one lives."""
         if self._registration is None:
             self._registration = register(self.memory, device)
         return self._registration
 
 
 _MADV_DONTFORK = 10  # linux/mman.h
-_MADV_POPULATE_WRITE = 23  # since Linux 5.14; where it is not known, nothing happens
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14, ignored before
 
 _not_inherited: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by address
 _never_freed: list[Tensor] = []
 
-# Freeing such a memory in a child would unmap whatever the child has at these addresses by then.
+# Freeing it in a child would unmap whatever the child has mapped at these addresses since.
 os.register_at_fork(after_in_child=lambda: _never_freed.extend(_not_inherited.values()))
 
 
@@ -572,17 +568,17 @@ def _advise(memory: Tensor, advice: int) -> bool:
     return _madvise()(memory.data_ptr(), memory.numel(), advice) == 0
 
 
-# What killed processes leave
+# Files of killed processes
 
 
-_living: dict[str, int] = {}  # ids of this process's claims, and its number: a lock does not keep its own holder out
+_own_claims: dict[str, int] = {}  # claim id -> pid: a process can always lock the files that it holds a lock on
 
 
 class _Claim:
-    """The id in the names of a process's unpublished files, and the file whose lock says that the process lives.
+    """Marks the unpublished files of a live process by an id in their names and a locked file.
 
-    The lock is that of ``fcntl``: the kernel gives it back when the process ends, however it ends; a forked child does
-    not inherit it; and it is seen from other containers, in which the process has another number or none.
+    The ``fcntl`` lock is released by the kernel when the process ends, not inherited by forked children, and visible
+    from other containers, where the process has another pid or none.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -591,13 +587,13 @@ class _Claim:
             self.id = uuid.uuid4().hex[:8]
             self._path = directory / f".writer-{self.id}"
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            _living[self.id] = os.getpid()
+            _own_claims[self.id] = os.getpid()
             if _lock(self._fd) is not False and self.holds():
                 return
-            self.release()  # Somebody has taken it for abandoned before it was locked.
+            self.release()  # another process removed the file before it was locked
 
-    def spare(self, part: str) -> Path:
-        return self._directory / f".spare-{part}.{self.id}"
+    def spare(self, name: str) -> Path:
+        return self._directory / f".spare-{name}.{self.id}"
 
     def holds(self) -> bool:
         try:
@@ -606,7 +602,7 @@ class _Claim:
             return False
 
     def remove_files(self) -> None:
-        """The spare files first: what has no claim is abandoned."""
+        """Removes the spare files, then the claim: spare files without a claim count as abandoned."""
         with contextlib.suppress(OSError):
             for entry in _entries(self._directory):
                 if (name := _SPARE.fullmatch(entry.name)) is not None and name["id"] == self.id:
@@ -616,17 +612,17 @@ class _Claim:
 
     def release(self) -> None:
         os.close(self._fd)
-        _living.pop(self.id, None)
+        _own_claims.pop(self.id, None)
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Removes what processes have left that are dead now. Each step can be the last one: the next store goes on."""
+    """Removes the files of dead processes. May be killed at any point; the next call continues."""
     for entry in _entries(directory):
-        if (name := _WRITER.fullmatch(entry.name)) is not None and _living.get(name["id"]) != os.getpid():
+        if (name := _WRITER.fullmatch(entry.name)) is not None and _own_claims.get(name["id"]) != os.getpid():
             with contextlib.suppress(FileNotFoundError):
                 _remove_if_abandoned(entry.path)
     for entry in _entries(directory):
-        # A claim is made before all that carries its id, and by its owner removed after it.
+        # A claim is created before its files and removed after them.
         if (name := _SPARE.fullmatch(entry.name)) is not None and not (directory / f".writer-{name['id']}").exists():
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(entry.path)
@@ -639,14 +635,14 @@ def _remove_leftovers(directory: Path) -> None:
 def _remove_if_abandoned(claim: str) -> None:
     fd = os.open(claim, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if _lock(fd):  # Else it lives, or this storage has no locks and nothing is known.
+        if _lock(fd):  # else its owner lives, or the storage has no locks
             os.unlink(claim)
     finally:
         os.close(fd)
 
 
 def _lock(fd: int) -> bool | None:
-    """Locks a file: whether nobody else had it, or ``None`` on a storage without locks, where that is not known."""
+    """Locks a file; returns whether it was free, ``None`` on storage without locks."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

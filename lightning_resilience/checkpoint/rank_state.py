@@ -106,39 +106,39 @@ class RankState:
         about = [(n, tuple(tensor.shape), str(tensor.dtype)) for n, tensor in zip(self._numbers, tensors, strict=True)]
         return f"{xxhash.xxh3_64_hexdigest(repr(about).encode())}-{self.snapshot.digest()}" if about else ""
 
-    def parts(self) -> dict[str, list[int]]:
+    def _indices_by_shard(self) -> dict[str, list[int]]:
         """The shards that this rank writes, by name, and the indices of the tensors in each."""
         location, replicated = self._location, set(self._replicated)
-        parts = {rank_shard(location.rank): [i for i in range(len(self.snapshot.tensors)) if i not in replicated]}
+        indices = {rank_shard(location.rank): [i for i in range(len(self.snapshot.tensors)) if i not in replicated]}
         if replicated:
-            parts[replicated_shard(location.local_rank, location.local_world_size)] = self._shares()[
-                location.local_rank
-            ]
-        return parts
+            name = replicated_shard(location.local_rank, location.local_world_size)
+            indices[name] = self._shares()[location.local_rank]
+        return indices
 
     def tensor_positions(self) -> list[list[int]]:
         """For every tensor the number of its replicated shard, -1 for the rank shard, and its index in that shard."""
-        places = [[-1, -1] for _ in self.snapshot.tensors]
+        positions = [[-1, -1] for _ in self.snapshot.tensors]
         for number, share in enumerate(self._shares()):
             for position, index in enumerate(share):
-                places[index] = [number, position]
+                positions[index] = [number, position]
         own = 0
-        for each in places:
+        for each in positions:
             if each[0] < 0:
                 each[1] = own
                 own += 1
-        return places
+        return positions
 
     def _shares(self) -> list[list[int]]:
         sizes = [self.snapshot.tensors[i].nbytes for i in self._replicated]
         return [[self._replicated[k] for k in share] for share in partition(sizes, self._location.local_world_size)]
 
-    def _reserve(self, store: NodeStore) -> list[Part]:
-        reserved: list[Part] = []
+    def _reserve(self, store: NodeStore) -> list[PendingShard]:
+        reserved: list[PendingShard] = []
         try:
-            for name, indices in self.parts().items():
+            for name, indices in self._indices_by_shard().items():
                 specs, size = self._arrange(indices)
-                reserved.append(Part(name, indices, specs, size, store.reserve(name, size, self.snapshot.device)))
+                writer = store.reserve(name, size, self.snapshot.device)
+                reserved.append(PendingShard(name, indices, specs, size, writer))
         except BaseException:
             _abandon(reserved)
             raise
@@ -157,7 +157,7 @@ class RankState:
                     raise TypeError(f"{name} cannot be kept: {error}") from None
             raise
 
-    def publish(self, store: NodeStore, check: Check | None = None) -> list[Part]:
+    def publish(self, store: NodeStore, check: Check | None = None) -> list[PendingShard]:
         """Copies this rank's shards into memory of the store and publishes them; waits for the fence in between.
 
         Args:
@@ -173,13 +173,13 @@ class RankState:
             Exception: Whatever ``check`` raises.
         """
         snapshot, location = self.snapshot, self._location
-        parts: list[Part] = []
+        pending: list[PendingShard] = []
         try:
-            parts = self._reserve(store)
+            pending = self._reserve(store)
             copies = [
-                (index, shard.view(part.memory, spec))
-                for part in parts
-                for index, spec in zip(part.indices, part.specs, strict=True)
+                (index, shard.view(each.memory, spec))
+                for each in pending
+                for index, spec in zip(each.indices, each.specs, strict=True)
                 if not snapshot.tensors[index].is_meta
             ]
             snapshot.copy(copies, self._replicated)
@@ -189,39 +189,39 @@ class RankState:
                 names = tensor_names(snapshot.structure)
                 check((names.get(index, ""), copy) for index, copy in copies)
             layout = {**self._identity["layout"], "alike": self._digest}
-            for part in parts:
-                own = part.name == rank_shard(location.rank)
+            for each in pending:
+                own = each.name == rank_shard(location.rank)
                 about = shard.Identity(
                     **{**self._identity, "layout": layout},
                     step=self.step,
                     generation=self.generation,
-                    part=part.name,
+                    part=each.name,
                     world_size=location.world_size,
                 )
                 content = {"state": snapshot.structure, "places": self.tensor_positions()} if own else None
-                part.trailer = shard.seal(part.memory, part.specs, about, content, part.size)
+                each.trailer = shard.seal(each.memory, each.specs, about, content, each.size)
             if snapshot.is_good():
-                for part in parts:
-                    part.writer.publish(self.step, self.generation, part.size, part.trailer)
-                return parts
+                for each in pending:
+                    each.writer.publish(self.step, self.generation, each.size, each.trailer)
+                return pending
             log.debug("Dropping a local save: its tensors have changed before the optimizer's step.")
         except BaseException:
-            _abandon(parts)
+            _abandon(pending)
             raise
         finally:
             snapshot.release()
-        _abandon(parts)
+        _abandon(pending)
         return []
 
 
 @dataclass
-class Part:
+class PendingShard:
     """A shard that is being written.
 
     Args:
         name: Name of the shard.
         indices: Indices of its tensors in the snapshot.
-        specs: Their places.
+        specs: Where they are in the file.
         size: Bytes of the tensors.
         writer: Writer of the store.
         trailer: Header and footer, see :func:`.shard.seal`.
@@ -239,6 +239,6 @@ class Part:
         """Stays as it is until the next save."""
 
 
-def _abandon(parts: Sequence[Part]) -> None:
-    for part in parts:
-        part.writer.abandon()
+def _abandon(pending: Sequence[PendingShard]) -> None:
+    for each in pending:
+        each.writer.abandon()

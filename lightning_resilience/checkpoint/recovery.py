@@ -1,6 +1,6 @@
-"""Reading a local generation back, all ranks together: every byte is verified, what a node lacks comes from another.
+"""Loads local checkpoints on all ranks: every byte is verified, missing shards are fetched from other nodes.
 
-What is bad is put into quarantine where it lies, and the next copy of it is tried. Torch and files, no Trainer.
+A bad shard is quarantined on its node, and the next copy is tried. No Trainer.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Gather = Callable[[Any], list[Any]]
-"""Gives every rank what each rank has given: ``all_gather_object``."""
+"""Returns the values of all ranks on every rank, as ``all_gather_object``."""
 
 Fetch = Callable[[Sequence[Transfer], Callable[[str], Path]], dict[str, ShardWriter]]
-"""Has parts travel between ranks, given the path of each on a node that has it. Returns those that have arrived here,
-in memory in which they can be published."""
+"""Transfers shards between ranks, given the path of a shard by its name. Returns writers of those that this rank has
+received, ready to be published."""
 
 
 @dataclass(frozen=True)
 class _Lost:
-    """A part that cannot be used where it is; ``unreadable`` says why where it may be intact."""
+    """A copy of a shard that cannot be used; ``unreadable`` says why if it may be intact."""
 
     node: str
-    part: str
+    shard: str
     unreadable: str = ""
 
 
 class LocalTier:
-    """The local generations of one fit, as one rank sees them. Every method is called on all ranks alike.
+    """Finds and loads the local generations of one fit. :meth:`find` and :meth:`load` are collectives.
 
     Args:
-        store: This node's.
-        locations: Where all ranks are.
-        rank: This one.
-        owner: Fields of the identity that all parts of this fit have: run and fit.
-        kind: How the ranks share their state out.
-        gather: Gives every rank what each rank has given.
-        fetch: Has parts travel between ranks.
-        patience: What there is at the moment, for storage that does not answer.
+        store: The store of this node.
+        locations: Locations of all ranks, by rank.
+        rank: This rank.
+        owner: Identity fields that all shards of this fit have: run and fit.
+        kind: How the ranks partition their state; see :attr:`.Generation.kind`.
+        gather: See :data:`Gather`.
+        fetch: See :data:`Fetch`.
+        patience: Returns the retries that are left for failing storage.
     """
 
     def __init__(
@@ -86,18 +86,18 @@ class LocalTier:
         self._fetch = fetch
         self._patience = patience
         self.bad: list[tuple[str, str]] = []
-        """What this rank has put into quarantine, and why."""
+        """Shards that this rank found to be bad, and why."""
         self.unreadable: list[str] = []
-        """What any rank could not read since :meth:`find`, and why; the same on all. It may be intact."""
-        self.travelled = False
-        """Whether the last :meth:`load` has needed a part from another node; the same on all ranks."""
+        """Shards that some rank could not read since :meth:`find`, and why; the same on all ranks."""
+        self.used_replica = False
+        """Whether the last :meth:`load` needed a shard of another node; the same on all ranks."""
 
     def find(self, without: Collection[str] = (), forks: Sequence[int] = ()) -> tuple[list[Generation], list[str]]:
-        """The generations that can be resumed from, newest first, and why others cannot.
+        """Returns the generations to resume from, newest first, and why others cannot be used.
 
         Args:
-            without: Names of generations that must not be used.
-            forks: At which steps the training has left a course; see :func:`~.generations.is_on_course`.
+            without: Names of generations to leave out.
+            forks: Steps at which the training left a course; see :func:`~.generations.is_on_course`.
         """
         scans = self._gather(self._scan())
         self.unreadable = [each for _, unreadable in scans for each in unreadable]
@@ -112,42 +112,44 @@ class LocalTier:
             elif each.kind != self.kind:
                 reasons.append(f"that of step {each.step} was saved by another strategy ({each.kind}, not {self.kind})")
             elif not is_on_course(forks, each.course, each.step):
-                reasons.append(f"that of step {each.step} is of a course that the training has left")
+                reasons.append(f"that of step {each.step} was saved before the training rolled back past it")
             elif each.missing and each.differs:
-                reasons.append(f"that of step {each.step} is a mixture: its ranks held different states")
+                reasons.append(f"that of step {each.step} is inconsistent: its ranks held different states")
             elif each.missing:
-                parts = ", ".join(each.missing[:3]) + (", ..." if len(each.missing) > 3 else "")
-                reasons.append(f"that of step {each.step} is incomplete: nobody has {parts}")
+                names = ", ".join(each.missing[:3]) + (", ..." if len(each.missing) > 3 else "")
+                reasons.append(f"that of step {each.step} is incomplete: no node has {names}")
             else:
                 usable.append(each)
         return usable, reasons
 
     def _scan(self) -> tuple[list[ShardInfo], list[str]]:
-        """What this node has, and what of it cannot be read; its first rank looks."""
+        """On the first rank of a node, its shards, and why others could not be read."""
         shards: list[ShardInfo] = []
         if self.location.local_rank != 0:
             return shards, []
         unreadable: list[str] = []
         try:
-            files = self._patiently(self.store.shard_files)
+            files = self._retry(self.store.shard_files)
         except OSError as error:
-            log.warning("%s cannot be read (%s); nothing in it is used.", self.store.directory, error)
+            log.warning(
+                "Ignoring the local checkpoints in %s: cannot read the folder (%s).", self.store.directory, error
+            )
             return shards, [f"{self.store.directory} on {self.location.node}: {error}"]
         for file in files:
-            expected = {**self.owner, "step": file.step, "generation": file.generation, "part": file.part}
+            expected = {**self.owner, "step": file.step, "generation": file.generation, "part": file.name}
             try:
-                header = self._patiently(partial(shard.read_identity, file.path, expected))
+                header = self._retry(partial(shard.read_identity, file.path, expected))
             except CorruptCheckpoint as error:
                 self._quarantine(file.path, error)
                 continue
             except OSError as error:
-                log.warning("%s cannot be read (%s); it is not used.", file.path, error)
+                log.warning("Ignoring %s: cannot read it (%s).", file.path, error)
                 unreadable.append(f"{file.path} on {self.location.node}: {error}")
                 continue
             found = header.identity
             layout = {"course": 0, **found.layout}
             about: list[Any] = [layout.get(name) for name in ("kind", "commons", "alike", "course")]
-            # Of another writer, or damaged before it was sealed: what it belongs to is not known.
+            # Otherwise written by another version, or damaged before it was sealed: its generation is not known.
             if (
                 [type(each) for each in about] == [str, int, str, int]
                 and 0 <= layout["commons"] <= found.world_size
@@ -157,125 +159,125 @@ class LocalTier:
                 shards.append(ShardInfo(*key, header.size, found.world_size, *about))
         return shards, unreadable
 
-    def _patiently(self, read: Callable[[], T]) -> T:
+    def _retry(self, read: Callable[[], T]) -> T:
         return self._patience()(read, f"Rank {self.location.rank} on {self.location.node}")
 
     def load(self, generation: Generation) -> dict[str, Any] | None:
-        """This rank's checkpoint, once every rank has verified its own; ``None`` if a rank could not.
+        """Returns this rank's checkpoint when all ranks have verified theirs; ``None`` if some rank could not.
 
         Args:
-            generation: Of :meth:`find`; the same on all ranks. It forgets what turns out to be bad.
+            generation: One of :meth:`find`, the same on all ranks. Copies that turn out bad are removed from it.
         """
-        self.travelled = False
+        self.used_replica = False
         while not generation.missing:
-            checkpoint, lost = None, self._bring(generation)
+            checkpoint, lost = None, self._fetch_missing(generation)
             if not lost:
-                checkpoint, mine = self._read(generation)
-                lost = self._all(mine)
+                checkpoint, own_lost = self._read(generation)
+                lost = self._gather_lost(own_lost)
             if not lost:
                 return checkpoint
             for each in lost:
-                generation.lose(each.node, each.part)
+                generation.lose(each.node, each.shard)
         return None
 
-    def _all(self, mine: list[_Lost]) -> list[_Lost]:
-        """What any rank has lost."""
-        lost = [each for one in self._gather(mine) for each in one]
+    def _gather_lost(self, own_lost: list[_Lost]) -> list[_Lost]:
+        """The lost shards of all ranks."""
+        lost = [each for of_rank in self._gather(own_lost) for each in of_rank]
         self.unreadable += [each.unreadable for each in lost if each.unreadable]
         return lost
 
-    def _unreadable(self, node: str, part: str, what: str, why: object) -> _Lost:
-        log.warning("Rank %d: %s is not used: %s.", self.location.rank, what, why)
-        return _Lost(node, part, f"{what} on {self.location.node}: {why}")
+    def _unreadable(self, node: str, name: str, what: str, why: object) -> _Lost:
+        log.warning("Rank %d: ignoring %s: %s.", self.location.rank, what, why)
+        return _Lost(node, name, f"{what} on {self.location.node}: {why}")
 
-    def _bring(self, generation: Generation) -> list[_Lost]:
-        """Has brought to each node what it lacks; returns what could not be had, or is bad, anywhere."""
-        wanted = plan_transfers(generation, self.locations)
-        if not wanted:
+    def _fetch_missing(self, generation: Generation) -> list[_Lost]:
+        """Fetches the shards that nodes lack and publishes them there; returns those that failed, on any rank."""
+        transfers = plan_transfers(generation, self.locations)
+        if not transfers:
             return []
-        self.travelled = True
-        me, mine = self.location.rank, list[_Lost]()
-        arrived = self._fetch(wanted, lambda part: self._path(generation, part))
-        for each in wanted:
-            if each.destination != me:
+        self.used_replica = True
+        own_lost: list[_Lost] = []
+        received = self._fetch(transfers, lambda name: self._path(generation, name))
+        for each in transfers:
+            if each.destination != self.location.rank:
                 continue
             source = self.locations[each.source].node
-            what = f"{each.part} of step {generation.step} from {source}"
-            if (writer := arrived.get(each.part)) is None:
-                mine.append(self._unreadable(source, each.part, what, "it could not be had"))
+            what = f"{each.shard} of step {generation.step} from {source}"
+            if (writer := received.get(each.shard)) is None:
+                own_lost.append(self._unreadable(source, each.shard, what, "the transfer failed"))
                 continue
             try:
                 content = writer.memory[: each.size]
-                shard.load_bytes(content, self._expected(generation, each.part), what)
-                # Written here too: what has lost a copy has two again.
-                writer.publish(generation.step, generation.name, each.size, b"")
+                shard.load_bytes(content, self._expected(generation, each.shard), what)
+                writer.publish(generation.step, generation.name, each.size, b"")  # which restores the lost copy
             except CorruptCheckpoint as error:
                 writer.abandon()
                 self.bad.append((what, str(error)))
-                mine.append(_Lost(source, each.part))
+                own_lost.append(_Lost(source, each.shard))
             except OSError as error:
                 writer.abandon()
-                mine.append(self._unreadable(source, each.part, what, error))
-        # What the ranks of a node have received is there for all of them.
-        lost = self._all(mine)
+                own_lost.append(self._unreadable(source, each.shard, what, error))
+        # A rank also reads what other ranks of its node received: nobody reads before all have.
+        lost = self._gather_lost(own_lost)
         if not lost:
-            for each in wanted:
-                generation.holders[each.part].append(self.locations[each.destination].node)
+            for each in transfers:
+                generation.holders[each.shard].append(self.locations[each.destination].node)
         return lost
 
     def _read(self, generation: Generation) -> tuple[dict[str, Any] | None, list[_Lost]]:
-        """Verifies and reads the parts that this rank needs, from its own node."""
+        """Verifies and reads the shards that this rank needs, from its own node."""
         contents: list[list[torch.Tensor]] = []
-        document: Any = None
-        for part in generation.needed_by(self.location.rank):
-            path = self._path(generation, part)
+        structure: Any = None
+        own = rank_shard(self.location.rank)
+        for name in generation.needed_by(self.location.rank):
+            path = self._path(generation, name)
             try:
-                header, tensors = self._patiently(partial(shard.load, path, self._expected(generation, part)))
+                header, tensors = self._retry(partial(shard.load, path, self._expected(generation, name)))
             except CorruptCheckpoint as error:
                 self._quarantine(path, error)
-                return None, [_Lost(self.location.node, part)]
+                return None, [_Lost(self.location.node, name)]
             except OSError as error:
-                return None, [self._unreadable(self.location.node, part, str(path), error)]
-            if part == rank_shard(self.location.rank):
-                document = header.structure
+                return None, [self._unreadable(self.location.node, name, str(path), error)]
+            if name == own:
+                structure = header.structure
             contents.append(tensors)
         try:
-            tensors = [contents[part + 1][position] for part, position in document["places"]]
-            return unpack(document["state"], tensors), []
+            tensors = [contents[number + 1][position] for number, position in structure["places"]]
+            return unpack(structure["state"], tensors), []
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            path = self._path(generation, rank_shard(self.location.rank))
+            path = self._path(generation, own)
             self._quarantine(path, CorruptCheckpoint(f"shard {path} does not fit its generation ({error})"))
-            return None, [_Lost(self.location.node, rank_shard(self.location.rank))]
+            return None, [_Lost(self.location.node, own)]
 
-    def _expected(self, generation: Generation, part: str) -> dict[str, Any]:
+    def _expected(self, generation: Generation, name: str) -> dict[str, Any]:
         return {
             **self.owner,
             "step": generation.step,
             "generation": generation.name,
-            "part": part,
+            "part": name,
             "world_size": generation.world_size,
         }
 
     def saved_at(self, generation: Generation) -> float | None:
-        """When this rank's part was written here, in seconds since the epoch; ``None``: it is not here."""
+        """When this rank's shard was written, in seconds since the epoch; ``None`` if this node does not have it."""
         try:
             return self._path(generation, rank_shard(self.location.rank)).stat().st_mtime
         except OSError:
             return None
 
-    def _path(self, generation: Generation, part: str) -> Path:
-        return self.store.path(generation.step, generation.name, part)
+    def _path(self, generation: Generation, name: str) -> Path:
+        return self.store.path(generation.step, generation.name, name)
 
     def _quarantine(self, path: Path, error: CorruptCheckpoint) -> None:
         self.bad.append((str(path), str(error)))
-        with suppress(OSError):  # another rank of this node has done it
+        with suppress(OSError):  # another rank of this node may have moved it
             self.store.quarantine(path, str(error))
 
     def discard(self, names: Collection[str], reason: str) -> None:
-        """Puts everything that this node has of some generations into quarantine."""
+        """Quarantines all shards of the named generations on this node."""
         if self.location.local_rank != 0:
             return
-        with suppress(OSError):  # what cannot be read is left where it is
+        with suppress(OSError):  # unreadable files stay where they are
             for file in self.store.shard_files():
                 if file.generation in names:
                     with suppress(OSError):

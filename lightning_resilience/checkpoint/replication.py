@@ -1,25 +1,22 @@
-"""Copies of a rank's part on other nodes: given away while training goes on, brought back when a node is lost.
+"""Replicates shards to other nodes during training, and fetches them when a node is lost.
 
-Ranks that keep copies of each other's parts form a *clique*, with one rank from each of its nodes (:func:`cliques`).
-After every save, a background thread of each of them gives its part to the others and takes theirs
-(:meth:`Replicas.exchange`). At a resume, parts that a rank lacks come from whichever rank has them (:func:`fetch`).
+Ranks that keep copies of each other's shards form a *clique*, with one rank from each of its nodes (:func:`cliques`).
+After every save, a background thread of each rank exchanges shards with its clique (:meth:`Replicas.exchange`). At a
+resume, ranks fetch missing shards from any rank that has them (:func:`fetch`).
 
-Every two ranks that have something for each other are joined by a gloo group of their own. Parts are bytes in host
-memory, so this works for jobs on any device, and it must not share a group with the training: operations of a group
-that two threads use at once would be mistaken for each other. A pair needs one connection, where a group of all ranks
-has every rank connect to all others; and a partner that fails takes down nothing but the connection to itself.
+Each pair of ranks has a gloo group of its own. Shards are bytes in host memory, so this works on any device. A group
+shared with the training would mix up operations of two threads. A group of all ranks would connect every rank to all
+others, and a failed partner would break it for all.
 
-What gloo does, and what follows from it:
+Properties of gloo that shape the protocol:
 
-- A message that is longer than the receiver expects does not raise: it ends the receiver's *process*. So what has a
-  fixed length and what has not never share a tag, no byte of a part moves before both sides know its length from a
-  message that carries its own checksum, and after any error in between the connection is given up.
-- A wait that runs out of time closes the connection for good. A wait can't be interrupted from another thread either;
-  it ends when the other side closes the connection or its process dies. A death is nearly always noticed at once, but
-  sometimes not before the timeout.
-- Point-to-point operations are not in the records of torch's Flight Recorder: an exchange can't be taken for a hang.
-
-gloo checks nothing that it moves beyond TCP's checksum. Here the sender's digest of every part follows its bytes.
+- A message longer than the receiver expects does not raise: it kills the receiver's *process*. So messages of fixed and
+  of variable length never share a tag, no shard is sent before both sides know its length from a message with a
+  checksum, and any error in between closes the connection.
+- A timeout closes the connection for good. No other thread can interrupt a wait; it ends when the other side closes the
+  connection or dies. A death is nearly always noticed at once, but sometimes only after the timeout.
+- Torch's Flight Recorder does not record point-to-point operations, so an exchange is not mistaken for a hang.
+- Data are protected by TCP's checksum only. So the sender's digest follows every shard.
 """
 
 from __future__ import annotations
@@ -47,23 +44,23 @@ __all__ = ["ReplicaError", "Replicas", "cliques", "fetch"]
 
 log = logging.getLogger(__name__)
 
-_PIECE = 64 << 20
-"""Bytes sent at once. A wait lasts for one piece at most, and hashing one goes on while the next is on its way."""
+_CHUNK = 64 << 20
+"""Bytes per operation. Timeouts apply to one chunk, and a chunk is hashed while the next is sent."""
 
 _MESSAGE = struct.Struct("<8sQqQ16s200s8s")  # magic, number, size, size of the trailer, digest, text, checksum
 _MAGIC = b"LRPART01"
-_LONGEST_TEXT = 200
+_MAX_TEXT = 200
 _CHECKSUM_SIZE = 8
 
-_MESSAGE_TAG, _PIECE_TAG = 0, 1
+_MESSAGE_TAG, _CHUNK_TAG = 0, 1
 
 
 class ReplicaError(RuntimeError):
-    """Ranks could not exchange their parts; the message names the ranks.
+    """Ranks could not exchange their shards; the message names the ranks.
 
     Args:
-        message: What went wrong, with whom.
-        received: The parts that did arrive whole, by the rank they came from.
+        message: What went wrong, with which rank.
+        received: Shards that did arrive, by source rank.
     """
 
     def __init__(self, message: str, received: dict[int, torch.Tensor] | None = None) -> None:
@@ -72,16 +69,15 @@ class ReplicaError(RuntimeError):
 
 
 def cliques(world_size: int, jump: int, factor: int) -> list[list[int]]:
-    """Which ranks keep copies of each other's parts.
+    """Groups the ranks that keep copies of each other's shards.
 
-    The same groups as in NVRx, ``parse_group_sequence``, where the nodes can be divided evenly. Nodes that are left
-    over join the last group, so that every rank has a partner.
+    The groups are those of NVRx's ``parse_group_sequence`` where it divides the nodes evenly. Otherwise the remaining
+    nodes join the last group, so that every rank has a partner.
 
     Args:
         world_size: Number of ranks in the job.
-        jump: Distance between two ranks of a clique: the number of ranks on a node, since a copy on the same node is
-            lost with it.
-        factor: How many nodes have a part, its own included; at least 2.
+        jump: Distance between two ranks of a clique: the number of ranks per node.
+        factor: Number of nodes that hold each shard, including the node that wrote it; at least 2.
 
     Returns:
         The ranks of each clique, ascending; every rank is in exactly one.
@@ -91,8 +87,8 @@ def cliques(world_size: int, jump: int, factor: int) -> list[list[int]]:
     """
     if factor < 2:
         raise ValueError(
-            f"a replication factor of {factor} makes no copy: it counts a rank's own part too; set it to 2 or more, or "
-            f"turn replication off"
+            f"a replication factor of {factor} makes no copy, since it counts a rank's own shard; set it to 2 or more, "
+            f"or turn replication off"
         )
     if jump < 1 or world_size % jump != 0:
         raise ValueError(
@@ -102,7 +98,7 @@ def cliques(world_size: int, jump: int, factor: int) -> list[list[int]]:
     nodes = world_size // jump
     if nodes < 2:
         raise ValueError(
-            f"there is nobody to keep a copy: {world_size} ranks with a replication jump of {jump} are one node; turn "
+            f"no other node can keep a copy: {world_size} ranks with a replication jump of {jump} are one node; turn "
             f"replication off, use more nodes, or set the jump to the number of ranks on a node"
         )
     groups: list[list[int]] = []
@@ -119,14 +115,14 @@ def cliques(world_size: int, jump: int, factor: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _Message:
-    """What is said before a part (its size, what it belongs to) and after it (its digest).
+    """Precedes a shard with its size and identity, and follows it with its digest.
 
     Args:
-        number: Of the exchange or of the transfer.
-        size: Bytes of the part without its trailer; -1: there is no part, or it can't be used.
+        number: Sequence number of the exchange or transfer.
+        size: Bytes of the shard without its trailer; -1: there is no shard, or it cannot be used.
         trailer_size: Bytes of the trailer.
-        digest: xxh3-128 over part and trailer, in the message after them.
-        text: The generation or the name of the part, before it; after it, why it can't be used.
+        digest: xxh3-128 of shard and trailer, in the message after them.
+        text: Before a shard, its generation or name; after it, why it cannot be used.
     """
 
     number: int
@@ -136,7 +132,7 @@ class _Message:
     text: str = ""
 
     def encode(self) -> torch.Tensor:
-        text = self.text.encode(errors="replace")[:_LONGEST_TEXT]
+        text = self.text.encode(errors="replace")[:_MAX_TEXT]
         content = _MESSAGE.pack(_MAGIC, self.number, self.size, self.trailer_size, self.digest, text, b"")
         content = content[:-_CHECKSUM_SIZE]
         return torch.frombuffer(bytearray(content + xxhash.xxh3_64_digest(content)), dtype=torch.uint8)
@@ -146,17 +142,17 @@ class _Message:
         content = data.numpy().tobytes()
         magic, number, size, trailer_size, digest, text, checksum = _MESSAGE.unpack(content)
         if magic != _MAGIC or checksum != xxhash.xxh3_64_digest(content[:-_CHECKSUM_SIZE]) or size < -1:
-            raise RuntimeError("what it sent is not what it should send here, or was damaged on the way")
+            raise RuntimeError("its message is invalid: corrupted in transit, or from another program")
         return cls(number, size, trailer_size, digest, text.rstrip(b"\0").decode(errors="ignore"))
 
 
-def _pieces(memory: torch.Tensor, *sizes: int) -> list[torch.Tensor]:
-    """The stretches of ``memory``, which follow each other and have the given sizes, cut into pieces."""
-    pieces, start = [], 0
+def _chunks(memory: torch.Tensor, *sizes: int) -> list[torch.Tensor]:
+    """Splits consecutive sections of ``memory`` into chunks; no chunk crosses the border of two sections."""
+    chunks, start = [], 0
     for size in sizes:
-        pieces += [memory[at : min(at + _PIECE, start + size)] for at in range(start, start + size, _PIECE)]
+        chunks += [memory[at : min(at + _CHUNK, start + size)] for at in range(start, start + size, _CHUNK)]
         start += size
-    return pieces
+    return chunks
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:
@@ -165,31 +161,31 @@ def _as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _discarding(*sizes: int) -> list[torch.Tensor]:
-    """Pieces for so many bytes that all lie in the same memory, for what need not be kept."""
-    scratch = torch.empty(min(max(sizes), _PIECE), dtype=torch.uint8, device="cpu")
-    return [scratch[: min(_PIECE, size - at)] for size in sizes for at in range(0, size, _PIECE)]
+def _scratch_chunks(*sizes: int) -> list[torch.Tensor]:
+    """As :func:`_chunks`, but all chunks share the same memory."""
+    scratch = torch.empty(min(max(sizes), _CHUNK), dtype=torch.uint8, device="cpu")
+    return [scratch[: min(_CHUNK, size - at)] for size in sizes for at in range(0, size, _CHUNK)]
 
 
 def _require_bytes(memory: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """The first ``nbytes`` of what a caller offers to receive a shard in."""
+    """The first ``nbytes`` of ``memory``; raises if it is smaller or not made of bytes on the host."""
     if len(host_bytes(memory)) < nbytes:
-        raise ValueError(f"{memory.numel()} bytes were offered for a part of {nbytes}")
+        raise ValueError(f"{memory.numel()} bytes were reserved for a shard of {nbytes}")
     return memory[:nbytes]
 
 
 def _explain(error: BaseException, timeout: timedelta) -> str:
-    """What an error of torch means for a connection; gloo's texts go on with advice that does not apply."""
+    """The cause of a failed connection, without gloo's advice, which does not apply here."""
     text = str(error).strip().split("\n")[0].split(". This is typically")[0]
     if "Timed out" in text or "timeout" in text:
-        return f"nothing came from it for {timeout.total_seconds():g} s: it is not as far, hangs, or is out of reach"
+        return f"no data for {timeout.total_seconds():g} s: it is late, hangs, or cannot be reached"
     if "losed by peer" in text or "reset by peer" in text or "roken pipe" in text:
-        return f"its process has ended, or it has given up and says why itself ({text})"
+        return f"its process ended, or it closed the connection and logs why ({text})"
     return text
 
 
 class _Channel:
-    """The connection between this rank and one other. What fails raises ``RuntimeError``, as torch does."""
+    """The connection between this rank and one other. Errors are ``RuntimeError``, as torch raises."""
 
     def __init__(self, store: Any, prefix: str, rank: int, peer: int, timeout: timedelta) -> None:
         from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
@@ -199,28 +195,28 @@ class _Channel:
         pair = f"{prefix}/{min(rank, peer)}-{max(rank, peer)}"
         self._group: Any = ProcessGroupGloo(PrefixStore(pair, store), 1 - self._peer, 2, timeout)
 
-    def send(self, piece: torch.Tensor) -> Any:
-        return self._open().send([piece], self._peer, _PIECE_TAG)
+    def send(self, chunk: torch.Tensor) -> Any:
+        return self._open().send([chunk], self._peer, _CHUNK_TAG)
 
-    def receive(self, piece: torch.Tensor) -> Any:
-        return self._open().recv([piece], self._peer, _PIECE_TAG)
+    def recv(self, chunk: torch.Tensor) -> Any:
+        return self._open().recv([chunk], self._peer, _CHUNK_TAG)
 
-    def say(self, message: _Message) -> Any:
+    def send_message(self, message: _Message) -> Any:
         return self._open().send([message.encode()], self._peer, _MESSAGE_TAG)
 
-    def hear(self, patience: timedelta | None = None) -> _Message:
+    def recv_message(self, timeout: timedelta | None = None) -> _Message:
         data = torch.zeros(_MESSAGE.size, dtype=torch.uint8, device="cpu")
-        self._open().recv([data], self._peer, _MESSAGE_TAG).wait(patience or self.timeout)
+        self._open().recv([data], self._peer, _MESSAGE_TAG).wait(timeout or self.timeout)
         return _Message.decode(data)
 
-    def converse(self, message: _Message) -> _Message:
-        said = self.say(message)
-        heard = self.hear()
-        said.wait()
-        return heard
+    def exchange_messages(self, message: _Message) -> _Message:
+        sending = self.send_message(message)
+        received = self.recv_message()
+        sending.wait()
+        return received
 
     def close(self) -> None:
-        """The other side notices at once, unless an operation of this side is still waited for."""
+        """Closes the connection; the other side notices at once, unless this side is still waiting."""
         self._group = None
 
     def _open(self) -> Any:
@@ -232,7 +228,7 @@ class _Channel:
 def _connect(
     store: Store | None, prefix: str, rank: int, peers: Iterable[int], timeout: timedelta
 ) -> dict[int, _Channel]:
-    """Connections to ``peers``, in the same order of pairs on all ranks, so that no ring of ranks waits for itself."""
+    """Connects to ``peers`` in ascending order, which is free of deadlocks."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     shared: Any = store or _get_default_store()
@@ -244,24 +240,24 @@ def _connect(
             for channel in channels.values():
                 channel.close()
             raise ReplicaError(
-                f"rank {rank} and rank {peer} can't connect to each other to exchange parts within "
-                f"{timeout.total_seconds():g} s: rank {peer} did not come, or the network between their nodes does not "
-                f"let them ({error}); GLOO_SOCKET_IFNAME chooses the interface"
+                f"rank {rank} and rank {peer} cannot connect to exchange shards within {timeout.total_seconds():g} s: "
+                f"rank {peer} did not try, or their network does not allow it ({error}); GLOO_SOCKET_IFNAME chooses "
+                f"the interface"
             ) from error
     return channels
 
 
-# While training goes on
+# During training
 
 
 @dataclass
 class _Outcome:
-    """Of one exchange with one partner.
+    """Outcome of an exchange with one partner.
 
     Args:
-        memory: Its part, if there is one and it arrived whole.
-        problem: What went wrong.
-        is_lost: Whether the connection is.
+        memory: The partner's shard; ``None`` if it has none or the transfer failed.
+        problem: What went wrong; empty: nothing.
+        is_lost: Whether the connection is closed.
     """
 
     memory: torch.Tensor | None = None
@@ -270,22 +266,22 @@ class _Outcome:
 
 
 class Replicas:
-    """Gives this rank's parts to the other ranks of its clique and takes theirs.
+    """Exchanges shards with the other ranks of a clique.
 
-    All ranks of the clique make it at the same time. Nothing of it is used by the training: :meth:`exchange` may run
-    in a thread of its own while the main thread uses any process group.
+    All ranks of the clique create it at the same time. :meth:`exchange` may run in a thread while the main thread uses
+    any process group.
 
     Args:
         rank: This rank.
-        clique: The ranks that keep copies of each other's parts, this one included, the same on all of them.
-        prefix: Of the keys by which the ranks find each other in the store, the same on all ranks and never used
-            before on this store: the address of a process that has died must not be tried after a restart.
-        timeout: How long a partner may take to come to an exchange after this rank, then to reserve memory, and for
-            each 64 MiB.
-        store: The store that the ranks share; by default that of the default process group.
+        clique: Ranks of the clique, including this one; the same on all of them.
+        prefix: Prefix of the keys in the store, the same on all ranks. Do not use it twice: after a restart it would
+            lead to the addresses of dead processes.
+        timeout: Limit for a partner to start an exchange after this rank, then to reserve memory, and per 64 MiB.
+        store: Store shared by the ranks; default: that of the default process group.
 
     Raises:
-        ReplicaError: If a partner did not come or can't be reached.
+        ReplicaError: If a partner cannot be reached.
+        ValueError: If ``clique`` is not this rank and at least one other.
     """
 
     def __init__(
@@ -296,69 +292,69 @@ class Replicas:
             raise ValueError(f"rank {rank} needs a clique of itself and at least one other rank, not {list(clique)}")
         self.rank = rank
         self._number = 0
-        self._refusal: str | None = None
+        self._failure: str | None = None
         self._busy = threading.Lock()
         self._reserving = threading.Lock()
         self._channels = _connect(store, prefix, rank, self.partners, timeout)
 
     @property
     def broken(self) -> bool:
-        """Whether exchanges have ended for good: a partner was lost, or :meth:`close` was called."""
-        return self._refusal is not None
+        """Whether no further exchange is possible: a partner was lost, or :meth:`close` was called."""
+        return self._failure is not None
 
     def exchange(
         self,
         generation: str,
-        part: torch.Tensor | None,
+        shard: torch.Tensor | None,
         trailer: bytes,
         reserve: Callable[[int, int], torch.Tensor],
     ) -> dict[int, torch.Tensor]:
-        """Gives this rank's part of a generation to all partners and takes theirs.
+        """Sends this rank's shard of a generation to all partners and receives theirs.
 
-        Every rank of the clique calls it once for every generation, in the same order; a rank that has no part says so
-        with ``None``. What one partner does wrong does not keep the others from being served: the error comes last.
+        All ranks of the clique call it for the same generations in the same order. A failing partner does not affect
+        the exchange with the others.
 
         Args:
-            generation: Names the generation, in at most 200 bytes of UTF-8, the same on all ranks.
-            part: The bytes, one-dimensional ``uint8`` in host memory. They must not change until this returns.
-            trailer: What follows them in the file.
-            reserve: Called with a partner and the size of its part and trailer together; returns the memory in which
-                to receive them, at least as large. If it raises, that part is not received; the rest goes on. With
-                several partners, calls come from several threads, one at a time.
+            generation: Name of the generation, at most 200 bytes of UTF-8; the same on all ranks.
+            shard: One-dimensional ``uint8`` tensor in host memory, unchanged until this returns. ``None``: this rank
+                has no shard.
+            trailer: Rest of the file.
+            reserve: Called with a partner and the size of its shard and trailer; returns memory of at least that size.
+                If it raises, only that shard is not received. Called from several threads, one at a time.
 
         Returns:
-            The partners' parts with their trailers, verified, by rank, in the memory that was reserved; without those
-            of partners that have none.
+            The verified shards with their trailers by rank, in the reserved memory; without partners that have none.
 
         Raises:
-            ReplicaError: If a part did not arrive; those that did are in ``received``. If :attr:`broken` is set then, a
-                partner is lost, and every further call raises at once.
+            ReplicaError: If a shard was not received; the others are in ``received``. If :attr:`broken` is set too,
+                every further call raises at once.
+            RuntimeError: If another thread is in an exchange.
         """
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError("another thread is in an exchange; exchanges go one after the other")
+            raise RuntimeError("another thread is in an exchange; only one can run at a time")
         try:
-            if self._refusal is not None:
-                raise ReplicaError(self._refusal)
+            if self._failure is not None:
+                raise ReplicaError(self._failure)
             self._number += 1
             try:
-                outcomes = self._exchange(generation, part, trailer, reserve)
+                outcomes = self._exchange(generation, shard, trailer, reserve)
             except BaseException as error:
-                # The partners are somewhere in the middle, and nothing but the end of the connection can tell them.
-                self._refusal = f"rank {self.rank} failed in the exchange of {generation}: {error}"
+                # Partners may be anywhere in the protocol: only a closed connection tells them.
+                self._failure = f"rank {self.rank} failed in the exchange of {generation}: {error}"
                 raise
             return self._result(outcomes, generation)
         finally:
             self._busy.release()
-            if self.broken:  # looked at after the release, or a close() meanwhile would leave it to us and we to it
+            if self.broken:  # checked after the release: a concurrent close() either sees it or is seen here
                 self._disconnect()
 
     def close(self) -> None:
-        """Ends the exchanges. The partners learn it at once, or at the end of an exchange that is under way.
+        """Closes the connections, at the latest when a running exchange ends.
 
-        Does not wait for an exchange in another thread. That one returns when the partners have answered or closed as
-        well, at the latest after the timeout; until then what it has reserved must stay.
+        Does not wait for an exchange in another thread, which returns when the partners have answered or closed too, at
+        the latest after the timeout. Until then its reserved memory must stay.
         """
-        self._refusal = self._refusal or f"the replicas of rank {self.rank} are closed"
+        self._failure = self._failure or f"the replicas of rank {self.rank} are closed"
         if self._busy.acquire(blocking=False):
             self._disconnect()
             self._busy.release()
@@ -368,39 +364,36 @@ class Replicas:
             channel.close()
 
     def _exchange(
-        self, generation: str, part: torch.Tensor | None, trailer: bytes, reserve: Callable[[int, int], torch.Tensor]
+        self, generation: str, shard: torch.Tensor | None, trailer: bytes, reserve: Callable[[int, int], torch.Tensor]
     ) -> dict[int, _Outcome]:
-        if len(generation.encode()) > _LONGEST_TEXT:
-            raise ValueError(f"the name of a generation has at most {_LONGEST_TEXT} bytes, not {generation!r}")
+        if len(generation.encode()) > _MAX_TEXT:
+            raise ValueError(f"the name of a generation has at most {_MAX_TEXT} bytes, not {generation!r}")
         outgoing: list[torch.Tensor] = []
         opening = _Message(self._number, -1, text=generation)
-        if part is not None:
-            outgoing = _pieces(_require_bytes(part, part.numel()), part.numel())
-            outgoing += _pieces(_as_tensor(trailer), len(trailer))
-            opening = _Message(self._number, part.numel(), len(trailer), text=generation)
-        outcomes: dict[int, _Outcome | BaseException] = {}
+        if shard is not None:
+            outgoing = _chunks(_require_bytes(shard, shard.numel()), shard.numel())
+            outgoing += _chunks(_as_tensor(trailer), len(trailer))
+            opening = _Message(self._number, shard.numel(), len(trailer), text=generation)
+        outcomes: dict[int, _Outcome] = {}
+        errors: dict[int, BaseException] = {}
 
-        def serve(peer: int) -> None:
+        def run(peer: int) -> None:
             try:
                 outcomes[peer] = self._exchange_with(peer, opening, outgoing, reserve)
             except BaseException as error:
-                outcomes[peer] = error
+                errors[peer] = error
 
-        # A thread for each, so that a partner that keeps this rank waiting does not make it late for the others.
+        # One thread per partner: a late partner must not delay the others.
         *others, last = self.partners
-        threads = [threading.Thread(target=serve, args=(peer,), daemon=True) for peer in others]
+        threads = [threading.Thread(target=run, args=(peer,), daemon=True) for peer in others]
         for thread in threads:
             thread.start()
-        serve(last)
+        run(last)
         for thread in threads:
             thread.join()
-        served = {}
-        for peer in self.partners:
-            outcome = outcomes[peer]
-            if isinstance(outcome, BaseException):
-                raise outcome
-            served[peer] = outcome
-        return served
+        if errors:
+            raise errors[min(errors)]
+        return dict(sorted(outcomes.items()))
 
     def _exchange_with(
         self,
@@ -411,25 +404,26 @@ class Replicas:
     ) -> _Outcome:
         channel = self._channels[peer]
         try:
-            theirs = channel.converse(opening)
+            theirs = channel.exchange_messages(opening)
             if (theirs.number, theirs.text) != (opening.number, opening.text):
                 return _Outcome(
-                    problem=f"it is out of step: it exchanges {theirs.text} as its number {theirs.number}, this rank "
-                    f"{opening.text} as its number {opening.number}"
+                    problem=f"it is out of step: it exchanges {theirs.text} as number {theirs.number}, this rank "
+                    f"{opening.text} as number {opening.number}"
                 )
-            outcome, incoming = self._receiving(peer, theirs, reserve)
-            sent, received = _move(channel, outgoing, incoming)
-            if channel.converse(_Message(opening.number, digest=sent)).digest != received and not outcome.problem:
-                outcome = _Outcome(problem="its part was damaged on the way (the digest differs)")
+            outcome, incoming = self._prepare_incoming(peer, theirs, reserve)
+            sent, received = _transfer(channel, outgoing, incoming)
+            closing = channel.exchange_messages(_Message(opening.number, digest=sent))
+            if closing.digest != received and not outcome.problem:
+                outcome = _Outcome(problem="its shard was corrupted in transit (the digest differs)")
         except RuntimeError as error:
             channel.close()
             return _Outcome(problem=_explain(error, channel.timeout), is_lost=True)
         return outcome
 
-    def _receiving(
+    def _prepare_incoming(
         self, peer: int, theirs: _Message, reserve: Callable[[int, int], torch.Tensor]
     ) -> tuple[_Outcome, list[torch.Tensor]]:
-        """Finds a place for a partner's part."""
+        """Reserves memory for a partner's shard; if that fails, the shard is received and thrown away."""
         if theirs.size < 0:
             return _Outcome(), []
         nbytes = theirs.size + theirs.trailer_size
@@ -437,36 +431,36 @@ class Replicas:
             with self._reserving:
                 memory = _require_bytes(reserve(peer, nbytes), nbytes)
         except Exception as error:
-            problem = f"there is no place for the {nbytes} bytes of its part: {error!r}"
-            return _Outcome(problem=problem), _discarding(theirs.size, theirs.trailer_size)
-        return _Outcome(memory), _pieces(memory, theirs.size, theirs.trailer_size)
+            problem = f"no memory for the {nbytes} bytes of its shard: {error!r}"
+            return _Outcome(problem=problem), _scratch_chunks(theirs.size, theirs.trailer_size)
+        return _Outcome(memory), _chunks(memory, theirs.size, theirs.trailer_size)
 
     def _result(self, outcomes: dict[int, _Outcome], generation: str) -> dict[int, torch.Tensor]:
         received = {peer: each.memory for peer, each in outcomes.items() if each.memory is not None}
         problems = [f"rank {peer}: {each.problem}" for peer, each in outcomes.items() if each.problem]
-        text = f"rank {self.rank} could not exchange its part of {generation} with all partners. {'; '.join(problems)}"
+        text = f"rank {self.rank} could not exchange shards of {generation} with all partners. {'; '.join(problems)}"
         if any(each.is_lost for each in outcomes.values()):
-            self._refusal = self._refusal or f"exchanges have ended for good. Earlier, {text}"
+            self._failure = self._failure or f"replication has stopped. Earlier, {text}"
         if problems:
             raise ReplicaError(text, received)
         return received
 
 
-def _move(channel: _Channel, outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> tuple[bytes, bytes]:
-    """Sends and receives at once; returns the digests of what was sent and of what was received."""
-    flows = [(outgoing, channel.send, xxhash.xxh3_128()), (incoming, channel.receive, xxhash.xxh3_128())]
+def _transfer(channel: _Channel, outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> tuple[bytes, bytes]:
+    """Sends and receives at the same time; returns the digests of the sent and of the received bytes."""
+    flows = [(outgoing, channel.send, xxhash.xxh3_128()), (incoming, channel.recv, xxhash.xxh3_128())]
 
     def post(index: int) -> list[Any]:
-        return [start(pieces[index]) for pieces, start, _ in flows if index < len(pieces)]
+        return [start(chunks[index]) for chunks, start, _ in flows if index < len(chunks)]
 
     works = post(0)
     for index in range(max(len(outgoing), len(incoming))):
         following = post(index + 1)
         for work in works:
             work.wait()
-        for pieces, _, hasher in flows:
-            if index < len(pieces):
-                hasher.update(pieces[index].numpy().data)  # a view; the hash releases the interpreter lock
+        for chunks, _, hasher in flows:
+            if index < len(chunks):
+                hasher.update(chunks[index].numpy().data)  # a view; the hash releases the interpreter lock
         works = following
     sent, received = (bytes(hasher.digest()) for _, _, hasher in flows)
     return sent, received
@@ -483,27 +477,27 @@ def fetch(
     timeout: timedelta,
     store: Store | None = None,
 ) -> dict[Transfer, torch.Tensor | None]:
-    """Brings parts from the ranks that have them to the ranks that need them.
+    """Transfers shards from the ranks that have them to the ranks that need them.
 
-    All ranks that occur in ``transfers`` call it with the same list in the same order (but for the paths); others may,
-    and return at once. The connections are made for this call and end with it.
+    All ranks in ``transfers`` call it with the same list in the same order; only the paths may differ. Other ranks may
+    call it too. The connections exist only during the call.
 
     Args:
         rank: This rank.
-        transfers: What is to be brought where.
-        reserve: Called at the destination; returns memory for at least the size of the transfer. If it raises, that
-            part is not received; the rest goes on.
-        prefix: As for :class:`Replicas`.
-        timeout: How long a rank may take to come, and then for each 64 MiB.
-        store: As for :class:`Replicas`.
+        transfers: The transfers of all ranks.
+        reserve: Called at the destination; returns memory of at least the size of the transfer. If it raises, only that
+            shard is not received.
+        prefix: See :class:`Replicas`.
+        timeout: Limit for a rank to connect, and then per 64 MiB.
+        store: See :class:`Replicas`.
 
     Returns:
-        For every transfer to this rank the bytes that the source has read, in the memory that was reserved; ``None`` if
-        they could not be read or were not received whole, and the log says why. That they arrived as they were read is
-        certain; whether the file was intact is for the reader of the part to check.
+        For every transfer to this rank the bytes of the file, in the reserved memory; ``None`` if the transfer failed,
+        and the log says why. The bytes are as the source read them; whether the file was intact is not checked.
 
     Raises:
-        ReplicaError: If a rank did not come or was lost; nothing is known then of the transfers that were left.
+        ReplicaError: If a rank cannot be reached or was lost; the state of the other transfers is then unknown.
+        ValueError: If a transfer is not between two ranks.
     """
     for transfer in transfers:
         if transfer.source == transfer.destination or transfer.size < 0:
@@ -516,87 +510,87 @@ def fetch(
             if transfer not in own:
                 continue
             channel = channels[own[transfer]]
-            # The other rank may be at work on any of those before it. If it dies meanwhile, the connection says so.
-            patience = timeout * (1 + number)
+            # The other rank may still be busy with all transfers before this one; if it dies, the connection closes.
+            start_timeout = timeout * (1 + number)
             if rank == transfer.source:
-                _give(channel, number, transfer, patience)
+                _send_shard(channel, number, transfer, start_timeout)
             else:
-                fetched[transfer] = _take(channel, number, transfer, reserve, patience)
+                fetched[transfer] = _recv_shard(channel, number, transfer, reserve, start_timeout)
     except RuntimeError as error:
-        raise ReplicaError(f"the transfer of {transfer} has failed: {_explain(error, timeout)}") from error
+        raise ReplicaError(f"the transfer of {transfer} failed: {_explain(error, timeout)}") from error
     finally:
         for channel in channels.values():
             channel.close()
     return fetched
 
 
-def _give(channel: _Channel, number: int, transfer: Transfer, patience: timedelta) -> None:
+def _send_shard(channel: _Channel, number: int, transfer: Transfer, start_timeout: timedelta) -> None:
     problem, hasher = "", xxhash.xxh3_128()
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(_open_part(transfer))
+            file = stack.enter_context(_open_shard(transfer))
         except OSError as error:
-            problem, pieces = str(error), []
-            channel.say(_Message(number, -1, text=transfer.part)).wait(patience)
+            problem, chunks, size = str(error), [], -1
         else:
-            pieces = _discarding(transfer.size)
-            channel.say(_Message(number, transfer.size, text=transfer.part)).wait(patience)
-        for piece in pieces:
-            problem = problem or _read(file, piece)
-            channel.send(piece).wait()  # after a problem just anything, so that the two ranks remain in step
-            hasher.update(piece.numpy().data)
+            chunks, size = _scratch_chunks(transfer.size), transfer.size
+        channel.send_message(_Message(number, size, text=transfer.shard)).wait(start_timeout)
+        for chunk in chunks:
+            problem = problem or _read(file, chunk)
+            channel.send(chunk).wait()  # also after a problem: the receiver expects all chunks
+            hasher.update(chunk.numpy().data)
     if problem:
-        log.warning("The transfer of %s is not possible: %s", transfer, problem)
+        log.warning("The transfer of %s failed: %s", transfer, problem)
     size = -1 if problem else transfer.size
-    channel.say(_Message(number, size, digest=hasher.digest(), text=problem)).wait()
+    channel.send_message(_Message(number, size, digest=hasher.digest(), text=problem)).wait()
 
 
-def _open_part(transfer: Transfer) -> BinaryIO:
+def _open_shard(transfer: Transfer) -> BinaryIO:
     if transfer.path is None:
         raise FileNotFoundError("the source has no path for it")
-    # A pipe in that place would be a mistake, but not one to hang for.
+    # Does not hang where a pipe has the name of the file.
     file = open(transfer.path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
     if (size := os.fstat(file.fileno()).st_size) == transfer.size:
         return file
     file.close()
-    raise OSError(f"{transfer.path} has {size} bytes, not the {transfer.size} of this part")
+    raise OSError(f"{transfer.path} has {size} bytes, expected {transfer.size}")
 
 
-def _read(file: BinaryIO, piece: torch.Tensor) -> str:
-    """Fills ``piece``, or says why not."""
+def _read(file: BinaryIO, chunk: torch.Tensor) -> str:
+    """Fills ``chunk``; returns what went wrong."""
     try:
-        count = file.readinto(piece.numpy().data)  # type: ignore[attr-defined]
+        count = file.readinto(chunk.numpy().data)  # type: ignore[attr-defined]
     except OSError as error:
-        return f"it cannot be read: {error}"
-    return "" if count == piece.numel() else "the file has become shorter while it was read"
+        return f"cannot read it: {error}"
+    return "" if count == chunk.numel() else "the file was truncated while it was read"
 
 
-def _take(
+def _recv_shard(
     channel: _Channel,
     number: int,
     transfer: Transfer,
     reserve: Callable[[Transfer], torch.Tensor],
-    patience: timedelta,
+    start_timeout: timedelta,
 ) -> torch.Tensor | None:
-    opening = channel.hear(patience)
-    if (opening.number, opening.text) != (number, transfer.part) or opening.size not in (-1, transfer.size):
+    opening = channel.recv_message(start_timeout)
+    if (opening.number, opening.text) != (number, transfer.shard) or opening.size not in (-1, transfer.size):
         raise RuntimeError(
-            f"the two have different lists: it sends {opening.text} with {opening.size} bytes as number "
-            f"{opening.number}, this rank expects {transfer.part} with {transfer.size} as number {number}"
+            f"the ranks have different transfers: it sends {opening.text} with {opening.size} bytes as number "
+            f"{opening.number}, this rank expects {transfer.shard} with {transfer.size} as number {number}"
         )
     memory, problem, digest = None, "", b""
     if opening.size >= 0:
         try:
             memory = _require_bytes(reserve(transfer), transfer.size)
         except Exception as error:
-            problem = f"there is no place for its {transfer.size} bytes: {error!r}"
-        _, digest = _move(channel, [], _discarding(transfer.size) if memory is None else _pieces(memory, transfer.size))
-    closing = channel.hear()
+            problem = f"no memory for its {transfer.size} bytes: {error!r}"
+        chunks = _scratch_chunks(transfer.size) if memory is None else _chunks(memory, transfer.size)
+        _, digest = _transfer(channel, [], chunks)
+    closing = channel.recv_message()
     if closing.size < 0:
         problem = f"the source could not read it ({closing.text})"
     elif closing.digest != digest:
-        problem = "it was damaged on the way (the digest differs)"
+        problem = "it was corrupted in transit (the digest differs)"
     if problem:
-        log.warning("The transfer of %s has failed: %s", transfer, problem)
+        log.warning("The transfer of %s failed: %s", transfer, problem)
         return None
     return memory

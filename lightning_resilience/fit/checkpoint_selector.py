@@ -361,7 +361,7 @@ class CheckpointSelector:
             self.complete.remove(generation)
             return None
         step, name = generation.step, f"step-{generation.step:012d}-{generation.name}"
-        tier = "replica" if self.local.travelled else "local"
+        tier = "replica" if self.local.used_replica else "local"
         self.loaded = _Loaded(generation.step, generation.name, None)
         if fit.trainer.is_global_zero:
             where = generation.name

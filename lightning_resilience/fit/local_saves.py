@@ -136,13 +136,13 @@ class LocalSavePolicy(Participant):
             shard.verify(path)
 
     def _fetch(self, wanted: Sequence[Transfer], path: Callable[[str], Path]) -> dict[str, ShardWriter]:
-        """Has parts travel between ranks; returns those that have arrived here, to be verified and published."""
+        """Transfers shards between ranks; returns unpublished, unverified writers of those that this rank received."""
         self._fetches += 1
         writers: dict[str, ShardWriter] = {}
-        transfers = [replace(each, path=path(each.part)) for each in wanted]
+        transfers = [replace(each, path=path(each.shard)) for each in wanted]
 
         def reserve(transfer: Transfer) -> torch.Tensor:
-            writer = writers[transfer.part] = self.store.reserve(transfer.part, transfer.size)
+            writer = writers[transfer.shard] = self.store.reserve(transfer.shard, transfer.size)
             return writer.memory
 
         prefix = f"{self._prefix()}/fetch/{self._fetches}"
@@ -151,11 +151,11 @@ class LocalSavePolicy(Participant):
             arrived = fetch(self.session.fit.rank, transfers, reserve, prefix, _EXCHANGE_TIMEOUT)
         except ReplicaError as error:
             log.warning(
-                "Rank %d cannot have parts of local checkpoints from other nodes: %s.", self.location.rank, error
+                "Rank %d: cannot fetch shards of local checkpoints from other nodes: %s.", self.location.rank, error
             )
-        here = {transfer.part for transfer, content in arrived.items() if content is not None}
-        for part in writers.keys() - here:
-            writers.pop(part).abandon()
+        here = {transfer.shard for transfer, content in arrived.items() if content is not None}
+        for name in writers.keys() - here:
+            writers.pop(name).abandon()
         return writers
 
     def _prefix(self) -> str:
