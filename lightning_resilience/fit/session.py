@@ -366,7 +366,7 @@ class FitSession:
 
     def fail(self, exception: BaseException) -> None:
         """Called in ``on_exception``: tells the other ranks, writes the outcome and leaves."""
-        if self.has_left or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return  # a forked child must not act for its parent
         self.fit.failing = True
         if isinstance(exception, signals.Interrupted):
@@ -401,8 +401,6 @@ class FitSession:
 
     def leave(self) -> None:
         """Called in ``teardown`` and after an exception: releases everything."""
-        if os.getpid() != self._pid or self.has_left:
-            return
         self.has_left = True
         fit = self.fit
         with ExitStack() as steps:  # in reverse order, also if one raises
