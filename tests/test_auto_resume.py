@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lightning_resilience import AutoResume, resolve_resume_path
+from lightning_resilience._files import temporary_path
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.safe_serialization import Entries, from_safe, to_safe
 from lightning_resilience.run.run_directory import RunDirectory
@@ -201,6 +202,24 @@ def test_resolve_resume_path(tmp_path: Path) -> None:
     assert resolve_resume_path(config["run_dir"]) == older
     assert resolve_resume_path(newest.parent) == older
     assert newest.exists()
+
+
+def test_only_what_is_named_as_a_checkpoint_is_one(tmp_path: Path) -> None:
+    """Not a copy that somebody keeps, nor what is being written."""
+    name = resume.checkpoint_name(12)
+    final = resume.checkpoint_name(12, final=True)
+    for other in (f"{name}.bak", f"{final}.bak", f"old-{name}", "step-12-best.ckpt", temporary_path(name).name):
+        (tmp_path / other).touch()
+        assert not resume.is_final(other)
+        with pytest.raises(ValueError, match="not named like a checkpoint"):
+            resume.step_of(other)
+    assert resume.checkpoints(tmp_path) == []
+    names = [final, name, resume.checkpoint_name(3)]
+    for each in names:
+        (tmp_path / each).touch()
+    assert [path.name for path in resume.checkpoints(tmp_path)] == names
+    resume.retain(tmp_path, keep=1)
+    assert len(list(tmp_path.iterdir())) == 6
 
 
 def test_a_checkpoint_opens_with_plain_torch(tmp_path: Path) -> None:

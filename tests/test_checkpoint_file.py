@@ -190,6 +190,18 @@ def test_bytes_after_the_end_are_noticed(tmp_path: Path) -> None:
         checkpoint_file.verify(path)
 
 
+def test_bytes_before_the_trailer_are_noticed(tmp_path: Path) -> None:
+    """The digest ends where the trailer says that the archive does."""
+    path = tmp_path / "a.ckpt"
+    size = checkpoint_file.save(state(1), path).size
+    content = path.read_bytes()
+    end_record = 22  # of a zip archive
+    path.write_bytes(content[: size - 2] + b"\0\0" + content[size - end_record :])
+    for check in (checkpoint_file.verify, checkpoint_file.read_stamp):
+        with pytest.raises(CorruptCheckpoint, match="size is not the one"):
+            check(path)
+
+
 def _nothing(path: Path) -> None:
     pass
 

@@ -108,6 +108,15 @@ def test_what_has_come_from_a_condemned_state_is_not_resumed_from(run: Run) -> N
     assert run.resumes == [("local", 12), ("local", 9)]
 
 
+def test_a_global_one_that_has_come_from_a_condemned_state_is_not_resumed_from(run: Run) -> None:
+    run.die(run.resume(6), step=14)
+    with pytest.raises(BadCheckpoint):
+        run.fit(run.resume(1, keep=5), Condemns(run, (12,)))
+    assert checkpoint_of(run, 13).exists()
+    ends_well(run, run.resume(6), Condemns(run, (12,)))
+    assert run.resumes == [("global", 12), ("global", 6)]
+
+
 def with_bad_local_ones(run: Run) -> None:
     """A run with so many bad local states as may be marked bad, and one more, and a good global one of before."""
     run.die(run.resume(1), step=3)

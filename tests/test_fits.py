@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from lightning_resilience import AutoResume, Preemption
+from lightning_resilience._files import write_json
 from lightning_resilience.checkpoint import resume
 from lightning_resilience.fit import context, joining
 from lightning_resilience.fit.joining import SessionCallback
@@ -27,8 +29,9 @@ from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 from lightning_resilience.launch.report import report
 from lightning_resilience.launch.status import status
-from lightning_resilience.run.run_directory import RunDirectory
+from lightning_resilience.run.run_directory import AnotherFit, RunDirectory
 from tests.harness import Ranks, result, run, run_command
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import killed_and_resumed, make, undisturbed
 
 THREE = {"fits": 3, "trainer": {"max_epochs": 2}}
@@ -279,6 +282,57 @@ def test_an_extra_state_that_cannot_be_kept_does_not_make_every_resume_fail(
             trainer(tmp_path, [AutoResume(tmp_path / "run")], max_steps=steps).fit(module)
         assert "state_dict.layer._extra_state" in caplog.text
     assert "Resuming from step 4" in caplog.text
+
+
+def test_a_model_of_other_shapes_is_another_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer(tmp_path, both(tmp_path), max_steps=4).fit(Tiny())
+    monkeypatch.setattr(context, "fits_begun", {})
+    other = Tiny()
+    other.layer = torch.nn.Linear(2, 3)
+    with pytest.raises(AnotherFit, match="holds another fit: its parameters have other names, shapes or types"):
+        trainer(tmp_path, both(tmp_path), max_steps=8).fit(other)
+
+
+class _NotesFailure(Participant):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_raised(self) -> None:
+        self.path.touch()
+
+
+@pytest.mark.parametrize("ends", [RuntimeError, SystemExit])
+def test_a_forked_child_that_raises_ends_no_fit_of_its_parent(tmp_path: Path, ends: type[BaseException]) -> None:
+    parent, raised, run_directory = os.getpid(), tmp_path / "raised", RunDirectory(tmp_path / "run")
+
+    def fork() -> None:
+        assert joining._active is not None
+        joining._active.fit.participants.add(_NotesFailure(raised))
+        if (child := os.fork()) == 0:
+            raise ends("on purpose")
+        os.waitpid(child, 0)
+        assert run_directory.fit(0).outcome is None
+
+    module = Tiny()
+    module.inside = fork
+    try:
+        trainer(tmp_path, both(tmp_path)).fit(module)
+    finally:
+        if os.getpid() != parent:
+            os._exit(1)
+    assert not raised.exists()
+    assert [each for each in read_ledger(run_directory.ledger) if each["event"] == "fault"] == []
+    assert (outcome := run_directory.fit(0).outcome) is not None
+    assert outcome.status == "finished"
+
+
+def test_an_outcome_that_this_version_does_not_know_is_none(tmp_path: Path) -> None:
+    fit = RunDirectory(tmp_path).fit(0)
+    for content in ({"status": "suspended", "reason": ""}, {"status": None}, {"reason": "the end"}):
+        fit.create()
+        write_json(fit.path / "outcome.json", content)
+        assert fit.outcome is None
+        assert fit.begin() is None
 
 
 ENDS: dict[str, tuple[dict[str, Any], Callable[[L.Trainer], None]]] = {

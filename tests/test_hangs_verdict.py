@@ -382,6 +382,9 @@ KINDS: list[tuple[RankEvidence | None, str, str]] = [
     (stuck(python_answers=False), "gil_held", f"holds the interpreter lock in {HERE}"),
     (stuck(), "stuck", f"stuck in {HERE}"),
     (stuck(cpu_s=0.98), "stuck", f"stuck in {HERE}, busy on the CPU"),
+    (stuck(state="running"), "stuck", f"stuck in {HERE}, busy on the CPU"),
+    (stuck(written_bytes=WRITING), "stuck", f"stuck in {HERE}, writing 210 MB/s"),
+    (stuck(children_cpu_s=0.98), "stuck", f"stuck in {HERE}, while a process that it has started is busy on the CPU"),
     (stuck(stack=[]), "stuck", "stuck in a place that is not known: it left no stack"),
     (saving(written_bytes=WRITING), "slow_checkpoint", "in a slow checkpoint, writing 210 MB/s in save (io.py:9)"),
     (
@@ -408,6 +411,7 @@ def test_every_kind(rank: RankEvidence | None, kind: str, text: str) -> None:
     culprit = the_culprit(verdict)
     assert (culprit.rank, culprit.kind) == (1, kind)
     assert text in culprit.text
+    assert culprit.is_busy == verdict.is_busy == (kind == "stuck" and ("busy" in text or "writing" in text))
     assert [(victim.rank, victim.kind) for victim in verdict.victims] == [
         (0, "waiting"),
         (2, "waiting"),

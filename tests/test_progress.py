@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import struct
 import time
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from lightning_resilience.detect.hangs.progress import Progress, read_progress
+from lightning_resilience.detect.hangs.progress import Progress, read_progress, read_record
 
 
 @pytest.fixture
@@ -104,6 +107,48 @@ def test_a_rank_that_has_left_stays_readable(path: Path) -> None:
 def test_a_record_that_is_none(path: Path, content: bytes | None) -> None:
     if content is not None:
         path.write_bytes(content)
+    assert read_progress(path) is None
+
+
+class _Written:
+    """A file that is written to between two reads of it."""
+
+    def __init__(self, *contents: bytes) -> None:
+        self.contents = list(contents)
+
+    def seek(self, place: int) -> None:
+        assert place == 0
+
+    def read(self, size: int) -> bytes:
+        return (self.contents.pop(0) if len(self.contents) > 1 else self.contents[0])[:size]
+
+
+@pytest.fixture
+def three(path: Path) -> list[bytes]:
+    """The content of the file after each of three writes."""
+    progress, contents = Progress(path, {}), []
+    for step in (1, 2, 3):
+        progress.at("step", step, (step, 1, 0, 0))
+        contents.append(path.read_bytes())
+    return contents
+
+
+def test_a_record_that_is_being_written_is_not_valid(path: Path, three: list[bytes]) -> None:
+    path.write_bytes(three[0][:8] + three[2][8:])
+    assert read_progress(path) is None
+
+
+def test_what_was_written_while_it_was_read_is_read_again(three: list[bytes]) -> None:
+    mixed = three[0][:-40] + three[2][-40:]  # begins as the first of them, and ends as the third
+    found = read_record(cast(FileIO, _Written(mixed, three[1])))
+    assert found is not None
+    assert (found.step, found.position) == (2, (2, 1, 0, 0))
+
+
+def test_a_section_of_another_version_is_none(path: Path, three: list[bytes]) -> None:
+    sections = struct.unpack_from("<Q", three[0], 8 + 72 + 8)
+    assert sections == (1,), "step"
+    path.write_bytes(three[0][: 8 + 72 + 8] + struct.pack("<Q", 99) + three[0][8 + 72 + 16 :])
     assert read_progress(path) is None
 
 
