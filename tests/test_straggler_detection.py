@@ -954,7 +954,7 @@ def measuring(fit: Fit, **settings: Any) -> Any:
 def a_step(measured: Any, *seconds: float) -> None:
     measured.before_batch()
     for went_on, took in zip(
-        (lambda: measured._time.enter(2), measured._begin_kernels, measured._end_kernels), seconds, strict=True
+        (lambda: measured._time.enter(2), measured.batch_begins, measured.batch_done), seconds, strict=True
     ):
         Event.now += took
         went_on()

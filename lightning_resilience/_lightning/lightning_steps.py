@@ -1,4 +1,4 @@
-"""The parts of a training step: sections, clipping, the end of a batch."""
+"""The parts of a training step: its batch, its backward pass, clipping."""
 
 from __future__ import annotations
 
@@ -12,13 +12,6 @@ from lightning_resilience._lightning.lightning_patches import Patches
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-
-def on_batch_done(trainer: Trainer, patches: Patches, done: Callable[[], None]) -> None:
-    """Calls ``done`` after a batch's forward, backward and optimizer steps, before any hook of its end."""
-    loop = trainer.fit_loop.epoch_loop
-    for optimization in (loop.automatic_optimization, loop.manual_optimization):
-        patches.wrap(optimization, "run", after=done)
 
 
 def on_backward(trainer: Trainer, patches: Patches, check: Callable[[torch.Tensor], None]) -> None:
@@ -37,21 +30,21 @@ def on_backward(trainer: Trainer, patches: Patches, check: Callable[[torch.Tenso
     patches.set(plugin, "pre_backward", checked)
 
 
-def on_sections_of_step(
+def on_batch(
     trainer: Trainer,
     patches: Patches,
     ready: Callable[[], None],
     begin: Callable[[], None],
-    end: Callable[[], None],
+    done: Callable[[], None],
 ) -> None:
-    """Calls functions where a section of a training step begins or ends.
+    """Calls functions within a training batch.
 
     Args:
         trainer: The Trainer.
         patches: What undoes it.
-        ready: Called when a batch is there, on its device.
+        ready: Called when the batch is there, on its device.
         begin: Called before its forward and backward pass and optimizer steps.
-        end: Called behind them, before any hook of the batch's end.
+        done: Called after them, before any hook of the batch's end; not if they raise.
     """
     loop = trainer.fit_loop.epoch_loop
     stage: Any = trainer.state.stage
@@ -63,18 +56,7 @@ def on_sections_of_step(
 
     patches.wrap(trainer._logger_connector, "on_batch_start", before=on_batch_start)
     for optimization in (loop.automatic_optimization, loop.manual_optimization):
-        patches.set(optimization, "run", _between(optimization.run, begin, end))
-
-
-def _between(run: Callable[..., Any], begin: Callable[[], None], end: Callable[[], None]) -> Callable[..., Any]:
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        begin()
-        try:
-            return run(*args, **kwargs)
-        finally:
-            end()
-
-    return wrapper
+        patches.wrap(optimization, "run", before=begin, after=done)
 
 
 def has_grad_scaler(trainer: Trainer) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 import torch
 
-from lightning_resilience._lightning import lightning_steps, lightning_strategies
+from lightning_resilience._lightning import lightning_strategies
 from lightning_resilience._torch import local
 from lightning_resilience.checkpoint import capacity, shard
 from lightning_resilience.checkpoint.devices import accelerator
@@ -197,7 +197,6 @@ class LocalSavePolicy(Participant):
                 self._completed, session.fit.check_owner, self._check, session.fit.advanced, session.fit.diverged
             ),
         )
-        lightning_steps.on_batch_done(trainer, session.fit.patches, self._saves.fence)
         self._saves.start(step, [each.name for each in session.selector.complete if each.step <= step])
         if trainer.is_global_zero:
             self._say_what_is_done()
@@ -209,10 +208,14 @@ class LocalSavePolicy(Participant):
             for check_state in checks:
                 check_state(of_model)
 
-    def at_end_of_epoch(self) -> None:
-        """What is being copied is not changed by what the end of an epoch does."""
+    def batch_done(self) -> None:
+        """What is being copied is not changed by the hooks of the batch's end."""
         if self._saves is not None:
             self._saves.fence()
+
+    def at_end_of_epoch(self) -> None:
+        """What is being copied is not changed by what the end of an epoch does."""
+        self.batch_done()
 
     def before_rollback(self) -> None:
         """Waits for the save in progress."""

@@ -218,7 +218,6 @@ class NumericsPolicy(Participant):
         if self._skips:
             self._logged = lightning_metrics.LoggedValues(trainer, patches)
         lightning_steps.on_backward(trainer, patches, self._check_loss)
-        lightning_steps.on_batch_done(trainer, patches, self._batch_done)
         self._initially_nonfinite = self._find_initially_nonfinite()
         lightning_checkpoints.on_save(trainer, session.fit.save_patches, self._may_save)
         self._read()
@@ -295,7 +294,8 @@ class NumericsPolicy(Participant):
         automatic = self.session.fit.module.automatic_optimization
         self._guard.check_loss(loss, self.session.fit.trainer.accumulate_grad_batches if automatic else 1)
 
-    def _batch_done(self) -> None:
+    def batch_done(self) -> None:
+        """The optimizer steps of the batch have been made, or skipped."""
         assert self._guard is not None
         trainer = self.session.fit.trainer
         self._window.end = lightning_progress.batches_begun(trainer)

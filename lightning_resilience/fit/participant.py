@@ -7,6 +7,9 @@ Start
 Training boundary
     ``on_event`` for every event that is due, the rollback if one has requested it, ``after_batch``, ``at_boundary``,
     ``skips_batch``, ``before_batch``.
+Training batch
+    ``batch_ready``, ``on_train_batch_start`` of all callbacks, ``batch_begins``, the optimizer step, ``batch_done``,
+    ``on_train_batch_end``.
 Evaluation batch
     ``on_event``.
 End of an epoch
@@ -97,6 +100,15 @@ class Participant:
     def before_batch(self) -> None:
         """Everything at the boundary is done, the next batch is about to be fetched."""
 
+    def batch_ready(self) -> None:
+        """The batch is there, on its device."""
+
+    def batch_begins(self) -> None:
+        """Forward and backward pass and optimizer steps of the batch are next."""
+
+    def batch_done(self) -> None:
+        """They have been made; before any hook of the batch's end."""
+
     def at_end_of_epoch(self) -> None:
         """After the last batch of an epoch, before any hook of its end."""
 
@@ -164,13 +176,16 @@ class Participant:
         """Everything of the fit is released."""
 
 
-class BoundaryCalls(NamedTuple):
-    """What a training boundary calls, by method of :class:`Participant`."""
+class StepCalls(NamedTuple):
+    """What every training step calls, by method of :class:`Participant`."""
 
     after_batch: tuple[Callable[[bool], None], ...]
     at_boundary: tuple[Callable[[int, Callable[[], bool]], None], ...]
     skips_batch: tuple[Callable[[], bool], ...]
     before_batch: tuple[Callable[[], None], ...]
+    batch_ready: tuple[Callable[[], None], ...]
+    batch_begins: tuple[Callable[[], None], ...]
+    batch_done: tuple[Callable[[], None], ...]
 
 
 class Participants:
@@ -180,17 +195,17 @@ class Participants:
         self._all: list[Participant] = []
         self._withdrawn: list[Participant] = []
         self._calls: dict[str, tuple[Any, ...]] = {}
-        self._boundary: BoundaryCalls | None = None
+        self._step_calls: StepCalls | None = None
 
     def add(self, participant: Participant) -> None:
         """Adds one."""
         self._all.append(participant)
-        self._calls, self._boundary = {}, None
+        self._calls, self._step_calls = {}, None
 
     def withdraw(self, participant: Participant) -> None:
         """Stops calling one, except for ``leave``, ``left`` and ``extra_state``."""
         self._withdrawn.append(participant)
-        self._calls, self._boundary = {}, None
+        self._calls, self._step_calls = {}, None
 
     def implement(self, method: Callable[Concatenate[Any, _P], _R]) -> tuple[Callable[_P, _R], ...]:
         """The participants' own implementations of a method of :class:`Participant`. For any thread."""
@@ -202,14 +217,17 @@ class Participants:
             calls[name] = found
         return found
 
-    def at_training_boundary(self) -> BoundaryCalls:
-        """The implementations of the methods of a training boundary, found once. For the main thread."""
-        if (calls := self._boundary) is None:
-            calls = self._boundary = BoundaryCalls(
+    def in_step(self) -> StepCalls:
+        """The implementations of the methods of a training step, found once. For the main thread."""
+        if (calls := self._step_calls) is None:
+            calls = self._step_calls = StepCalls(
                 self.implement(Participant.after_batch),
                 self.implement(Participant.at_boundary),
                 self.implement(Participant.skips_batch),
                 self.implement(Participant.before_batch),
+                self.implement(Participant.batch_ready),
+                self.implement(Participant.batch_begins),
+                self.implement(Participant.batch_done),
             )
         return calls
 

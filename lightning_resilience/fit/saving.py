@@ -22,7 +22,6 @@ from lightning_resilience._files import temporary_path
 from lightning_resilience._lightning import (
     lightning_checkpoints,
     lightning_limits,
-    lightning_steps,
     lightning_strategies,
 )
 from lightning_resilience._torch import local
@@ -293,7 +292,6 @@ class Saver:
             return None
         if self._background is None:
             self._background = BackgroundSaves(self._fit.advanced)
-            lightning_steps.on_batch_done(self._fit.trainer, self._fit.patches, self._background.fence)
             self._no_memory = self._memory_problem()
         return self._background
 
@@ -320,6 +318,11 @@ class Saver:
     def _patience_s(self) -> float:
         """How long a write may take while the other ranks wait for this one in a collective."""
         return _PATIENCE * (lightning_strategies.collective_timeout(self._fit.trainer) or _COLLECTIVE_TIMEOUT_S)
+
+    def fence(self) -> None:
+        """The training is about to change what a snapshot takes for stable."""
+        if self._background is not None:
+            self._background.fence()
 
     def wait(self) -> None:
         """Waits for the write in the background.

@@ -20,6 +20,7 @@ from lightning_resilience._lightning import (
     lightning_limits,
     lightning_loops,
     lightning_progress,
+    lightning_steps,
 )
 from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.checkpoint import data_position
@@ -95,6 +96,7 @@ class FitSession:
         self._steps_are_seen = False
         self._warm = False
         self._clean = False
+        self._in_batch = False
         self._unwatched: rank_probe.RankProbe | None = None
         """The launcher's probe of this rank, where no participant has one."""
         self._install()
@@ -112,6 +114,7 @@ class FitSession:
             trainer, patches, self._before_epoch, self._end_of_epoch, self._before_train_end, self._complete
         )
         lightning_loops.on_training_boundary(trainer, patches, self._training_boundary)
+        lightning_steps.on_batch(trainer, patches, self._batch_ready, self._batch_begins, self._batch_done)
         evaluation = self._evaluation_start, self._guard_workers, self._evaluation_boundary, self._evaluation_end
         lightning_loops.on_evaluation(trainer, patches, *evaluation)
 
@@ -215,7 +218,7 @@ class FitSession:
             self._act(event)
         if self._rollback_request is not None:
             self._roll_back()
-        calls = fit.participants.at_training_boundary()
+        calls = fit.participants.in_step()
         for after_batch in calls.after_batch:
             after_batch(clean)
         for at_boundary in calls.at_boundary:
@@ -230,8 +233,25 @@ class FitSession:
                 return False
         for before_batch in calls.before_batch:
             before_batch()
-        self.outcome.has_trained = True
+        self.outcome.has_trained = self._in_batch = True
         return True
+
+    def _batch_ready(self) -> None:
+        if self._in_batch:  # else it is one of a search
+            for batch_ready in self.fit.participants.in_step().batch_ready:
+                batch_ready()
+
+    def _batch_begins(self) -> None:
+        if self._in_batch:
+            for batch_begins in self.fit.participants.in_step().batch_begins:
+                batch_begins()
+
+    def _batch_done(self) -> None:
+        if self._in_batch:
+            self._in_batch = False
+            self.saver.fence()
+            for batch_done in self.fit.participants.in_step().batch_done:
+                batch_done()
 
     def _may_save(self) -> bool:
         return self._clean and not self.fit.saves_paused

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,7 +16,6 @@ from lightning_resilience._lightning import (
     lightning_callbacks,
     lightning_loggers,
     lightning_progress,
-    lightning_steps,
 )
 from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.detect.device_id import DeviceId
@@ -176,13 +174,6 @@ class StragglerReports(Participant):
     def start(self) -> None:
         """The training begins."""
         session, trainer = self.session, self.session.fit.trainer
-        lightning_steps.on_sections_of_step(
-            trainer,
-            session.fit.patches,
-            ready=partial(self._time.enter, CALLBACKS),
-            begin=partial(self._time.enter, COMPUTE) if self._profiler is None else self._begin_kernels,
-            end=partial(self._time.enter, CALLBACKS) if self._profiler is None else self._end_kernels,
-        )
         if trainer.world_size > 1:
             self._waiting.start()
         if session.fit.rank == 0:
@@ -219,15 +210,20 @@ class StragglerReports(Participant):
         self._time.drop()
         self._is_cold = True
 
-    def _begin_kernels(self) -> None:
-        assert self._profiler is not None
+    def batch_ready(self) -> None:
+        """What comes before the step are hooks of callbacks."""
+        self._time.enter(CALLBACKS)
+
+    def batch_begins(self) -> None:
+        """Forward and backward pass and optimizer steps begin."""
         self._time.enter(COMPUTE)
-        if self._time.is_timed:
+        if self._profiler is not None and self._time.is_timed:
             self._profiler.start()
 
-    def _end_kernels(self) -> None:
-        assert self._profiler is not None
-        self._profiler.stop()
+    def batch_done(self) -> None:
+        """They are over."""
+        if self._profiler is not None:
+            self._profiler.stop()
         self._time.enter(CALLBACKS)
 
     def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
