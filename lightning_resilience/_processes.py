@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,14 @@ OUTLIVES_RANKS_VARIABLE = "LIGHTNING_RESILIENCE_OUTLIVES_RANKS"
 def describe_process() -> dict[str, Any]:
     """This process, JSON-serialisable, so that :func:`is_running` knows it again."""
     return {"pid": os.getpid(), "process_started": _started(os.getpid()), "namespace": pid_namespace()}
+
+
+def process_age() -> float:
+    """For how many seconds this process has run."""
+    with suppress(OSError, ValueError, IndexError):
+        ticks = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    return 0.0
 
 
 def pid_namespace() -> str | None:

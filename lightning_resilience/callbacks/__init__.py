@@ -7,6 +7,7 @@ from lightning_resilience.callbacks.nan_guard import NaNGuard
 from lightning_resilience.callbacks.preemption import Preemption
 from lightning_resilience.callbacks.replica_check import ReplicaCheck
 from lightning_resilience.callbacks.straggler_detection import StragglerDetection
+from lightning_resilience.run.time_account import OF_PROCESS
 
 __all__ = [
     "AutoResume",
@@ -17,3 +18,5 @@ __all__ = [
     "ReplicaCheck",
     "StragglerDetection",
 ]
+
+OF_PROCESS.imported()

@@ -6,8 +6,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -23,6 +23,7 @@ from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.fit import checkpoint_io
 from lightning_resilience.fit.participant import Participant, Participants
 from lightning_resilience.launch.job_info import log_job_info
+from lightning_resilience.run import time_account
 from lightning_resilience.run.events import DivergenceFound
 from lightning_resilience.run.ledger import Ledger, node_name
 from lightning_resilience.run.run_directory import LAUNCHED, RUN_DIR_VARIABLE, RunDirectory, StorageFails
@@ -58,6 +59,8 @@ class FitContext:
         """Whether the fit was rolled back: hooks of its start are called again."""
         self.progress: Progress | None = None
         """Where this rank reports what it is doing, if it is watched."""
+        self.time = time_account.OF_PROCESS
+        self.time.begin_fit()
         self.replicas_agreed = False
         """Whether replicas were compared and were equal; known on rank 0."""
         self.final_path: Path | None = None
@@ -192,9 +195,13 @@ class FitContext:
         if self.progress is not None:
             self.progress.at(section, self.trainer.global_step, position)
 
-    def during(self, section: Section) -> AbstractContextManager[None]:
-        """Counts the time of a ``with`` block as ``section``."""
-        return self.progress.during(section) if self.progress is not None else nullcontext()
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Counts the time of a ``with`` block as that of a save."""
+        with self.time.during(time_account.CHECKPOINT_SAVE), ExitStack() as section:
+            if self.progress is not None:
+                section.enter_context(self.progress.during("checkpointing"))
+            yield
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank. A collective.

@@ -111,7 +111,7 @@ class EndOfFit(Participant):
         self.fit.agreement.arrive(next(event for event in events if event.kind == _TRAINED))
 
     def _digest_now(self) -> str:
-        with self.fit.during("checkpointing"):
+        with self.fit.saving():
             return self.saver.digest_at_end()
 
     def _settle(self) -> bool:

@@ -175,7 +175,7 @@ class HangWatch(Participant):
         call = getattr(owner, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            with self.session.fit.during("checkpointing"):
+            with self.session.fit.saving():
                 return call(*args, **kwargs)
 
         self.session.fit.save_patches.set(owner, name, counted)

@@ -36,6 +36,7 @@ from lightning_resilience.run.events import Saved
 from lightning_resilience.run.interruptions import interruptions
 from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE
+from lightning_resilience.run.time_account import CHECKPOINT_SAVE
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -243,7 +244,8 @@ class LocalSavePolicy(Participant):
             try:
                 if any(looks_bad() for looks_bad in self.session.fit.participants.implement(Participant.looks_bad)):
                     raise RuntimeError("the last steps were bad")
-                left_out = self._saves.take(planned, step, *self._state())
+                with self.session.fit.time.during(CHECKPOINT_SAVE):
+                    left_out = self._saves.take(planned, step, *self._state())
             except Exception as error:  # also of the user's own on_save_checkpoint
                 self._saves.miss(step, error)
                 return

@@ -149,7 +149,7 @@ class Saver:
         Returns:
             The checkpoint; ``None`` if it could not be written: the run continues with the older ones.
         """
-        with self._fit.during("checkpointing"):
+        with self._fit.saving():
             with suppress(TimeoutError):  # reported below, on all ranks
                 self.wait()
             if not self.may_save(self._fit.folder.checkpoints):
@@ -176,7 +176,7 @@ class Saver:
         """
         background = self._open_background()
         started = time.monotonic()
-        with self._fit.during("checkpointing"):
+        with self._fit.saving():
             if not self.may_save(self._fit.folder.checkpoints):
                 return
             state = self._collect(final=False)
@@ -338,7 +338,7 @@ class Saver:
         if self._fit.failing:
             self._messages.hurry()
         if self._background is not None:
-            with self._fit.during("checkpointing"):
+            with self._fit.saving():
                 self._background.close(_LAST_SAVE_S)
 
     def waits(self) -> bool:

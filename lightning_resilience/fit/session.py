@@ -35,7 +35,9 @@ from lightning_resilience.fit.outcome import FitOutcome
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.restore import Restorer
 from lightning_resilience.fit.saving import Saver
+from lightning_resilience.run import time_account
 from lightning_resilience.run.events import Fault, RunRefused
+from lightning_resilience.run.goodput import reached_step
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, AnotherFit, StaleAttempt
 from lightning_resilience.run.wandb_runs import begin_another, wandb_run_id
 
@@ -125,7 +127,8 @@ class FitSession:
             found = lightning_checkpoints.load_checkpoint(self.fit.trainer, explicit, weights_only)
             lightning_checkpoints.restore_checkpoint(self.fit.trainer, explicit, found)
         else:
-            self._restorer.restore(explicit, weights_only)
+            with self.fit.time.during(time_account.RESTORE):
+                self._restorer.restore(explicit, weights_only)
 
     def _before_first_iterator(self, load_loader_states: Callable[[], None]) -> None:
         loaders = lightning_data.train_loaders(self.fit.trainer)
@@ -170,7 +173,14 @@ class FitSession:
         self.selector.begin()
         if not fit.has_rolled_back:  # before a callback of the user can change it
             self._optimizer_layout = lightning_loops.optimizer_layout(fit.trainer)
-        self.exact.start(is_first=not fit.has_rolled_back)
+        with fit.time.during(time_account.FAST_FORWARD):
+            self.exact.start(is_first=not fit.has_rolled_back)
+        self._begin_training_time()
+
+    def _begin_training_time(self) -> None:
+        fit = self.fit
+        reached = fit.from_rank_0(lambda: reached_step(fit.run.path, fit.ledger.events(), fit.index))
+        fit.time.begin_training(reached, splits_steps=fit.trainer.strategy.root_device.type == "cpu")
 
     def start_sanity_check(self) -> None:
         """Called in ``on_sanity_check_start``: its batches are boundaries too."""
@@ -209,7 +219,7 @@ class FitSession:
             fit.progress.at("step" if self._warm else "setup", step, position)
         if self.exact.resumed is not None and self.exact.complete_resume():
             return False
-        self._warm = True
+        is_first, self._warm = not self._warm, True
         self.exact.at_boundary()
         self._clean = clean = lightning_progress.accumulation_window_complete(fit.trainer) and (
             fit.module.automatic_optimization or self._is_behind_a_step(step)
@@ -233,11 +243,14 @@ class FitSession:
                 return False
         for before_batch in calls.before_batch:
             before_batch()
+        if not is_first:
+            fit.time.begin_batch(step)
         self.outcome.has_trained = self._in_batch = True
         return True
 
     def _batch_ready(self) -> None:
         if self._in_batch:  # else it is one of a search
+            self.fit.time.batch_ready()
             for batch_ready in self.fit.participants.in_step().batch_ready:
                 batch_ready()
 
@@ -249,6 +262,7 @@ class FitSession:
     def _batch_done(self) -> None:
         if self._in_batch:
             self._in_batch = False
+            self.fit.time.batch_done()
             self.saver.fence()
             for batch_done in self.fit.participants.in_step().batch_done:
                 batch_done()
@@ -270,6 +284,7 @@ class FitSession:
         if self._is_training:
             for at_end_of_epoch in self.fit.participants.implement(Participant.at_end_of_epoch):
                 at_end_of_epoch()
+            self.fit.time.enter(time_account.CALLBACKS)
             self.saver.at_end_of_epoch()
             self._ending.end_of_epoch()
             self.fit.enter("out_of_section")
@@ -278,6 +293,8 @@ class FitSession:
         if self._is_training:
             trainer = self.fit.trainer
             self.fit.enter("setup" if trainer.sanity_checking else "out_of_section")
+            if not trainer.sanity_checking:
+                self.fit.time.enter(time_account.VALIDATION)
             self.exact.evaluation_starts()
             if not trainer.sanity_checking and lightning_limits.is_cut_short(trainer):
                 self._ending.keep_before_the_end()
@@ -292,6 +309,7 @@ class FitSession:
             self.exact.evaluation_ends()
             if not self.fit.trainer.sanity_checking:
                 self.fit.enter("out_of_section")
+                self.fit.time.enter(time_account.CALLBACKS)
 
     def _boundary_in_evaluation(self, position: agreement_protocol.Position) -> None:
         self.fit.stand_at("setup" if self.fit.trainer.sanity_checking else "validation", position)
@@ -362,6 +380,7 @@ class FitSession:
         counted = fit.steps_counted
         self._running = False
         fit.enter("setup")
+        fit.time.enter(time_account.RESTORE)
         self.exact.loading.undo()
         lightning_loops.reset_loops(fit.trainer, fit.module)
         self.exact.reset()
@@ -423,7 +442,10 @@ class FitSession:
         """Called in ``teardown`` and after an exception: releases everything."""
         self.has_left = True
         fit = self.fit
+        fit.time.enter(time_account.TEARDOWN)
         with ExitStack() as steps:  # in reverse order, also if one raises
+            if not fit.time.is_shared:  # else the watchdog records it
+                steps.callback(self._record_time)
             if fit.rank == 0:
                 steps.callback(fit.run.left)
             steps.callback(begin_another, *(wandb_run_id(fit.run_id, fit.index + more) for more in (0, 1)))
@@ -437,6 +459,14 @@ class FitSession:
             steps.callback(self.saver.close)
             steps.callback(_each, fit.participants.implement(Participant.leave))
 
+    def _record_time(self) -> None:
+        fit, restart_count = self.fit, os.environ.get("TORCHELASTIC_RESTART_COUNT")
+        event = time_account.time_spent({fit.rank: fit.time.close()}, {})
+        event.fit, event.attempt, event.world_size = fit.index, fit.token, fit.trainer.world_size
+        event.elastic_run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+        event.restart_count = None if restart_count is None else int(restart_count)
+        fit.ledger.record(event)
+
     def _release(self) -> None:
         self.exact.loading.undo()
         for loader, init in self._guarded.items():
@@ -449,7 +479,7 @@ class FitSession:
 
     def _release_saves(self) -> None:
         self.fit.save_patches.undo()  # in reverse order of their making
-        with self.fit.during("checkpointing"):
+        with self.fit.saving():
             checkpoint_io.undo(self.fit.trainer)  # waits for saves in the background
 
 

@@ -17,6 +17,7 @@ from types import FrameType
 from lightning_resilience import _nvrx, signals
 from lightning_resilience._files import Patience
 from lightning_resilience._output import Relay, log_line
+from lightning_resilience._processes import process_age
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.launch import budget
 from lightning_resilience.launch.budget import Budget
@@ -407,6 +408,7 @@ class Launch:
         self._ledger.record(
             LaunchStart(
                 launch_id=self.launch_id,
+                began=time.time() - process_age(),
                 command=self.settings.command,
                 files=digests_of_files(self.settings.command),
                 changed=[*map(str, found), *edited] or None,

@@ -96,6 +96,9 @@ CHECK_ACTIVITY_EVERY_S = 60.0
 WATCHDOG_BEAT_S = 1.0
 """How often a watchdog shows that it works."""
 
+KEEP_TIME_EVERY_S = 30.0
+"""How often a watchdog keeps what its ranks have spent their time on: a node that goes down loses no more than that."""
+
 WATCHDOG_FAILS_FOR_S = 30.0
 """A watchdog of which all checks have failed for so long ends."""
 

@@ -173,6 +173,7 @@ class LaunchStart(Event, name="launch"):
     slurm_job_id: SlurmJobId | None
     slurm_restart_count: Requeues | None
     budget: Annotated[dict[str, Any], "limits of restarts and retries, as the options of `launch`"] | None
+    began: Annotated[float, "start of its process, seconds since the epoch"] | None = None
 
 
 class LauncherKilled(Event, name="launcher_killed"):
@@ -327,6 +328,26 @@ class Killed(Event, name="killed"):
     worker: ProcessId | None
     signal: SignalName | None
     reason: Reason | None
+
+
+class TimeSpent(Event, name="time_spent"):
+    """What ranks have spent their time on; recorded by their watchdog when they have ended, else at a fit's end.
+
+    The lists are by rank, in the order of ``ranks``.
+    """
+
+    fit: Fit | None
+    elastic_run_id: ElasticRunId | None = None
+    restart_count: RestartCount | None = None
+    attempt: Annotated[str, "token of the attempt"] | None
+    world_size: Annotated[int, "ranks of all nodes"] | None
+    ranks: Ranks | None
+    began: Annotated[list[float], "starts of the processes, seconds since the epoch"] | None
+    since: Annotated[list[float], "when they went on to what they did last, seconds since the epoch"] | None
+    ended: Annotated[list[float], "ends of the processes or fits, seconds since the epoch"] | None
+    doing: Annotated[list[str], "what they did last"] | None
+    seconds: Annotated[dict[str, Any], "seconds by category until `since`, each a list by rank"] | None
+    reached: Annotated[int, "the furthest `trainer.global_step` of the last fit"] | None
 
 
 class ScriptOutcome(Event, name="outcome"):
@@ -572,7 +593,7 @@ def _rule(hint: Any) -> _Rule:
         return _Rule(None, None, False)
     kind, items = get_origin(hint) or hint, None
     if kind is list and get_args(hint)[0] is not Any:
-        items = frozenset((get_args(hint)[0],))
+        items = _TYPES.get(get_args(hint)[0], frozenset((get_args(hint)[0],)))
     return _Rule(_TYPES.get(kind, frozenset((kind,))), items, SIGNED in notes)
 
 

@@ -29,7 +29,7 @@ from lightning_resilience._files import read_json, write_json
 from lightning_resilience._processes import describe_process, is_running, pid_namespace
 from lightning_resilience.detect.hangs import terminal_input
 from lightning_resilience.detect.hangs.progress import Progress, Section
-from lightning_resilience.run import exit_codes
+from lightning_resilience.run import exit_codes, time_account
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +150,7 @@ class RankProbe:
         self._failed_path = self._path.with_suffix(".failed")
         self._failed_path.unlink(missing_ok=True)  # of an earlier fit
         self.progress = Progress(self.progress_path, timeouts)
+        time_account.OF_PROCESS.share(self._path.with_suffix(".time"))
         self.progress.enter("start" if is_workers else "setup")
         self._stacks = open(self._path.with_suffix(".stacks"), "ab", buffering=0)
         self.handle_signals()
@@ -221,6 +222,7 @@ class RankProbe:
         """The rank leaves the fit and is not watched any more."""
         _open.discard(self)
         terminal_input.leave()
+        time_account.OF_PROCESS.close()  # before the watchdog sees that the rank has left
         self.progress.close()
         faulthandler.unregister(STACKS_SIGNAL)
         _set_c_handler(EXIT_SIGNAL, _C_SIG_IGN)

@@ -42,10 +42,11 @@ from lightning_resilience.detect.hangs.process_probe import Usage, probe_process
 from lightning_resilience.detect.hangs.progress import ProgressRecord, read_record
 from lightning_resilience.detect.hangs.rank_probe import EXIT_SIGNAL, remove_abandoned
 from lightning_resilience.detect.hangs.verdict import Verdict, diagnose
-from lightning_resilience.run import deadlines, exit_codes
-from lightning_resilience.run.events import Fault, Killed
+from lightning_resilience.run import deadlines, exit_codes, time_account
+from lightning_resilience.run.events import Fault, Killed, TimeSpent
 from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
+from lightning_resilience.run.time_account import Spent, read_account
 
 T = TypeVar("T")
 
@@ -82,6 +83,9 @@ class Rank:
     paused_s: float = 0.0  # time since the last progress in which this watchdog did not run either
     extended_until: float = 0.0  # it is not overdue before
     active_at: float = 0.0  # when it last used CPU or IO in section ``start``
+    account: FileIO | None = None  # where its time goes, held open
+    spent: Spent | None = None  # read last
+    ended: float | None = None  # when its process was gone
     _used: tuple[float, dict[int, Usage]] | None = None
 
     @property
@@ -130,6 +134,10 @@ class Rank:
         Args:
             pause_s: How long the watchdog was frozen since it last did.
         """
+        if self.account is not None:
+            self.spent = read_account(self.account) or self.spent
+        if self.ended is None and self.has_died:
+            self.ended = time.monotonic()
         if (record := read_record(self.progress)) is None:
             return
         if self.record is None or record.ticks != self.record.ticks:
@@ -183,6 +191,11 @@ class _Storage:
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._last: Future[Any] | None = None
 
+    def begin(self, function: Callable[[], object]) -> None:
+        """Begins a call and does not wait for it; does nothing while the call before it has not returned."""
+        if self._last is None or self._last.done():
+            self._last = self._thread.submit(function)
+
     def call(self, function: Callable[[], T], within_s: float = deadlines.STORAGE_WITHIN_S) -> T:
         """What ``function`` returns.
 
@@ -218,6 +231,7 @@ class Watchdog:
         self._log_thread = ThreadPoolExecutor(max_workers=1)  # the reader of stderr may be gone, or stand still
         self._beats: FileIO | None = None
         self._beaten = -math.inf
+        self._kept_time = time.monotonic()
         self._updated = time.monotonic()
 
     def _log(self, line: str) -> None:
@@ -263,6 +277,7 @@ class Watchdog:
             try:
                 if self._check(now, pause if pause > deadlines.FROZEN_AFTER_S else 0.0):
                     last = time.monotonic()
+                self._keep_time(now)
                 succeeded = time.monotonic()
                 self._beat(succeeded)
             except Exception:  # the ranks must not go unwatched
@@ -279,6 +294,7 @@ class Watchdog:
                     return
             if not is_over:
                 self._exits.wait(deadlines.WATCHDOG_POLL_S)
+        self._record_time()
         shutil.rmtree(self.directory, ignore_errors=True)
         self._flush()
 
@@ -334,7 +350,8 @@ class Watchdog:
             with suppress(OSError):
                 progress = open(path.with_suffix(".progress"), "rb", buffering=0)
                 shortage = MemoryShortage(int(about["pid"]))
-                self.ranks[about["rank"]] = Rank(about, path.with_suffix(""), progress, shortage)
+                rank = self.ranks[about["rank"]] = Rank(about, path.with_suffix(""), progress, shortage)
+                rank.account = open(path.with_suffix(".time"), "rb", buffering=0)
                 self._exits.add(int(about["pid"]))
 
     @property
@@ -344,6 +361,43 @@ class Watchdog:
     @property
     def _diagnostics(self) -> Path:
         return Path(self._about["run_dir"]) / "diagnostics"
+
+    def _keep_time(self, now: float) -> None:
+        """Keeps what the ranks of this node have spent their time on, in case the node goes down."""
+        if self.ranks and now - self._kept_time >= deadlines.KEEP_TIME_EVERY_S:
+            self._kept_time = now
+            run_dir, event = Path(self._about["run_dir"]), self._time_spent()
+            self._storage.begin(lambda: time_account.keep(run_dir, self._name, event))
+
+    @property
+    def _name(self) -> str:
+        return f"{self.directory.name}-{platform.node()}"
+
+    def _time_spent(self) -> TimeSpent:
+        ranks = sorted((rank for rank in self.ranks.values() if rank.spent is not None), key=lambda rank: rank.rank)
+        event = time_account.time_spent(
+            {rank.rank: rank.spent for rank in ranks if rank.spent is not None},
+            {rank.rank: rank.ended for rank in ranks if rank.ended is not None},
+        )
+        about = self._about
+        event.attempt, event.world_size = about["token"], about["world_size"]
+        for name in ("fit", "elastic_run_id", "restart_count"):
+            setattr(event, name, about[name])
+        return event
+
+    def _record_time(self) -> None:
+        """Records it when they have ended."""
+        if self.ranks:
+            for rank in self.ranks.values():
+                rank.update()
+            run_dir, event = Path(self._about["run_dir"]), self._time_spent()
+            ledger = Ledger(RunDirectory(run_dir).ledger, None)
+
+            def record() -> None:
+                ledger.record(event)
+                time_account.forget(run_dir, self._name)
+
+            self._store(record)
 
     def _record(self, rank: int | None, event: Fault | Killed) -> None:
         """Writes an event of a rank into the ledger."""

@@ -1,0 +1,391 @@
+"""Where the time of a run went: every second of every rank, over all restarts, in one category. No torch, no Lightning.
+
+**What is accounted.** From the first launch to the end, a run has as many *slots* as ranks. Most of a slot's time is in
+the accounts that processes keep themselves (:mod:`.time_account`); the rest is between two processes, and the events of
+launcher and scheduler say what happened then:
+
+==================  ====================================================================================================
+``queue``           the scheduler has the job, and no nodes for it yet
+``launch``          launcher and job retries, from the start of the launch or of the allocation
+``rendezvous``      the elastic launcher: nodes find each other, ended workers are cleared away, new ones started
+``imports``         of a worker, up to the callbacks, and with them torch and Lightning
+``script``          of the script, up to ``fit`` and between two fits
+``setup``           of a fit: process group, strategy, sanity check
+``restore``         the checkpoint is chosen and loaded
+``fast_forward``    the data are brought to where the run was
+``first_step``      the first step of a process or after a rollback: workers start, kernels are compiled
+``productive``      steps never done before
+``wasted_progress`` steps done again, and a step that was begun and not ended
+``data_loading``    training waits for a batch; on an accelerator it is part of the step
+``callbacks``       hooks and loggers between two steps, and the end of an epoch
+``validation``      validation
+``checkpoint_save`` training waits for a save
+``detection``       from the last sign of life of a rank, in a fault, to the verdict
+``teardown``        from the verdict, or the end of the fit, to the end of the process
+``idle``            nobody ran it: the launch had ended, and no scheduler had the job
+``other``           nothing is known
+==================  ====================================================================================================
+
+**Goodput** is the share of ``productive`` in all but ``idle``. **ETTR**, the effective training time ratio of Meta's
+"Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (2024), has the same denominator (all time in
+which the run is scheduled, or waits to be) and counts all of training proper: what does not repeat steps, restart or
+wait in a queue.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_resilience.run import time_account
+from lightning_resilience.run.events import (
+    AllocationEnd,
+    AllocationStart,
+    Event,
+    Fault,
+    FitInterrupted,
+    JobFailed,
+    JobStart,
+    Killed,
+    LauncherKilled,
+    LaunchExit,
+    LaunchStart,
+    ScriptOutcome,
+    StragglerStop,
+    TimeSpent,
+)
+from lightning_resilience.run.failures import first_cause
+
+CATEGORIES = (
+    "productive",
+    "wasted_progress",
+    "data_loading",
+    "callbacks",
+    "validation",
+    "checkpoint_save",
+    "queue",
+    "launch",
+    "rendezvous",
+    "imports",
+    "script",
+    "setup",
+    "restore",
+    "fast_forward",
+    "first_step",
+    "detection",
+    "teardown",
+    "idle",
+    "other",
+)
+
+_TRAINING = ("productive", "data_loading", "callbacks", "validation", "checkpoint_save")
+_START = ("launch", "rendezvous", "imports", "script", "setup", "restore", "fast_forward", "first_step")
+_IN_STEP = ("productive", "wasted_progress", "data_loading", "first_step", "callbacks")
+
+
+class Loss(NamedTuple):
+    """Time of one category, with what it is due to.
+
+    Attributes:
+        category: See the module.
+        cause: Of the interruption that it belongs to: ``hang``, ``killed``, ...; empty: it belongs to none.
+        node: Where; empty: everywhere.
+    """
+
+    category: str
+    cause: str
+    node: str
+
+
+@dataclass
+class Goodput:
+    """The account of a run.
+
+    Attributes:
+        began: When it was launched first, in seconds since the epoch.
+        ended: When it ended; of one that runs, now.
+        seconds: Rank-seconds by what they are due to.
+        interruptions: How many groups of workers ended before the run had, by cause.
+    """
+
+    began: float = 0.0
+    ended: float = 0.0
+    seconds: defaultdict[Loss, float] = field(default_factory=lambda: defaultdict(float))
+    interruptions: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def by_category(self) -> dict[str, float]:
+        """Rank-seconds of every category."""
+        total: defaultdict[str, float] = defaultdict(float)
+        for loss, seconds in self.seconds.items():
+            total[loss.category] += seconds
+        return {category: total[category] for category in CATEGORIES}
+
+    @property
+    def total(self) -> float:
+        """All rank-seconds."""
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that went into steps never done before; NaN where nothing has run."""
+        return self._share(("productive",))
+
+    @property
+    def ettr(self) -> float:
+        """Effective training time ratio; NaN where nothing has run."""
+        return self._share(_TRAINING)
+
+    def _share(self, categories: Iterable[str]) -> float:
+        seconds = self.by_category
+        active = self.total - seconds["idle"]
+        return sum(seconds[each] for each in categories) / active if active > 0 else float("nan")
+
+    def losses(self) -> list[tuple[Loss, float]]:
+        """What was lost, the largest first: causes put together, since each has many categories.
+
+        Without ``productive`` and ``idle``. Start, detection, redone steps and the rest of an interruption are one loss
+        of category ``interruption``.
+        """
+        found: defaultdict[Loss, float] = defaultdict(float)
+        for loss, seconds in self.seconds.items():
+            if loss.category not in ("productive", "idle"):
+                found[Loss("interruption", loss.cause, loss.node) if loss.cause else loss] += seconds
+        return sorted(found.items(), key=itemgetter(1), reverse=True)
+
+
+def reached_step(run_dir: Path, events: Iterable[Event], fit: int) -> int:
+    """The furthest step that a fit has been at in any process before.
+
+    Args:
+        run_dir: The run directory.
+        events: The run's ledger.
+        fit: Number of the fit.
+    """
+    steps = [event.reached for event in time_account.kept(run_dir) if event.fit == fit]
+    for event in events:
+        if getattr(event, "fit", None) == fit:
+            steps.append(event.reached if isinstance(event, TimeSpent) else getattr(event, "step", None))
+    return max((step for step in steps if step is not None), default=0)
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Process:
+    """A rank of one group of workers."""
+
+    node: str
+    began: float
+    since: float
+    ended: float
+    doing: str
+    seconds: dict[str, float]
+
+
+@dataclass
+class _Group:
+    """The workers of one start, on all nodes."""
+
+    processes: dict[int, _Process] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    elastic_run_id: str | None = None
+    is_running: bool = False
+
+    @property
+    def began(self) -> float:
+        return min(each.began for each in self.processes.values())
+
+    @property
+    def ended(self) -> float:
+        return max(each.ended for each in self.processes.values())
+
+    def is_of_same_job(self, before: _Group) -> bool:
+        """Whether an elastic launcher has started these workers in the place of those before."""
+        return self.elastic_run_id is not None and self.elastic_run_id == before.elastic_run_id
+
+    @property
+    def cause(self) -> str:
+        """Why it ended before the run had; empty if it did not."""
+        faults = [event for event in self.events if isinstance(event, Fault)]
+        kinds = {type(event) for event in self.events}
+        if StragglerStop in kinds:
+            return "straggler"
+        if faults:
+            return _kind_of(first_cause(faults) or faults[0])
+        return "killed" if Killed in kinds else "preempted" if FitInterrupted in kinds else ""
+
+
+def account(events: Sequence[Event], running: Iterable[TimeSpent] = (), now: float | None = None) -> Goodput:
+    """The account of a run.
+
+    Args:
+        events: Its ledger.
+        running: What was kept of ranks that run, or whose node went down (:func:`.time_account.kept`).
+        now: The time, if the run goes on, in seconds since the epoch; otherwise it has ended with its last event.
+    """
+    groups = _groups(events, running)
+    launcher = sorted(((_time(event), event) for event in events if isinstance(event, _LAUNCHER)), key=itemgetter(0))
+    begins = [*(time for time, _ in launcher[:1]), *(group.began for group in groups[:1])]
+    if not begins:
+        return Goodput()
+    ends = [*(event.time for event in events), *(group.ended for group in groups)]
+    found = Goodput(began=min(begins), ended=max(ends) if now is None else now)
+    gaps = _Gaps(found, launcher)
+    if not groups:
+        gaps.add(found.began, found.ended, "launch")
+        return found
+    if now is not None and groups[-1].is_running:
+        for process in groups[-1].processes.values():
+            process.ended = now
+    cause = ""
+    for before, group in zip([None, *groups], groups, strict=False):
+        for rank, process in group.processes.items():
+            if before is None:
+                gaps.add(found.began, process.began, "launch", node=process.node)
+            else:
+                same = before.processes.get(rank)
+                doing = "rendezvous" if group.is_of_same_job(before) else "idle"
+                gaps.add(before.ended if same is None else same.ended, process.began, doing, cause, process.node)
+            _add_process(found, process, cause, group)
+        if cause := group.cause:
+            found.interruptions[cause] += 1
+    for process in groups[-1].processes.values():
+        gaps.add(process.ended, found.ended, "teardown", cause, process.node)
+    return found
+
+
+def _time(event: Event) -> float:
+    """When it happened: a launch has begun before it could record that."""
+    return event.began if isinstance(event, LaunchStart) and event.began is not None else event.time
+
+
+def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Group]:
+    """The groups of workers in the order of their starts, with what happened in them."""
+    recorded = [event for event in events if isinstance(event, TimeSpent)]
+    known = {(event.attempt, event.node) for event in recorded}
+    kept = [event for event in running if (event.attempt, event.node) not in known]
+    groups: defaultdict[object, _Group] = defaultdict(_Group)
+    for number, event in enumerate([*recorded, *kept]):
+        group = groups[event.attempt or number]
+        group.elastic_run_id = event.elastic_run_id
+        group.is_running |= number >= len(recorded)
+        with suppress(IndexError, TypeError):  # not as this package writes it
+            group.processes |= {rank: _process(event, index) for index, rank in enumerate(event.ranks or ())}
+    found = sorted((group for group in groups.values() if group.processes), key=lambda group: group.began)
+    starts = [group.began for group in found]
+    for each in events:
+        if isinstance(each, _ENDS) and (index := bisect.bisect_right(starts, each.time) - 1) >= 0:
+            found[index].events.append(each)
+    return found
+
+
+def _process(event: TimeSpent, index: int) -> _Process:
+    times = [float((times or ())[index]) for times in (event.began, event.since, event.ended)]
+    seconds = {name: float(by_rank[index]) for name, by_rank in (event.seconds or {}).items()}
+    return _Process(event.node or "", *times, (event.doing or ())[index], seconds)
+
+
+_ENDS = (Fault, Killed, FitInterrupted, StragglerStop, ScriptOutcome, JobFailed, LaunchExit)
+
+
+_NAN = ("TrainingDiverged", "RerunElsewhere")
+_DISK = ("StorageFails",)
+
+
+def _kind_of(fault: Fault) -> str:
+    kind = fault.kind or ""
+    if kind == "hang":
+        return "hang"
+    if kind == "died":
+        return "killed"
+    if kind in _NAN:
+        return "NaN"
+    if kind in _DISK or "No space left" in str(fault.reason):
+        return "disk"
+    return "script" if fault.mistake else "crash"
+
+
+def _add_process(found: Goodput, process: _Process, before: str, group: _Group) -> None:
+    """Adds the account of a process; what its start has cost belongs to the interruption before it."""
+    for category, seconds in process.seconds.items():
+        due_to = before if category in (*_START, "wasted_progress") else ""
+        found.seconds[Loss(category, due_to, process.node)] += seconds
+    if (tail := process.ended - process.since) <= 0:
+        return
+    cause = group.cause
+    verdicts = [event.time for event in group.events if isinstance(event, Fault)]
+    if process.doing in ("imports", "script", "teardown") or not cause:
+        found.seconds[Loss(process.doing, "", process.node)] += tail
+        return
+    verdict = min(max(min(verdicts, default=process.ended), process.since), process.ended)
+    unfinished = "detection" if verdicts else "wasted_progress" if process.doing in _IN_STEP else process.doing
+    found.seconds[Loss(unfinished, cause, process.node)] += verdict - process.since
+    found.seconds[Loss("teardown", cause, process.node)] += process.ended - verdict
+
+
+# -- between two processes ---------------------------------------------------------------------------------------------
+
+
+_LAUNCHER = (LaunchStart, JobStart, JobFailed, LauncherKilled, LaunchExit, AllocationStart, AllocationEnd)
+
+
+class _Gaps:
+    """The time in which a slot has no process."""
+
+    def __init__(self, found: Goodput, launcher: Sequence[tuple[float, Event]]) -> None:
+        self._found = found
+        self._launcher = launcher
+        self._times = [time for time, _ in launcher]
+
+    def add(self, begin: float, end: float, doing: str, cause: str = "", node: str = "") -> None:
+        """Adds the time between two processes.
+
+        Args:
+            begin: The end of the first, in seconds since the epoch.
+            end: The start of the second.
+            doing: What happens at first, if the launcher does not say.
+            cause: The interruption.
+            node: Where.
+        """
+        within = self._launcher[bisect.bisect_left(self._times, begin) : bisect.bisect_left(self._times, end)]
+        if within and doing != "launch":
+            doing = _before(within[0][1])
+        for time, event in [*within, (end, None)]:
+            if time > begin:
+                self._found.seconds[Loss(doing, "" if doing == "idle" else cause, node)] += time - begin
+                begin = time
+            doing = _after(event, doing)
+
+
+def _before(event: Event) -> str:
+    """What has happened since the end of a process, up to the launcher's next event."""
+    match event:
+        case LaunchStart() | LauncherKilled():
+            return "idle"
+        case AllocationStart():
+            return "queue"  # its node went down
+        case JobStart():
+            return "rendezvous"
+    return "teardown"
+
+
+def _after(event: Event | None, doing: str) -> str:
+    """What happens after an event of the launcher."""
+    match event:
+        case LaunchStart() | AllocationStart() | JobFailed():
+            return "launch"
+        case JobStart():
+            return "rendezvous"
+        case LaunchExit():
+            return "queue" if event.new_job else "idle"
+        case AllocationEnd():
+            return "queue" if event.then == "requeue" else "idle"
+    return doing

@@ -1,0 +1,321 @@
+"""Where the time of this process goes: seconds by category, for goodput. Imports neither torch nor Lightning.
+
+The process is in one category at any moment, from its start to its end, so all of its time is accounted for. To go on
+to another category is a look at the clock and an addition, in shared memory where a watchdog reads it: no message, no
+system call, no lock. What a process that was killed has spent is there as well.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Literal, get_args
+
+from lightning_resilience._files import publish, read_json
+from lightning_resilience._processes import process_age
+from lightning_resilience.run.events import TimeSpent, parse
+
+Category = Literal[
+    "imports",
+    "script",
+    "setup",
+    "restore",
+    "fast_forward",
+    "first_step",
+    "productive",
+    "wasted_progress",
+    "data_loading",
+    "callbacks",
+    "validation",
+    "checkpoint_save",
+    "teardown",
+]
+"""What a process spends time on. ``productive`` are steps never done before, ``wasted_progress`` steps done again."""
+
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+(
+    IMPORTS,
+    SCRIPT,
+    SETUP,
+    RESTORE,
+    FAST_FORWARD,
+    FIRST_STEP,
+    PRODUCTIVE,
+    WASTED_PROGRESS,
+    DATA_LOADING,
+    CALLBACKS,
+    VALIDATION,
+    CHECKPOINT_SAVE,
+    TEARDOWN,
+) = range(len(CATEGORIES))
+
+_BEGAN, _SINCE, _DOING, _REACHED, _SECONDS = range(5)
+_COUNT = _SECONDS + len(CATEGORIES)
+_SIZE = _COUNT * array("d").itemsize
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What was read of a process's account.
+
+    Attributes:
+        began: When the account begins: the start of the process, or of what follows an account that is closed. In
+            seconds since the epoch.
+        since: When it went on to its present category, in seconds of ``time.monotonic()``.
+        doing: Its present category; what it has spent there since then is not in ``seconds``.
+        reached: The furthest ``trainer.global_step`` of its last fit.
+        seconds: Seconds by category.
+    """
+
+    began: float
+    since: float
+    doing: Category
+    reached: int
+    seconds: dict[Category, float]
+
+
+class TimeAccount:
+    """The account of a process. Only its main thread writes.
+
+    Args:
+        age: For how many seconds the process has run.
+        clock: Gives the seconds that all processes of a node share.
+        wall_clock: Gives seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        age: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._memory: mmap.mmap | None = None
+        self._values: array[float] | memoryview[float] = array("d", [0.0] * _COUNT)
+        self._doing = IMPORTS
+        self._since = clock() - age
+        self._step = PRODUCTIVE
+        self._splits_steps = False
+        self._begin(wall_clock() - age)
+
+    def _begin(self, began: float) -> None:
+        values = self._values
+        values[_BEGAN], values[_SINCE], values[_DOING] = began, self._since, self._doing
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a watchdog reads it."""
+        return self._memory is not None
+
+    def share(self, path: Path) -> None:
+        """Goes on in a file of node memory.
+
+        Args:
+            path: The file; it is created.
+
+        Raises:
+            OSError: If node memory is full or cannot be written.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, _SIZE)  # where memory is full this fails here, and not by SIGBUS in a step
+            self._memory = mmap.mmap(fd, _SIZE)
+        finally:
+            os.close(fd)
+        shared = memoryview(self._memory).cast("d")
+        shared[:] = self._values if isinstance(self._values, array) else array("d", self._values)
+        self._values = shared
+        _shared.add(self)
+
+    def close(self) -> Spent:
+        """Ends the account, and begins another one in this process's own memory.
+
+        Returns:
+            What was spent. In a file, it stays readable.
+        """
+        self.enter(self._doing)
+        spent = _spent(self._values)
+        self.detach()
+        self._values = array("d", [0.0] * _COUNT)
+        self._begin(self._wall_clock())
+        return spent
+
+    def detach(self) -> None:
+        """Goes on in memory of its own: a forked child, which shares its parent's, is another process."""
+        if self._memory is not None:
+            shared, self._values = self._values, array("d", self._values)
+            shared.release()  # type: ignore[union-attr]
+            self._memory.close()
+            self._memory = None
+
+    def enter(self, category: int) -> None:
+        """From now on it is in this category."""
+        now = self._clock()
+        values = self._values
+        values[_SECONDS + self._doing] += now - self._since
+        self._since = values[_SINCE] = now
+        self._doing = category
+        values[_DOING] = category
+
+    @contextmanager
+    def during(self, category: int) -> Iterator[None]:
+        """The time of the block is in this category."""
+        before = self._doing
+        self.enter(category)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def imported(self) -> None:
+        """The script has imported the callbacks, and with them torch and Lightning."""
+        if self._doing == IMPORTS:
+            self.enter(SCRIPT)
+
+    # -- a fit ---------------------------------------------------------------------------------------------------------
+
+    def begin_fit(self) -> None:
+        """A fit begins; what has followed the one before it was no end."""
+        self.enter(SETUP)
+        values = self._values
+        values[_SECONDS + SCRIPT] += values[_SECONDS + TEARDOWN]
+        values[_SECONDS + TEARDOWN] = values[_REACHED] = 0.0
+
+    def begin_training(self, reached: int, splits_steps: bool) -> None:
+        """The first batch comes next.
+
+        Args:
+            reached: The furthest step that this fit has been at before, in any process.
+            splits_steps: Whether the time of a step is that of the host: fetching a batch, and hooks of callbacks, are
+                then told apart. An accelerator may be busy meanwhile, and all of it is the step.
+        """
+        self._values[_REACHED] = max(self._values[_REACHED], reached)
+        self._splits_steps = splits_steps
+        self.enter(FIRST_STEP)
+
+    def begin_batch(self, step: int) -> None:
+        """A training boundary: a batch is to be fetched.
+
+        Args:
+            step: ``trainer.global_step``.
+        """
+        values = self._values
+        if step < values[_REACHED]:
+            self._step = WASTED_PROGRESS
+        else:
+            self._step = PRODUCTIVE
+            values[_REACHED] = step
+        self.enter(DATA_LOADING if self._splits_steps else self._step)
+
+    def batch_ready(self) -> None:
+        """The batch is there."""
+        if self._doing == DATA_LOADING:
+            self.enter(self._step)
+
+    def batch_done(self) -> None:
+        """Its step is over, hooks of callbacks come next."""
+        if self._splits_steps and self._doing == self._step:
+            self.enter(CALLBACKS)
+
+
+def read_account(file: FileIO) -> Spent | None:
+    """What an account holds; ``None`` if it is none.
+
+    Args:
+        file: Of :meth:`TimeAccount.share`, open; readable when its name has gone.
+    """
+    file.seek(0)
+    data = file.read(_SIZE)
+    if data is None or len(data) != _SIZE:
+        return None
+    values = array("d", data)
+    return _spent(values) if values[_BEGAN] > 0 and 0 <= values[_DOING] < len(CATEGORIES) else None
+
+
+def _spent(values: array[float] | memoryview[float]) -> Spent:
+    seconds = {name: values[_SECONDS + number] for number, name in enumerate(CATEGORIES)}
+    doing = CATEGORIES[int(values[_DOING])]
+    return Spent(values[_BEGAN], values[_SINCE], doing, int(values[_REACHED]), seconds)
+
+
+def time_spent(accounts: Mapping[int, Spent], ended: Mapping[int, float]) -> TimeSpent:
+    """The event that records what ranks have spent their time on; fit and attempt are the caller's.
+
+    Args:
+        accounts: By rank.
+        ended: When processes were seen to be gone, in seconds of ``time.monotonic()``; the others end now.
+    """
+    now = time.monotonic()
+    to_wall_clock = time.time() - now
+    spent = list(accounts.values())
+    return TimeSpent(
+        fit=None,
+        attempt=None,
+        world_size=None,
+        ranks=list(accounts),
+        began=[round(each.began, 3) for each in spent],
+        since=[round(each.since + to_wall_clock, 3) for each in spent],
+        ended=[round(ended.get(rank, now) + to_wall_clock, 3) for rank in accounts],
+        doing=[each.doing for each in spent],
+        seconds={
+            name: seconds for name in CATEGORIES if any(seconds := [round(each.seconds[name], 3) for each in spent])
+        },
+        reached=max((each.reached for each in spent), default=0),
+    )
+
+
+def keep(run_dir: Path, name: str, event: TimeSpent) -> None:
+    """Keeps an event of ranks that run, in place of the one before; :func:`kept` finds it if their node goes down.
+
+    Args:
+        run_dir: The run directory.
+        name: Of those ranks.
+        event: To be recorded in the ledger when they have ended.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    path = _kept_path(run_dir, name)
+    path.parent.mkdir(exist_ok=True)
+    publish(path, lambda file: file.write(json.dumps(event.to_json()).encode()))
+
+
+def forget(run_dir: Path, name: str) -> None:
+    """Removes what :func:`keep` has kept: it is in the ledger."""
+    _kept_path(run_dir, name).unlink(missing_ok=True)
+
+
+def kept(run_dir: Path) -> list[TimeSpent]:
+    """What was kept of ranks that run, or whose node went down."""
+    contents = map(read_json, sorted(_kept_path(run_dir, "*").parent.glob("*.json")))
+    found = (parse(content) for content in contents if content is not None)
+    return [event for event in found if isinstance(event, TimeSpent)]
+
+
+def _kept_path(run_dir: Path, name: str) -> Path:
+    return run_dir / "time" / f"{name}.json"
+
+
+OF_PROCESS = TimeAccount(process_age())
+"""The account of this process."""
+
+_shared: weakref.WeakSet[TimeAccount] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for shared in _shared:
+        shared.detach()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,163 @@
+"""The account of a run, folded from ledgers that say what the launcher, the scheduler and the processes have done."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from lightning_resilience.run.events import (
+    AllocationEnd,
+    AllocationStart,
+    Event,
+    Fault,
+    FitInterrupted,
+    JobStart,
+    LauncherKilled,
+    LaunchExit,
+    LaunchStart,
+    TimeSpent,
+    parse,
+)
+from lightning_resilience.run.goodput import Goodput, Loss, account
+
+
+def launch(began: float, recorded: float) -> LaunchStart:
+    fields: dict[str, Any] = dict.fromkeys(LaunchStart.own_fields)
+    return LaunchStart(**fields | {"began": began, "time": recorded})
+
+
+def job(time: float) -> JobStart:
+    return JobStart(time=time, retry=False, job_attempt=0, run_id="job", max_restarts=3, reason=None)
+
+
+def ended(time: float, new_job: bool | None = None) -> LaunchExit:
+    return LaunchExit(time=time, status="finished", exit_code=0, reason="", new_job=new_job)
+
+
+def spent(began: float, since: float, end: float, doing: str = "teardown", **fields: Any) -> TimeSpent:
+    values: dict[str, Any] = {"fit": 0, "attempt": str(began), "world_size": 2, "ranks": [0, 1], "reached": 0}
+    values |= {"began": [began] * 2, "since": [since] * 2, "ended": [end] * 2, "doing": [doing] * 2, "node": "n1"}
+    seconds = fields.pop("seconds", {"productive": since - began})
+    values["seconds"] = {name: [each, each] for name, each in seconds.items()}
+    return TimeSpent(time=end, **values | {"elastic_run_id": "job"} | fields)
+
+
+def of_one(found: Goodput) -> dict[str, float]:
+    """What each of the two ranks has spent."""
+    return {name: round(seconds / 2, 9) for name, seconds in found.by_category.items() if seconds}
+
+
+def test_nothing_has_run() -> None:
+    assert account([]).total == 0
+    assert math.isnan(account([]).goodput)
+
+
+def test_a_launch_without_workers() -> None:
+    found = account([launch(10, 11), ended(15)])
+    assert found.by_category["launch"] == 5
+
+
+def test_a_healthy_run() -> None:
+    seconds = {"imports": 3.0, "setup": 2.0, "productive": 80.0, "checkpoint_save": 5.0}
+    found = account([launch(10, 11), job(12), spent(15, 105, 108, seconds=seconds), ended(110)])
+    assert of_one(found) == {"launch": 2, "rendezvous": 3, "teardown": 5, **seconds}
+    assert found.total == 2 * (110 - 10)
+    assert found.goodput == 0.8
+    assert found.ettr == 0.85
+    assert not found.interruptions
+
+
+def test_a_hang_is_detected_and_its_cost_is_its_own() -> None:
+    """Its detection, the end of its workers, their successors' start and the steps that these do again."""
+    fault = Fault(time=70, rank=1, kind="hang", fit=0, step=6, reason="stuck")
+    seconds = {"imports": 4.0, "productive": 16.0, "wasted_progress": 10.0}
+    events = [
+        *(launch(0, 0), job(0), spent(0, 50, 75, "productive"), fault),
+        *(spent(80, 110, 110, seconds=seconds), ended(110)),
+    ]
+    found = account(events)
+    expected = {"productive": 66, "wasted_progress": 10, "rendezvous": 5, "imports": 4, "detection": 20, "teardown": 5}
+    assert of_one(found) == expected
+    assert found.interruptions == {"hang": 1}
+    assert found.losses() == [(Loss("interruption", "hang", "n1"), 2 * (10 + 5 + 4 + 20 + 5))]
+
+
+def test_a_step_that_was_begun_and_not_ended_is_wasted() -> None:
+    interrupted = FitInterrupted(time=55, fit=0, reason="SIGTERM")
+    found = account([launch(0, 0), job(0), spent(0, 50, 60, "productive"), interrupted, ended(60)])
+    assert of_one(found) == {"productive": 50, "wasted_progress": 10}
+    assert found.interruptions == {"preempted": 1}
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        ([ended(60), launch(90, 91)], {"idle": 30, "launch": 5, "rendezvous": 5}),
+        ([ended(60, new_job=True), launch(90, 91)], {"queue": 30, "launch": 5, "rendezvous": 5}),
+        ([LauncherKilled(time=91), launch(90, 91)], {"idle": 30, "launch": 5, "rendezvous": 5}),
+        (
+            [
+                ended(60, new_job=True),
+                AllocationEnd(time=61, how="", then="requeue", reason=""),
+                AllocationStart(time=80, slurm_job_id="1", restart_count=1, node_list=[]),
+                launch(90, 91),
+            ],
+            {"queue": 20, "launch": 15, "rendezvous": 5},
+        ),
+        (
+            [AllocationStart(time=80, slurm_job_id="1", restart_count=1, node_list=[]), launch(90, 91)],
+            {"queue": 20, "launch": 15, "rendezvous": 5},
+        ),
+    ],
+    ids=["started again by hand", "a new job", "launcher killed", "requeued", "the node went down"],
+)
+def test_time_between_two_launches(between: list[Event], expected: dict[str, float]) -> None:
+    begin, end = [launch(0, 0), job(0), spent(0, 60, 60)], [job(95), spent(100, 140, 140), ended(140)]
+    found = account([*begin, *between, *end])
+    assert of_one(found) == {"productive": 100, **expected}
+    assert found.goodput == pytest.approx(100 / (140 - expected.get("idle", 0)))
+
+
+def test_without_launcher_nobody_knows_what_was_between() -> None:
+    found = account([spent(0, 60, 60, elastic_run_id=None), spent(100, 140, 140, elastic_run_id=None)])
+    assert of_one(found) == {"productive": 100, "idle": 40}
+
+
+def test_the_elastic_launcher_alone() -> None:
+    assert of_one(account([spent(0, 60, 60), spent(100, 140, 140)])) == {"productive": 100, "rendezvous": 40}
+
+
+def test_a_run_that_goes_on() -> None:
+    kept = spent(0, 50, 60, "validation")
+    assert of_one(account([launch(0, 0), job(0)], [kept], now=75)) == {"productive": 50, "validation": 25}
+    recorded = spent(0, 62, 62)
+    assert of_one(account([launch(0, 0), job(0), recorded], [kept])) == {"productive": 62}
+
+
+def test_a_node_that_went_down_has_what_was_kept_of_it() -> None:
+    """Of the other one the watchdog has recorded all; the run went on 20 s later."""
+    first, second = spent(0, 50, 50, ranks=[0]), spent(0, 40, 40, ranks=[1], node="n2")
+    fault = Fault(time=60, rank=None, reason="lost")
+    found = account([launch(0, 0), job(0), first, fault, spent(70, 100, 100), ended(100)], [second])
+    assert found.total == 200
+    assert found.by_category["productive"] == 50 + 40 + 60
+    assert found.by_category["rendezvous"] == 20 + 30
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        {"ranks": [0, 1, 2]},
+        {"began": []},
+        {"seconds": {"productive": [1.0]}},
+        {"ended": None},
+        {"doing": [], "ranks": [7]},
+    ],
+)
+def test_what_another_version_has_recorded_otherwise(spoiled: dict[str, Any]) -> None:
+    line = spent(0, 50, 50).to_json() | spoiled
+    event = parse(line)
+    assert event is not None
+    assert account([launch(0, 0), event, ended(60)]).by_category["launch"] == 60

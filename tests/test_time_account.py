@@ -1,0 +1,157 @@
+"""What a process has spent its time on: every second of it, also of one that was killed."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_resilience.run import time_account
+from lightning_resilience.run.time_account import CATEGORIES, TimeAccount, read_account
+
+
+class Clock:
+    """Seconds of a node, which went on for a while before it was looked at."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def account(clock: Clock) -> TimeAccount:
+    return TimeAccount(5.0, clock, lambda: clock() + 1e9)
+
+
+def spent(account: TimeAccount) -> dict[str, float]:
+    return {name: seconds for name, seconds in account.close().seconds.items() if seconds}
+
+
+def test_a_process_from_its_start_to_its_end(account: TimeAccount, clock: Clock) -> None:
+    clock.now += 2  # 5 s before that it was started
+    account.imported()
+    clock.now += 3
+    account.imported()  # again, by another module
+    clock.now += 1
+    account.begin_fit()
+    clock.now += 7
+    with account.during(time_account.RESTORE):
+        clock.now += 4
+    clock.now += 1
+    account.begin_training(0, splits_steps=True)
+    clock.now += 9
+    for step in range(1, 4):
+        account.begin_batch(step)
+        clock.now += 0.25
+        account.batch_ready()
+        clock.now += 1
+        account.batch_done()
+        clock.now += 0.5
+    account.enter(time_account.TEARDOWN)
+    clock.now += 2
+    expected = {"imports": 7, "script": 4, "setup": 8, "restore": 4, "first_step": 9}
+    expected |= {"data_loading": 0.75, "productive": 3, "callbacks": 1.5, "teardown": 2}
+    assert spent(account) == expected
+
+
+def test_steps_done_again_are_wasted(account: TimeAccount, clock: Clock) -> None:
+    account.begin_fit()
+    account.begin_training(3, splits_steps=True)
+    for step in range(1, 6):
+        account.begin_batch(step)
+        account.batch_ready()
+        clock.now += 10**step
+        account.batch_done()
+    account.begin_training(0, splits_steps=True)  # a rollback, to step 2
+    for step in range(2, 6):
+        account.begin_batch(step)
+        account.batch_ready()
+        clock.now += 10**step
+        account.batch_done()
+    found = spent(account)
+    assert found["wasted_progress"] == 110 + 11_100
+    assert found["productive"] == 111_000 + 100_000
+
+
+def test_on_an_accelerator_all_of_a_step_is_one(account: TimeAccount, clock: Clock) -> None:
+    """The host fetches data while the device computes."""
+    account.begin_fit()
+    account.begin_training(0, splits_steps=False)
+    account.begin_batch(1)
+    for advance in (account.batch_ready, account.batch_done, lambda: account.begin_batch(2)):
+        clock.now += 1
+        advance()
+    found = spent(account)
+    assert found["productive"] == 3
+    assert not {"data_loading", "callbacks"} & found.keys()
+
+
+def test_what_follows_a_fit_is_its_end_only_if_no_other_fit_follows(account: TimeAccount, clock: Clock) -> None:
+    account.begin_fit()
+    account.enter(time_account.TEARDOWN)
+    clock.now += 3
+    account.begin_fit()
+    account.enter(time_account.TEARDOWN)
+    clock.now += 4
+    assert spent(account) == {"imports": 5, "script": 3, "teardown": 4}
+
+
+def test_it_is_read_whatever_becomes_of_the_process(account: TimeAccount, clock: Clock, tmp_path: Path) -> None:
+    clock.now += 1
+    account.imported()
+    account.share(tmp_path / "rank.time")
+    clock.now += 2
+    account.begin_fit()
+    with open(tmp_path / "rank.time", "rb", buffering=0) as file:
+        found = read_account(file)
+        assert found is not None
+        assert (found.began, found.since, found.doing) == (1e9 + 995, 1003, "setup")
+        assert {name: seconds for name, seconds in found.seconds.items() if seconds} == {"imports": 6, "script": 2}
+        clock.now += 4
+        if (child := os.fork()) == 0:  # such as a worker of a data loader
+            account.enter(time_account.VALIDATION)
+            os._exit(0)
+        os.waitpid(child, 0)
+        closed = account.close()
+        assert closed == read_account(file)
+        assert closed.seconds["setup"] == 4
+        clock.now += 8
+        account.begin_fit()
+        assert read_account(file) == closed
+    assert spent(account) == {"setup": 8}
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 8 * (4 + len(CATEGORIES)), b"\xff" * 8 * (4 + len(CATEGORIES))])
+def test_a_file_that_is_no_account(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "rank.time").write_bytes(content)
+    with open(tmp_path / "rank.time", "rb", buffering=0) as file:
+        assert read_account(file) is None
+
+
+def test_this_process_has_been_running() -> None:
+    spent = time_account.time_spent({3: TimeAccount(60.0).close()}, {})
+    assert spent.ranks == [3]
+    assert spent.began is not None
+    assert abs(spent.began[0] + 60 - time.time()) < 30
+
+
+def test_what_was_kept_is_found_until_it_is_forgotten(tmp_path: Path) -> None:
+    assert time_account.kept(tmp_path) == []
+    event = time_account.time_spent({0: TimeAccount(9.0).close()}, {})
+    time_account.keep(tmp_path, "one", event)
+    time_account.keep(tmp_path, "two", event)
+    (tmp_path / "time" / "torn.json").write_text('{"event": "time_sp')
+    (tmp_path / "time" / "other.json").write_text('{"event": "saved", "time": 1.0}')
+    assert time_account.kept(tmp_path) == [event, event]
+    time_account.forget(tmp_path, "one")
+    time_account.forget(tmp_path, "one")
+    assert time_account.kept(tmp_path) == [event]
