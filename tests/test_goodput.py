@@ -146,6 +146,12 @@ def test_a_node_that_went_down_has_what_was_kept_of_it() -> None:
     assert found.by_category["rendezvous"] == 20 + 30
 
 
+def test_a_node_that_went_down_before_anything_was_kept_of_it() -> None:
+    found = account([launch(0, 0), job(0), spent(0, 50, 50, ranks=[0]), ended(60)])
+    assert found.by_category["other"] == 50
+    assert found.total == 120
+
+
 @pytest.mark.parametrize(
     "spoiled",
     [

@@ -197,6 +197,7 @@ class _Group:
     processes: dict[int, _Process] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     elastic_run_id: str | None = None
+    world_size: int = 0
     is_running: bool = False
 
     @property
@@ -276,10 +277,15 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
     for number, event in enumerate([*recorded, *kept]):
         group = groups[event.attempt or number]
         group.elastic_run_id = event.elastic_run_id
+        group.world_size = max(group.world_size, event.world_size or 0)
         group.is_running |= number >= len(recorded)
         with suppress(IndexError, TypeError):  # not as this package writes it
             group.processes |= {rank: _process(event, index) for index, rank in enumerate(event.ranks or ())}
     found = sorted((group for group in groups.values() if group.processes), key=lambda group: group.began)
+    for group in found:
+        began, ended = group.began, group.ended
+        for rank in set(range(group.world_size)) - group.processes.keys():  # of a node that went down too soon
+            group.processes[rank] = _Process("", began, ended, ended, "other", {"other": ended - began})
     starts = [group.began for group in found]
     for each in events:
         if isinstance(each, _ENDS) and (index := bisect.bisect_right(starts, each.time) - 1) >= 0:
@@ -288,9 +294,9 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
 
 
 def _process(event: TimeSpent, index: int) -> _Process:
-    times = [float((times or ())[index]) for times in (event.began, event.since, event.ended)]
+    began, since, ended = (float((times or ())[index]) for times in (event.began, event.since, event.ended))
     seconds = {name: float(by_rank[index]) for name, by_rank in (event.seconds or {}).items()}
-    return _Process(event.node or "", *times, (event.doing or ())[index], seconds)
+    return _Process(event.node or "", began, since, ended, (event.doing or ())[index], seconds)
 
 
 _ENDS = (Fault, Killed, FitInterrupted, StragglerStop, ScriptOutcome, JobFailed, LaunchExit)
