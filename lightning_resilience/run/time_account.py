@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import struct
 import time
 import weakref
-from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,9 +59,9 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
     TEARDOWN,
 ) = range(len(CATEGORIES))
 
-_BEGAN, _SINCE, _DOING, _REACHED, _SECONDS = range(5)
-_COUNT = _SECONDS + len(CATEGORIES)
-_SIZE = _COUNT * array("d").itemsize
+_FORMAT = struct.Struct(f"<4d{len(CATEGORIES)}d")  # began, since, doing, reached, seconds by category
+_WRITTEN_EVERY_S = 0.1
+"""How often a step is written, at most: what is not written yet counts for the category that was written last."""
 
 
 @dataclass(frozen=True)
@@ -102,16 +102,14 @@ class TimeAccount:
         self._clock = clock
         self._wall_clock = wall_clock
         self._memory: mmap.mmap | None = None
-        self._values: array[float] | memoryview[float] = array("d", [0.0] * _COUNT)
+        self._seconds = [0.0] * len(CATEGORIES)
+        self._began = wall_clock() - age
         self._doing = IMPORTS
         self._since = clock() - age
+        self._reached = 0
         self._step = PRODUCTIVE
         self._splits_steps = False
-        self._begin(wall_clock() - age)
-
-    def _begin(self, began: float) -> None:
-        values = self._values
-        values[_BEGAN], values[_SINCE], values[_DOING] = began, self._since, self._doing
+        self._written = 0.0
 
     @property
     def is_shared(self) -> bool:
@@ -129,14 +127,12 @@ class TimeAccount:
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, _SIZE)  # where memory is full this fails here, and not by SIGBUS in a step
-            self._memory = mmap.mmap(fd, _SIZE)
+            os.posix_fallocate(fd, 0, _FORMAT.size)  # where memory is full this fails here, and not by SIGBUS in a step
+            self._memory = mmap.mmap(fd, _FORMAT.size)
         finally:
             os.close(fd)
-        shared = memoryview(self._memory).cast("d")
-        shared[:] = self._values if isinstance(self._values, array) else array("d", self._values)
-        self._values = shared
         _shared.add(self)
+        self._write()
 
     def close(self) -> Spent:
         """Ends the account, and begins another one in this process's own memory.
@@ -145,28 +141,37 @@ class TimeAccount:
             What was spent. In a file, it stays readable.
         """
         self.enter(self._doing)
-        spent = _spent(self._values)
+        spent = _spent(*self._content())
         self.detach()
-        self._values = array("d", [0.0] * _COUNT)
-        self._begin(self._wall_clock())
+        self._seconds = [0.0] * len(CATEGORIES)
+        self._began = self._wall_clock()
         return spent
 
     def detach(self) -> None:
         """Goes on in memory of its own: a forked child, which shares its parent's, is another process."""
         if self._memory is not None:
-            shared, self._values = self._values, array("d", self._values)
-            shared.release()  # type: ignore[union-attr]
             self._memory.close()
             self._memory = None
 
     def enter(self, category: int) -> None:
         """From now on it is in this category."""
+        self._go_on(category)
+        self._write()
+
+    def _go_on(self, category: int) -> None:
         now = self._clock()
-        values = self._values
-        values[_SECONDS + self._doing] += now - self._since
-        self._since = values[_SINCE] = now
-        self._doing = category
-        values[_DOING] = category
+        self._seconds[self._doing] += now - self._since
+        self._since, self._doing = now, category
+        if now - self._written >= _WRITTEN_EVERY_S:
+            self._write()
+
+    def _write(self) -> None:
+        self._written = self._since
+        if self._memory is not None:
+            self._memory[:] = _FORMAT.pack(*self._content())  # not pack_into, which writes zeros first
+
+    def _content(self) -> list[float]:
+        return [self._began, self._since, self._doing, self._reached, *self._seconds]
 
     @contextmanager
     def during(self, category: int) -> Iterator[None]:
@@ -187,10 +192,11 @@ class TimeAccount:
 
     def begin_fit(self) -> None:
         """A fit begins; what has followed the one before it was no end."""
-        self.enter(SETUP)
-        values = self._values
-        values[_SECONDS + SCRIPT] += values[_SECONDS + TEARDOWN]
-        values[_SECONDS + TEARDOWN] = values[_REACHED] = 0.0
+        self._go_on(SETUP)
+        seconds = self._seconds
+        seconds[SCRIPT], seconds[TEARDOWN] = seconds[SCRIPT] + seconds[TEARDOWN], 0.0
+        self._reached = 0
+        self._write()
 
     def begin_training(self, reached: int, splits_steps: bool) -> None:
         """The first batch comes next.
@@ -200,7 +206,7 @@ class TimeAccount:
             splits_steps: Whether the time of a step is that of the host: fetching a batch, and hooks of callbacks, are
                 then told apart. An accelerator may be busy meanwhile, and all of it is the step.
         """
-        self._values[_REACHED] = max(self._values[_REACHED], reached)
+        self._reached = max(self._reached, reached)
         self._splits_steps = splits_steps
         self.enter(FIRST_STEP)
 
@@ -210,23 +216,21 @@ class TimeAccount:
         Args:
             step: ``trainer.global_step``.
         """
-        values = self._values
-        if step < values[_REACHED]:
+        if step < self._reached:
             self._step = WASTED_PROGRESS
         else:
-            self._step = PRODUCTIVE
-            values[_REACHED] = step
-        self.enter(DATA_LOADING if self._splits_steps else self._step)
+            self._step, self._reached = PRODUCTIVE, step
+        self._go_on(DATA_LOADING if self._splits_steps else self._step)
 
     def batch_ready(self) -> None:
         """The batch is there."""
         if self._doing == DATA_LOADING:
-            self.enter(self._step)
+            self._go_on(self._step)
 
     def batch_done(self) -> None:
         """Its step is over, hooks of callbacks come next."""
         if self._splits_steps and self._doing == self._step:
-            self.enter(CALLBACKS)
+            self._go_on(CALLBACKS)
 
 
 def read_account(file: FileIO) -> Spent | None:
@@ -236,17 +240,15 @@ def read_account(file: FileIO) -> Spent | None:
         file: Of :meth:`TimeAccount.share`, open; readable when its name has gone.
     """
     file.seek(0)
-    data = file.read(_SIZE)
-    if data is None or len(data) != _SIZE:
+    data = file.read(_FORMAT.size)
+    if data is None or len(data) != _FORMAT.size:
         return None
-    values = array("d", data)
-    return _spent(values) if values[_BEGAN] > 0 and 0 <= values[_DOING] < len(CATEGORIES) else None
+    content = _FORMAT.unpack(data)
+    return _spent(*content) if content[0] > 0 and 0 <= content[2] < len(CATEGORIES) else None
 
 
-def _spent(values: array[float] | memoryview[float]) -> Spent:
-    seconds = {name: values[_SECONDS + number] for number, name in enumerate(CATEGORIES)}
-    doing = CATEGORIES[int(values[_DOING])]
-    return Spent(values[_BEGAN], values[_SINCE], doing, int(values[_REACHED]), seconds)
+def _spent(began: float, since: float, doing: float, reached: float, *seconds: float) -> Spent:
+    return Spent(began, since, CATEGORIES[int(doing)], int(reached), dict(zip(CATEGORIES, seconds, strict=True)))
 
 
 def time_spent(accounts: Mapping[int, Spent], ended: Mapping[int, float]) -> TimeSpent:
