@@ -597,11 +597,25 @@ GUARDS = [
         "tests/test_progress.py::test_what_was_written_while_it_was_read_is_read_again",
     ),
     Guard(
+        "a busy rank is not ended where nothing would start it again",
+        "detect/hangs/watchdog.py",
+        "    if not self._is_started_again:",
+        "    if False:",
+        "tests/test_watchdog.py::test_a_busy_rank_gets_more_time_where_its_end_would_help_nobody",
+    ),
+    Guard(
         "who writes is busy",
         "detect/hangs/verdict.py",
         "    if _rate(process) >= _WRITES_FROM:",
         "    if False:",
         "tests/test_hangs_verdict.py::test_every_kind",
+    ),
+    Guard(
+        "no rank trains on into a save for which another is not ready",
+        "checkpoint/save_coordinator.py",
+        'return self._get(f"round/{number}/ready") is not None',
+        "return not self.over",
+        "tests/test_save_simulation.py::test_a_generation_counts_where_every_rank_has_it_and_no_rank_waits_forever",
     ),
     Guard(
         "a message of which a part is missing is none",

@@ -25,6 +25,8 @@ from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
 from tests.test_agreement_simulation import AT_ONCE, Actor, Fit, Simulation, Steps, Violation, Wait
 
 BATCHES, EVERY = 16, 2
+PREPARES_S = 0.9  # now and then, as where memory is hard to get
+MESSAGES, SLOWEST = 15, 4  # that an answer takes, with some to spare; how many times longer a sleep may be
 current = threading.local()
 
 
@@ -191,7 +193,12 @@ class SimulatedSaves(LocalSaves):
     def _replicate(self, *args: Any) -> None:
         pass
 
-    _prepare = _retire = lambda self: None
+    def _prepare(self) -> None:
+        if self.simulation.random.random() < 0.1:
+            current.strand.pause(self.simulation.sleep(PREPARES_S))
+
+    def _retire(self) -> None:
+        pass
 
     def fail(self, step: int, error: BaseException) -> None:
         self.figures.failed += 1
@@ -204,6 +211,7 @@ class Saves(Simulation):
         super().__init__(seed, **options)
         self.batches = BATCHES
         self.delay = self.random.choice([0.001, 0.01, 0.05])  # of a message
+        self.longest_wait = 0.0
         self.coordinator = coordinator
         self.strands: list[Strand] = []
         self.saves: dict[int, list[SimulatedSaves]] = {rank: [] for rank in range(self.world_size)}
@@ -236,11 +244,12 @@ class Saves(Simulation):
         self.actors.append(Actor(rank, self.threads[rank].steps()))
 
     def save_locally(self, rank: int, number: int, fit: Fit, step: int, clean: Needs) -> Steps:
-        saves = self.saves[rank][-1]
+        saves, began = self.saves[rank][-1], self.now
         try:
             planned = yield from self.strand(lambda: saves.at_boundary(step, lambda: bool(clean))).steps()
         except StoreGone as error:
             raise PeerLost("the store has gone") from error
+        self.longest_wait = max(self.longest_wait, self.now - began)
         if planned is None:
             return
         saves.taken.append(planned.generation)
@@ -266,6 +275,11 @@ class Saves(Simulation):
                 # Who has left, or has lost the others, does not know how the last round ended.
                 if saves.complete not in (complete, complete[:-1]):
                     raise Violation(f"ranks differ in what is complete: {saves.complete}, {complete}")
+
+    def check_undisturbed(self) -> None:
+        super().check_undisturbed()
+        if self.longest_wait > SLOWEST * MESSAGES * self.delay:
+            raise Violation(f"a rank has waited {self.longest_wait:.3f} s at a boundary; a message takes {self.delay}")
 
 
 def undisturbed(seed: int, **options: Any) -> Saves:
@@ -345,7 +359,14 @@ class AnswersAtOnce(SaveCoordinator):
         return in_time
 
 
-@pytest.mark.parametrize("mistake", [IsAlwaysInTime, CountsWhatFailed, LeavesSilently, AnswersAtOnce])
+class IsReadyAtOnce(SaveCoordinator):
+    """Rank 0 does not wait until the others have done with the last round: the training waits for them."""
+
+    def all_are_ready(self, number: int) -> bool:
+        return not self.over
+
+
+@pytest.mark.parametrize("mistake", [IsAlwaysInTime, CountsWhatFailed, LeavesSilently, AnswersAtOnce, IsReadyAtOnce])
 def test_the_simulation_finds_a_mistake_of_the_saves(mistake: type[SaveCoordinator]) -> None:
     with pytest.raises(Violation):
         deque((undisturbed(seed, coordinator=mistake) for seed in range(100)), maxlen=0)

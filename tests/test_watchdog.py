@@ -39,8 +39,9 @@ from lightning_resilience.detect.hangs.rank_probe import (
 from lightning_resilience.detect.hangs.verdict import diagnose
 from lightning_resilience.launch.view import diagnoses, ranks_now
 from lightning_resilience.run import deadlines, exit_codes
+from lightning_resilience.run.events import Fault
 from lightning_resilience.run.run_directory import RunDirectory
-from tests.ledgers import read_ledger
+from tests.ledgers import Ledger, read_ledger
 
 _FORK = multiprocessing.get_context("fork")
 LIMIT_S = 2.0
@@ -240,6 +241,47 @@ def test_a_rank_that_takes_long_to_die_is_judged_once(run_dir: Path, monkeypatch
     verdicts = [read_json(path) or {} for path in (run_dir / "diagnostics").glob("*/verdict.json")]
     assert sum(verdict["is_hang"] for verdict in verdicts) == 1
     assert len(hangs(run_dir)) == 1
+
+
+def _computes(job: Job, is_started_again: bool) -> None:
+    about = {"run_dir": str(job.run_dir), "fit": 0, "token": job.token, "node": "node-0", "nodes": 1, "world_size": 1}
+    about |= {"elastic_run_id": None, "restart_count": 0, "is_started_again": is_started_again}
+    probe = RankProbe(job.directory(), 0, {"step": 1.0}, about)
+    probe.progress.at("step", 7, (7, 1, 0, 0))
+    verdicts: list[dict[str, Any]] = []
+    while not any(verdict.get("is_hang") is False for verdict in verdicts):  # longer than a step may take
+        verdicts = [read_json(path) or {} for path in glob(f"{job.run_dir}/diagnostics/*/verdict.json")]
+    probe.close()
+    os._exit(0)
+
+
+BUSY: dict[str, tuple[bool, bool, float, int]] = {
+    # whether it is started again, and was ended there before; how many times its limit it may take; how it ends
+    "started again": (True, False, 16, exit_codes.HUNG),
+    "was ended there in vain": (True, True, 16, 0),
+    "not started again": (False, False, 16, 0),
+    "much too slow": (False, False, 1, exit_codes.HUNG),
+}
+
+
+@pytest.mark.parametrize("case", BUSY)
+def test_a_busy_rank_gets_more_time_where_its_end_would_help_nobody(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    is_started_again, was_ended, may_take, code = BUSY[case]
+    if was_ended:
+        Ledger(RunDirectory(run_dir).ledger).record(
+            Fault(kind="hang", busy=True, fit=0, section="step", step=7, reason="stuck, busy on the CPU")
+        )
+    monkeypatch.setattr(watchdog, "_BUSY_FOR", may_take)
+    job = Job(run_dir)
+    rank = _FORK.Process(target=_computes, args=(job, is_started_again), daemon=True)
+    rank.start()
+    await_that((job.directory() / "rank-00000.json").exists)
+    watchdog.Watchdog(job.directory()).run()
+    rank.join(60)
+    assert rank.exitcode == code
+    assert len(hangs(run_dir)) == was_ended + (code == exit_codes.HUNG)
 
 
 def _busy_answering(directory: Path) -> None:
