@@ -12,13 +12,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_resilience._nvrx import installed_version
+from lightning_resilience.launch import worker
 from lightning_resilience.launch.cli import launch_settings
 from lightning_resilience.launch.nodes import Board, Plan, why_not_excluded
+from lightning_resilience.run.run_directory import RunDirectory
+from tests.ledgers import Ledger
 from tests.test_kubernetes import ISOLATED, SET_UP, why_no_pods
 from tests.test_launch import PATIENCE_S, REAL, WITHOUT_NVRX, Launcher, wait_until
 from tests.test_two_launches import HERE
@@ -163,6 +167,35 @@ def test_whether_a_run_can_do_without(
     Board(tmp_path / "decision.json", "owner").publish(Plan(**{**vars(DECISION), **changes}))  # type: ignore[arg-type]
     said = why_not_excluded(tmp_path, bad, count)
     assert said is None if reason is None else reason in str(said)
+
+
+@pytest.mark.parametrize(
+    ("published", "jobs", "waits"),
+    [
+        ("run", ["run"], True),
+        ("run", ["run", "next"], True),  # the next job is in the ledger before its plan is published
+        ("next", ["run", "next"], True),
+        ("run", ["earlier"], False),  # the ledger of the first node is seen late
+    ],
+)
+def test_a_rank_that_is_started_again_on_an_excluded_node_waits_for_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: str, jobs: list[str], waits: bool
+) -> None:
+    for name, value in {"RUN_ID": "run", "RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "4")
+    monkeypatch.setenv(worker.FIRST_LAUNCH_VARIABLE, "owner")
+    waited: list[float] = []
+    monkeypatch.setattr(worker.time, "sleep", waited.append)
+    run_directory = RunDirectory(tmp_path)
+    Board(tmp_path / "decision.json", "owner").publish(replace(DECISION, run_id=published))
+    ledger = Ledger(run_directory.ledger, rank=0)
+    for job in jobs:
+        ledger.record("job_start", run_id=job)
+        if job == "run":
+            ledger.record("workload_request", action="exclude_this_node")
+    worker._wait_for_other_nodes(run_directory)
+    assert bool(waited) == waits
 
 
 def test_a_spare_is_no_node_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 341,
     "fit": 5116,
-    "launch": 2820,
+    "launch": 2821,
     "launch/schedulers": 508,
     "run": 1999,
 }

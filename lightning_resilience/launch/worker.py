@@ -33,7 +33,7 @@ from lightning_resilience.launch.script_errors import describe, show, what_to_ch
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.deadlines import ENDED_WITHIN_S, FIRST_STARTS_WATCHDOG_WITHIN_S
-from lightning_resilience.run.events import Fault, ScriptOutcome, WorkersStart
+from lightning_resilience.run.events import Fault, JobStart, ScriptOutcome, WorkersStart
 from lightning_resilience.run.failures import cause_of_end
 from lightning_resilience.run.history import read_history
 from lightning_resilience.run.ledger import Ledger, node_name
@@ -149,9 +149,11 @@ def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
     plan = Board(run_directory.path / "decision.json", "").read()
     if plan is None or plan.owner != os.environ.get(FIRST_LAUNCH_VARIABLE):
         return
-    nodes = read_history(run_directory.ledger).nodes_to_avoid(run_id)
-    count = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    if plan.run_id != run_id or (nodes and plan.why_not_excluded(nodes, count) is None):
+    history, count = read_history(run_directory.ledger), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    # The next job is recorded before its plan is published.
+    nodes, earlier_jobs = history.nodes_to_avoid(run_id), [job.run_id for job in history.of(JobStart)[:-1]]
+    is_over = plan.run_id != run_id or run_id in earlier_jobs
+    if is_over or (nodes and plan.why_not_excluded(nodes, count) is None):
         time.sleep(ENDED_WITHIN_S)
 
 
