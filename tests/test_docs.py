@@ -23,7 +23,6 @@ from sybil.parsers.markdown import CodeBlockParser
 from torch.utils.data import DataLoader
 
 import lightning_resilience.callbacks
-from lightning_resilience import recipes
 from lightning_resilience.launch import cli
 
 ROOT = Path(__file__).parents[1]
@@ -223,11 +222,6 @@ def test_every_name_of_nvrx_is_there(heading: str, theirs: dict[str, str]) -> No
         text = f"## {heading}\n" + text[text.index("| here | NVRx's `SimulatedFaultParams`") :]
     said = {name for row in table(text, heading) for name in re.findall(r"`(\w+)", row[1])}
     assert said == names
-
-
-def test_the_recipes_are_what_their_page_says() -> None:
-    page = (ROOT / "docs" / "recipes.md").read_text()
-    assert str(recipes.preemptible("runs/gpt")) in [block.strip() for block in fenced(page, "text")]
 
 
 # --- log lines ---
