@@ -17,6 +17,7 @@ from lightning_resilience.run.events import (
     LauncherKilled,
     LaunchExit,
     LaunchStart,
+    StragglerStop,
     TimeSpent,
     parse,
 )
@@ -80,7 +81,15 @@ def test_a_hang_is_detected_and_its_cost_is_its_own() -> None:
     found = account(events)
     expected = {"productive": 66, "wasted_progress": 10, "rendezvous": 5, "imports": 4, "detection": 20, "teardown": 5}
     assert of_one(found) == expected
-    assert found.interruptions == {"hang": 1}
+    [hang] = found.interruptions
+    assert (hang.time, hang.cause, hang.reason, hang.node) == (70, "hang", "stuck", "n1")
+    assert {name: seconds / 2 for name, seconds in hang.seconds.items()} == {
+        "detection": 20,
+        "teardown": 5,
+        "rendezvous": 5,
+        "imports": 4,
+        "wasted_progress": 10,
+    }
     assert found.losses() == [(Loss("interruption", "hang", "n1"), 2 * (10 + 5 + 4 + 20 + 5))]
 
 
@@ -88,7 +97,27 @@ def test_a_step_that_was_begun_and_not_ended_is_wasted() -> None:
     interrupted = FitInterrupted(time=55, fit=0, reason="SIGTERM")
     found = account([launch(0, 0), job(0), spent(0, 50, 60, "productive"), interrupted, ended(60)])
     assert of_one(found) == {"productive": 50, "wasted_progress": 10}
-    assert found.interruptions == {"preempted": 1}
+    assert found.causes == {"preempted": 1}
+
+
+def test_why_workers_were_ended() -> None:
+    """A killed rank records nothing; its peers record that it is gone."""
+    step = {"fit": 0, "step": 3}
+    lost = Fault(time=55, rank=0, kind="RuntimeError", reason="Connection closed by peer", **step)
+    full = Fault(time=55, rank=1, kind="OSError", reason="OSError: [Errno 28] No space left on device", **step)
+    stop = StragglerStop(time=56, ranks=[1], devices=[], reason="slow", **step)
+    for event, cause, node in (
+        (lost, "killed", ""),
+        (full, "disk", "n1"),
+        (Fault(time=55, rank=1, kind="TrainingDiverged", reason="", **step), "NaN", "n1"),
+        (Fault(time=55, rank=1, kind="KeyError", mistake="code", reason="", **step), "script", "n1"),
+        (Fault(time=55, rank=None, kind="died", reason="", **step), "killed", ""),
+        (stop, "straggler", ""),
+        (LauncherKilled(time=80), "killed", ""),
+    ):
+        events = [launch(0, 0), job(0), spent(0, 50, 60, "productive"), event, spent(90, 99, 99), ended(99)]
+        [found] = account(events).interruptions
+        assert (found.cause, found.node) == (cause, node), event
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,6 @@ from lightning_resilience.run.events import (
     LauncherKilled,
     LaunchExit,
     LaunchStart,
-    ScriptOutcome,
     StragglerStop,
     TimeSpent,
 )
@@ -104,6 +103,25 @@ class Loss(NamedTuple):
 
 
 @dataclass
+class InterruptionCost:
+    """The end of a group of workers before the run had ended, and what followed from it.
+
+    Attributes:
+        time: When it was found, else when the workers ended; in seconds since the epoch.
+        cause: ``killed``, ``hang``, ``preempted``, ``NaN``, ``straggler``, ``disk``, ``script`` or ``crash``.
+        reason: What was recorded about it.
+        node: Where it began; empty: not known, or everywhere.
+        seconds: Rank-seconds by category, from the last sign of life until its successors do what was never done.
+    """
+
+    time: float
+    cause: str
+    reason: str = ""
+    node: str = ""
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+@dataclass
 class Goodput:
     """The account of a run.
 
@@ -111,13 +129,33 @@ class Goodput:
         began: When it was launched first, in seconds since the epoch.
         ended: When it ended; of one that runs, now.
         seconds: Rank-seconds by what they are due to.
-        interruptions: How many groups of workers ended before the run had, by cause.
+        ranks: How many ranks it had at most.
+        interruptions: The groups of workers that ended before the run had, in the order of their starts.
     """
 
     began: float = 0.0
     ended: float = 0.0
     seconds: defaultdict[Loss, float] = field(default_factory=lambda: defaultdict(float))
-    interruptions: Counter[str] = field(default_factory=Counter)
+    ranks: int = 0
+    interruptions: list[InterruptionCost] = field(default_factory=list)
+
+    def add(self, category: str, seconds: float, due_to: InterruptionCost | None = None, node: str = "") -> None:
+        """Adds time of a rank.
+
+        Args:
+            category: Its category.
+            seconds: How long.
+            due_to: The interruption that it belongs to.
+            node: Where.
+        """
+        self.seconds[Loss(category, "" if due_to is None else due_to.cause, node)] += seconds
+        if due_to is not None:
+            due_to.seconds[category] += seconds
+
+    @property
+    def causes(self) -> Counter[str]:
+        """How many interruptions each cause had."""
+        return Counter(each.cause for each in self.interruptions)
 
     @property
     def by_category(self) -> dict[str, float]:
@@ -213,15 +251,30 @@ class _Group:
         return self.elastic_run_id is not None and self.elastic_run_id == before.elastic_run_id
 
     @property
-    def cause(self) -> str:
-        """Why it ended before the run had; empty if it did not."""
+    def interruption(self) -> InterruptionCost | None:
+        """Why it ended before the run had; ``None`` if it did not."""
         faults = [event for event in self.events if isinstance(event, Fault)]
-        kinds = {type(event) for event in self.events}
-        if StragglerStop in kinds:
-            return "straggler"
-        if faults:
-            return _kind_of(first_cause(faults) or faults[0])
-        return "killed" if Killed in kinds else "preempted" if FitInterrupted in kinds else ""
+        culprit: Event | None = None
+        first = {type(event): event for event in reversed(self.events)}
+        if (stop := first.get(StragglerStop)) is not None:
+            cause = "straggler"
+        elif faults:
+            culprit = first_cause(faults)
+            cause = "killed" if culprit is None else _kind_of(culprit)  # a killed rank records nothing, its peers do
+            stop = culprit or faults[0]
+        elif (stop := first.get(Killed) or first.get(LauncherKilled)) is not None:
+            cause = "killed"
+        elif (stop := first.get(FitInterrupted)) is not None:
+            cause = "preempted"
+        else:
+            return None
+        process = None if culprit is None or culprit.rank is None else self.processes.get(culprit.rank)
+        return InterruptionCost(
+            time=stop.time if faults else self.ended,
+            cause=cause,
+            reason=str(getattr(stop, "reason", None) or "the launcher was killed, and its workers with it"),
+            node="" if process is None else process.node,
+        )
 
 
 def account(events: Sequence[Event], running: Iterable[TimeSpent] = (), now: float | None = None) -> Goodput:
@@ -246,20 +299,23 @@ def account(events: Sequence[Event], running: Iterable[TimeSpent] = (), now: flo
     if now is not None and groups[-1].is_running:
         for process in groups[-1].processes.values():
             process.ended = now
-    cause = ""
+    due_to: InterruptionCost | None = None
     for before, group in zip([None, *groups], groups, strict=False):
+        interruption = group.interruption
+        verdicts = [event.time for event in group.events if isinstance(event, Fault)]
+        found.ranks = max(found.ranks, len(group.processes))
         for rank, process in group.processes.items():
             if before is None:
                 gaps.add(found.began, process.began, "launch", node=process.node)
             else:
                 same = before.processes.get(rank)
                 doing = "rendezvous" if group.is_of_same_job(before) else "idle"
-                gaps.add(before.ended if same is None else same.ended, process.began, doing, cause, process.node)
-            _add_process(found, process, cause, group)
-        if cause := group.cause:
-            found.interruptions[cause] += 1
+                gaps.add(before.ended if same is None else same.ended, process.began, doing, due_to, process.node)
+            _add_process(found, process, due_to, interruption, verdicts)
+        if (due_to := interruption) is not None:
+            found.interruptions.append(due_to)
     for process in groups[-1].processes.values():
-        gaps.add(process.ended, found.ended, "teardown", cause, process.node)
+        gaps.add(process.ended, found.ended, "teardown", due_to, process.node)
     return found
 
 
@@ -299,7 +355,7 @@ def _process(event: TimeSpent, index: int) -> _Process:
     return _Process(event.node or "", began, since, ended, (event.doing or ())[index], seconds)
 
 
-_ENDS = (Fault, Killed, FitInterrupted, StragglerStop, ScriptOutcome, JobFailed, LaunchExit)
+_ENDS = (Fault, Killed, FitInterrupted, StragglerStop, LauncherKilled)
 
 
 _NAN = ("TrainingDiverged", "RerunElsewhere")
@@ -319,22 +375,34 @@ def _kind_of(fault: Fault) -> str:
     return "script" if fault.mistake else "crash"
 
 
-def _add_process(found: Goodput, process: _Process, before: str, group: _Group) -> None:
-    """Adds the account of a process; what its start has cost belongs to the interruption before it."""
+def _add_process(
+    found: Goodput,
+    process: _Process,
+    before: InterruptionCost | None,
+    interruption: InterruptionCost | None,
+    verdicts: Sequence[float],
+) -> None:
+    """Adds the account of a process.
+
+    Args:
+        found: Gets it.
+        process: The process.
+        before: The interruption before it, to which belongs what its start has cost.
+        interruption: Its own.
+        verdicts: When that was found.
+    """
+    due_to = {**dict.fromkeys((*_START, "wasted_progress"), before), "teardown": interruption}
     for category, seconds in process.seconds.items():
-        due_to = before if category in (*_START, "wasted_progress") else ""
-        found.seconds[Loss(category, due_to, process.node)] += seconds
+        found.add(category, seconds, due_to.get(category), process.node)
     if (tail := process.ended - process.since) <= 0:
         return
-    cause = group.cause
-    verdicts = [event.time for event in group.events if isinstance(event, Fault)]
-    if process.doing in ("imports", "script", "teardown") or not cause:
-        found.seconds[Loss(process.doing, "", process.node)] += tail
+    if process.doing in ("imports", "script", "teardown") or interruption is None:
+        found.add(process.doing, tail, due_to.get(process.doing), process.node)
         return
     verdict = min(max(min(verdicts, default=process.ended), process.since), process.ended)
     unfinished = "detection" if verdicts else "wasted_progress" if process.doing in _IN_STEP else process.doing
-    found.seconds[Loss(unfinished, cause, process.node)] += verdict - process.since
-    found.seconds[Loss("teardown", cause, process.node)] += process.ended - verdict
+    found.add(unfinished, verdict - process.since, interruption, process.node)
+    found.add("teardown", process.ended - verdict, interruption, process.node)
 
 
 # -- between two processes ---------------------------------------------------------------------------------------------
@@ -351,14 +419,14 @@ class _Gaps:
         self._launcher = launcher
         self._times = [time for time, _ in launcher]
 
-    def add(self, begin: float, end: float, doing: str, cause: str = "", node: str = "") -> None:
+    def add(self, begin: float, end: float, doing: str, due_to: InterruptionCost | None = None, node: str = "") -> None:
         """Adds the time between two processes.
 
         Args:
             begin: The end of the first, in seconds since the epoch.
             end: The start of the second.
             doing: What happens at first, if the launcher does not say.
-            cause: The interruption.
+            due_to: The interruption before.
             node: Where.
         """
         within = self._launcher[bisect.bisect_left(self._times, begin) : bisect.bisect_left(self._times, end)]
@@ -366,7 +434,7 @@ class _Gaps:
             doing = _before(within[0][1])
         for time, event in [*within, (end, None)]:
             if time > begin:
-                self._found.seconds[Loss(doing, "" if doing == "idle" else cause, node)] += time - begin
+                self._found.add(doing, time - begin, None if doing == "idle" else due_to, node)
                 begin = time
             doing = _after(event, doing)
 
