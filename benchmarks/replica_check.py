@@ -83,8 +83,8 @@ def rank(number: int, port: int, folder: str, arguments: argparse.Namespace, res
 
     def noted(self: LocalSaves, taken: Any, planned: Any) -> None:
         completed(self, taken, planned)
-        if self.figures.published > 2:  # the first ones allocate
-            saves[bool(count % 2)].append((self.figures.stall_s, self.figures.save_s))
+        if self.stats.published > 2:  # the first ones allocate
+            saves[bool(count % 2)].append((self.stats.stall_s, self.stats.save_s))
 
     Snapshot.copy, LocalSaves._round = alternately, noted  # type: ignore[method-assign]
     data = torch.utils.data.DataLoader(torch.randn(2 * arguments.steps * 16, arguments.width), 16)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_resilience.checkpoint import background, devices, snapshot
 from lightning_resilience.checkpoint.generations import RankLocation
 from lightning_resilience.checkpoint.interval import Schedule
-from lightning_resilience.checkpoint.local import LocalSaves
+from lightning_resilience.checkpoint.local import LocalSaves, Peers
 from lightning_resilience.checkpoint.node_store import NodeStore
 from lightning_resilience.checkpoint.safe_serialization import unpack
 from lightning_resilience.checkpoint.shard import load
@@ -353,7 +353,7 @@ def test_memory_of_saves_is_registered_while_it_is_there(gpu: Any, patch: pytest
     net, store = Net(), NodeStore(Path("/dev/shm") / f"test-{os.getpid()}")
     owner = {"run": "r", "fit": 0, "layout": {"kind": "whole", "commons": 0}}
     place = RankLocation(0, 1, 0, 1, "node")
-    saves = LocalSaves(store, [place], 0, owner, Schedule(1, lambda: 0.0), 2, device=torch.device("fakegpu:1"))
+    saves = LocalSaves(store, Peers(place, [0]), owner, Schedule(1, lambda: 0.0), 2, device=torch.device("fakegpu:1"))
     saves.start(0)
     try:
         for step in range(1, 8):
@@ -361,12 +361,12 @@ def test_memory_of_saves_is_registered_while_it_is_there(gpu: Any, patch: pytest
             assert planned is not None
             saves.take(planned, step, net.state(), [net.weight], [])
             saves.fence()
-            assert saves.settle(30)
+            assert saves.wait_for_save(30)
             newest = max(store.shard_files(), key=lambda held: held.step)
             assert same(load(newest.path)[1], of_host(net.state().values()))
             with torch.no_grad():
                 net.weight.add_(1)
-        assert saves.figures.published == 7
+        assert saves.stats.published == 7
         assert runtime.asked == len(runtime.registered) == 3, "files are used again, and stay registered"
     finally:
         saves.stop(5)

@@ -38,7 +38,7 @@ from lightning_resilience.checkpoint import local as local_saves
 from lightning_resilience.checkpoint import node_store as node_store
 from lightning_resilience.checkpoint.generations import RankLocation, Transfer, rank_locations
 from lightning_resilience.checkpoint.interval import Schedule
-from lightning_resilience.checkpoint.local import LocalSaves, SaveHooks
+from lightning_resilience.checkpoint.local import LocalSaves, Peers, SaveHooks
 from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
@@ -779,7 +779,7 @@ def test_a_slow_writer_skips_saves_and_holds_nothing_up(memory: Run, monkeypatch
         with local.store._lock:  # nothing is renamed meanwhile
             files = [path for path in local.store.directory.rglob("*rank-*") if path.is_file()]
             most.append((len(files), len(local.store._mapped)))
-        figures.append(copy.copy(local._saves.figures))
+        figures.append(copy.copy(local._saves.stats))
         gate.is_open.clear() if len(most) % 8 < 7 else gate.is_open.set()
 
     ends_well(memory, memory.local(every_n_train_steps=1), at=dict.fromkeys(range(1, 32), look))
@@ -797,7 +797,7 @@ def test_the_time_for_which_the_training_waits_is_counted(memory: Run, monkeypat
         copies(*args)
 
     monkeypatch.setattr(Snapshot, "copy", slowly)
-    memory.fit(memory.local(), at={5: lambda trainer: figures.append(saves_of(trainer)[0].figures)}, max_steps=6)
+    memory.fit(memory.local(), at={5: lambda trainer: figures.append(saves_of(trainer)[0].stats)}, max_steps=6)
     assert figures[0].stall_s > 0.15
 
 
@@ -1222,18 +1222,16 @@ class Rank:
         self.divergences: list[Any] = []
         several = len(ranks) > 1
         layout = {"kind": "whole", "commons": place.local_world_size if several else 0}
-        rounds = None
+        coordinator = None
         if shared is not None:
-            rounds = SaveCoordinator(PrefixStore("job", shared.clone()), len(ranks), PrefixStore("job", shared))
+            coordinator = SaveCoordinator(PrefixStore("job", shared.clone()), len(ranks), PrefixStore("job", shared))
         self.commons = several
         self.saves = LocalSaves(
             self.store,
-            ranks,
-            place.rank,
+            Peers(place, [each.rank for each in ranks if each.node == place.node], coordinator),
             {**OWNER, "layout": layout},
             Schedule(every, lambda: 0.0),
             keep,
-            rounds,
             hooks=SaveHooks(
                 published=lambda step, generation: self.saved.append(step), diverged=self.divergences.append
             ),
@@ -1274,7 +1272,7 @@ class Job:
             for number, rank in enumerate(self.ranks):
                 rank.await_save()
                 if len(self.ranks) > 1 and self.ranks[0].saves._steps_seen >= 3 and number not in late:
-                    until(lambda rank=rank: rank.saves._planned is not None or rank.saves.trouble is not None)
+                    until(lambda rank=rank: rank.saves._planned is not None or rank.saves.thread_error is not None)
 
     def stop(self) -> None:
         threads = [threading.Thread(target=rank.stop) for rank in self.ranks]
@@ -1586,7 +1584,7 @@ def test_what_one_rank_cannot_write_none_keeps(job: Job, monkeypatch: pytest.Mon
     job.train(8)
     assert [rank.saved[-2:] for rank in job.ranks] == [[8, 12]] * 4
     assert published(job) == [[8, 12]] * 4, "parts of incomplete generations are removed, older ones stay"
-    assert [rank.saves.figures.failed > 0 for rank in job.ranks] == [False, False, True, False]
+    assert [rank.saves.stats.failed > 0 for rank in job.ranks] == [False, False, True, False]
     monkeypatch.setattr(broken, "reserve", reserve)
     job.train(8)
     assert [rank.saved[-1] for rank in job.ranks] == [28] * 4
@@ -1611,7 +1609,7 @@ class Drowsy(threading.Condition):
 def test_if_one_rank_hears_too_late_none_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, condition: type[threading.Condition]
 ) -> None:
-    monkeypatch.setattr(local_saves, "_LOOK_AGAIN_S", 0.1)  # this process is where rank 0 would come to its next step
+    monkeypatch.setattr(local_saves, "_RETRY_S", 0.1)  # this process is where rank 0 would come to its next step
     job = Job(tmp_path)
     late = job.ranks[3].saves
     taken: list[list[int]] = [[] for _ in job.ranks]
@@ -1642,7 +1640,7 @@ def test_if_one_rank_hears_too_late_none_saves(
     for rank, steps in zip(job.ranks, taken, strict=True):
         assert steps == [4, 8, 12, 24, 28], "nobody takes a state alone: the hooks of a save may use collectives"
         assert rank.saved == steps
-        assert rank.saves.figures.failed == 0
+        assert rank.saves.stats.failed == 0
     assert published(job) == [[24, 28]] * 4
 
 
@@ -1673,7 +1671,7 @@ def test_a_rank_that_waits_for_the_answer_no_longer(
         patch.setattr(slow._coordinator, "agree", agree_late)
         four_steps()
         until(lambda: bool(heard))  # the others know; this rank does not, and reaches step 16 before it does
-        patch.setattr(local_saves, "_ANSWER_WITHIN_S", 0.05)
+        patch.setattr(local_saves, "_AGREE_TIMEOUT_S", 0.05)
         four_steps()
     job.train(12)
     assert heard == [all_are_in_time]
@@ -1688,14 +1686,14 @@ def test_a_rank_whose_thread_dies_stops_no_other(job: Job, monkeypatch: pytest.M
     for _ in range(4):
         for rank in job.ranks:
             rank.step()
-    until(lambda: job.ranks[1].saves.trouble is not None)
+    until(lambda: job.ranks[1].saves.thread_error is not None)
     with pytest.raises(RuntimeError, match="the writer is broken"):
         job.ranks[1].step()
     for rank in (*job.ranks[:1], *job.ranks[2:]):
         for _ in range(30):
             rank.step()  # nobody waits for it in a step
         assert rank.saved[-1] == 16
-        assert rank.saves.trouble is None
+        assert rank.saves.thread_error is None
     until(lambda: published(job)[2] == [12, 16])
 
 
@@ -1749,7 +1747,7 @@ def test_waiting_says_nothing_and_costs_nothing(job: Job, capfd: pytest.CaptureF
             rank.step()
         rank.saves.stop(5.0)
         assert not rank.saves._thread.is_alive()
-        assert rank.saves.trouble is None
+        assert rank.saves.thread_error is None
 
 
 def test_ranks_that_differ_about_what_they_have_alike(job: Job) -> None:
@@ -2001,7 +1999,7 @@ def test_a_training_that_waits_for_its_storage_does_not_hang(job: Job, monkeypat
     monkeypatch.setattr(Snapshot, "copy", slowly)
     job.train(3)
     assert "fence" in said
-    assert slow.saves.settle(10.0)
+    assert slow.saves.wait_for_save(10.0)
 
 
 def test_a_step_that_came_too_late_is_not_announced_again_and_again(

@@ -172,7 +172,7 @@ def run(tmp: Path, monkeypatch: pytest.MonkeyPatch, factor: Callable[[int], floa
 
     def started(self: LocalSaves, step: int, complete: Sequence[str]) -> None:
         start(self, step, complete)
-        assert self.settle(30)  # its thread tidies up first: a save that is due before that is left out
+        assert self.wait_for_save(30)  # its thread tidies up first: a save that is due before that is left out
 
     monkeypatch.setattr(LocalSaves, "start", started)
     trace: list[str] = []

@@ -19,7 +19,7 @@ from lightning_resilience.agreement_protocol import Get, Needs, PeerLost
 from lightning_resilience.checkpoint import interval, local
 from lightning_resilience.checkpoint.generations import RankLocation
 from lightning_resilience.checkpoint.interval import Schedule
-from lightning_resilience.checkpoint.local import LocalSaves
+from lightning_resilience.checkpoint.local import LocalSaves, Peers
 from lightning_resilience.checkpoint.rank_state import RankState
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
 from tests.test_agreement_simulation import AT_ONCE, Actor, Fit, Simulation, Steps, Violation, Wait
@@ -161,12 +161,10 @@ class SimulatedSaves(LocalSaves):
     """With all its decisions, and without files."""
 
     def __init__(self, simulation: Saves, rank: int, coordinator: SaveCoordinator) -> None:
-        locations = [
-            RankLocation(each, simulation.world_size, 0, 1, f"n{each}") for each in range(simulation.world_size)
-        ]
+        peers = Peers(RankLocation(rank, simulation.world_size, 0, 1, f"n{rank}"), [rank], coordinator)
         layout = {"layout": {"commons": 1}}
         schedule = Schedule(EVERY, lambda: 0.0)
-        super().__init__(None, locations, rank, layout, schedule, 2, coordinator)  # type: ignore[arg-type]
+        super().__init__(None, peers, layout, schedule, 2)  # type: ignore[arg-type]
         self.simulation = simulation
         self.kept: list[str] = []  # what this rank has published
         self.complete: list[str] = []  # what it counts as complete
@@ -201,7 +199,7 @@ class SimulatedSaves(LocalSaves):
         pass
 
     def fail(self, step: int, error: BaseException) -> None:
-        self.figures.failed += 1
+        self.stats.failed += 1
 
 
 class Saves(Simulation):
@@ -226,7 +224,7 @@ class Saves(Simulation):
             clock = SimpleNamespace(monotonic=lambda: self.now)
             patch.setattr(local, "time", clock)
             patch.setattr(interval, "time", clock)
-            patch.setattr(local, "_ANSWER_WITHIN_S", 1.0)
+            patch.setattr(local, "_AGREE_TIMEOUT_S", 1.0)
             try:
                 super().run()
             finally:
@@ -311,7 +309,7 @@ def test_a_generation_counts_where_every_rank_has_it_and_no_rank_waits_forever()
         for saves in all_saves(simulation):
             complete += len(saves.complete)
             taken += len(saves.taken)
-            given_up += saves.figures.failed
+            given_up += saves.stats.failed
     # The schedules reach what they are meant to reach.
     assert complete > 60
     assert given_up > 12

@@ -91,8 +91,10 @@ def test_a_local_save_that_the_training_waits_for(
 ) -> None:
     """Complete at the very boundary at which it began."""
     waited = []
-    settle = LocalSaves.settle
-    monkeypatch.setattr(LocalSaves, "settle", lambda own, seconds: waited.append(settle(own, min(seconds, 10.0))))
+    wait_for_save = LocalSaves.wait_for_save
+    monkeypatch.setattr(
+        LocalSaves, "wait_for_save", lambda own, seconds: waited.append(wait_for_save(own, min(seconds, 10.0)))
+    )
     saves = LocalCheckpoint(str(here / "local"), every_n_train_steps=2, async_save=local)
     fit(saves, AutoResume("run", async_save=of_the_run))
     assert bool(waited) == waits

@@ -21,7 +21,7 @@ from lightning_resilience.checkpoint import capacity, shard
 from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.generations import Transfer, rank_locations, rank_shard, replicated_shard
 from lightning_resilience.checkpoint.interval import Schedule, mean_time_to_failure_s, optimal_interval_s
-from lightning_resilience.checkpoint.local import Figures, LocalSaves, SaveHooks
+from lightning_resilience.checkpoint.local import LocalSaves, Peers, SaveHooks, SaveStats
 from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.rank_state import divergence_of
 from lightning_resilience.checkpoint.recovery import LocalTier
@@ -176,23 +176,19 @@ class LocalSavePolicy(Participant):
             session.fit.participants.withdraw(self)
             return
         step = trainer.global_step
-        several = trainer.world_size > 1
         self._history = self._failures_so_far()
         # From a failure on, a process needs as long as this one has until it trains.
         started_s = time.time() - psutil.Process().create_time()
         self._recovery_s = min(max(started_s, 0.0), 3600.0) if session.fit.index == 0 else _USUAL_RECOVERY_S
         self._replicas = self._make_replicas()
+        coordinator = _make_coordinator(self._prefix(), trainer.world_size) if trainer.world_size > 1 else None
         self._saves = LocalSaves(
             self.store,
-            self.locations,
-            session.fit.rank,
+            Peers(self.location, self._kept_here, coordinator, self._replicas),
             self._identity(),
             Schedule(self._options.every_n_train_steps, self._interval_s),
             self._options.keep,
-            _rounds(self._prefix(), trainer.world_size) if several else None,
-            self._replicas,
             self._expected,
-            self._kept_here,
             self._device,
             SaveHooks(
                 self._completed, session.fit.check_owner, self._check, session.fit.advanced, session.fit.diverged
@@ -220,7 +216,7 @@ class LocalSavePolicy(Participant):
 
     def before_rollback(self) -> None:
         """Waits for the save in progress."""
-        if self._saves is not None and not self._saves.settle(_SETTLE_S):
+        if self._saves is not None and not self._saves.wait_for_save(_SETTLE_S):
             log.warning("Rank %d: a local save in progress is stuck; what it may publish is older.", self.location.rank)
 
     def after_rollback(self) -> None:
@@ -228,7 +224,7 @@ class LocalSavePolicy(Participant):
         if self._saves is not None:
             step = self.session.fit.trainer.global_step
             complete = [each.name for each in self.session.selector.complete if each.step <= step]
-            self._saves.go_on_from(step, complete, self._identity())
+            self._saves.rollback(step, complete, self._identity())
 
     def _identity(self) -> dict[str, Any]:
         """Fields that all parts have that are saved from now on."""
@@ -294,7 +290,7 @@ class LocalSavePolicy(Participant):
 
     def _record(self, step: int, generation: str, reason: str) -> None:
         assert self._saves is not None
-        figures = self._saves.figures
+        stats = self._saves.stats
         self.session.fit.ledger.record(
             Saved(
                 fit=self.session.fit.index,
@@ -303,10 +299,10 @@ class LocalSavePolicy(Participant):
                 tier="local",
                 generation=generation,
                 count=self._unrecorded,
-                seconds=round(figures.save_s, 4),
-                stall_s=round(figures.stall_s, 6),
-                skipped=figures.skipped,
-                failed=figures.failed,
+                seconds=round(stats.save_s, 4),
+                stall_s=round(stats.stall_s, 6),
+                skipped=stats.skipped,
+                failed=stats.failed,
             )
         )
         self._record_at, self._unrecorded = time.monotonic() + _RECORD_EVERY_S, 0
@@ -315,10 +311,10 @@ class LocalSavePolicy(Participant):
         """Seconds to the next save."""
         if (given := self._options.train_time_interval) is not None:
             return given.total_seconds()
-        figures = self._saves.figures if self._saves is not None else Figures()
-        if not figures.published:
+        stats = self._saves.stats if self._saves is not None else SaveStats()
+        if not stats.published:
             return _FIRST_INTERVAL_S
-        stall_s = max(figures.stall_s, 1e-4)
+        stall_s = max(stats.stall_s, 1e-4)
         failures, observed_s = self._history
         mean_time_s = mean_time_to_failure_s(self.session.fit.trainer.world_size, failures, observed_s)
         # What costs less than a thousandth of the time need not be rarer than this; and a writer that is always at work
@@ -326,7 +322,7 @@ class LocalSavePolicy(Participant):
         interval_s = min(
             optimal_interval_s(stall_s, mean_time_s, self._recovery_s), max(_FIRST_INTERVAL_S, 1e3 * stall_s)
         )
-        interval_s = max(interval_s, 10 * figures.save_s, 1.0)
+        interval_s = max(interval_s, 10 * stats.save_s, 1.0)
         is_news = not self._said_interval_s or not 0.5 < interval_s / self._said_interval_s < 2
         if is_news and self.session.fit.rank == 0:  # whose interval it is
             self._said_interval_s = interval_s
@@ -334,8 +330,8 @@ class LocalSavePolicy(Participant):
                 "Local checkpoints: from now on every %.0f s (a save takes %.2f s behind the training and holds it up "
                 "for %.1f ms).",
                 interval_s,
-                figures.save_s,
-                1000 * figures.stall_s,
+                stats.save_s,
+                1000 * stats.stall_s,
             )
         return interval_s
 
@@ -436,8 +432,10 @@ class LocalSavePolicy(Participant):
         if is_end and (saves := self._saves) is not None:
             # Nobody needs it any more when the final state is safe.
             self._stop(_SETTLE_S if self.session.fit.final_path is None else _LAST_WORDS_S)
-            if saves.trouble is not None:
-                log.error("Rank %d: the last local checkpoint was not saved (%r).", self.location.rank, saves.trouble)
+            if saves.thread_error is not None:
+                log.error(
+                    "Rank %d: the last local checkpoint was not saved (%r).", self.location.rank, saves.thread_error
+                )
 
     def _stop(self, timeout_s: float) -> None:
         if self._saves is not None:
@@ -486,7 +484,7 @@ def _kind(trainer: Trainer) -> str:
     return f"sharded by {type(strategy).__name__}" + (f" ({how})" if how else "") + over
 
 
-def _rounds(prefix: str, world_size: int) -> SaveCoordinator:
+def _make_coordinator(prefix: str, world_size: int) -> SaveCoordinator:
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     shared: Any = _get_default_store()

@@ -119,11 +119,11 @@ class StepTimes(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
         self.events.append(self.device.event())
         if self.local is not None and (saves := self.local._participant._saves) is not None:
-            figures = saves.figures
-            if figures.published > len(self.said):
-                self.said.append(figures.stall_s)
-                self.save_s.append(figures.save_s)
-            self.bytes = figures.part_bytes
+            stats = saves.stats
+            if stats.published > len(self.said):
+                self.said.append(stats.stall_s)
+                self.save_s.append(stats.save_s)
+            self.bytes = stats.shard_bytes
 
     def seconds(self) -> list[float]:
         self.events[-1].synchronize()
