@@ -297,7 +297,7 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             small_node,
             ["22.0 GiB", "20.0 GiB", "the memory that this node has available", "save less", "local disk", "dir="],
         ),
-        (small_buffers, ["2.0 GiB of memory", "1.0 GiB can be had", "more memory"]),
+        (small_buffers, ["2.0 GiB of memory", "1.0 GiB are available", "more memory"]),
         (small_disk, ["6.0 GiB", "1.0 MiB", "more space", "keep="]),
     ):
         text = str(error.value)

@@ -831,7 +831,9 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_states_that_will_not_fit_are_refused(memory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     little_room(monkeypatch)
-    with pytest.raises(ValueError, match=r"local checkpoints need .* and 1000 bytes can be had \(somebody's limit\)"):
+    with pytest.raises(
+        ValueError, match=r"local checkpoints need .* but only 1000 bytes are available \(somebody's limit\)"
+    ):
         memory.fit(memory.local())
     assert memory.trainer.global_step == 0
 
@@ -845,13 +847,13 @@ def test_states_that_will_not_fit_are_left_out_where_nobody_has_asked_for_them(
     ends_well(memory, callback)
     (warning,) = errors_in(caplog)
     assert "LocalCheckpoint is off" in warning
-    assert "1000 bytes can be had" in warning
+    assert "1000 bytes are available" in warning
     assert parts_in(memory.folder) == []
 
 
 def test_moments_that_are_not_there_yet_count(memory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(capacity, "check", lambda directory, part_bytes, *_: asked.append(part_bytes))
+    monkeypatch.setattr(capacity, "check", lambda directory, shard_bytes, *_: asked.append(shard_bytes))
     memory.die(memory.local(), step=8)
     memory.fit(memory.local())
     fresh, later = asked

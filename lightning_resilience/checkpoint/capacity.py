@@ -1,8 +1,7 @@
-"""Whether the generations of a node fit where they are to be kept: what is needed, and what the machine has.
+"""Checks before training whether the local checkpoints of a node fit into its memory or on its disk.
 
-What lies in node memory (tmpfs) counts twice: against the size of that file system, and as memory, of the machine and
-of the control group of the job. A file system that is full refuses a save; memory that has run out ends a rank. So
-this is computed before the training begins.
+Files in node memory (tmpfs) count against the size of the file system, and against the memory of the machine and of the
+job's control group. A full file system fails a save; a lack of memory kills a rank.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from pathlib import Path
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "devtmpfs", "ramfs"}
 _UNLIMITED = 1 << 60
 _SHARED_MEMORY = Path("/dev/shm")
-_LEFT_TO_OTHERS = 8 << 30
+_MAX_LEFT_FREE = 8 << 30
 _PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
 class Room:
-    """So many bytes can be had, and what it is that allows no more."""
+    """Available bytes, and what limits them."""
 
     nbytes: int
     limit: str
@@ -30,12 +29,12 @@ class Room:
 
 @dataclass(frozen=True)
 class Available:
-    """What a node has for its generations.
+    """Space that a node has for generations.
 
     Args:
         in_memory: Whether the folder is in node memory.
-        files: For the files in the folder. What the folder holds already is included, since it is used again. In node
-            memory this is never more than ``memory``.
+        files: For files in the folder, including files that it already holds, which are reused. In node memory never
+            more than ``memory``.
         memory: For buffers, and for files in node memory.
     """
 
@@ -46,34 +45,30 @@ class Available:
 
 @dataclass(frozen=True)
 class Needed:
-    """Bytes of all ranks of a node: in files, and in memory besides."""
+    """Bytes that all ranks of a node need in files, and in memory for buffers."""
 
     files: int
     buffers: int
 
 
 def in_node_memory(directory: str | os.PathLike[str], proc: Path = _PROC) -> bool:
-    """Whether files in ``directory``, which exists, are in memory.
-
-    Not so where this cannot be found out; then they are treated as files on a disk, which is slower and never wrong.
-    """
+    """Whether files in the existing ``directory`` are in memory; false if unknown, which is slower but safe."""
     status = os.stat(directory)
     device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
     return any(mount.device == device and mount.kind in _MEMORY_FILE_SYSTEMS for mount in _mounts(proc))
 
 
 def available_bytes(directory: str | os.PathLike[str], proc: Path = _PROC) -> Available:
-    """What there is for the generations that are kept in ``directory``.
+    """Measures the space for generations in ``directory``.
 
-    For memory that is the least of what the machine has available (``MemAvailable``) and of what the control group of
-    this process and each group above it have left: limit minus usage, where the cache of files does not count as used,
-    because the kernel gives it up before it lets a group fail. Of ``/dev/shm`` half is left to those who cannot do
-    without, or 8 GiB of a large one: where it is small, as in a container (64 MiB by default), a script that worked by
-    itself would end with "no space left" in its data loaders.
+    Memory is the minimum of ``MemAvailable`` and of limit minus usage of the control group of this process and of each
+    group above it. The file cache does not count as used, because the kernel reclaims it first. Half of ``/dev/shm``,
+    at most 8 GiB, is left free: where it is small, as in a container (64 MiB by default), data-loader workers would
+    otherwise fail with "no space left".
 
     Args:
-        directory: Need not exist yet; its file system is that of the nearest folder which does.
-        proc: Where the ``proc`` file system is.
+        directory: May not exist yet; its file system is that of the nearest existing folder.
+        proc: Mount point of the ``proc`` file system.
     """
     folder = Path(directory).absolute()
     held = _held_bytes(folder)
@@ -82,12 +77,12 @@ def available_bytes(directory: str | os.PathLike[str], proc: Path = _PROC) -> Av
     status = os.statvfs(folder)
     in_memory = in_node_memory(folder, proc)
     memory = memory_left(proc)
-    # A tmpfs without a limit of its own says that it has no blocks at all.
+    # A tmpfs without a size limit reports no blocks.
     free = status.f_bavail * status.f_frsize if status.f_blocks else _UNLIMITED
     files = Room(free + held, f"the free space of the file system of {folder}")
     if status.f_blocks and _is_shared_memory(folder):
-        left = min(status.f_blocks * status.f_frsize // 2, _LEFT_TO_OTHERS)
-        limit = f"{files.limit}, but for {format_bytes(left)} that data-loader workers may need"
+        left = min(status.f_blocks * status.f_frsize // 2, _MAX_LEFT_FREE)
+        limit = f"{files.limit}, less {format_bytes(left)} for data-loader workers"
         files = Room(max(files.nbytes - left, 0), limit)
     if in_memory:
         memory = Room(memory.nbytes + held, memory.limit)
@@ -96,83 +91,83 @@ def available_bytes(directory: str | os.PathLike[str], proc: Path = _PROC) -> Av
 
 
 def _is_shared_memory(folder: Path) -> bool:
-    """Whether ``folder`` is where data-loader workers put their batches and NCCL its buffers: they fail without."""
+    """Whether ``folder`` is in ``/dev/shm``, where data-loader workers put batches and NCCL its buffers."""
     try:
         return folder.stat().st_dev == _SHARED_MEMORY.stat().st_dev
-    except OSError:  # there is none
+    except OSError:
         return False
 
 
 def memory_left(proc: Path = _PROC) -> Room:
-    """What memory can be had on this node; see :func:`available_bytes`."""
+    """Available memory of this node; see :func:`available_bytes`."""
     return min(_memory_limits(proc), key=lambda room: room.nbytes)
 
 
-def needed_bytes(part_bytes: int, keep: int, replicas_received: int, in_memory: bool) -> Needed:
-    """What the generations of a node take.
+def needed_bytes(shard_bytes: int, keep: int, replicas_received: int, in_memory: bool) -> Needed:
+    """Computes the space that the generations of a node need.
 
-    Each part is there ``keep + 1`` times: the generations that are kept, and the one that is being written. The parts
-    that come from other nodes are taken to be as large as the node's own. In node memory a file is written in place;
-    on a disk each part has a buffer besides, from which it is written:
+    There are ``keep`` generations and the one being written. Replicas are assumed to be as large as the node's own
+    shards. On a disk each shard also has a buffer in memory:
 
-        files   = part_bytes * (1 + replicas_received) * (keep + 1)
-        buffers = 0 in node memory, else part_bytes * (1 + replicas_received)
+        files   = shard_bytes * (1 + replicas_received) * (keep + 1)
+        buffers = 0 in node memory, else shard_bytes * (1 + replicas_received)
 
     Args:
-        part_bytes: Of one generation, all parts that the ranks of this node write. In DDP that is about one copy of
-            parameters and optimizer state, otherwise the sum of the ranks' shards.
-        keep: Complete generations that are kept.
-        replicas_received: From how many other nodes each rank receives a copy of their parts.
+        shard_bytes: Bytes that the ranks of this node write per generation: with DDP about one copy of parameters and
+            optimizer state, otherwise the sum of the ranks' shards.
+        keep: Number of complete generations to keep.
+        replicas_received: Number of other nodes of which each rank keeps replicas.
         in_memory: Whether the files are in node memory.
     """
-    parts = part_bytes * (1 + replicas_received)
-    return Needed(files=parts * (keep + 1), buffers=0 if in_memory else parts)
+    total = shard_bytes * (1 + replicas_received)
+    return Needed(files=total * (keep + 1), buffers=0 if in_memory else total)
 
 
 def check(
     directory: str | os.PathLike[str],
-    part_bytes: int,
+    shard_bytes: int,
     keep: int,
     replicas_received: int = 0,
     proc: Path = _PROC,
 ) -> None:
-    """Refuses what cannot fit. Call it before any rank of the node has reserved memory for its first save.
+    """Raises if the generations will not fit. Call it before any rank reserves memory for its first save.
 
     Args:
-        directory: Where the generations are kept; need not exist yet.
-        part_bytes: See :func:`needed_bytes`, as for the other arguments.
-        keep: Generations.
-        replicas_received: Nodes.
-        proc: Where the ``proc`` file system is.
+        directory: Folder of the generations; may not exist yet.
+        shard_bytes: See :func:`needed_bytes`.
+        keep: See :func:`needed_bytes`.
+        replicas_received: See :func:`needed_bytes`.
+        proc: Mount point of the ``proc`` file system.
 
     Raises:
-        ValueError: Says in one sentence what is needed, what there is and what to set.
+        ValueError: Says what is needed, what is available and what to set.
     """
     available = available_bytes(directory, proc)
-    needed = needed_bytes(part_bytes, keep, replicas_received, available.in_memory)
-    parts = f"{keep} generations and the one that is being written, {format_bytes(part_bytes)} each"
-    if replicas_received:
-        parts += f", and as much for each of {replicas_received} other nodes"
+    needed = needed_bytes(shard_bytes, keep, replicas_received, available.in_memory)
     smaller = "keep fewer generations (keep=)" if keep > 1 else "save less often or less state"
     if needed.files > available.files.nbytes:
+        what = f"{keep} generations and the one being written, {format_bytes(shard_bytes)} each"
+        if replicas_received:
+            what += f", and as much for each of {replicas_received} other nodes"
         elsewhere = "a folder on a local disk" if available.in_memory else "a folder with more space"
         raise ValueError(
-            f"the local checkpoints need {format_bytes(needed.files)} in {directory} ({parts}), and "
-            f"{format_bytes(available.files.nbytes)} can be had ({available.files.limit}): {smaller} or set "
+            f"the local checkpoints need {format_bytes(needed.files)} in {directory} ({what}), but only "
+            f"{format_bytes(available.files.nbytes)} are available ({available.files.limit}): {smaller} or set "
             f"{elsewhere} (dir=, --local-dir)"
         )
     memory = needed.buffers + (needed.files if available.in_memory else 0)
     if memory > available.memory.nbytes:
+        advice = "give the job more memory, or leave the local checkpoints out"
+        if available.in_memory:
+            advice = f"{smaller} or set a folder on a local disk (dir=, --local-dir)"
         raise ValueError(
-            f"the local checkpoints in {directory} need {format_bytes(memory)} of memory on this node, and "
-            f"{format_bytes(available.memory.nbytes)} can be had ({available.memory.limit}): "
-            + (f"{smaller} or set a folder on a local disk (dir=, --local-dir)" if available.in_memory else "")
-            + ("" if available.in_memory else "give the job more memory, or leave the local checkpoints out")
+            f"the local checkpoints in {directory} need {format_bytes(memory)} of memory on this node, but only "
+            f"{format_bytes(available.memory.nbytes)} are available ({available.memory.limit}): {advice}"
         )
 
 
 def format_bytes(nbytes: int) -> str:
-    """For a person: 1.2 GiB."""
+    """Formats a size, for example ``1.2 GiB``."""
     if nbytes >= _UNLIMITED:
         return "any amount"
     value, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
@@ -183,24 +178,24 @@ def format_bytes(nbytes: int) -> str:
 
 
 def _held_bytes(directory: Path) -> int:
-    """What the generations in ``directory`` take now, and the files that the next are written into."""
+    """Bytes of the generations and spare files in ``directory``."""
     total = 0
     for path in [*directory.glob(".spare-*"), *directory.glob("step-*/*")]:
         try:
             total += path.lstat().st_blocks * 512
-        except OSError:  # retired in the meantime
+        except OSError:  # retired meanwhile
             continue
     return total
 
 
-# What the machine says
+# Limits of the machine
 
 
 @dataclass(frozen=True)
 class _Mount:
     device: str
     root: str
-    place: Path
+    path: Path
     kind: str
     options: list[str]
 
@@ -208,8 +203,7 @@ class _Mount:
 def _mounts(proc: Path) -> list[_Mount]:
     mounts = []
     for line in _read(proc / "self" / "mountinfo").splitlines():
-        place, _, file_system = line.partition(" - ")
-        before, after = place.split(), file_system.split()
+        before, after = (half.split() for half in line.partition(" - ")[::2])
         if len(before) >= 5 and len(after) >= 2:
             options = after[2].split(",") if len(after) > 2 else []
             mounts.append(_Mount(before[2], _unescape(before[3]), Path(_unescape(before[4])), after[0], options))
@@ -221,7 +215,7 @@ def _unescape(text: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """The content of a small file of the kernel, or nothing where there is none."""
+    """The content of a small file of the kernel; empty if it does not exist."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -235,13 +229,13 @@ def _read_number(path: Path) -> int | None:
 
 
 def _memory_limits(proc: Path) -> Iterator[Room]:
-    """The memory that can be had, by everything that limits it."""
-    yield Room(_UNLIMITED, "nothing limits it")
+    """Available memory by each limit."""
+    yield Room(_UNLIMITED, "no limit")
     if (found := re.search(r"^MemAvailable:\s*(\d+) kB", _read(proc / "meminfo"), re.MULTILINE)) is not None:
         yield Room(int(found[1]) * 1024, "the memory that this node has available")
     for group, version in _control_groups(proc):
         if version == 2:
-            # Above "high" a group is not ended but slowed down until nothing advances any more.
+            # Above "high" a group is not killed, but throttled until it no longer advances.
             limits = [_read_number(group / "memory.max"), _read_number(group / "memory.high")]
             usage, prefix = _read_number(group / "memory.current"), ""
         else:
@@ -255,7 +249,7 @@ def _memory_limits(proc: Path) -> Iterator[Room]:
 
 
 def _control_groups(proc: Path) -> Iterator[tuple[Path, int]]:
-    """The folders of the control group that limits the memory of this process, and of those above it."""
+    """Folder and version of the memory control group of this process, and of each group above it."""
     memberships = [line.split(":", 2) for line in _read(proc / "self" / "cgroup").splitlines()]
     for mount in _mounts(proc):
         for _, controllers, path in (fields for fields in memberships if len(fields) == 3):
@@ -264,11 +258,11 @@ def _control_groups(proc: Path) -> Iterator[tuple[Path, int]]:
                 mount.kind == "cgroup" and "memory" in mount.options and "memory" in controllers.split(",")
             ):
                 continue
-            # A container sees the groups from its own on: its own is the root of the mount, whatever its path says.
+            # In a container the mount starts at its own group, whatever the path says.
             root = mount.root.rstrip("/")
             inside = path[len(root) :] if path == root or path.startswith(f"{root}/") else ""
             names = [name for name in inside.split("/") if name]
             if ".." in names:
                 names = []
             for depth in range(len(names), -1, -1):
-                yield mount.place.joinpath(*names[:depth]), 2 if unified else 1
+                yield mount.path.joinpath(*names[:depth]), 2 if unified else 1
