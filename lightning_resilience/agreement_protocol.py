@@ -1,36 +1,35 @@
-"""An event on any rank becomes the same boundary on every rank, without a collective. Imports no Lightning.
+"""Makes every rank act on an event at the same boundary, without a collective. Imports no Lightning.
 
-A *boundary* is the gap between two batches, in any loop. The main thread calls :meth:`.Agreement.boundary` in each. A
-watcher thread on every rank polls the store that the ranks of its node share; nothing else touches that. On one rank of
-each node it is also the node's *relay*, the only one there that polls the store of the whole job: what a poll costs
-grows with the nodes, not with the ranks. An event takes one round:
+A *boundary* is the gap between two batches, in any loop, where the main thread calls :meth:`.Agreement.boundary`. A
+watcher thread on every rank polls the store of its node. On one rank of each node it is also the node's *relay*, which
+alone polls the store of the job, so that the cost of polling grows with the nodes, not with the ranks. An event takes
+one round:
 
-1. The rank that asks describes the event in the store of its node; the relay passes it on. The relay of rank 0 lists
-   all open events as the next *round*: a signal that hits a thousand ranks at once costs a round or two and is one
-   event in each. All relays bring it to their nodes.
-2. Every watcher that sees the round notes the last boundary its main thread passed and, in the same breath, holds the
-   main thread: it may pass no further one. Then it posts that position. It does not need the main thread for this, so
-   a rank in the middle of a step, or blocked in a collective, answers as well.
-3. The last watcher of a node to answer posts the largest position of the node, the last node of a group of nodes that
-   of the group, and so on, up to the largest of all. The relays bring that back and the holds are released. Every rank
-   acts at its first boundary *strictly after* that position whose ``allows`` covers the event's ``needs``.
+1. The requesting rank describes the event in the store of its node, and the relay passes it on. The relay of rank 0
+   lists all open events as the next *round*; a signal that hits a thousand ranks becomes one event. All relays copy the
+   round to the stores of their nodes.
+2. A watcher that sees the round notes the last boundary that its main thread passed, and in the same atomic transition
+   holds the main thread at the next one. Then it posts that position. It does not need the main thread, so a rank
+   inside a step, or blocked in a collective, answers too.
+3. The last watcher of a node to answer posts the node's largest position, the last node of a group the group's, and so
+   on. The relays copy the largest position of all back to their nodes, and the holds are released. Every rank acts at
+   its first boundary *strictly after* that position whose ``allows`` covers the event's ``needs``.
 
-No rank can have passed that place by then, and a :data:`Position` has an order that all ranks share, even where they
-evaluate different numbers of batches. A main thread waits only if it reaches a boundary within the few polls that a
-round takes. Acting a few boundaries later would spare even that, but with slow steps it would eat a preemption's grace
-period. A rank that is alone waits at its next boundary for what it has asked itself: its watcher, which would have to
-get in between two short steps, might come too late for the last one.
+No rank can have passed that boundary, and the order of :data:`Position` is the same on all ranks, even if they evaluate
+different numbers of batches. A main thread waits only if it reaches a boundary during a round, which takes a few polls.
+Acting some boundaries later would avoid that wait, but with slow steps cost part of a preemption's grace period. A
+single rank waits at its next boundary for its own requests: between short steps its watcher might be too late for the
+last one.
 
-Between the agreement and the action a rank can die: :meth:`.Agreement.arrive` goes before any collective. The end is
-agreed as well (:meth:`.Agreement.close`): a rank that has finished counts as being past everything, and answers until
-all have. What a rank does last may take hours (one that uploads the model), so those that have finished do not wait for
-a time but for as long as all watchers live: the relay of rank 0 opens a round now and then that asks for nothing else
-and holds nobody. Who does not answer it is lost, and where none comes, rank 0 is. Keys are deleted when nobody can want
-them any more: the stores do not grow with the events.
+A rank can die between agreement and action, so :meth:`.Agreement.arrive` precedes any collective. The end is agreed too
+(:meth:`.Agreement.close`): a finished rank counts as past everything, and answers until all have finished. The last
+work of a rank may take hours (uploading the model), so finished ranks wait without limit while all watchers answer: the
+relay of rank 0 opens empty rounds from time to time, which hold nobody. A rank that does not answer one is lost; if
+no round comes, rank 0 is lost. Keys are deleted when no rank can read them any more, so the stores do not grow.
 
-:class:`Member` and :class:`Relay` make all decisions and hold no thread, lock or store: their watchers are
-generators that *yield* what a store shall do. :class:`.Agreement` runs them on real stores; the tests run them on
-simulated ones, in thousands of interleavings.
+:class:`Member` and :class:`Relay` make all decisions and hold no thread, lock or store: their watchers are generators
+that *yield* store operations. :class:`.Agreement` runs them on real stores, the tests on simulated ones, in thousands
+of interleavings.
 """
 
 from __future__ import annotations
@@ -75,25 +74,25 @@ def end_of_evaluation(batches: int) -> Position:
 
 
 class Needs(enum.IntFlag):
-    """What a boundary must offer for an event to be acted on there. At the same boundary, all ranks offer the same."""
+    """Requirements of an event on the boundary where ranks act on it; a boundary offers the same on all ranks."""
 
     NOTHING = 0
     CLEAN = 1
-    """No accumulation window is cut in two."""
+    """No accumulation window is open."""
     TRAINING = 2
-    """A training boundary, which all ranks have; no evaluation is under way."""
+    """A boundary of the training loop, not of an evaluation."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that all ranks do together.
+    """An action of all ranks.
 
     Args:
-        number: Its place in the order of all events of this agreement.
-        kind: What it is.
-        rank: Who asked.
-        needs: Where it may be acted on.
-        payload: Whatever the asker added.
+        number: Sequence number in this agreement.
+        kind: Kind of action, known to the callers.
+        rank: The rank that requested it.
+        needs: Requirements on the boundary.
+        payload: Data of the request.
     """
 
     number: int
@@ -104,10 +103,10 @@ class Event:
 
 
 class PeerLost(RuntimeError):
-    """Another rank died, raised, or does not answer: the ranks can't agree on anything any more."""
+    """Another rank died, raised, or does not answer, so the ranks can no longer agree."""
 
 
-# What a watcher asks of the world. A store has the methods of torch's stores.
+# What watchers yield. A store has the methods of torch's stores.
 
 
 _ABSENT = "-"  # no value of any key
@@ -115,13 +114,13 @@ _ABSENT = "-"  # no value of any key
 
 @dataclass(frozen=True)
 class Get:
-    """The value of a key, or ``None``. Does not wait for one: a thread that does aborts the interpreter at its exit."""
+    """Reads a key; ``None`` if missing. Never waits: a thread blocked in a store aborts the interpreter at its exit."""
 
     key: str
 
     def apply(self, store: Any) -> bytes | None:
-        """Does it, in one request: the stores' ``get`` waits, and is three with the question whether it would."""
-        value: bytes = store.compare_set(self.key, _ABSENT, _ABSENT)  # what is not there is not set
+        """Runs it in one request; the stores' ``get`` waits, and needs three to find out whether it would."""
+        value: bytes = store.compare_set(self.key, _ABSENT, _ABSENT)  # does not create the key
         return None if value == _ABSENT.encode() else value
 
 
@@ -133,32 +132,32 @@ class Set:
     value: str
 
     def apply(self, store: Any) -> None:
-        """Does it."""
+        """Runs it on ``store``."""
         store.set(self.key, self.value)
 
 
 @dataclass(frozen=True)
 class Append:
-    """Appends to the value of a key, which may not exist yet."""
+    """Appends to the value of a key; creates it if needed."""
 
     key: str
     value: str
 
     def apply(self, store: Any) -> None:
-        """Does it."""
+        """Runs it on ``store``."""
         store.append(self.key, self.value)
 
 
 @dataclass(frozen=True)
 class Replace:
-    """Sets a key if its value is still the one that is known; returns whether it was."""
+    """Sets a key if its value is still ``known``; returns whether it was."""
 
     key: str
     known: str
     value: str
 
     def apply(self, store: Any) -> bool:
-        """Does it."""
+        """Runs it on ``store``."""
         return bool(store.compare_set(self.key, self.known, self.value) == self.value.encode())
 
 
@@ -170,7 +169,7 @@ class Add:
     amount: int
 
     def apply(self, store: Any) -> int:
-        """Does it."""
+        """Runs it on ``store``."""
         return int(store.add(self.key, self.amount))
 
 
@@ -181,7 +180,7 @@ class Delete:
     key: str
 
     def apply(self, store: Any) -> None:
-        """Does it."""
+        """Runs it on ``store``."""
         store.delete_key(self.key)
 
 
@@ -190,21 +189,21 @@ Operation: TypeAlias = "Get | Set | Append | Replace | Add | Delete"
 
 @dataclass(frozen=True)
 class Above:
-    """The same, in the store of the job instead of that of the node."""
+    """Runs an operation on the store of the job instead of that of the node."""
 
     operation: Operation
 
 
 @dataclass(frozen=True)
 class Sleep:
-    """Waits, at most until the main thread has something to post."""
+    """Waits, at most until the main thread posts something."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Announce:
-    """Tells whoever listens on this rank that an event was seen; its boundary is not known yet."""
+    """Reports on this rank that an event was seen, before its boundary is known."""
 
     event: Event
 
@@ -213,13 +212,13 @@ Watching: TypeAlias = "Generator[Operation | Above | Sleep | Announce, Any, _T]"
 
 
 def changes(wanted: Operation | Above) -> bool:
-    """Whether an operation changes what a watcher looks at."""
+    """Whether an operation changes what watchers read."""
     operation = wanted.operation if isinstance(wanted, Above) else wanted
     return isinstance(operation, Set | Append) or (isinstance(operation, Add) and operation.amount > 0)
 
 
 class LocalStore:
-    """A store within the process, for a run of one process."""
+    """An in-process store, for a run of one process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -233,7 +232,7 @@ class LocalStore:
         self._values[key] = self._values.get(key, b"") + value.encode()
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Sets ``key`` if it is as expected; returns what it is then, or what was expected if it does not exist."""
+        """Sets ``key`` if its value is ``expected``; returns the new value, ``expected`` if the key is missing."""
         if self._values.get(key) == expected.encode():
             self._values[key] = value.encode()
         return self._values.get(key, expected.encode())
@@ -326,20 +325,19 @@ def _missing(name: str, size: int, at: Callable[[Any], Any] = lambda each: each)
 
 
 class Member:
-    """One rank's part in the agreement: pure state, to be driven by :class:`Agreement` or by a simulator.
+    """State machine of one rank in the agreement, run by :class:`.Agreement` or by a simulator.
 
-    Two sides share it. The main side calls the methods below; one that returns ``None`` is to be called again once the
-    watcher has moved. The watcher's side is the generator :meth:`watch`; between two of its yields it makes one atomic
-    transition: the driver holds a lock while it advances the generator or calls a method, and none while the store
-    works.
+    The main thread calls the methods; call one that returns ``None`` again after the watcher has advanced. The watcher
+    runs the generator :meth:`watch`, one atomic transition between two yields: hold a lock while advancing the
+    generator or calling a method, and none during a store operation.
 
     Args:
         nodes: The ranks of every node.
-        node: Which of them is its own.
-        index: Its own place among the ranks of that node. The first one is beside the relay.
-        clock: Seconds, monotonic.
-        answer_timeout: Seconds for a peer's watcher to answer.
-        arrival_timeout: Seconds for a peer's main thread to reach a boundary.
+        node: Index of this rank's node.
+        index: Index of this rank in its node; the relay runs on the first one.
+        clock: Returns monotonic seconds.
+        answer_timeout: Seconds for the watcher of another rank to answer.
+        arrival_timeout: Seconds for the main thread of another rank to reach a boundary.
     """
 
     def __init__(
@@ -602,13 +600,13 @@ def _linger(nodes: Sequence[Sequence[int]], clock: Callable[[], float]) -> float
 
 
 class _Pace:
-    """How long a watcher sleeps: little while something happens, more the longer nothing has.
+    """Polling interval of a watcher: short after activity, longer the longer nothing happened.
 
     Args:
-        watchers: How many poll the same store. All together do it some 4,000 times a second in quiet, and 10,000 times
-            within the moments of a round: more often, and what they ask keeps waiting what they have to say.
-        clock: Seconds.
-        alone: Whether nobody else changes the store.
+        watchers: Number of watchers that poll the same store. Together they poll at most 4,000 times a second when idle
+            and 10,000 times during a round; more polls would delay their own messages.
+        clock: Returns monotonic seconds.
+        alone: Whether no other process changes the store.
     """
 
     def __init__(self, watchers: int, clock: Callable[[], float], alone: bool = False) -> None:
@@ -638,16 +636,16 @@ class _Meeting:
 
 
 class Relay:
-    """A node's part in the agreement: brings what its ranks say to the job's store, and back what concerns them.
+    """State machine of one node in the agreement: copies messages between the node's store and the job's.
 
-    To be driven as a :class:`Member` is. It has no main side.
+    Run it as a :class:`Member`; the main thread has no part in it.
 
     Args:
         nodes: The ranks of every node. The relay of the first one opens the rounds.
-        index: Which of them is its own.
-        clock: Seconds, monotonic.
-        answer_timeout: As for a member.
-        arrival_timeout: As for a member.
+        index: Index of its node.
+        clock: Returns monotonic seconds.
+        answer_timeout: See :class:`Member`.
+        arrival_timeout: See :class:`Member`.
     """
 
     def __init__(
@@ -858,10 +856,10 @@ class Relay:
 
 
 class _Lead:
-    """What the relay of rank 0 does for the job: puts together what all relays have to know, in one key.
+    """Coordinates the job on the relay of rank 0: publishes a status in one key, which all relays poll.
 
-    Whoever has something to say appends it to ``said``. What it publishes is short, as every relay asks for it again
-    and again; the events of a round have a key of their own.
+    Relays append messages to the key ``said``. The status is short, since it is polled; the events of a round are in
+    another key.
     """
 
     def __init__(self, relay: Relay, clock: Callable[[], float], answer_timeout: float) -> None:
@@ -945,10 +943,10 @@ class _Lead:
 
 
 class _Asked:
-    """Events in their order. What several ranks have asked for, as a signal often hits all of them, is among them once.
+    """Requested events in order, without the same request of another rank: a signal often hits all ranks.
 
     Attributes:
-        events: As they were described.
+        events: Their descriptions.
     """
 
     def __init__(self) -> None:
