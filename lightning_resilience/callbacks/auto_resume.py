@@ -1,4 +1,4 @@
-"""``AutoResume``: saves the run's state and resumes from it, exactly."""
+"""``AutoResume``: saves the state of the run, and resumes exactly from it."""
 
 from __future__ import annotations
 

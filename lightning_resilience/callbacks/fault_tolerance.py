@@ -1,4 +1,4 @@
-"""``FaultTolerance``: a hang is found fast, explained, and survived."""
+"""``FaultTolerance``: finds hangs, logs their cause, and ends the ranks for a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``LocalCheckpoint``: the state of every rank on its own node, every few seconds, without stopping the training."""
+"""``LocalCheckpoint``: saves the state of every rank to its own node every few seconds, in the background."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``NaNGuard``: skips bad steps, and rolls back or ends the run where that does not help."""
+"""``NaNGuard``: skips steps with bad numbers, and rolls back or ends the run if that does not help."""
 
 from __future__ import annotations
 

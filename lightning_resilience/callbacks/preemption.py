@@ -1,4 +1,4 @@
-"""``Preemption``: a signal stops the run in order, on all ranks together, with nothing lost."""
+"""``Preemption``: on a signal, all ranks save one checkpoint and stop together."""
 
 from __future__ import annotations
 

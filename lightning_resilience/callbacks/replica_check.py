@@ -1,4 +1,4 @@
-"""``ReplicaCheck``: compares the state of ranks that should hold the same, and rolls back where they differ."""
+"""``ReplicaCheck``: compares the replicated state of all ranks, and rolls back if it differs."""
 
 from __future__ import annotations
 
