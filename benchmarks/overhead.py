@@ -43,7 +43,7 @@ class EveryStepWithSeveralRanks(StragglerDetection):
     def _participate(self, session: FitSession) -> Participant:
         participant: Any = super()._participate(session)
         participant._time._sampling = SamplingWindow()
-        participant._waiting.start()
+        participant._comm_wait.start()
         return participant
 
 

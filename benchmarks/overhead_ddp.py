@@ -54,7 +54,7 @@ def recipe_on(trainer: L.Trainer, on: bool) -> None:
         loop._broadcast_sigterm_tensor = patch
     for participant in session.fit.participants._all:
         if isinstance(participant, StragglerReports):
-            for owner, name, original, own in participant._waiting._replaced:
+            for owner, name, original, own in participant._comm_wait._replaced:
                 setattr(owner, name, own if on else original)
 
 

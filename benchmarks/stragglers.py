@@ -2,7 +2,7 @@
 
 The first table is made as in ``overhead.py``: the callback is switched off and on every 10 steps of one run. The second
 one is what rank 0 has to do with what the ranks have sent it, here made up, beside NVRx's ``ReportGenerator``, whose
-collectives are replaced in the same way: each gives at once what a process group would give, and makes the same tensors
+comm are replaced in the same way: each gives at once what a process group would give, and makes the same tensors
 for it. The third one scores all kernels of all ranks at once, for which a report has no need.
 
 The second and the third table are of the time that the thread has computed, so that a busy machine does not count.
@@ -31,7 +31,7 @@ from lightning_resilience import Preemption, StragglerDetection, wandb_panels
 from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.stragglers.scores import fastest, scores
 from lightning_resilience.detect.stragglers.step_timer import SECTIONS, Sample
-from lightning_resilience.detect.stragglers.stragglers import Exchange, History, Kernels, Report, make_report
+from lightning_resilience.detect.stragglers.stragglers import Comm, History, Kernels, Report, make_report
 from lightning_resilience.fit.straggler_reports import _formatted
 
 
@@ -86,10 +86,10 @@ class Ranks:
             assert room[0].shape == sent[0].shape
             return torch.stack(sent).cpu()
 
-        exchange = Exchange(lambda tensor: tensor * 0.9, gather, lambda tensor: tensor)
+        comm = Comm(lambda tensor: tensor * 0.9, gather, lambda tensor: tensor)
 
         def made() -> Report:
-            report = make_report(1, self.places, sample, Kernels.of(kernels), history, exchange)
+            report = make_report(1, self.places, sample, Kernels.of(kernels), history, comm)
             assert report is not None
             return report
 
@@ -99,7 +99,7 @@ class Ranks:
         """Makes NVRx's report of the same kernels and as many sections; ``None`` where NVRx is not installed."""
         for package in ("nvidia_resiliency_ext.attribution.straggler", "nvidia_resiliency_ext.straggler"):
             try:
-                reporting, mapper, collectives, summaries = (
+                reporting, mapper, comm, summaries = (
                     importlib.import_module(f"{package}.{name}")
                     for name in ("reporting", "name_mapper", "dist_utils", "statistics")
                 )
@@ -138,7 +138,7 @@ class Ranks:
             "is_all_true": lambda flag, group=None: flag,
         }
         for name, function in replaced.items():
-            for module in (collectives, mapper):
+            for module in (comm, mapper):
                 if hasattr(module, name):
                     setattr(module, name, function)
         generator = reporting.ReportGenerator(["relative_perf_scores", "individual_perf_scores"])
@@ -173,7 +173,7 @@ def report(counts: Sequence[int], kernels: int, slow_ranks: int, repeat: int, nv
         panels = wandb_panels.Panels()
 
         def text(found: Report = found) -> list[str]:
-            return [_formatted(each, found.places, 5) for each in (found.relative, found.individual)]
+            return [_formatted(each, found.device_ids, 5) for each in (found.relative, found.individual)]
 
         def shown(found: Report = found, panels: Any = panels, slow: Any = slow) -> Any:
             panels._remember(found, 1)

@@ -1,4 +1,4 @@
-"""What Weights & Biases shows of stragglers beyond the scalars that every logger gets."""
+"""Shows stragglers in Weights & Biases, beyond the scalars that every logger gets."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ import torch
 from lightning_resilience.detect.stragglers.step_timer import SECTIONS
 from lightning_resilience.detect.stragglers.stragglers import Report, Straggler
 
-KEPT = "straggler panels"
+STATE_KEY = "straggler panels"
+"""Key of the panels' state in a checkpoint."""
 
 _EVERY = 12
-_REPORTS = 200
-_NODES = 20
-_REMEMBERED = 100
-_ROWS = 1000
+_MAX_REPORTS = 200
+_MAX_NODES_SHOWN = 20
+_MAX_NODES_KEPT = 100
+_MAX_ROWS = 1000
 
 
 class Panels:
-    """A table of the ranks, a plot of the nodes over time, and the stragglers in the run's summary.
+    """Logs a table of the 1,000 slowest ranks, a plot of the 20 slowest nodes over time, and a summary of stragglers.
 
-    Of many ranks the slowest 1,000, of many nodes the slowest 20.
-
-    Remembers the nodes' scores of the last 200 reports, since a plot is sent as a whole; their state is saved, so a
-    restarted run goes on with its plot. Table and plot are files for W&B, and are sent when other ranks are slow than
-    before, and every 12th report.
+    Table and plot are uploaded as files, so they are sent only when the stragglers change, and every 12th report. The
+    plot is sent as a whole, so the scores of the last 200 reports are kept, also across restarts.
     """
 
     def __init__(self) -> None:
@@ -38,14 +36,14 @@ class Panels:
     def show(
         self, loggers: Sequence[Any], report: Report, stragglers: Sequence[Straggler], step: int, threshold: float
     ) -> None:
-        """Gives a report to those of ``loggers`` that are Lightning's for W&B.
+        """Logs a report to every ``WandbLogger`` of ``loggers``.
 
         Args:
-            loggers: The Trainer's.
-            report: What is shown.
-            stragglers: Which ranks are too slow.
-            step: At which the loggers log now.
-            threshold: Of relative scores, for the eye.
+            loggers: The Trainer's loggers.
+            report: The report.
+            stragglers: The slow ranks.
+            step: Step to log at.
+            threshold: Threshold of relative scores, drawn into the plot.
         """
         self._remember(report, step)
         self._not_shown += 1
@@ -57,7 +55,7 @@ class Panels:
                 continue
             import wandb
 
-            nodes = sorted(self._nodes, key=self._last)[:_NODES]
+            nodes = sorted(self._nodes, key=self._latest)[:_MAX_NODES_SHOWN]
             run = logger.experiment
             run.log(
                 {
@@ -76,36 +74,35 @@ class Panels:
 
     def _remember(self, report: Report, step: int) -> None:
         worst: dict[str, float] = {}
-        for place, score in zip(report.places, torch.fmin(report.relative, report.step_relative).tolist(), strict=True):
+        scores = torch.fmin(report.relative, report.step_relative).tolist()
+        for device_id, score in zip(report.device_ids, scores, strict=True):
             if score == score:
-                worst[place.node] = min(score, worst.get(place.node, 1.0))
+                worst[device_id.node] = min(score, worst.get(device_id.node, 1.0))
         self._steps.append(step)
         for node in {*self._nodes, *worst}:
             self._nodes.setdefault(node, [None] * (len(self._steps) - 1)).append(worst.get(node))
-        if len(self._steps) > _REPORTS:
+        if len(self._steps) > _MAX_REPORTS:
             self._steps.pop(0)
-            for scores in self._nodes.values():
-                scores.pop(0)
-        known = {node: scores for node, scores in self._nodes.items() if any(each is not None for each in scores)}
-        if len(known) > _REMEMBERED:
-            # All of them would weigh on every checkpoint.
+            for history in self._nodes.values():
+                history.pop(0)
+        known = {node: history for node, history in self._nodes.items() if any(each is not None for each in history)}
+        if len(known) > _MAX_NODES_KEPT:  # bounds their size in checkpoints
             slowest = sorted(known, key=lambda node: min(each for each in known[node] if each is not None))
-            known = {node: known[node] for node in slowest[:_REMEMBERED]}
+            known = {node: known[node] for node in slowest[:_MAX_NODES_KEPT]}
         self._nodes = known
 
-    def _last(self, node: str) -> float:
+    def _latest(self, node: str) -> float:
         return next((score for score in reversed(self._nodes[node]) if score is not None), 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """In plain types."""
+        """The state as numbers, strings and lists."""
         return {"steps": list(self._steps), "nodes": {node: list(scores) for node, scores in self._nodes.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
-        steps = [int(step) for step in state["steps"]]
+        """Loads a state."""
+        self._steps = [int(step) for step in state["steps"]]
         nodes = {str(node): list(scores) for node, scores in state["nodes"].items()}
-        self._nodes = {node: scores for node, scores in nodes.items() if len(scores) == len(steps)}
-        self._steps = steps
+        self._nodes = {node: scores for node, scores in nodes.items() if len(scores) == len(self._steps)}
 
 
 _COLUMNS: list[str | int] = [
@@ -120,15 +117,15 @@ _COLUMNS: list[str | int] = [
 
 
 def _rows(report: Report, stragglers: Sequence[Straggler]) -> list[list[Any]]:
-    """The slowest ranks first; those of which nothing is known come last."""
+    """The slowest ranks first, ranks without samples last."""
     states = dict.fromkeys(report.missing, "no steps")
     for each in stragglers:
         states[each.rank] = "; ".join([*filter(None, [states.get(each.rank)]), f"slow ({each.kind}): {each.cause}"])
-    order = torch.fmin(report.relative, report.step_relative).nan_to_num(nan=2.0).argsort(stable=True)[:_ROWS]
+    order = torch.fmin(report.relative, report.step_relative).nan_to_num(nan=2.0).argsort(stable=True)[:_MAX_ROWS]
     scores = torch.stack([report.relative, report.individual], dim=1)[order]
     numbers = [*scores.unbind(1), *(1000 * report.seconds[order]).unbind(1)]
     columns = [[round(each, 2) if each == each else None for each in column.tolist()] for column in numbers]
     return [
-        [rank, report.places[rank].node, states.get(rank, ""), *known, report.places[rank].device]
+        [rank, report.device_ids[rank].node, states.get(rank, ""), *known, report.device_ids[rank].device]
         for rank, *known in zip(order.tolist(), *columns, strict=True)
     ]

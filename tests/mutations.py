@@ -389,7 +389,7 @@ GUARDS = [
     Guard(
         "kernels are compared with those of the same name",
         "detect/stragglers/stragglers.py",
-        "found = [(index, place[number]) for index, number in enumerate(theirs.tolist()) if number in place]",
+        "found = [(index, positions[each]) for index, each in enumerate(theirs.tolist()) if each in positions]",
         "found = [(i, i) for i in range(min(len(theirs), len(own)))]",
         "tests/test_straggler_scores.py::test_scores_are_those_of_nvrx",
     ),

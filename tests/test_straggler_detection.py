@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from lightning_resilience import AutoResume, StragglerDetection, _nvrx
 from lightning_resilience.agreement_protocol import Needs
 from lightning_resilience.detect.device_id import DeviceId
-from lightning_resilience.detect.stragglers.step_timer import DeviceTime, HostTime, Sample
+from lightning_resilience.detect.stragglers.step_timer import DeviceStepTimer, HostStepTimer, Sample
 from lightning_resilience.detect.stragglers.stragglers import Straggler
 from lightning_resilience.fit import joining, straggler_reports
 from lightning_resilience.fit.straggler_reports import StragglerReports
@@ -151,7 +151,7 @@ class Windows(L.Callback):
         report = self.detection.report
         assert report is not None
         found = {
-            kind: {each.rank: [each.cause, each.place.node, each.score] for each in report.slow(kind, 0.7)}
+            kind: {each.rank: [each.cause, each.device_id.node, each.score] for each in report.slow(kind, 0.7)}
             for kind in ("relative", "individual")
         }
         numbers = {name: getattr(report, name).tolist() for name in ("relative", "individual", "seconds")}
@@ -624,7 +624,7 @@ def test_nothing_is_left_on_the_collectives(
 
         def start(self) -> None:
             super().start()
-            self._waiting.start()
+            self._comm_wait.start()
 
     monkeypatch.setattr("lightning_resilience.callbacks.straggler_detection.StragglerReports", Measuring)
     before = vars(torch.distributed.Work)["wait"]
@@ -671,7 +671,7 @@ def test_those_that_are_not_new_count_for_what_most_ranks_are(
     agreement = SimpleNamespace(request=lambda kind, payload, needs: requests.append(payload))
     measuring = SimpleNamespace(
         _stopped_for={str(places[3])} | ({str(places[0])} if len(slow) > 1 else set()),
-        _places=places,
+        _device_ids=places,
         _nodes=4,
         _warn_once=lambda line: None,
         session=SimpleNamespace(
@@ -706,7 +706,7 @@ def test_a_run_is_stopped_only_for_what_another_node_can_cure(
     )
     places = [DeviceId(f"n{rank % nodes}", f"GPU {rank}") for rank in range(2)]
     measuring = SimpleNamespace(
-        _stopped_for=set(), _places=places, _nodes=nodes, _warn_once=said.append, session=session
+        _stopped_for=set(), _device_ids=places, _nodes=nodes, _warn_once=said.append, session=session
     )
     StragglerReports._consider_stopping(measuring, [Straggler(0, places[0], "relative", 0.5, cause)])
     assert len(requests) == (why is None)
@@ -730,7 +730,9 @@ def test_a_run_that_needs_its_slow_node_is_not_stopped_for_nothing(
         selector=SimpleNamespace(uses_global=True),
     )
     places = [DeviceId("n0", "cpu"), DeviceId("n1", "cpu")]
-    measuring = SimpleNamespace(_stopped_for=set(), _places=places, _nodes=2, _warn_once=said.append, session=session)
+    measuring = SimpleNamespace(
+        _stopped_for=set(), _device_ids=places, _nodes=2, _warn_once=said.append, session=session
+    )
     StragglerReports._consider_stopping(measuring, [Straggler(1, places[1], "relative", 0.5, "compute")])
     assert len(requests) == len(spares)
     needs = "it needs 2 nodes, and no launch --spare waits"
@@ -978,7 +980,7 @@ def test_events_are_used_where_a_device_has_them(
     made = provide(monkeypatch, KERNELS[0])
     measured = measuring(Fit(monkeypatch, tmp_path, [None], device), backend=backend)
     assert measured.backend == expected
-    assert isinstance(measured._time, HostTime if expected == "timer" else DeviceTime)
+    assert isinstance(measured._time, HostStepTimer if expected == "timer" else DeviceStepTimer)
     assert (measured._profiler is not None) == (len(made) == 1) == (expected == "cupti")
     measured.leave()
 

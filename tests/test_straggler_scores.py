@@ -37,21 +37,21 @@ from lightning_resilience.detect.stragglers.step_timer import (
     CALLBACKS,
     COMPUTE,
     DATA,
-    NO_PART,
+    NO_SECTION,
     SECTIONS,
-    DeviceTime,
-    HostTime,
+    DeviceStepTimer,
+    HostStepTimer,
     Sample,
     SamplingWindow,
 )
 from lightning_resilience.detect.stragglers.stragglers import (
-    Exchange,
+    Comm,
     History,
     Kernels,
     Report,
     Straggler,
     Streaks,
-    _number,
+    _kernel_id,
     make_report,
 )
 from tests.harness import CONTEXT
@@ -100,12 +100,12 @@ class Together:
         assert len({(each.dtype, each.shape) for each in given}) == 1, "a process group would not get over this"
         return given
 
-    def exchange(self) -> Exchange:
+    def exchange(self) -> Comm:
         def gather(tensor: Tensor) -> Tensor | None:
             given = self.tensors(tensor)
             return torch.stack(given) if self.own.rank == 0 else None
 
-        return Exchange(
+        return Comm(
             lambda tensor: torch.stack(self.tensors(tensor)).amin(0),
             gather,
             lambda tensor: self.tensors(tensor)[0],
@@ -339,7 +339,7 @@ def test_the_best_is_remembered() -> None:
     close(history.observe(Sample(of(2, 1, nan), torch.tensor(0.0), 1)), of(1, 1, 3))
     close(history.observe_kernels(Kernels.of({"a": (2, 1), "b": (3, 1)})), of(2, 3))
     close(history.observe_kernels(Kernels.of({"c": (5, 1), "b": (1, 1), "a": (4, 1)})), of(5, 1, 2))
-    assert history.kernels == {_number("a"): 2, _number("b"): 1, _number("c"): 5}
+    assert history.kernels == {_kernel_id("a"): 2, _kernel_id("b"): 1, _kernel_id("c"): 5}
     close(history.observe_kernels(Kernels.of({"c": (6, 1)})), of(5))
     close(history.observe_kernels(Kernels.of({"a": (3, 1)})), of(2))
 
@@ -409,7 +409,7 @@ def test_the_slowest_comes_first() -> None:
     assert [each.rank for each in found] == [2, 5, 0, 3]
     assert [each.score for each in found] == pytest.approx([0.2, 0.4, 0.5, 0.69])
     assert {each.kind for each in found} == {"relative"}
-    assert [each.place for each in found] == [places(6)[rank] for rank in (2, 5, 0, 3)]
+    assert [each.device_id for each in found] == [places(6)[rank] for rank in (2, 5, 0, 3)]
 
 
 def test_each_kind_has_its_own_scores() -> None:
@@ -497,7 +497,7 @@ def test_kinds_are_counted_apart() -> None:
 def test_one_rank_alone() -> None:
     history = History("device")
     for seconds, individual in ((1.0, 1.0), (2.0, 0.5)):
-        made = make_report(3, places(1), Sample.of(rows([seconds] * 3)), None, history, Exchange())
+        made = make_report(3, places(1), Sample.of(rows([seconds] * 3)), None, history, Comm())
         assert made is not None
         assert (made.step, made.relative.tolist(), made.individual.tolist()) == (3, [1], [individual])
         close(made.seconds, rows([seconds] * 3))
@@ -519,7 +519,7 @@ def test_sections_of_several_ranks() -> None:
     close(made.relative_lost, rows([0, 0, 0], [0.4, 0, 0], [0, 0, 0.25], [0, 0, 0]))
     close(made.individual_lost, rows([0, 0, 0], [0, 0.2, 0], [0, 0, 0], [0, 0, 0]))
     assert [(each.rank, each.cause) for each in made.slow("relative", 0.7)] == [(1, "data loading")]
-    assert list(made.places) == places(4)
+    assert list(made.device_ids) == places(4)
 
 
 VARIED: dict[str, Callable[[torch.Generator, int, int], Tensor]] = {
@@ -628,7 +628,7 @@ def test_a_rank_without_steps_is_missing_and_nobody_else_minds() -> None:
 
 def test_a_sample_of_no_steps_is_of_the_same_type_as_others() -> None:
     clock = Clock()
-    idle = HostTime(CommWaitTimer(clock=clock), SamplingWindow(), clock).take()
+    idle = HostStepTimer(CommWaitTimer(clock=clock), SamplingWindow(), clock).take()
     close(idle.typical, of(nan, nan, nan))
     made = reports([[None] * 2], [Sample.of(rows([1, 1, 1])), idle])[0]
     close(made.relative, of(1, nan))
@@ -660,7 +660,7 @@ def waiting(clock: Clock) -> CommWaitTimer:
     return CommWaitTimer(clock=clock)
 
 
-def step(clock: Clock, timed: HostTime, data: float, compute: float, callbacks: float) -> None:
+def step(clock: Clock, timed: HostStepTimer, data: float, compute: float, callbacks: float) -> None:
     timed.begin()
     clock.sleep(data)
     timed.enter(CALLBACKS)
@@ -672,7 +672,7 @@ def step(clock: Clock, timed: HostTime, data: float, compute: float, callbacks: 
 
 
 def test_the_host_tells_sections_apart(clock: Clock, waiting: CommWaitTimer) -> None:
-    timed = HostTime(waiting, SamplingWindow(), clock)
+    timed = HostStepTimer(waiting, SamplingWindow(), clock)
     for data, compute, callbacks in ((1, 2, 4), (3, 2, 8), (2, 8, 16)):
         step(clock, timed, data, compute, callbacks)
     timed.begin()
@@ -682,7 +682,7 @@ def test_the_host_tells_sections_apart(clock: Clock, waiting: CommWaitTimer) -> 
 
 
 def test_a_step_is_complete_when_the_next_one_begins(clock: Clock, waiting: CommWaitTimer) -> None:
-    timed = HostTime(waiting, SamplingWindow(), clock)
+    timed = HostStepTimer(waiting, SamplingWindow(), clock)
     step(clock, timed, 1, 2, 4)
     assert timed.take().steps == 0
     clock.sleep(3)  # such as a validation
@@ -693,7 +693,7 @@ def test_a_step_is_complete_when_the_next_one_begins(clock: Clock, waiting: Comm
 
 
 def test_waiting_is_nobodys_own_time(clock: Clock, waiting: CommWaitTimer) -> None:
-    timed = HostTime(waiting, SamplingWindow(), clock)
+    timed = HostStepTimer(waiting, SamplingWindow(), clock)
     timed.begin()
     for section, own in ((DATA, 1), (COMPUTE, 2), (CALLBACKS, 4)):
         timed.enter(section)
@@ -704,7 +704,7 @@ def test_waiting_is_nobodys_own_time(clock: Clock, waiting: CommWaitTimer) -> No
 
 
 def test_every_third_step(clock: Clock, waiting: CommWaitTimer) -> None:
-    timed = HostTime(waiting, SamplingWindow(every=3), clock)
+    timed = HostStepTimer(waiting, SamplingWindow(every=3), clock)
     for number in range(1, 10):
         step(clock, timed, number, 1, 0)
     timed.begin()
@@ -721,7 +721,7 @@ def test_of_short_steps_as_many_are_timed_as_a_report_needs(clock: Clock, second
     sampling = SamplingWindow(until_report=300.0, clock=clock)
     taken = []
     for _ in range(10_000):
-        taken.append(sampling.takes_next())
+        taken.append(sampling.samples_next())
         clock.sleep(seconds)
     assert sum(taken) == pytest.approx(len(taken) * share, rel=0.12)
     lengths = [len(list(group)) for timed, group in itertools.groupby(taken) if timed]
@@ -733,13 +733,13 @@ def test_a_report_is_made_of_no_more_than_is_remembered(clock: Clock) -> None:
     sampling = SamplingWindow(until_report=300.0, clock=clock)
     taken = 0
     for _ in range(300_000):
-        taken += sampling.takes_next()
+        taken += sampling.samples_next()
         clock.sleep(0.001)
     assert 7_900 < taken <= 8192
 
 
 def test_a_dropped_step_does_not_count(clock: Clock, waiting: CommWaitTimer) -> None:
-    timed = HostTime(waiting, SamplingWindow(), clock)
+    timed = HostStepTimer(waiting, SamplingWindow(), clock)
     timed.enter(COMPUTE)  # before any step began
     step(clock, timed, 1, 1, 1)
     step(clock, timed, 1000, 1, 1)
@@ -753,7 +753,7 @@ def test_a_dropped_step_does_not_count(clock: Clock, waiting: CommWaitTimer) -> 
 
 
 def test_the_host_remembers_so_many_steps(clock: Clock, waiting: CommWaitTimer) -> None:
-    timed = HostTime(waiting, SamplingWindow(), clock)
+    timed = HostStepTimer(waiting, SamplingWindow(), clock)
     for number in range(10_001):
         timed.begin()
         clock.sleep(number)
@@ -770,9 +770,9 @@ def test_what_else_a_node_has_to_do_does_not_count() -> None:
 
 
 def test_a_validation_is_no_part_of_a_step(clock: Clock, waiting: CommWaitTimer) -> None:
-    timed = HostTime(waiting, SamplingWindow(), clock)
+    timed = HostStepTimer(waiting, SamplingWindow(), clock)
     step(clock, timed, 1, 2, 4)
-    timed.enter(NO_PART)
+    timed.enter(NO_SECTION)
     clock.sleep(50)
     timed.enter(CALLBACKS)
     clock.sleep(1)
@@ -819,7 +819,7 @@ class Event:
         return (end.at - self.at) * 1000
 
 
-def device_step(device: Device, timed: DeviceTime, data: float, compute: float, callbacks: float) -> None:
+def device_step(device: Device, timed: DeviceStepTimer, data: float, compute: float, callbacks: float) -> None:
     timed.begin()
     device.compute(data)
     timed.enter(COMPUTE)
@@ -830,7 +830,7 @@ def device_step(device: Device, timed: DeviceTime, data: float, compute: float, 
 
 def test_the_device_tells_sections_apart() -> None:
     device = Device()
-    timed = DeviceTime(device.event, SamplingWindow())
+    timed = DeviceStepTimer(device.event, SamplingWindow())
     for numbers in ((1, 2, 4), (3, 2, 8), (2, 8, 16)):
         device_step(device, timed, *numbers)
     timed.begin()
@@ -844,7 +844,7 @@ def test_the_device_tells_sections_apart() -> None:
 
 def test_steps_are_taken_as_far_as_the_device_is() -> None:
     device = Device()
-    timed = DeviceTime(device.event, SamplingWindow())
+    timed = DeviceStepTimer(device.event, SamplingWindow())
     for number in range(4):
         device_step(device, timed, number, 1, 1)
     device.catch_up(6)  # all of the second step but for its end
@@ -897,7 +897,7 @@ class LateDevice:
 @pytest.mark.parametrize("late", [0, 1, 3, 8])
 def test_delays_of_a_device_that_is_steps_behind_the_host(late: int) -> None:
     device = LateDevice()
-    timed = DeviceTime(device.event, SamplingWindow())
+    timed = DeviceStepTimer(device.event, SamplingWindow())
     known, in_a_step = [], 0
     for _ in range(20):
         timed.begin()
@@ -926,7 +926,7 @@ def test_delays_of_a_device_that_is_steps_behind_the_host(late: int) -> None:
 
 def test_a_later_step_that_is_ready_waits_for_an_earlier_one() -> None:
     device = Device()
-    timed = DeviceTime(device.event, SamplingWindow())
+    timed = DeviceStepTimer(device.event, SamplingWindow())
     for number in range(3):
         device_step(device, timed, number, 1, 1)
     timed.begin()
@@ -940,7 +940,7 @@ def test_a_later_step_that_is_ready_waits_for_an_earlier_one() -> None:
 
 def test_a_host_that_is_far_ahead_loses_the_oldest() -> None:
     device = Device()
-    timed = DeviceTime(device.event, SamplingWindow())
+    timed = DeviceStepTimer(device.event, SamplingWindow())
     for number in range(100):
         device_step(device, timed, number, 1, 1)
     timed.begin()
@@ -952,7 +952,7 @@ def test_a_host_that_is_far_ahead_loses_the_oldest() -> None:
 
 def test_a_device_that_waits_does_not_compute() -> None:
     device = Device()
-    timed = DeviceTime(device.event, SamplingWindow())
+    timed = DeviceStepTimer(device.event, SamplingWindow())
     timed.wait(True)  # a backward pass of nobody's step, which has failed
     timed.begin()
     device.compute(1)
@@ -980,7 +980,7 @@ def test_a_device_that_waits_does_not_compute() -> None:
 
 def test_every_other_step_of_a_device() -> None:
     device = Device()
-    timed = DeviceTime(device.event, SamplingWindow(every=2))
+    timed = DeviceStepTimer(device.event, SamplingWindow(every=2))
     for number in range(1, 7):
         device_step(device, timed, number, 1, 0)
         timed.wait(True)
@@ -995,7 +995,7 @@ def test_every_other_step_of_a_device() -> None:
 
 def test_a_dropped_step_of_a_device_does_not_count() -> None:
     device = Device()
-    timed = DeviceTime(device.event, SamplingWindow())
+    timed = DeviceStepTimer(device.event, SamplingWindow())
     device_step(device, timed, 1, 1, 1)
     device_step(device, timed, 1000, 1, 1)
     timed.drop()
@@ -1009,7 +1009,7 @@ def test_a_dropped_step_of_a_device_does_not_count() -> None:
 
 def test_a_device_is_remembered_for_so_many_steps() -> None:
     device = Device()
-    timed = DeviceTime(device.event, SamplingWindow())
+    timed = DeviceStepTimer(device.event, SamplingWindow())
     for number in range(8200):
         device_step(device, timed, number, 1, 1)
         device.catch_up()
@@ -1057,7 +1057,7 @@ def test_a_stream_that_waits_for_a_collective_in_another_one_does_not_compute(mo
         streams.current.now += 0.5 + others_s
 
     monkeypatch.setattr(functional, "wait_tensor", gather)
-    timed = DeviceTime(streams.event, SamplingWindow(), lambda: streams.current)
+    timed = DeviceStepTimer(streams.event, SamplingWindow(), lambda: streams.current)
     waiting = CommWaitTimer(timed.wait, streams=streams.kind)
     before = vars(streams.kind)["wait_event"]
     waiting.start()

@@ -1,4 +1,4 @@
-"""``StragglerDetection``: names the slow ranks, and the section of the step that makes them slow."""
+"""``StragglerDetection``: finds slow ranks, and the section of the step that makes them slow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from lightning_resilience._arguments import checked, duration
-from lightning_resilience.detect.stragglers.step_timer import CALLBACKS, NO_PART
+from lightning_resilience.detect.stragglers.step_timer import CALLBACKS, NO_SECTION
 from lightning_resilience.detect.stragglers.stragglers import Report
 from lightning_resilience.fit.joining import SessionCallback, session_of
 from lightning_resilience.fit.participant import Participant
@@ -41,7 +41,7 @@ class StragglerDetection(SessionCallback):
             half of the ranks are slow. Megatron-Bridge's default is ``False``.
         enable_logging: Whether the Trainer's loggers get the scores.
         profiling_interval: Measure every so many steps. Of short steps only as many as a report needs are measured: up
-            to 256 bursts of 32.
+            to 256 windows of 32.
         backend: ``"timer"``: the host's clock. ``"device_events"``: events of the device. ``"cupti"``: events, and
             NVRx's profiler of CUDA kernels, in 32 steps and 2 % of the time at most; excludes other profilers.
             ``"auto"``: events where the device has them, else the clock.
@@ -122,7 +122,7 @@ class StragglerDetection(SessionCallback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A validation between two steps is no part of either."""
         if session_of(trainer, self) and isinstance(reports := self._participant, StragglerReports):
-            reports.enter(NO_PART)
+            reports.enter(NO_SECTION)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """It is over."""

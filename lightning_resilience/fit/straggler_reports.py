@@ -24,13 +24,13 @@ from lightning_resilience.detect.stragglers.step_timer import (
     CALLBACKS,
     COMPUTE,
     SECTIONS,
-    DeviceTime,
-    HostTime,
+    DeviceStepTimer,
+    HostStepTimer,
     SamplingWindow,
     timing_events,
 )
 from lightning_resilience.detect.stragglers.stragglers import (
-    Exchange,
+    Comm,
     History,
     Kernels,
     Report,
@@ -54,10 +54,10 @@ Backend = Literal["auto", "timer", "device_events", "cupti"]
 
 _REPORT = "straggler report"
 _STOP = "stop for stragglers"
-_KEPT = "stragglers"
-_LEAST_STEPS = 10  # in a report: what is typical of less is noise
+_STATE_KEY = "stragglers"
+_MIN_STEPS = 10  # in a report: what is typical of less is noise
 _STOPS_AFTER = 2  # reports in a row: one may have met a moment of the script's own work
-_MOST = 100  # that are named in one line or event
+_MAX_NAMED = 100  # that are named in one line or event
 
 
 @dataclass(frozen=True)
@@ -110,22 +110,22 @@ class StragglerReports(Participant):
         self._options = options
         self._on_report = on_report
         device = session.fit.trainer.strategy.root_device
-        place = DeviceId.of(device)
-        self._places: list[DeviceId] = session.fit.gather(place)
-        self._nodes = len({each.node for each in self._places})
+        device_id = DeviceId.of(device)
+        self._device_ids: list[DeviceId] = session.fit.gather(device_id)
+        self._nodes = len({each.node for each in self._device_ids})
         events = timing_events(device) if options.backend != "timer" else None
         self._profiler = self._choose(has_events=events is not None)
         sampling = SamplingWindow(options.profiling_interval, options.report_time_interval)
-        self._time: HostTime | DeviceTime
+        self._time: HostStepTimer | DeviceStepTimer
         if events is None:
-            self._waiting = CommWaitTimer()
-            self._time = HostTime(self._waiting, sampling)
+            self._comm_wait = CommWaitTimer()
+            self._time = HostStepTimer(self._comm_wait, sampling)
         else:
             make, current_stream = events
-            self._time = DeviceTime(make, sampling, current_stream)
-            self._waiting = CommWaitTimer(self._time.wait, streams=type(current_stream()))
-        self._exchange = _exchange(session.fit.trainer) if session.fit.trainer.world_size > 1 else Exchange()
-        self._history = History(f"{place}, {self.backend}, {session.fit.trainer.world_size} ranks")
+            self._time = DeviceStepTimer(make, sampling, current_stream)
+            self._comm_wait = CommWaitTimer(self._time.wait, streams=type(current_stream()))
+        self._comm = _make_comm(session.fit.trainer) if session.fit.trainer.world_size > 1 else Comm()
+        self._history = History(f"{device_id}, {self.backend}, {session.fit.trainer.world_size} ranks")
         self._streaks = Streaks(options.min_consecutive_reports)
         self._lasting = Streaks(max(_STOPS_AFTER, options.min_consecutive_reports))
         self._panels = wandb_panels.Panels()
@@ -136,8 +136,8 @@ class StragglerReports(Participant):
 
     def extra_state(self) -> Mapping[str, Stateful]:
         """The history of scores, and on rank 0 what the panels have shown."""
-        panels: dict[str, Stateful] = {wandb_panels.KEPT: self._panels} if self.session.fit.rank == 0 else {}
-        return {_KEPT: self._history, **panels}
+        panels: dict[str, Stateful] = {wandb_panels.STATE_KEY: self._panels} if self.session.fit.rank == 0 else {}
+        return {_STATE_KEY: self._history, **panels}
 
     def on_event(self, event: Event) -> None:
         """Gathers the scores, or stops because of a slow rank."""
@@ -175,7 +175,7 @@ class StragglerReports(Participant):
         """The training begins."""
         session, trainer = self.session, self.session.fit.trainer
         if trainer.world_size > 1:
-            self._waiting.start()
+            self._comm_wait.start()
         if session.fit.rank == 0:
             self._stopped_for = {
                 device
@@ -187,7 +187,7 @@ class StragglerReports(Participant):
 
     def leave(self) -> None:
         """The fit has ended."""
-        self._waiting.stop()
+        self._comm_wait.stop()
         if self._profiler is not None:
             self._profiler.close()
 
@@ -199,7 +199,7 @@ class StragglerReports(Participant):
             self._is_cold = False  # the first step is slow in its own way
         else:
             self._time.begin()
-            self._waiting.counts = self._time.is_timed
+            self._comm_wait.counts = self._time.is_timed
 
     def enter(self, section: int) -> None:
         """The step goes on to something else."""
@@ -228,7 +228,7 @@ class StragglerReports(Participant):
 
     def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
         """Asks for a report when it is due; on rank 0 only, as ``_due`` is infinite elsewhere."""
-        if time.monotonic() >= self._due and len(self._time) >= _LEAST_STEPS:
+        if time.monotonic() >= self._due and len(self._time) >= _MIN_STEPS:
             self._due = math.inf  # until it is made
             self.session.fit.agreement.request(_REPORT, {}, Needs.TRAINING)
 
@@ -243,7 +243,7 @@ class StragglerReports(Participant):
                 problem = self._profiler.problem
                 self._warn_once(f"Kernels are not profiled any more on rank {session.fit.rank}: {problem}.")
         report = make_report(
-            session.fit.trainer.global_step, self._places, self._time.take(), kernels, self._history, self._exchange
+            session.fit.trainer.global_step, self._device_ids, self._time.take(), kernels, self._history, self._comm
         )
         if report is not None:
             self._due = time.monotonic() + self._options.report_time_interval
@@ -265,8 +265,8 @@ class StragglerReports(Participant):
                 Stragglers(
                     fit=session.fit.index,
                     step=report.step,
-                    ranks=sorted({each.rank for each in stragglers})[:_MOST],
-                    devices=_devices(stragglers)[:_MOST],
+                    ranks=sorted({each.rank for each in stragglers})[:_MAX_NAMED],
+                    devices=_devices(stragglers)[:_MAX_NAMED],
                     reason=_named(stragglers),
                 )
             )
@@ -288,8 +288,8 @@ class StragglerReports(Participant):
             ("individual", "Some GPUs performance dropped."),
         ):
             if affected := [each for each in stragglers if each.kind == kind]:
-                ids = [f"StragglerId(rank={each.rank}, node={each.place.node!r})" for each in affected[:_MOST]]
-                more = [f"and {len(affected) - _MOST} more"] if len(affected) > _MOST else []
+                ids = [f"StragglerId(rank={each.rank}, node={each.device_id.node!r})" for each in affected[:_MAX_NAMED]]
+                more = [f"and {len(affected) - _MAX_NAMED} more"] if len(affected) > _MAX_NAMED else []
                 log.warning("STRAGGLER DETECTION WARNING: %s Affected ranks: {%s}", words, ", ".join([*ids, *more]))
         if stragglers:
             log.warning("Slow after step %d: %s.", report.step, _named(stragglers))
@@ -297,11 +297,11 @@ class StragglerReports(Participant):
             log.warning("No steps were measured on rank %s.", _some(report.missing))
         if stragglers and options.num_gpu_perf_scores_to_print > 0:
             for kind, scores in self._scores(report):
-                if lines := _formatted(scores, report.places, options.num_gpu_perf_scores_to_print):
+                if lines := _formatted(scores, report.device_ids, options.num_gpu_perf_scores_to_print):
                     log.info("\nGPU %s performance:\n%s", kind, lines)
 
     def _scores(self, report: Report) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._options.calc_relative_gpu_perf and len(report.places) > 1:
+        if self._options.calc_relative_gpu_perf and len(report.device_ids) > 1:
             yield "relative", report.relative
         if self._options.calc_individual_gpu_perf:
             yield "individual", report.individual
@@ -315,7 +315,7 @@ class StragglerReports(Participant):
             known = torch.isfinite(scores).nonzero().flatten()
             if len(known):
                 rank = int(known[scores[known].argmin()])
-                node = report.places[rank].node
+                node = report.device_ids[rank].node
                 text += f"; GPU {kind} performance: at least {float(scores[rank]):.2f} (Rank={rank} Node={node})"
         return text
 
@@ -337,11 +337,11 @@ class StragglerReports(Participant):
     # -- stopping ------------------------------------------------------------------------------------------------------
 
     def _consider_stopping(self, stragglers: Sequence[Straggler]) -> None:
-        new = [each for each in stragglers if str(each.place) not in self._stopped_for]
-        nodes = {each.place.node for each in new}
+        new = [each for each in stragglers if str(each.device_id) not in self._stopped_for]
+        nodes = {each.device_id.node for each in new}
         if not new:
             why = "The run has been stopped for these devices before, and goes on with them."
-        elif 2 * len({each.rank for each in stragglers}) > len(self._places):  # also those that are not new
+        elif 2 * len({each.rank for each in stragglers}) > len(self._device_ids):  # also those that are not new
             why = "More than half of the ranks are slow: that is no straggler, and the run is not stopped."
         elif not self.session.selector.uses_global:
             why = "The run is not stopped: without AutoResume it would begin anew."
@@ -387,7 +387,7 @@ class StragglerReports(Participant):
             )
             log.error("Saved: %s. Started again, the run goes on from there.", path)
         session.fit.gather(None)  # no rank leaves, and has the others killed, before that is written
-        nodes = {self._places[rank].node for rank in ranks}
+        nodes = {self._device_ids[rank].node for rank in ranks}
         is_suspect = 2 * len(nodes) <= self._nodes and session.fit.rank in ranks
         raise StragglersFound(f"too slow: {reason}", reason if is_suspect else "")
 
@@ -398,7 +398,7 @@ def _named(stragglers: Sequence[Straggler]) -> str:
 
 
 def _devices(stragglers: Sequence[Straggler]) -> list[str]:
-    return sorted({str(each.place) for each in stragglers})
+    return sorted({str(each.device_id) for each in stragglers})
 
 
 def _some(ranks: Sequence[int]) -> str:
@@ -406,13 +406,13 @@ def _some(ranks: Sequence[int]) -> str:
     return shown if len(ranks) <= 10 else f"{shown} and {len(ranks) - 10} more"
 
 
-def _formatted(scores: torch.Tensor, places: Sequence[DeviceId], count: int) -> str:
+def _formatted(scores: torch.Tensor, devices: Sequence[DeviceId], count: int) -> str:
     """The worst and the best scores, in the layout of NVRx's callback."""
     known = torch.isfinite(scores).nonzero().flatten()
     order = known[scores[known].argsort(stable=True)].tolist()
 
     def lines(ranks: Sequence[int]) -> str:
-        return "".join(f"  Rank={rank} Node={places[rank].node} Score={float(scores[rank]):.2f}\n" for rank in ranks)
+        return "".join(f"  Rank={rank} Node={devices[rank].node} Score={float(scores[rank]):.2f}\n" for rank in ranks)
 
     if len(order) <= 2 * count:
         return lines(order)
@@ -428,7 +428,7 @@ def _extremes(prefix: str, scores: torch.Tensor) -> dict[str, float]:
     return {f"{prefix}/{name}": float(getattr(known, name)()) for name in names}
 
 
-def _exchange(trainer: Trainer) -> Exchange:
+def _make_comm(trainer: Trainer) -> Comm:
     """By the process group of the training, on its device."""
     device = trainer.strategy.root_device
 
@@ -449,7 +449,7 @@ def _exchange(trainer: Trainer) -> Exchange:
         torch.distributed.gather(there, list(matrix.unbind()))
         return matrix.cpu()
 
-    return Exchange(
+    return Comm(
         on_device(lambda tensor: torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)),
         gather,
         on_device(lambda tensor: torch.distributed.broadcast(tensor, 0)),

@@ -1,1 +1,1 @@
-"""How long the own work of every rank takes, and who is slow."""
+"""Measures the step time of every rank and finds slow ranks."""

@@ -1,8 +1,7 @@
-"""How fast each rank is, as a number up to 1: NVRx's performance scores, for all ranks at once. No Trainer.
+"""Computes NVRx's performance scores, numbers up to 1, for all ranks at once. No Trainer.
 
-A *signal* is anything that takes a rank a time again and again: a kernel, or a section of its step. The formulas are
-those of NVRx (``straggler/reporting.py``). Unlike there, a rank without samples of a signal does not make the scores
-of all ranks NaN.
+A *signal* is anything that is timed repeatedly: a kernel, or a section of a step. The formulas are those of NVRx
+(``straggler/reporting.py``), but a rank without samples of a signal does not make the scores of all ranks NaN.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ import torch
 
 
 def scores(medians: torch.Tensor, weights: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """The mean over a rank's signals of ``reference / median``, weighted by the time that the rank spends in each.
+    """Computes the mean of ``reference / median`` over a rank's signals, weighted by the time spent in each.
 
-    ``0.5`` means that this rank takes twice as long as the reference. Relative to the smallest medians of all ranks
-    these are NVRx's relative scores; to the smallest medians that the rank itself ever had, its individual ones.
+    A score of 0.5 means that the rank takes twice as long as the reference. If the reference is the smallest median of
+    all ranks, these are NVRx's relative scores; if it is the smallest that the rank ever had, the individual ones.
 
     Args:
-        medians: Of shape ``(..., signals)``; NaN where there are no samples.
-        weights: Seconds in total, of the same shape.
-        reference: Something that has this shape when it is broadcast; not finite where there is none.
+        medians: Seconds, of shape ``(..., signals)``; NaN without samples.
+        weights: Total seconds, of the same shape.
+        reference: Seconds, broadcast to this shape; not finite if unknown.
 
     Returns:
-        Of shape ``(...)``, from 0 to 1; NaN for a rank without any samples.
+        Scores from 0 to 1, of shape ``(...)``; NaN for a rank without samples.
     """
     ratios, known = _ratios(medians, reference)
     weights = torch.where(known, weights, 0)
@@ -31,15 +30,15 @@ def scores(medians: torch.Tensor, weights: torch.Tensor, reference: torch.Tensor
 
 
 def lost(medians: torch.Tensor, weights: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """By how much each signal lowers the score of a rank, which is 1 without all of them.
+    """Computes how much each signal lowers the score of a rank below 1.
 
     Args:
-        medians: As for :func:`scores`.
-        weights: As for :func:`scores`.
-        reference: As for :func:`scores`.
+        medians: See :func:`scores`.
+        weights: See :func:`scores`.
+        reference: See :func:`scores`.
 
     Returns:
-        Of the shape of ``medians``.
+        Tensor of the shape of ``medians``.
     """
     ratios, known = _ratios(medians, reference)
     weights = torch.where(known, weights, 0)
@@ -49,6 +48,6 @@ def lost(medians: torch.Tensor, weights: torch.Tensor, reference: torch.Tensor) 
 
 def _ratios(medians: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     known = torch.isfinite(medians) & torch.isfinite(reference)
-    # What takes no time at all cannot take longer than the reference.
+    # A signal that takes no time is not slower than the reference.
     ratios = torch.where(known & (medians > 0), reference / medians, 1).clamp(max=1)
     return ratios, known

@@ -1,4 +1,4 @@
-"""What a rank's own work in a step has taken, by section: what it has waited for others does not count. No Trainer.
+"""Times the sections of a step on one rank, without the time it waits for other ranks. No Trainer.
 
 The sections tell a slow data loader, a slow callback and slow computing apart.
 """
@@ -19,28 +19,28 @@ import torch
 from lightning_resilience.detect.hangs.comm_wait import CommWaitTimer
 
 SECTIONS = ("data loading", "compute", "callbacks")
-"""``compute``: forward and backward pass and optimizer. ``callbacks``: whatever else happens between two batches."""
+"""``compute``: forward and backward pass and optimizer. ``callbacks``: everything else between two batches."""
 
 DATA, COMPUTE, CALLBACKS = range(len(SECTIONS))
 
-NO_PART = -1
-"""What counts for no section: a validation, and on a device waiting for others."""
+NO_SECTION = -1
+"""Time that counts for no section: a validation, and on a device waiting for other ranks."""
 
 _BLOCK = 32
-_LEAST_BLOCKS = 5
+_MIN_BLOCKS = 5
 
-_LIMIT = 8192
-"""Steps that are remembered until the next report; as many entries as NVRx keeps of a section."""
+_MAX_STEPS = 8192
+"""Steps kept until the next report, as many as NVRx keeps of a section."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the steps since the last report were like.
+    """Statistics of the steps since the last report.
 
     Attributes:
-        typical: Seconds of one step, by section; NaN: there was none.
-        error: By how many seconds a whole step would differ in another sample as large: the standard error of the mean.
-        steps: How many they are.
+        typical: Seconds of a typical step by section; NaN without steps.
+        error: Standard error of the mean of a whole step, in seconds.
+        steps: Number of steps.
     """
 
     typical: torch.Tensor
@@ -49,51 +49,50 @@ class Sample:
 
     @property
     def total(self) -> torch.Tensor:
-        """Seconds of one step, all sections together."""
+        """Seconds of a typical step, all sections together."""
         return self.typical.sum()
 
     @staticmethod
     def of(steps: torch.Tensor) -> Sample:
-        """The sample of seconds by step and section, of shape ``(steps, sections)``.
+        """Computes the statistics of ``steps``, seconds of shape ``(steps, sections)``.
 
-        Of blocks of consecutive steps the means, and of those the one that a quarter of them are faster than. With
-        several workers a data loader is late once in several steps, of which the median of single steps would not know.
-        A quarter, and not half: what else the node has to do now and then makes a rank slower, but nothing faster.
+        The typical step is the lower quartile of the means of blocks of consecutive steps. The median of single steps
+        would miss a data loader of several workers that is late once in several steps. The lower quartile, not the
+        median, because other work on the node makes a rank slower now and then, but nothing makes it faster.
         """
         count = len(steps)
         if not count:
             return Sample(steps.new_full(steps.shape[1:], torch.nan), steps.new_tensor(torch.nan), 0)
-        blocks = steps.tensor_split(min(count, max(_LEAST_BLOCKS, count // _BLOCK)))
+        blocks = steps.tensor_split(min(count, max(_MIN_BLOCKS, count // _BLOCK)))
         means = torch.stack([block.mean(dim=0) for block in blocks])
         means = means[means.sum(dim=1).argsort(stable=True)]  # as whole steps, so that the sections belong together
         totals = steps.sum(dim=1)
-        error = totals.std() / count**0.5 if count > 1 else totals[0]  # nothing is known of one
+        error = totals.std() / count**0.5 if count > 1 else totals[0]  # unknown for one step
         return Sample(means[(len(means) - 1) // 4], error, count)
 
 
 class SamplingWindow:
-    """Says which steps are timed: with short steps not all of them, but always some in a row.
+    """Selects the steps to time: all, or with short steps windows of consecutive ones.
 
-    Single ones at regular distances would know nothing of, or nothing but, what comes back at that distance: the one
-    slow worker of a data loader.
+    Single steps at regular distances would see the one slow worker of a data loader always or never.
 
     Args:
-        every: Every how many steps one is timed within a burst.
-        until_report: Seconds until the next report, which is to be made of at most 256 bursts; 0: all steps are timed.
-        clock: Gives seconds.
+        every: Times one in so many steps of a window.
+        until_report: Seconds between reports, each of at most 256 windows; 0: all steps are in a window.
+        clock: Returns seconds.
     """
 
     def __init__(
         self, every: int = 1, until_report: float = 0.0, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._every = every
-        self._distance = until_report / (_LIMIT // _BLOCK)
+        self._distance = until_report / (_MAX_STEPS // _BLOCK)
         self._clock = clock
         self._began = -math.inf
         self._left = 0
 
-    def takes_next(self) -> bool:
-        """Whether the step that begins now is timed."""
+    def samples_next(self) -> bool:
+        """Whether to time the step that begins now."""
         if not self._left:
             now = self._clock()
             if now < self._began + self._distance:
@@ -103,63 +102,63 @@ class SamplingWindow:
         return self._left % self._every == 0
 
 
-class HostTime:
-    """Times the sections of each step by a clock that stands still while the rank waits for others.
+class HostStepTimer:
+    """Times the sections of steps on the host; time spent waiting for other ranks does not count.
 
     Args:
-        waiting: Whose time does not count.
-        sampling: Which steps are timed.
-        clock: Gives seconds; the same as that of ``waiting``.
+        comm_wait: Timer of these waits.
+        sampling: Selects the steps to time.
+        clock: Returns seconds; the same as that of ``comm_wait``.
     """
 
     def __init__(
-        self, waiting: CommWaitTimer, sampling: SamplingWindow, clock: Callable[[], float] = time.perf_counter
+        self, comm_wait: CommWaitTimer, sampling: SamplingWindow, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._waiting = waiting
+        self._comm_wait = comm_wait
         self._sampling = sampling
         self._clock = clock
-        self._steps: deque[tuple[float, ...]] = deque(maxlen=_LIMIT)
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=_MAX_STEPS)
         self._section = DATA
         self._since = 0.0
         self._spent: list[float] | None = None
 
     def begin(self) -> None:
-        """A step begins, with its data; the one before it is complete."""
+        """Ends a step and begins the next, with :data:`DATA`."""
         if (spent := self._spent) is not None:
             self.enter(DATA)
             self._steps.append(tuple(spent[:-1]))
             self._spent = None
-        if self._sampling.takes_next():
-            self._section, self._since = DATA, self._clock() - self._waiting.seconds
+        if self._sampling.samples_next():
+            self._section, self._since = DATA, self._clock() - self._comm_wait.seconds
             self._spent = [0.0] * (len(SECTIONS) + 1)
 
     def enter(self, section: int) -> None:
-        """The step goes on to one of :data:`SECTIONS`, or to what is :data:`NO_PART` of it."""
+        """Enters one of :data:`SECTIONS`, by its index, or :data:`NO_SECTION`."""
         if (spent := self._spent) is not None:
-            now = self._clock() - self._waiting.seconds
+            now = self._clock() - self._comm_wait.seconds
             spent[self._section] += now - self._since
             self._section, self._since = section, now
 
     def drop(self) -> None:
-        """The step under way does not count: the first one of a fit, say, which is slow in its own way."""
+        """Discards the current step, for example the first one after a rollback."""
         self._spent = None
 
     def __len__(self) -> int:
-        """How many steps are known since they were taken last."""
+        """Number of timed steps since the last :meth:`take`."""
         return len(self._steps)
 
     @property
     def is_timed(self) -> bool:
-        """Whether the step under way is."""
+        """Whether the current step is timed."""
         return self._spent is not None
 
     def take(self) -> Sample:
-        """The steps since the last call."""
-        return _take(self._steps)
+        """Returns and clears the statistics of the timed steps."""
+        return _drain(self._steps)
 
 
 def timing_events(device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
-    """What makes events of a device that keep their time, and what gives its current stream; if it has them."""
+    """Functions that make a timed event of a device and return its current stream; ``None`` without such events."""
     if device.type == "cpu":
         return None
     module: Any = torch.get_device_module(device)
@@ -167,20 +166,19 @@ def timing_events(device: torch.device) -> tuple[Callable[[], Any], Callable[[],
     return (partial(event, enable_timing=True), stream) if event and stream else None
 
 
-class DeviceTime:
-    """Times the sections of each step on an accelerator, by events in its stream, for which the host never waits.
+class DeviceStepTimer:
+    """Times the sections of steps on an accelerator, by events in its stream; the host never waits for them.
 
-    What the host does counts only as far as the device has nothing to do meanwhile: data that are loaded while it
-    computes cost nothing.
+    Work of the host counts only while the device is idle: data loading that overlaps with computing is free.
 
     Args:
-        event: Makes an event that keeps its time, see :func:`timing_events`.
-        sampling: Which steps are timed.
-        stream: Gives the stream of this moment. Waits of others than that of the step do not hold it up.
+        event: Makes a timed event; see :func:`timing_events`.
+        sampling: Selects the steps to time.
+        stream: Returns the current stream. Waits in streams other than that of the step do not count.
     """
 
-    _UNDER_WAY = 64
-    """Steps whose events may not have happened yet. A host that is further ahead loses the oldest."""
+    _MAX_IN_FLIGHT = 64
+    """Steps whose events may be pending. If the host is further ahead, the oldest are lost."""
 
     def __init__(
         self, event: Callable[[], Any], sampling: SamplingWindow, stream: Callable[[], Any] = lambda: None
@@ -192,81 +190,82 @@ class DeviceTime:
         self._marks: list[tuple[Any, int]] = []
         self._section = DATA
         self._waits = 0
-        self._has_others = False
-        self._under_way: deque[list[tuple[Any, int]]] = deque(maxlen=self._UNDER_WAY)
-        self._steps: deque[tuple[float, ...]] = deque(maxlen=_LIMIT)
+        self._uses_side_streams = False
+        self._in_flight: deque[list[tuple[Any, int]]] = deque(maxlen=self._MAX_IN_FLIGHT)
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=_MAX_STEPS)
 
     def begin(self) -> None:
-        """A step begins, with its data; the one before it is complete."""
-        is_timed = self._sampling.takes_next()
+        """Ends a step and begins the next, with :data:`DATA`."""
+        is_timed = self._sampling.samples_next()
         if self._marks or is_timed:
             event = self._event()
             if self._marks:
-                self._under_way.append([*self._marks, (event, DATA)])
+                self._in_flight.append([*self._marks, (event, DATA)])
             self._marks = [(event, DATA)] if is_timed else []
         self._section, self._waits, self._stream = DATA, 0, self._get_stream()
-        self._look()
+        self._collect()
 
     def enter(self, section: int) -> None:
-        """The step goes on to one of :data:`SECTIONS`, or to what is :data:`NO_PART` of it."""
+        """Enters one of :data:`SECTIONS`, by its index, or :data:`NO_SECTION`."""
         self._section = section
         if self._marks:
             self._marks.append((self._event(), section))
 
     def wait(self, begins: bool, stream: Any = None) -> None:
-        """The device begins to wait for others, or has waited; waits may lie within each other.
+        """Marks the begin or end of a wait for other ranks; waits may be nested.
 
         Args:
-            begins: Which of these.
-            stream: That waits for an event of another; ``None``: the stream of this moment, for other ranks. Such an
-                event means other ranks only while computing, and where there are collectives in other streams (FSDP).
+            begins: Whether the wait begins or ends.
+            stream: Stream that waits for an event of another stream; ``None``: the current stream waits in a
+                collective. An event counts as a wait for other ranks only in :data:`COMPUTE`, and only if there are
+                collectives in side streams (FSDP).
         """
         if stream is None and self._get_stream() != self._stream:
-            self._has_others = True
+            self._uses_side_streams = True
             return
-        if stream is not None and not (self._has_others and self._section == COMPUTE and stream == self._stream):
+        if stream is not None and not (self._uses_side_streams and self._section == COMPUTE and stream == self._stream):
             return
         before = self._waits
         self._waits += 1 if begins else -1
         if self._marks and bool(before) != bool(self._waits):
-            self._marks.append((self._event(stream), NO_PART if begins else self._section))
+            self._marks.append((self._event(stream), NO_SECTION if begins else self._section))
 
     def drop(self) -> None:
-        """The step under way does not count."""
+        """Discards the current step."""
         self._marks = []
 
     def __len__(self) -> int:
-        """How many steps are known since they were taken last."""
+        """Number of timed steps since the last :meth:`take`."""
         return len(self._steps)
 
     @property
     def is_timed(self) -> bool:
-        """Whether the step under way is."""
+        """Whether the current step is timed."""
         return bool(self._marks)
 
     def take(self) -> Sample:
-        """The steps since the last call whose events have happened."""
-        self._look()
-        return _take(self._steps)
+        """Returns and clears the statistics of the timed steps whose events have completed."""
+        self._collect()
+        return _drain(self._steps)
 
     def _event(self, stream: Any = None) -> Any:
         event = self._make()
         event.record(*(() if stream is None else (stream,)))
         return event
 
-    def _look(self) -> None:
-        while self._under_way and self._under_way[0][-1][0].query():
-            marks = self._under_way.popleft()
-            spent = [0.0] * (len(SECTIONS) + 1)  # the last one for what is no part
+    def _collect(self) -> None:
+        while self._in_flight and self._in_flight[0][-1][0].query():
+            marks = self._in_flight.popleft()
+            spent = [0.0] * (len(SECTIONS) + 1)  # the last one is NO_SECTION
             try:
                 for (begin, section), (end, _) in pairwise(marks):
                     spent[section] += max(begin.elapsed_time(end), 0.0) / 1000
             except RuntimeError:
-                continue  # an event of another stream, which has not happened yet
+                continue  # a pending event of another stream
             self._steps.append(tuple(spent[:-1]))
 
 
-def _take(steps: deque[tuple[float, ...]]) -> Sample:
+def _drain(steps: deque[tuple[float, ...]]) -> Sample:
     sample = Sample.of(torch.tensor(list(steps), dtype=torch.float64, device="cpu").reshape(-1, len(SECTIONS)))
     steps.clear()
     return sample
