@@ -1,11 +1,11 @@
-"""What the ranks of a job say to each other about their local saves, over the store that they share. No Trainer.
+"""Coordinates the local saves of all ranks by messages in their shared store. No Trainer.
 
 **A round** is one save of all ranks. Rank 0 announces it some steps ahead: "the first boundary at which ``global_step``
-is at least 120". Each rank says whether it has heard of it in time, and only if all have is the state taken, by all. So
-the ranks call the hooks of a save, which may use collectives, together or not at all; and a rank waits at that boundary
-only if it is there before the answer is. When every rank has published its parts, or has not, the round is settled, and
-only then comes the next. So no rank ever waits for another in a step, no rank saves what the others leave out, and each
-knows which generations are complete and may remove the older ones.
+is at least 120". Each rank posts whether it received that in time, and only if all did, all take their state. So the
+ranks call the hooks of a save, which may use collectives, together or not at all, and a rank waits at that boundary
+only until the answers are complete. The next round begins when all ranks have posted whether they published their
+shards. So no rank waits for another within a step, all ranks save the same steps, and each knows which generations are
+complete and may remove older ones.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _PATIENCE = timedelta(hours=1)
-"""How long a call to the shared store may block; nothing happens when it ends."""
+"""Limit of one wait in the store, which is then repeated."""
 
 _OVER = "over"
-"""Said instead of what is waited for when a rank has left."""
+"""Value of an awaited key when this rank leaves."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class PlannedSave:
     """A save of all ranks.
 
     Args:
-        number: Counts from 0 in every fit.
-        step: It happens at the first boundary at which this many optimizer steps are done, or more.
-        generation: Names what is saved.
+        number: Number of the round, from 0 in every fit.
+        step: The save is at the first boundary with at least this ``trainer.global_step``.
+        generation: Name of the generation.
     """
 
     number: int
@@ -45,18 +45,18 @@ class PlannedSave:
 
 
 def new_generation() -> str:
-    """A name that no other generation has."""
+    """A random name for a generation."""
     return uuid.uuid4().hex[:8]
 
 
 class SaveCoordinator:
-    """The messages of the rounds, over the store that the ranks share.
+    """Sends and receives the messages of the rounds, in a background thread.
 
     Args:
-        store: A client that nobody else uses: it is at work for as long as the thread waits.
-        world_size: How many ranks take part.
-        bell: Another client, with which the training thread ends that. Short waits instead would do without, but torch
-            warns at the end of each.
+        store: Client for this thread alone: it is blocked while the thread waits.
+        world_size: Number of ranks.
+        bell: Another client, by which the training thread ends a wait. Polling would not need it, but torch warns at
+            every timeout.
     """
 
     def __init__(self, store: Store, world_size: int, bell: Store) -> None:
@@ -66,11 +66,11 @@ class SaveCoordinator:
         self._awaited = ""
         self._digest: dict[int, str] = {}
         self.over = False
-        """Whether there will be no more rounds: a rank has left."""
+        """Whether a rank has left, so that there are no more rounds."""
 
     def announce(self, planned: PlannedSave) -> None:
-        """Rank 0: tells everybody."""
-        # Every rank has heard how the round before the last ended, or the last could not have been settled.
+        """Announces a round; called on rank 0."""
+        # The previous round was finished, so all ranks have read the answers of the one before it.
         published = f"published{self._digest.pop(planned.number - 2, '')}"
         ends = ("over", "settled", "said", "compared", "learned", "prepared", "ready")
         names = ("late", "heard", "agreed", published, *ends)
@@ -79,65 +79,65 @@ class SaveCoordinator:
         self._store.set(f"round/{planned.number}", json.dumps([planned.step, planned.generation]))
 
     def end(self) -> None:
-        """Called by the training thread: this rank leaves, and without it no round can be settled any more."""
+        """Ends all rounds; called by the training thread."""
         self.over = True
         if self._awaited:
-            with contextlib.suppress(RuntimeError):  # the store has gone, and the wait has ended too
+            with contextlib.suppress(RuntimeError):  # the store is gone, and so is the wait
                 self._bell.compare_set(self._awaited, "", _OVER)
 
     def be_ready(self, number: int) -> None:
-        """Says that this rank has done with a round, and will hear of the next at once."""
+        """Posts that this rank has finished a round."""
         if self._store.add(f"round/{number}/prepared", 1) == self._world_size:
             self._store.set(f"round/{number}/ready", "1")
 
     def all_are_ready(self, number: int) -> bool:
-        """Rank 0: waits until every rank has done with a round; returns whether there can be another."""
+        """Waits until all ranks have finished a round; returns false if a rank has left. Called on rank 0."""
         return self._get(f"round/{number}/ready") is not None
 
     def wait_for_plan(self, number: int) -> PlannedSave | None:
-        """The announcement of a round, as soon as it is there, or ``None`` if there will be no more."""
+        """Waits for the announcement of a round; ``None`` if a rank has left."""
         heard = self._get(f"round/{number}")
         return None if heard is None else PlannedSave(number, *json.loads(heard))
 
     def agree(self, number: int, in_time: bool) -> bool | None:
-        """Says whether this rank has heard of a round in time.
+        """Posts whether this rank received the announcement in time, and waits for the other ranks.
 
         Returns:
-            Whether all have, as soon as they say so; ``None`` if that will not be known.
+            Whether all ranks did; ``None`` if a rank has left.
         """
         return self._ask_all(number, "heard", "late", int(not in_time), "agreed", wanted=0)
 
     def finish(self, number: int, published: bool, digest: str = "") -> bool | None:
-        """Says whether this rank has published all its parts.
+        """Posts whether this rank published its shards, and waits for the other ranks.
 
         Args:
-            number: Of the round.
-            published: Whether it has.
-            digest: What it takes for what all ranks have alike; where they differ, their parts do not go together.
+            number: Number of the round.
+            published: Whether this rank published all its shards.
+            digest: Digest of its replicated tensors; shards with different digests do not belong together.
 
         Returns:
-            Whether every rank has, as soon as they say so; ``None`` if that will not be known.
+            Whether all ranks published shards with the same digest; ``None`` if a rank has left.
         """
         self._digest[number] = digest
         return self._ask_all(number, "over", f"published{digest}", int(published), "settled", wanted=self._world_size)
 
     def compare(self, number: int, rank: int, digest: str, written: list[int]) -> tuple[list[str], list[int]] | None:
-        """Asks, after :meth:`finish`, why a round has not come to a complete generation.
+        """Compares the digests of all ranks, after :meth:`finish` found a generation to be incomplete.
 
         Args:
-            number: Of the round.
-            rank: This one.
-            digest: What it takes for what all ranks have alike; empty if it does not know.
-            written: What of that it writes for itself, by number.
+            number: Number of the round.
+            rank: This rank.
+            digest: Digest of its replicated tensors; empty if unknown.
+            written: Numbers of the replicated tensors that this rank writes between boundary and fence.
 
         Returns:
-            What all ranks take for it, to rank 0, and nothing to the others; and what any rank writes for itself.
-            ``None`` if that will not be known.
+            The digests by rank (on rank 0; empty elsewhere), and the numbers in ``written`` of any rank. ``None`` if a
+            rank has left.
         """
         name = f"round/{number}"
         keys = [f"{name}/digest/{each}" for each in range(self._world_size)]
         self._store.set(keys[rank], json.dumps([digest, written]))
-        if self._store.add(f"{name}/said", 1) == self._world_size:  # the last one tells rank 0
+        if self._store.add(f"{name}/said", 1) == self._world_size:  # the last rank notifies rank 0
             self._store.set(f"{name}/compared", "1")
         digests: list[str] = []
         if rank == 0:
@@ -155,14 +155,14 @@ class SaveCoordinator:
     def _ask_all(self, number: int, said: str, counted: str, mine: int, answer: str, wanted: int) -> bool | None:
         name = f"round/{number}"
         self._store.add(f"{name}/{counted}", mine)
-        if self._store.add(f"{name}/{said}", 1) == self._world_size:  # the last one tells all
+        if self._store.add(f"{name}/{said}", 1) == self._world_size:  # the last rank notifies all
             total = self._store.add(f"{name}/{counted}", 0)
             self._store.set(f"{name}/{answer}", str(int(total == wanted)))
         heard = self._get(f"{name}/{answer}")
         return None if heard is None else heard == b"1"
 
     def _get(self, key: str) -> bytes | None:
-        self._awaited = key  # before it is looked whether to wait for it: end() looks at them the other way round
+        self._awaited = key  # set before ``over`` is read; end() does it the other way round
         while not self.over:
             try:
                 self._store.wait([key], _PATIENCE)

@@ -227,7 +227,7 @@ class LocalSavePolicy(Participant):
             self._saves.rollback(step, complete, self._identity())
 
     def _identity(self) -> dict[str, Any]:
-        """Fields that all parts have that are saved from now on."""
+        """Identity fields of all shards that are saved from now on."""
         commons = self.location.local_world_size if self._common else 0
         layout = {"kind": _kind(self.session.fit.trainer), "commons": commons, "course": self.session.selector.course}
         return {**self.owner, "layout": layout}
@@ -261,7 +261,7 @@ class LocalSavePolicy(Participant):
         )
 
     def save_locally(self, reason: str, within_s: float) -> bool:
-        """Saves at this boundary, the same on all ranks; returns whether every rank has published its parts in time."""
+        """Saves at this boundary, the same on all ranks; returns whether all ranks published in time."""
         if self._saves is None:
             return False
         trainer = self.session.fit.trainer
@@ -351,8 +351,7 @@ class LocalSavePolicy(Participant):
             mine += 2 * sum(local(each).nbytes for each in trainer.lightning_module.parameters() if each.requires_grad)
         sizes = self.session.fit.gather(mine)
         here = [location.rank for location in self.locations if location.node == self.location.node]
-        part = rank_shard(self.session.fit.rank)
-        self._expected = {part: mine}
+        self._expected = {rank_shard(self.session.fit.rank): mine}
         if self._common:
             count = self.location.local_world_size
             self._expected = {replicated_shard(self.location.local_rank, count): mine // count}
