@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from lightning_resilience.checkpoint.tensor_bytes import dtype_named
+from lightning_resilience.checkpoint.tensor_bytes import DTYPES
 
 _TAG = "__resilience_type__"
 _LEFT_OUT = object()
@@ -111,8 +111,6 @@ class _Packing:
 
     def pack(self, value: Any, where: _Where) -> Any:
         kind = type(value)
-        if kind is torch.Tensor:
-            return self._tensor(value)
         if kind in _PACKED:
             return _PACKED[kind](value)
         if kind in self._containers:
@@ -204,8 +202,6 @@ class _Packing:
         self._open.remove(id(value))
         if attributes is _LEFT_OUT or _LEFT_OUT in items.values():
             return _LEFT_OUT
-        if kind is dict and _are_names(items):
-            return items
         return self._pack_items(about, items, attributes, where)
 
     def _entries(self, value: Entries, where: _Where) -> Any:
@@ -350,8 +346,6 @@ def _pack_float(value: float) -> Any:
 
 
 def _pack_str(value: str) -> Any:
-    if value.isascii():
-        return value
     try:
         value.encode()
     except UnicodeEncodeError:  # JSON makes one character of two surrogates that follow each other
@@ -481,8 +475,6 @@ def _made_dict(value: dict[str, Any], items: Any, attributes: dict[str, Any]) ->
 
 def _made_array(content: Any, dtype: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
     kind = np.dtype(dtype)
-    if kind.kind not in _ARRAY_KINDS:
-        raise ValueError(f"there are no arrays of {kind} in a structure")
     if kind.itemsize == 0:
         return np.zeros(shape, kind)
     array: np.ndarray[Any, Any] = np.frombuffer(content, dtype=kind).reshape(shape).copy()
@@ -519,7 +511,7 @@ _UNPACKED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "complex": lambda value: _unpack_complex(*value["data"]),
     "scalar": lambda value: _made_array(_bytes_of(value["data"]), value["dtype"], [1])[0],
     "size": lambda value: torch.Size(value["data"]),
-    "dtype": lambda value: dtype_named(value["data"]),
+    "dtype": lambda value: DTYPES[value["data"]],
     "device": lambda value: torch.device(value["data"]),
     "timedelta": lambda value: datetime.timedelta(*value["data"]),
     "datetime": lambda value: datetime.datetime.fromisoformat(value["data"]),
@@ -558,8 +550,6 @@ def safe_form(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if kind is not dict:
         return structure
     tag = structure.get(_TAG)
-    if tag is None:
-        return {key: safe_form(item, tensors) for key, item in structure.items()}
     if tag == "tensor":
         tensor = _tensor_of(structure, tensors)
         # Attributes would be pickled with it; other classes have theirs there.

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_resilience.checkpoint.tensor_bytes import dtype_named
+from lightning_resilience.checkpoint.tensor_bytes import DTYPES
 
 Path: TypeAlias = "tuple[str, ...]"
 Pieces: TypeAlias = "dict[Path, bytes | torch.Tensor]"
@@ -121,8 +121,8 @@ def _made_tensor(piece: bytes) -> torch.Tensor:
     begin = 5 + int.from_bytes(content[1:5], "little")
     dtype, shape = json.loads(content[5:begin])
     if begin == len(content):
-        return torch.empty(shape, dtype=dtype_named(dtype))
-    return torch.frombuffer(bytearray(content[begin:]), dtype=torch.uint8).view(dtype_named(dtype)).reshape(shape)
+        return torch.empty(shape, dtype=DTYPES[dtype])
+    return torch.frombuffer(bytearray(content[begin:]), dtype=torch.uint8).view(DTYPES[dtype]).reshape(shape)
 
 
 def _compressed(piece: bytes) -> bytes:

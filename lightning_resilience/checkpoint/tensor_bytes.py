@@ -10,17 +10,6 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).valu
 """The types of this version of torch, by the names under which checkpoints have them."""
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """The type with this name.
-
-    Raises:
-        ValueError: If this version of torch does not have it.
-    """
-    if name not in DTYPES:
-        raise ValueError(f"this version of torch has no type {name!r}")
-    return DTYPES[name]
-
-
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether the elements of a tensor fill one piece of memory without gaps, each once, in whichever order."""
     expected = 1
