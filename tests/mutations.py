@@ -611,6 +611,27 @@ GUARDS = [
         "tests/test_hangs_verdict.py::test_every_kind",
     ),
     Guard(
+        "a pickle that asks for a huge memo is refused",
+        "checkpoint/dcp.py",
+        'if opcode.name == "LONG_BINPUT" and (argument or 0) > puts:',
+        "if False:",
+        "tests/test_dcp.py::test_a_huge_memo_is_refused_before_there_is_any",
+    ),
+    Guard(
+        "a shard that another process removes meanwhile is none",
+        "checkpoint/node_store.py",
+        "                with contextlib.suppress(FileNotFoundError):\n                    status = entry.stat",
+        "                with contextlib.suppress():\n                    status = entry.stat",
+        "tests/test_node_store.py::test_shards_that_another_process_removes_after_they_were_listed",
+    ),
+    Guard(
+        "a bad shard that cannot be moved is passed over",
+        "checkpoint/recovery.py",
+        "with suppress(OSError):  # another rank of this node may have moved it",
+        "with suppress():",
+        "tests/test_local_checkpoint.py::test_a_bad_shard_that_cannot_be_moved_is_passed_over",
+    ),
+    Guard(
         "no rank trains on into a save for which another is not ready",
         "checkpoint/save_coordinator.py",
         'return self._get(f"round/{number}/ready") is not None',

@@ -215,6 +215,12 @@ def test_what_is_planted_in_a_description_is_refused(plant: Any, monkeypatch: py
     assert before == {name: dict(vars(dcp._RECORDS[name])) for name in before}, "classes are what they were"
 
 
+def test_a_huge_memo_is_refused_before_there_is_any() -> None:
+    """The unpickler would take the memory for it, and fail only where that is too much."""
+    with pytest.raises(checkpoint_file.UnsafeContent, match=r"^it asks for more memory"):
+        dcp.read_metadata(b"\x80\x02]r\x00\x00\x10\x00.")
+
+
 def test_what_is_referred_to_often_is_made_once() -> None:
     small = described(planner_data={"a": _doubled(60, ["b"])})
     found = dcp.read_metadata(pickle.dumps(small))

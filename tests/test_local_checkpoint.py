@@ -589,6 +589,17 @@ def test_the_tests_depend_on_the_verification(memory: Run, monkeypatch: pytest.M
         harmed(memory, *HARMS["a flipped bit"])
 
 
+def test_a_bad_shard_that_cannot_be_moved_is_passed_over(memory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(store: NodeStore, path: Path, reason: str) -> None:
+        raise OSError(errno.EROFS, "read-only", os.fspath(path))
+
+    memory.die(memory.local(keep=3), step=14)
+    flip(part_of(memory.folder, 12))
+    monkeypatch.setattr(NodeStore, "quarantine", refuse)
+    ends_well(memory, memory.local(keep=3))
+    assert memory.resumes == [("local", 9)]
+
+
 def test_when_everything_local_is_bad(memory: Run) -> None:
     memory.die(memory.resume(4), memory.local(), step=14)
     for path in parts_in(memory.folder):

@@ -27,6 +27,7 @@ import pytest
 import torch
 import xxhash
 
+from lightning_resilience.checkpoint import checkpoint_file
 from lightning_resilience.checkpoint import node_store as module
 from lightning_resilience.checkpoint.capacity import in_node_memory
 from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
@@ -1053,6 +1054,63 @@ def test_as_an_ordinary_user(memory: Path) -> None:
             NodeStore(locked / "fit-000")
 
     assert in_child(run) == 0
+
+
+def test_a_folder_that_is_writable_but_not_readable(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(directory: Path) -> None:
+        raise PermissionError(errno.EACCES, "not readable", os.fspath(directory))
+
+    monkeypatch.setattr(module, "sync_directory", refuse)
+    store = NodeStore(memory)
+    assert store.shard_files() == []
+    store.close()
+
+
+def test_shards_that_another_process_removes_after_they_were_listed(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list_entries, removed = module._entries, ""
+
+    def list_and_remove(folder: Path) -> list[os.DirEntry[str]]:
+        entries = list_entries(folder)
+        for entry in entries:
+            if removed and entry.name.startswith(removed):
+                os.unlink(entry.path)
+        return entries
+
+    store = NodeStore(place)
+    for step in (1, 2):
+        for name in ("rank-00000", "rank-00001", "rank-00002"):
+            save(store, step, name)
+    monkeypatch.setattr(module, "_entries", list_and_remove)
+    removed = "rank-00001"
+    there = [(step, name) for step in (2, 1) for name in ("rank-00000", "rank-00002")]
+    assert [(file.step, file.path.stem) for file in store.shard_files()] == there
+    damaged = store.path(2, generation(2), "rank-00002")
+    removed = damaged.name
+    store.quarantine(damaged, "damaged")
+    removed = ""
+    assert not damaged.exists()
+    damaged, move = store.path(1, generation(1), "rank-00002"), checkpoint_file.quarantine
+
+    def remove_and_move(path: Path, *more: Any) -> Path:
+        path.unlink()
+        return move(path, *more)
+
+    monkeypatch.setattr(checkpoint_file, "quarantine", remove_and_move)
+    store.quarantine(damaged, "damaged")
+    list_shards = store.shard_files
+
+    def list_and_remove_all() -> list[Any]:
+        files = list_shards()
+        for file in files:
+            file.path.unlink()
+        return files
+
+    monkeypatch.setattr(store, "shard_files", list_and_remove_all)
+    store.retire([], lambda name: True)
+    assert list_shards() == []
+    store.close()
 
 
 def test_links_at_the_names_of_our_files(place: Path) -> None:

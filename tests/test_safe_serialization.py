@@ -22,8 +22,10 @@ from lightning_resilience.checkpoint.safe_serialization import (
     Entries,
     content,
     from_safe,
+    is_rewritten,
     pack,
     safe_form,
+    to_safe,
     unpack,
 )
 
@@ -226,6 +228,20 @@ def test_tied_tensors_stay_tied():
     assert len(tensors) == 1
     back = unpack(structure, [torch.ones(4, 4)])
     assert len({tensor.data_ptr() for tensor in back.values()}) == 1
+    sparse = torch.eye(2).to_sparse_csr()  # has no strides to compare
+    assert len(pack([sparse, sparse])[1]) == 1
+
+
+def test_what_torch_reads_safely_is_saved_as_it_is():
+    value = [
+        b"x", bytearray(b"x"), 2**70, float("inf"), 1j, torch.Size([2]), torch.float16, torch.device("cpu"), (1, "a"),
+        {1, 2}, {3: (4,)}, OrderedDict(a=1), Counter(a=1),
+    ]  # fmt: skip
+    saved, left_out = to_safe(value)
+    assert left_out == []
+    assert saved == value
+    assert [*map(type, saved)] == [*map(type, value)]
+    assert not is_rewritten(value)
 
 
 def test_what_only_looks_tied_is_told_apart():

@@ -68,6 +68,21 @@ def test_waiting_lasts_as_long_as_messages_come(monkeypatch: pytest.MonkeyPatch)
     assert len(StoreMessages(own(store)).receive(KEYS[:6], 2.0).wait()) == 6
 
 
+def test_after_one_that_is_late_no_other_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_messages, "_AT_ONCE", 1)
+    messages, asked = StoreMessages(own(dist.HashStore())), []
+    read = messages.read
+
+    def note(keys: list[str], is_late: Callable[[], bool], delete: bool) -> list[bytes]:
+        asked.append(keys)
+        return read(keys, is_late, delete)
+
+    monkeypatch.setattr(messages, "read", note)
+    receipt = messages.receive(KEYS[:3], 0.1)
+    assert receipt._reading.result(60) is None
+    assert asked == [KEYS[:1]]
+
+
 def serve(port: int) -> None:
     server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     time.sleep(100)
