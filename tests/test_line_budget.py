@@ -17,16 +17,16 @@ BUDGET = {
     ".": 2932,
     "_lightning": 1154,
     "callbacks": 525,
-    "checkpoint": 4796,
+    "checkpoint": 4777,
     "contrib": 225,
     "detect": 307,
     "detect/hangs": 2355,
     "detect/numerics": 788,
     "detect/stragglers": 339,
-    "fit": 5114,
+    "fit": 5113,
     "launch": 2821,
     "launch/schedulers": 508,
-    "run": 2035,
+    "run": 2034,
 }
 
 _NO_CODE = (
