@@ -14,7 +14,10 @@ from tests.test_exact_resume import make
 
 ALL = ["preemption", "auto_resume", "nan_guard", "local_checkpoint", "replica_check"]
 LEFT_BEHIND = ("Connection closed by peer", "Connection reset by peer", "Timed out")
-"""What gloo says to a rank that waits for one that has gone, or does not come."""
+"""What gloo says to a rank that waits for one that has gone, or does not come.
+
+A rank may leave a moment after rank 0, which holds the store: that line names ``TCPStore`` and is none of these.
+"""
 
 
 def start(tmp: Path, config: dict[str, Any]) -> tuple[list[int | None], str]:
@@ -22,7 +25,8 @@ def start(tmp: Path, config: dict[str, Any]) -> tuple[list[int | None], str]:
     ranks = Ranks({**config, "collective_timeout_s": 60}, tmp / "run")
     codes = ranks.wait(kill_rest=False)
     text = ranks.text()
-    assert not [each for each in LEFT_BEHIND if each in text], text
+    lines = [line for line in text.splitlines() if "TCPStore" not in line]
+    assert not [line for line in lines if any(each in line for each in LEFT_BEHIND)], text
     return codes, text
 
 

@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 339,
     "fit": 5113,
-    "launch": 2821,
+    "launch": 2825,
     "launch/schedulers": 508,
     "run": 2034,
 }

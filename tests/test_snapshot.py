@@ -565,7 +565,7 @@ def test_a_writer_that_fails_before_it_copies(
     assert caplog.text.count("could not be saved") == 1
 
 
-@pytest.mark.parametrize("place", ["_reserve", "parts"])
+@pytest.mark.parametrize("place", ["_reserve", "tensor_positions"])
 def test_a_writer_that_dies(place: str, witness: Witness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(*args: Any) -> Any:
         raise SystemExit("on purpose")

@@ -35,7 +35,7 @@ from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.safe_serialization import from_safe
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.outcome import ENDS_APART, FitOutcome
-from lightning_resilience.launch.script_errors import what_to_change
+from lightning_resilience.launch.script_errors import past_max_epochs
 from lightning_resilience.run.events import (
     Finished,
     Fresh,
@@ -531,8 +531,8 @@ class CheckpointSelector:
         try:
             yield
         except BaseException as error:
-            if (change := what_to_change(error)) is not None:
-                raise AnotherFit(change) from error
+            if isinstance(error, Exception) and (change := past_max_epochs(self._fit.trainer)) is not None:
+                raise AnotherFit(change) from error  # Lightning's error, which has restored the epoch by then
             if self.loaded is not None and _may_be_the_states_fault(error):
                 kind, loaded = type(error).__name__, self.loaded
                 self._fit.ledger.record(

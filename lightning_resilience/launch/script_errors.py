@@ -37,9 +37,6 @@ _OF_MACHINES = re.compile(
 # A path with a mistake in it, unless a training of the same command has begun before: then a disk is not mounted.
 _FILES = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")
 
-# As Lightning says it when it has restored the loops.
-_PAST_MAX_EPOCHS = re.compile(r"You restored a checkpoint with current_epoch=(\d+), .*Trainer\(max_epochs=(\d+)\)")
-
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _NOT_THE_USERS = (
     "<",  # <frozen runpy>
@@ -94,11 +91,22 @@ def what_to_change(error: BaseException) -> str | None:
 
 
 def _past_max_epochs(error: BaseException) -> str | None:
-    """What to change if a Trainer refuses a checkpoint of an epoch behind its ``max_epochs``."""
-    found = _PAST_MAX_EPOCHS.search(str(error))
-    if type(error).__name__ != "MisconfigurationException" or found is None:
+    if type(error).__name__ != "MisconfigurationException":
         return None
-    epoch, most = found.groups()
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "fit"]
+    trainers = [frame.f_locals.get("self") for frame in frames]
+    return next(filter(None, map(past_max_epochs, trainers)), None)
+
+
+def past_max_epochs(trainer: Any) -> str | None:
+    """What to change if a Trainer has restored a checkpoint of an epoch behind its ``max_epochs``.
+
+    Args:
+        trainer: A Trainer, or whatever else has a method ``fit``.
+    """
+    epoch, most = getattr(trainer, "current_epoch", None), getattr(trainer, "max_epochs", None)
+    if not (isinstance(epoch, int) and isinstance(most, int) and 0 <= most < epoch):
+        return None
     return (
         f"the script goes on from a checkpoint of epoch {epoch}, and its Trainer ends at max_epochs={most}: raise it, "
         "or give another run another directory (--run-dir, run_dir=)"
