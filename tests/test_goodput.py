@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_resilience.launch.cli import main
+from lightning_resilience.launch.report import JSON_KEYS, JSON_SCHEMA, report, report_json
+from lightning_resilience.run import time_account
 from lightning_resilience.run.events import (
     AllocationEnd,
     AllocationStart,
@@ -21,7 +27,7 @@ from lightning_resilience.run.events import (
     TimeSpent,
     parse,
 )
-from lightning_resilience.run.goodput import Goodput, Loss, account
+from lightning_resilience.run.goodput import CATEGORIES, PARTS, Goodput, Loss, account
 
 
 def launch(began: float, recorded: float) -> LaunchStart:
@@ -196,3 +202,90 @@ def test_what_another_version_has_recorded_otherwise(spoiled: dict[str, Any]) ->
     event = parse(line)
     assert event is not None
     assert account([launch(0, 0), event, ended(60)]).by_category["launch"] == 60
+
+
+# The report
+
+
+FAULT = Fault(time=70, rank=1, kind="hang", fit=0, step=6, reason="stuck")
+HUNG = [
+    *(launch(0, 0), job(0), spent(0, 50, 75, "productive"), FAULT),
+    spent(80, 110, 110, seconds={"imports": 4.0, "productive": 16.0, "wasted_progress": 10.0}),
+    *(ended(110), launch(150, 150), job(150)),
+    spent(150, 190, 190, seconds={"imports": 10.0, "productive": 29.0, "checkpoint_save": 1.0}),
+    ended(190),
+]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "ledger.jsonl").write_text("".join(f"{json.dumps(event.to_json())}\n" for event in HUNG))
+    return tmp_path
+
+
+def keys_of(value: dict[str, Any], prefix: str = "") -> set[str]:
+    found = set()
+    for key, each in value.items():
+        found.add(prefix + key)
+        if isinstance(each, list):
+            assert each, f"no {key} to look at"
+            found |= keys_of(each[0], f"{prefix}{key}[].")
+    return found
+
+
+def test_the_json_has_the_documented_keys(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["report", "--json", str(run_dir)])
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == JSON_SCHEMA
+    assert keys_of(found) == JSON_KEYS.keys()
+    assert tuple(found["categories"]) == CATEGORIES
+
+
+def test_the_json_says_what_was_lost(run_dir: Path) -> None:
+    found = json.loads(report_json(run_dir))
+    assert (found["goodput"], found["ettr"]) == (95 / 150, 96 / 150)
+    assert (found["ranks"], found["rank_seconds"], found["categories"]["idle"]) == (2, 380, 80)
+    assert (found["began"], found["ended"], found["goes_on"]) == (0, 190, False)
+    [hang] = found["interruptions"]
+    assert [hang[part] for part in PARTS] == [40, 10, 18, 0, 20]
+    assert (hang["rank_seconds"], hang["cause"], hang["node"], hang["reason"]) == (88, "hang", "n1", "stuck")
+    assert [(each["name"], each["rank_seconds"], each["node"]) for each in found["losses"]] == [
+        ("hang", 88, "n1"),
+        ("first start", 20, None),
+        ("checkpoint_save", 2, None),
+    ]
+    assert found["losses"][0]["share"] == 88 / 300
+
+
+def test_the_report_begins_with_the_verdict(run_dir: Path) -> None:
+    lines = report(run_dir).splitlines()[2:]
+    assert re.findall(r"[\d.]+ (?:%|s|ranks|min \d+ s)", lines[0]) == [
+        "63.3 %",
+        "64.0 %",
+        "2 ranks",
+        "3 min 10 s",
+        "40.0 s",
+    ]
+    assert [re.findall(r"[\d.]+ %", line) for line in lines[1:4]] == [
+        ["29.3 %", "13.3 %", "6.7 %"],
+        ["6.7 %"],
+        ["0.7 %"],
+    ]
+    [hang] = [line.split() for line in lines if "stuck" in line and " hang " in line and "fault" not in line]
+    assert hang[3:10] == ["n1", "20.0", "5.0", "9.0", "0.0", "10.0", "44.0"]
+
+
+def test_a_run_that_is_killed_ends_with_its_last_sign_of_life(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one whose ranks live, on whatever node, ends now."""
+    (run_dir / "ledger.jsonl").write_text(f"{json.dumps(launch(0, 0).to_json())}\n")
+    time_account.keep(run_dir, "n1", spent(10, 60, 60, "productive"))
+    assert json.loads(report_json(run_dir))["ended"] == 60
+    monkeypatch.setattr("time.time", lambda: 80.0)
+    found = json.loads(report_json(run_dir))
+    assert (found["ended"], found["goes_on"], found["categories"]["productive"]) == (80, True, 140)
+    assert "so far" in report(run_dir)
+
+
+def test_nothing_was_launched(tmp_path: Path) -> None:
+    found = json.loads(report_json(tmp_path))
+    assert (found["began"], found["goodput"], found["interruptions"]) == (None, None, [])

@@ -20,7 +20,7 @@ from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.launch import naming
 from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, other_command
 from lightning_resilience.launch.lookup import why_not_found
-from lightning_resilience.launch.report import report
+from lightning_resilience.launch.report import report, report_json
 from lightning_resilience.launch.schedulers import KINDS, current_scheduler
 from lightning_resilience.launch.schedulers.base import AFTER_GRACE_S, PREEMPT_TIME_S, Scheduler
 from lightning_resilience.launch.status import overview, runs_in, status
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> None:
         if options.action == "status":
             print(status(options.run_dir))
         elif options.action == "report":
-            print(report(options.run_dir))
+            print(report_json(options.run_dir) if options.json else report(options.run_dir))
         elif options.action == "diagnose":
             print(diagnoses(options.run_dir, options.number))
         elif options.once:
@@ -276,9 +276,10 @@ def _parser() -> argparse.ArgumentParser:
     shown = actions.add_parser(
         "report",
         help="show what happened to a run",
-        description="Prints the timeline of a run and the cost of its interruptions.",
+        description="Prints goodput and losses of a run, its worst interruptions and its timeline.",
     )
     shown.add_argument("run_dir", metavar="RUN_DIR")
+    shown.add_argument("--json", action="store_true", help="print goodput, losses and interruptions for programs")
 
     diagnosed = actions.add_parser(
         "diagnose",

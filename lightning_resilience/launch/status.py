@@ -14,7 +14,8 @@ from lightning_resilience.launch.allocations import current_job_chain
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.record import records
 from lightning_resilience.launch.schedulers import KINDS
-from lightning_resilience.run.events import AllocationEnd, Fault, LaunchExit, LaunchStart
+from lightning_resilience.run.deadlines import KEEP_TIME_EVERY_S
+from lightning_resilience.run.events import AllocationEnd, Fault, LaunchExit, LaunchStart, TimeSpent
 from lightning_resilience.run.history import Allocation, History, read_history
 from lightning_resilience.run.ledger import is_ledger, node_name
 from lightning_resilience.run.run_directory import RunDirectory
@@ -167,6 +168,27 @@ def _now(allocations: Sequence[Allocation], run_dir: Path) -> str:
     if last.then == "requeue":
         return f"requeued {ago} ago"
     return f"running on another node, or killed: nothing was recorded for {ago}"
+
+
+def goes_on(history: History, run_dir: Path, kept: Sequence[TimeSpent]) -> bool:
+    """Whether a run waits for nodes, or a launcher or ranks of it live.
+
+    Args:
+        history: Its history.
+        run_dir: The run directory.
+        kept: What was kept of its ranks.
+    """
+    last = history.allocations[-1:]
+    if not last:
+        return False
+    if last[0].job_id is not None and _queue_state(last[0].job_id):
+        return True
+    if last[0].then == "end" or (last[0].exit is not None and last[0].then is None):
+        return False
+    if any(record.is_here and not record.is_dead for record in records(run_dir / "launches")):
+        return True
+    alive_since = time.time() - 3 * KEEP_TIME_EVERY_S  # also on other nodes
+    return any(ended > alive_since for event in kept for ended in event.ended or ())
 
 
 def _queue_state(job_id: str) -> str | None:

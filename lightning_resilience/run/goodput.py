@@ -102,6 +102,16 @@ class Loss(NamedTuple):
     node: str
 
 
+PARTS = ("detect", "end", "start", "restore", "redo")
+"""The parts of an interruption in their order; ``redo`` is what was lost of the work and is done again."""
+
+PART_OF = {
+    **dict.fromkeys(("queue", *_START), "start"),
+    **{"detection": "detect", "teardown": "end", "restore": "restore", "fast_forward": "restore"},
+}
+"""To which part a category belongs; the others belong to ``redo``."""
+
+
 @dataclass
 class InterruptionCost:
     """The end of a group of workers before the run had ended, and what followed from it.
@@ -119,6 +129,14 @@ class InterruptionCost:
     reason: str = ""
     node: str = ""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Rank-seconds by part, see :data:`PARTS`."""
+        parts = dict.fromkeys(PARTS, 0.0)
+        for category, seconds in self.seconds.items():
+            parts[PART_OF.get(category, "redo")] += seconds
+        return parts
 
 
 @dataclass
