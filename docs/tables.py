@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import lightning_resilience
 from lightning_resilience import faults, recipes
-from lightning_resilience.launch import cli
+from lightning_resilience.launch import cli, report
 from lightning_resilience.recipes import RECIPES
 from lightning_resilience.run import events, exit_codes
 
@@ -178,6 +178,10 @@ def _batch_jobs() -> str:
     return _table(["`launch` has ended with", "the job"], exit_codes.BATCH_JOB.items())
 
 
+def _keys_of_report() -> str:
+    return _table(["key", "meaning"], ([f"`{key}`", _markdown(text)] for key, text in report.JSON_KEYS.items()))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{f"options of {name}": _of_class(getattr(lightning_resilience, name)) for name in CALLBACKS},
     "options of SimulatedFault": _of_class(faults.SimulatedFault),
@@ -187,6 +191,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fields of Recipe": _recipe,
     "exit codes of launch": _exit_codes,
     "batch jobs": _batch_jobs,
+    "keys of report": _keys_of_report,
     "events of the ledger": _events,
     "fields of events": _event_fields,
 }

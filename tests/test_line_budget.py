@@ -24,9 +24,9 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 339,
     "fit": 5113,
-    "launch": 2825,
+    "launch": 3045,
     "launch/schedulers": 508,
-    "run": 2034,
+    "run": 2045,
 }
 
 _NO_CODE = (
