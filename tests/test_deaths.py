@@ -25,7 +25,7 @@ from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, samples
 from tests.ledgers import events_of, read_ledger
 from tests.test_exact_resume import undisturbed
-from tests.test_fault_tolerance import events, nothing_left, ours, watched
+from tests.test_fault_tolerance import events, eventually, nothing_left, ours, watched
 from tests.test_launchers import finish, start, torchrun
 
 TRAINER = {"devices": 2}
@@ -217,10 +217,11 @@ def test_a_survivor_that_notices_ends_by_itself(tmp_path: Path) -> None:
 
 
 def test_ranks_that_one_hand_ends_have_not_failed(tmp_path: Path) -> None:
-    config = watched(tmp_path, trainer=TRAINER, events=[{"at": "train", "step": 20, "do": "block"}])
+    config = watched(tmp_path, trainer=TRAINER, events=[{"at": "train", "step": 20, "do": "block", "once": True}])
     ranks = Ranks(config, tmp_path / "run")
-    while not any(event["event"] == "saved" and event["step"] == 20 for event in events(config, "saved")):
-        time.sleep(0.05)
+    eventually(lambda: any(event["step"] == 20 for event in events(config, "saved")), ranks)
+    # Not in a collective before it, from which the death of the other would be raised.
+    eventually(lambda: len([*Path(config["run_dir"]).parent.glob("*.event0-*")]) == 2, ranks)
     ranks.kill(signal.SIGKILL)
     assert ranks.wait(60, kill_rest=False) == [-signal.SIGKILL] * 2
     nothing_left(config)

@@ -98,11 +98,13 @@ def test_a_fit_that_failed_before_its_first_save(tmp_path: Path) -> None:
 
 
 def test_a_run_that_trains_on_this_host_is_not_taken_over(tmp_path: Path) -> None:
-    config = make(tmp_path, "run", events=[{"at": "train", "step": 20, "do": "sleep", "seconds": 4.0, "once": True}])
+    waits = {"at": "train", "step": 20, "do": "sleep", "seconds": 0, "after_file": str(tmp_path / "refused")}
+    config = make(tmp_path, "run", events=[waits])
     first = Ranks(config, tmp_path / "run")
     while not resume.checkpoints(RunDirectory(config["run_dir"]).fit(0).checkpoints):
         time.sleep(0.05)
-    codes, text = run({**config, "out": str(tmp_path / "other")}, tmp_path / "run")
+    codes, text = run({**config, "out": str(tmp_path / "other"), "events": []}, tmp_path / "run")
+    (tmp_path / "refused").touch()
     assert codes == [1]
     assert f"Process {first.processes[0].pid} on this host trains in {config['run_dir']} now" in text
     assert first.wait() == [0], first.text()

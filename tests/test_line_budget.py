@@ -23,7 +23,7 @@ BUDGET = {
     "detect/hangs": 2355,
     "detect/numerics": 788,
     "detect/stragglers": 339,
-    "fit": 5113,
+    "fit": 5115,
     "launch": 3045,
     "launch/schedulers": 508,
     "run": 2045,

@@ -497,7 +497,7 @@ def test_every_rank_goes_on_with_its_own_losses(tmp_path: Path) -> None:
     for each in ranks:
         each.start()
     for each in ranks:
-        each.join(60)
+        each.join(180)
         each.kill()
     assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)] == [[0, 1], [0, 1]]
 

@@ -245,8 +245,11 @@ def test_a_run_that_was_taken_over_ends_on_all_ranks_and_publishes_nothing(tmp_p
 
 def test_preempted_while_one_is_being_written(tmp_path: Path) -> None:
     """And before it can end the training has ended: both are waited for, in their order."""
-    events = [{"at": "train", "step": 21, "rank": 1, "do": "SIGTERM"}]
-    options = {**ASYNC, "slow_shards_s": [1, 0.5], "save_every": 20}
+    events = [
+        {"at": "train", "step": 21, "rank": 1, "do": "SIGTERM"},
+        {"at": "train", "step": 30, "do": "sleep", "seconds": 1.5},  # on a busy machine the ranks agree no sooner
+    ]
+    options = {**ASYNC, "slow_shards_s": [3, 2], "save_every": 20}
     done = killed_and_resumed(tmp_path, events, **options)
     assert done[:2] == undisturbed(tmp_path, **{**OPTIONS, "save_every": 20})
     steps = saved({"run_dir": str(tmp_path / "disturbed" / "run")})

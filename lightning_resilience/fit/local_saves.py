@@ -195,6 +195,8 @@ class LocalSavePolicy(Participant):
             ),
         )
         self._saves.start(step, [each.name for each in session.selector.complete if each.step <= step])
+        if self._options.waits:
+            self.before_rollback()  # or what is due while the store is made ready would be left out
         if trainer.is_global_zero:
             self._say_what_is_done()
 
