@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import lightning_resilience
 from lightning_resilience import faults, recipes
-from lightning_resilience.launch import cli, report
+from lightning_resilience.launch import cli, json_output
 from lightning_resilience.recipes import RECIPES
 from lightning_resilience.run import events, exit_codes
 
@@ -178,8 +178,9 @@ def _batch_jobs() -> str:
     return _table(["`launch` has ended with", "the job"], exit_codes.BATCH_JOB.items())
 
 
-def _keys_of_report() -> str:
-    return _table(["key", "meaning"], ([f"`{key}`", _markdown(text)] for key, text in report.JSON_KEYS.items()))
+def _keys_of(command: str) -> Callable[[], str]:
+    keys = json_output.KEYS[command].items()
+    return lambda: _table(["key", "meaning"], ([f"`{key}`", _markdown(text)] for key, text in keys))
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -191,7 +192,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fields of Recipe": _recipe,
     "exit codes of launch": _exit_codes,
     "batch jobs": _batch_jobs,
-    "keys of report": _keys_of_report,
+    **{f"keys of {name}": _keys_of(name) for name in json_output.KEYS},
     "events of the ledger": _events,
     "fields of events": _event_fields,
 }

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime
 
+_NUMBER = re.compile(r"(>=)?\d+(\.\d+)?( %)?|-")
+
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table with its columns aligned.
+    """The lines of a table with its columns aligned, those of numbers to the right.
 
     Args:
         head: The names of the columns.
         rows: The cells, as many in every row.
     """
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
-    ]
+    columns = []
+    for name, *cells in zip(head, *rows, strict=True):
+        width = max(map(len, (name, *cells)))
+        is_number = all(_NUMBER.fullmatch(cell) for cell in cells)
+        columns.append([f"{cell:>{width}}" if is_number else f"{cell:<{width}}" for cell in (name, *cells)])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
 
 
 def duration(seconds: float) -> str:

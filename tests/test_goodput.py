@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience.launch.cli import main
-from lightning_resilience.launch.report import JSON_KEYS, JSON_SCHEMA, report, report_json
+from lightning_resilience.launch.report import report
 from lightning_resilience.run import time_account
 from lightning_resilience.run.events import (
     AllocationEnd,
@@ -23,8 +22,11 @@ from lightning_resilience.run.events import (
     LauncherKilled,
     LaunchExit,
     LaunchStart,
+    Resumed,
+    Saved,
     StragglerStop,
     TimeSpent,
+    WorkersStart,
     parse,
 )
 from lightning_resilience.run.goodput import CATEGORIES, PARTS, Goodput, Loss, account
@@ -217,35 +219,22 @@ HUNG = [
 ]
 
 
+def run_with(path: Path, *events: Event) -> Path:
+    (path / "ledger.jsonl").write_text("".join(f"{json.dumps(event.to_json())}\n" for event in events))
+    return path
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    (tmp_path / "ledger.jsonl").write_text("".join(f"{json.dumps(event.to_json())}\n" for event in HUNG))
-    return tmp_path
-
-
-def keys_of(value: dict[str, Any], prefix: str = "") -> set[str]:
-    found = set()
-    for key, each in value.items():
-        found.add(prefix + key)
-        if isinstance(each, list):
-            assert each, f"no {key} to look at"
-            found |= keys_of(each[0], f"{prefix}{key}[].")
-    return found
-
-
-def test_the_json_has_the_documented_keys(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["report", "--json", str(run_dir)])
-    found = json.loads(capsys.readouterr().out)
-    assert found["schema"] == JSON_SCHEMA
-    assert keys_of(found) == JSON_KEYS.keys()
-    assert tuple(found["categories"]) == CATEGORIES
+    return run_with(tmp_path, *HUNG)
 
 
 def test_the_json_says_what_was_lost(run_dir: Path) -> None:
-    found = json.loads(report_json(run_dir))
+    found = json.loads(report(run_dir, as_json=True))
     assert (found["goodput"], found["ettr"]) == (95 / 150, 96 / 150)
     assert (found["ranks"], found["rank_seconds"], found["categories"]["idle"]) == (2, 380, 80)
-    assert (found["began"], found["ended"], found["goes_on"]) == (0, 190, False)
+    assert (found["began"], found["ended"], found["is_ongoing"]) == (0, 190, False)
+    assert found["categories"].keys() == set(CATEGORIES)
     [hang] = found["interruptions"]
     assert [hang[part] for part in PARTS] == [40, 10, 18, 0, 20]
     assert (hang["rank_seconds"], hang["cause"], hang["node"], hang["reason"]) == (88, "hang", "n1", "stuck")
@@ -275,17 +264,31 @@ def test_the_report_begins_with_the_verdict(run_dir: Path) -> None:
     assert hang[3:10] == ["n1", "20.0", "5.0", "9.0", "0.0", "10.0", "44.0"]
 
 
+def test_an_interruption_that_only_the_ledger_knows_is_shown_as_well(run_dir: Path) -> None:
+    """Its workers were ended before their times were kept."""
+    start: dict[str, Any] = dict.fromkeys(WorkersStart.own_fields)
+    saved: dict[str, Any] = dict.fromkeys(Saved.own_fields) | {"fit": 0, "step": 8}
+    resumed: dict[str, Any] = dict.fromkeys(Resumed.own_fields) | {"fit": 0, "step": 6}
+    killed = [WorkersStart(time=200, **start), Saved(time=210, **saved), WorkersStart(time=220, **start)]
+    run_with(run_dir, WorkersStart(time=1, **start), *HUNG[:4], *killed, Resumed(time=230, **resumed))
+    hang, crash = json.loads(report(run_dir, as_json=True))["interruptions"]
+    assert (hang["cause"], hang["detect"], hang["resumed_step"]) == ("hang", 40, None)
+    assert (crash["cause"], crash["rank_seconds"], crash["redo"]) == ("crash", None, None)
+    assert (crash["steps_lost"], crash["is_lower_bound"], crash["resumed_step"]) == (2, True, 6)
+    assert "Interruptions: 1 hang, 1 crash. Steps lost: at least 2." in report(run_dir)
+
+
 def test_a_run_that_is_killed_ends_with_its_last_sign_of_life(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one whose ranks live, on whatever node, ends now."""
-    (run_dir / "ledger.jsonl").write_text(f"{json.dumps(launch(0, 0).to_json())}\n")
+    run_with(run_dir, launch(0, 0))
     time_account.keep(run_dir, "n1", spent(10, 60, 60, "productive"))
-    assert json.loads(report_json(run_dir))["ended"] == 60
+    assert json.loads(report(run_dir, as_json=True))["ended"] == 60
     monkeypatch.setattr("time.time", lambda: 80.0)
-    found = json.loads(report_json(run_dir))
-    assert (found["ended"], found["goes_on"], found["categories"]["productive"]) == (80, True, 140)
+    found = json.loads(report(run_dir, as_json=True))
+    assert (found["ended"], found["is_ongoing"], found["categories"]["productive"]) == (80, True, 140)
     assert "so far" in report(run_dir)
 
 
 def test_nothing_was_launched(tmp_path: Path) -> None:
-    found = json.loads(report_json(tmp_path))
+    found = json.loads(report(tmp_path, as_json=True))
     assert (found["began"], found["goodput"], found["interruptions"]) == (None, None, [])

@@ -20,7 +20,7 @@ from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.launch import naming
 from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, other_command
 from lightning_resilience.launch.lookup import why_not_found
-from lightning_resilience.launch.report import report, report_json
+from lightning_resilience.launch.report import report
 from lightning_resilience.launch.schedulers import KINDS, current_scheduler
 from lightning_resilience.launch.schedulers.base import AFTER_GRACE_S, PREEMPT_TIME_S, Scheduler
 from lightning_resilience.launch.status import overview, runs_in, status
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> None:
         if options.action == "status":
             print(status(options.run_dir))
         elif options.action == "report":
-            print(report_json(options.run_dir) if options.json else report(options.run_dir))
+            print(report(options.run_dir, options.json))
         elif options.action == "diagnose":
             print(diagnoses(options.run_dir, options.number))
         elif options.once:

@@ -3,65 +3,28 @@
 from __future__ import annotations
 
 import bisect
-import json
 import os
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from lightning_resilience._formatting import duration, or_dash, shortened, table, timestamp
-from lightning_resilience.launch.status import goes_on
+from lightning_resilience.launch.json_output import to_json
+from lightning_resilience.launch.status import is_ongoing
 from lightning_resilience.run import time_account
-from lightning_resilience.run.events import Event
+from lightning_resilience.run.events import TimeSpent
 from lightning_resilience.run.failures import recurrence
-from lightning_resilience.run.goodput import PART_OF, PARTS, InterruptionCost, account
+from lightning_resilience.run.goodput import PART_OF, PARTS, Goodput, InterruptionCost, account
 from lightning_resilience.run.history import History, read_history
 from lightning_resilience.run.interruptions import Interruption, interruptions, repeated_failures
 from lightning_resilience.run.run_directory import Outcome, RunDirectory
 
-JSON_SCHEMA = 1
-"""Version of what ``report --json`` prints. New keys keep it; another meaning of a key needs a new one."""
-
-JSON_KEYS = {
-    "schema": "version of this format",
-    "run_dir": "the run directory",
-    "began": "first launch, seconds since the epoch; `null`: nothing has run",
-    "ended": "end of the run, or now, seconds since the epoch; `null`: nothing has run",
-    "goes_on": "whether it waits for nodes or runs",
-    "outcome": "`finished`, `interrupted`, `failed` or `halted`; `null`: none recorded",
-    "ranks": "most ranks that it had at a time",
-    "rank_seconds": "time of all ranks from `began` to `ended`",
-    "goodput": "share of new steps in all time but `idle`, 0 to 1; `null`: nothing has run",
-    "ettr": "the same with data, callbacks, validation and saves",
-    "categories": "rank-seconds of every category",
-    "losses": "what was lost, the largest first",
-    "losses[].name": "cause of interruptions, or category; `first start`: what it takes to start without a cause",
-    "losses[].interruptions": "how many; 0: it is none",
-    "losses[].rank_seconds": "rank-seconds",
-    "losses[].share": "share in all time but `idle`, 0 to 1",
-    "losses[].node": "node to which more than half is due; `null`: none",
-    "losses[].categories": "rank-seconds of the categories of which it consists",
-    "interruptions": "interruptions, oldest first",
-    "interruptions[].time": "when it was found, else when the workers ended, seconds since the epoch",
-    "interruptions[].cause": "`killed`, `hang`, `preempted`, `NaN`, `straggler`, `disk`, `script` or `crash`",
-    "interruptions[].reason": "what was recorded about it",
-    "interruptions[].node": "node on which it began; `null`: not known, or all",
-    "interruptions[].rank_seconds": "what it has cost",
-    "interruptions[].detect": "rank-seconds from the last sign of life to the verdict",
-    "interruptions[].end": "rank-seconds until the processes had ended",
-    "interruptions[].start": "rank-seconds of queue, launch and start of their successors, up to the first step",
-    "interruptions[].restore": "rank-seconds of choosing and loading the checkpoint and the position in the data",
-    "interruptions[].redo": "rank-seconds of steps done again and of work that was not ended",
-    "interruptions[].steps_lost": "steps done again, at least; `null`: not known",
-    "interruptions[].resumed_step": "step from which the run went on; `null`: not known",
-}
-"""What each key of it means."""
-
 _NOT_SHOWN = (
     *("event", "time", "rank", "node", "step", "fit"),  # in columns of their own
     *("slurm", "versions", "files", "budget", "elastic_run_id", "saved_at", "launch_id", "run_id", "attempt", "host"),
-    *("pid", "began", "since", "ended"),
+    *("pid", "began", "noticed"),
 )
 _PHRASES = {
     "data_loading": "waiting for batches",
@@ -79,271 +42,233 @@ _SHOWN_SHARE = 0.001
 _REASON_LENGTH = 80
 
 
-@dataclass
-class _Lost:
-    """A loss over all nodes: of the interruptions with one cause, or of one category."""
-
-    name: str
-    interruptions: int = 0
-    categories: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    nodes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-    @property
-    def seconds(self) -> float:
-        """Rank-seconds."""
-        return sum(self.categories.values())
-
-    @property
-    def node(self) -> str | None:
-        """The node to which more than half is due."""
-        return next((node for node, seconds in self.nodes.items() if node and seconds > self.seconds / 2), None)
-
-
-class _Report:
-    """What there is to say of a run.
+def report(run_dir: str | os.PathLike[str], as_json: bool = False) -> str:
+    """The report on a run.
 
     Args:
-        run_directory: The run directory.
-        history: Its history.
+        run_dir: The run directory.
+        as_json: Whether for programs, see :data:`.json_output.KEYS`.
     """
+    run_directory = RunDirectory(run_dir)
+    found = _content(run_directory, read_history(run_directory.ledger))
+    if as_json:
+        return to_json(found)
+    if not found["timeline"]:
+        return f"Nothing is recorded in {run_directory.ledger}: no run has been started here."
+    return "\n".join([*_verdict(found), *_worst(found), *_categories(found), *_timeline(found)])
 
-    def __init__(self, run_directory: RunDirectory, history: History) -> None:
-        self.run_directory = run_directory
-        self.history = history
-        kept = time_account.kept(run_directory.path)
-        self.goes_on = goes_on(history, run_directory.path, kept)
-        self.goodput = account(history.events, kept, time.time() if self.goes_on else None)
-        self.recorded = interruptions(history.events)
-        self._active = self.goodput.total - self.goodput.by_category["idle"]
 
-    def share(self, seconds: float) -> float:
-        """The share in all time but ``idle``."""
-        return seconds / self._active if self._active > 0 else 0.0
+# -- content -----------------------------------------------------------------------------------------------------------
 
-    @property
-    def outcome(self) -> Outcome | None:
-        """How it ended."""
-        outcome, last = self.run_directory.outcome, self.history.allocations[-1:]
-        if outcome is None and last and not last[0].launched and last[0].exit is not None and self.run_directory.fits:
-            return self.run_directory.fits[-1].outcome  # without our launcher only the fits have one
-        return outcome
 
-    def losses(self) -> list[_Lost]:
-        """What was lost, the largest first."""
-        found: dict[str, _Lost] = {}
-        several_nodes = len({loss.node for loss in self.goodput.seconds}) > 1
-        for loss, seconds in self.goodput.seconds.items():
-            if loss.category in ("productive", "idle"):
-                continue
+def _content(run_directory: RunDirectory, history: History) -> dict[str, Any]:
+    kept = time_account.kept(run_directory.path)
+    goes_on = is_ongoing(history, run_directory.path, kept)
+    goodput = account(history.events, kept, time.time() if goes_on else None)
+    seconds = goodput.by_category
+    active = goodput.total - seconds["idle"]
+    is_known = active > 0 and goodput.ranks > 0
+    outcome = _outcome(run_directory, history)
+    return {
+        "run_dir": str(run_directory.path),
+        "began": goodput.began if goodput.seconds else None,
+        "ended": goodput.ended if goodput.seconds else None,
+        "is_ongoing": goes_on,
+        "outcome": None if outcome is None else outcome.status,
+        "reason": None if outcome is None else outcome.reason,
+        "ranks": goodput.ranks,
+        "rank_seconds": goodput.total,
+        "goodput": goodput.goodput if is_known else None,
+        "ettr": goodput.ettr if is_known else None,
+        "losses": _losses(goodput, active),
+        "interruptions": _interruptions(goodput.interruptions, interruptions(history.events)),
+        "repeated": [recurrence(*item) for item in repeated_failures(history.events).items()],
+        "categories": _sorted(seconds),
+        "timeline": [event.to_json() for event in history.events],
+    }
+
+
+def _outcome(run_directory: RunDirectory, history: History) -> Outcome | None:
+    outcome, last = run_directory.outcome, history.allocations[-1:]
+    if outcome is None and last and not last[0].launched and last[0].exit is not None and run_directory.fits:
+        return run_directory.fits[-1].outcome  # without our launcher only the fits have one
+    return outcome
+
+
+def _losses(goodput: Goodput, active: float) -> list[dict[str, Any]]:
+    """What was lost, the largest first: of an interruption everything together, of the rest each category."""
+    categories: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    nodes: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    has_nodes = len({loss.node for loss in goodput.seconds}) > 1
+    for loss, seconds in goodput.seconds.items():
+        if loss.category not in ("productive", "idle") and seconds:
             is_start = PART_OF.get(loss.category) in ("start", "restore") and loss.category != "queue"
             name = loss.cause or (_FIRST_START if is_start else loss.category)
-            lost = found.setdefault(name, _Lost(name))
-            lost.categories[loss.category] += seconds
-            if not loss.cause and several_nodes:
-                lost.nodes[loss.node] += seconds
-        for each in self.goodput.interruptions:
-            lost = found.setdefault(each.cause, _Lost(each.cause))
-            lost.interruptions += 1
-            lost.nodes[each.node] += sum(each.seconds.values())
-        return sorted(found.values(), key=lambda lost: lost.seconds, reverse=True)
+            categories[name][loss.category] += seconds
+            if has_nodes and not loss.cause:
+                nodes[name][loss.node] += seconds
+    for each in goodput.interruptions:
+        nodes[each.cause][each.node] += sum(each.seconds.values())
+    found = []
+    for name, of_all in categories.items():
+        total = sum(of_all.values())
+        found.append(
+            {
+                "name": name,
+                "interruptions": goodput.causes[name],
+                "rank_seconds": total,
+                "share": total / active,
+                "node": next((node for node, own in nodes[name].items() if node and own > total / 2), None),
+                "categories": _sorted(of_all),
+            }
+        )
+    return sorted(found, key=itemgetter("rank_seconds"), reverse=True)
 
-    def recorded_of(self) -> list[Interruption | None]:
-        """What the ledger says about the steps of each interruption of the account."""
-        times = [each.time for each in self.goodput.interruptions]
-        found: list[Interruption | None] = [None] * len(times)
-        for each in reversed(self.recorded):
-            if (index := bisect.bisect_right(times, each.time) - 1) >= 0:
-                found[index] = each
-        return found
 
-    def to_json(self) -> dict[str, Any]:
-        """As :data:`JSON_KEYS` describes it."""
-        goodput, has_run = self.goodput, self._active > 0
-        return {
-            "schema": JSON_SCHEMA,
-            "run_dir": str(self.run_directory.path),
-            "began": goodput.began if goodput.seconds else None,
-            "ended": goodput.ended if goodput.seconds else None,
-            "goes_on": self.goes_on,
-            "outcome": None if self.outcome is None else self.outcome.status,
-            "ranks": goodput.ranks,
-            "rank_seconds": goodput.total,
-            "goodput": goodput.goodput if has_run else None,
-            "ettr": goodput.ettr if has_run else None,
-            "categories": goodput.by_category,
-            "losses": [
-                {
-                    "name": lost.name,
-                    "interruptions": lost.interruptions,
-                    "rank_seconds": lost.seconds,
-                    "share": self.share(lost.seconds),
-                    "node": lost.node,
-                    "categories": dict(lost.categories),
-                }
-                for lost in self.losses()
-            ],
-            "interruptions": [
-                {
-                    "time": each.time,
-                    "cause": each.cause,
-                    "reason": each.reason,
-                    "node": each.node or None,
-                    "rank_seconds": sum(each.seconds.values()),
-                    **each.parts,
-                    "steps_lost": None if recorded is None else recorded.steps_lost,
-                    "resumed_step": None if recorded is None else recorded.resumed_step,
-                }
-                for each, recorded in zip(goodput.interruptions, self.recorded_of(), strict=True)
-            ],
-        }
+def _sorted(seconds: Mapping[str, float]) -> dict[str, float]:
+    """The largest first."""
+    return dict(sorted(seconds.items(), key=itemgetter(1), reverse=True))
 
-    # -- text ----------------------------------------------------------------------------------------------------------
 
-    def verdict(self) -> list[str]:
-        """Goodput, the largest losses and the number of interruptions."""
-        goodput = self.goodput
-        lines = [f"Run {self.run_directory.path}", ""]
-        if goodput.ranks:
-            idle = goodput.by_category["idle"] / goodput.ranks
-            of = f"{goodput.ranks} rank{'s' * (goodput.ranks > 1)} x {_lasted(goodput.total / goodput.ranks)}"
-            if idle >= 1:
-                of += f"; not counted: {_lasted(idle)} in which nothing ran it"
-            so_far = " so far" if self.goes_on else ""
-            lines.append(
-                f"Goodput{so_far} {_percent(goodput.goodput)} (time in new steps), ETTR {_percent(goodput.ettr)} "
-                f"(with data, validation and saves), of {of}."
-            )
-            losses = [each for each in self.losses() if self.share(each.seconds) >= _SHOWN_SHARE]
-            lines += map(self._loss, losses[:_SHOWN_LOSSES])
+def _interruptions(costs: Sequence[InterruptionCost], recorded: Sequence[Interruption]) -> list[dict[str, Any]]:
+    """Those of the account, with what the ledger says about their steps, and those of which it alone knows."""
+    times = [cost.time for cost in costs]
+    of: dict[int, Interruption] = {}
+    found = []
+    for each in recorded:
+        index = bisect.bisect_right(times, each.time) - 1
+        if index < 0 or index in of:
+            found.append(_interruption(None, each))
         else:
-            lines.append("Goodput is not known: no process has recorded what it spent its time on.")
-        kinds = goodput.causes if goodput.ranks else Counter(each.kind for each in self.recorded)
-        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        steps = [each.steps_lost for each in self.recorded if each.steps_lost is not None]
-        at_least = "" if all(each.is_reached_known for each in self.recorded) else "at least "
-        lost = f"Steps lost: {at_least}{sum(steps)}."
-        if not goodput.ranks:
-            seconds = sum(each.seconds_lost or 0.0 for each in self.recorded)
-            lost += f" Seconds lost: {seconds:.1f} of {self.history.events[-1].time - self.history.events[0].time:.1f}."
-        return [*lines, f"Interruptions: {counts}. {lost}" if counts else "No interruption."]
+            of[index] = each
+    found += [_interruption(cost, of.get(index)) for index, cost in enumerate(costs)]
+    return sorted(found, key=itemgetter("time"))
 
-    def _loss(self, lost: _Lost) -> str:
-        what = _PHRASES.get(lost.name, lost.name)
-        if lost.interruptions:
-            what += f" ({lost.interruptions})"
-        largest = sorted(lost.categories.items(), key=lambda item: item[1], reverse=True)[:2]
-        shown = [f"{name} {_percent(self.share(seconds))}" for name, seconds in largest if seconds > 0]
-        if len(lost.categories) > 1:
-            what += f", mostly {', '.join(shown)}"
-        where = "" if lost.node is None else f", {lost.node}"
-        return f"Lost {_percent(self.share(lost.seconds))}: {what}{where}."
 
-    def categories(self) -> list[str]:
-        """The table of categories."""
-        shown = [
-            (category, seconds)
-            for category, seconds in self.goodput.by_category.items()
-            if seconds > _SHOWN_SHARE * self.goodput.total
+def _interruption(cost: InterruptionCost | None, recorded: Interruption | None) -> dict[str, Any]:
+    """Of the account, of the ledger, or of both."""
+    if cost is None:
+        assert recorded is not None
+        cost = InterruptionCost(recorded.time, recorded.kind, recorded.reason)
+    return {
+        "time": cost.time,
+        "cause": cost.cause,
+        "reason": cost.reason,
+        "node": cost.node or None,
+        "rank_seconds": sum(cost.seconds.values()) if cost.seconds else None,
+        **(cost.parts if cost.seconds else dict.fromkeys(PARTS)),
+        "steps_lost": None if recorded is None else recorded.steps_lost,
+        "is_lower_bound": recorded is not None and not recorded.is_reached_known,
+        "resumed_step": None if recorded is None else recorded.resumed_step,
+        "seconds_lost": None if recorded is None else recorded.seconds_lost,
+    }
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def _verdict(found: dict[str, Any]) -> list[str]:
+    """Goodput, the largest losses and the number of interruptions."""
+    lines = [f"Run {found['run_dir']}", ""]
+    if found["goodput"] is not None:
+        ranks = found["ranks"]
+        of = f"{ranks} rank{'s' * (ranks > 1)} x {duration(found['rank_seconds'] / ranks)}"
+        if (idle := found["categories"]["idle"] / ranks) >= 1:
+            of += f"; not counted: {duration(idle)} in which nothing ran it"
+        so_far = " so far" if found["is_ongoing"] else ""
+        lines.append(
+            f"Goodput{so_far} {_percent(found['goodput'])} (time in new steps), ETTR {_percent(found['ettr'])} "
+            f"(with data, callbacks, validation and saves), of {of}."
+        )
+        lines += [_loss(loss) for loss in found["losses"] if loss["share"] >= _SHOWN_SHARE][:_SHOWN_LOSSES]
+    else:
+        lines.append("Goodput is not known: no process has recorded its time.")
+    if not (recorded := found["interruptions"]):
+        return [*lines, "No interruption."]
+    causes = Counter(each["cause"] for each in recorded)
+    at_least = "at least " if any(each["is_lower_bound"] for each in recorded) else ""
+    steps = sum(each["steps_lost"] or 0 for each in recorded)
+    counts = ", ".join(f"{count} {cause}" for cause, count in causes.items())
+    return [*lines, f"Interruptions: {counts}. Steps lost: {at_least}{steps}."]
+
+
+def _loss(loss: dict[str, Any]) -> str:
+    name, count, node = loss["name"], loss["interruptions"], loss["node"]
+    what = f"{count} {name}" if count else _PHRASES.get(name, name)
+    if node is not None:
+        what += f" on {node}"
+    if len(loss["categories"]) > 1:
+        shares = {each: loss["share"] * own / loss["rank_seconds"] for each, own in loss["categories"].items()}
+        what += ", mostly " + " and ".join(f"{each} {_percent(share)}" for each, share in [*shares.items()][:2])
+    return f"Lost {_percent(loss['share'])}: {what}."
+
+
+def _worst(found: dict[str, Any]) -> list[str]:
+    """The table of the worst interruptions."""
+    ranks = found["ranks"]
+
+    def seconds_of(each: dict[str, Any]) -> float | None:
+        """Of each rank."""
+        lost: float | None = each["seconds_lost"]
+        return lost if each["rank_seconds"] is None else each["rank_seconds"] / ranks
+
+    every = found["interruptions"]
+    worst = sorted(every, key=lambda each: seconds_of(each) or 0.0, reverse=True)[:_SHOWN_INTERRUPTIONS]
+    rows = [
+        [
+            timestamp(each["time"]),
+            each["cause"],
+            or_dash(each["node"]),
+            *(_seconds(None if each[part] is None else each[part] / ranks) for part in PARTS),
+            _seconds(seconds_of(each)),
+            (">=" if each["is_lower_bound"] and each["steps_lost"] is not None else "") + or_dash(each["steps_lost"]),
+            or_dash(each["resumed_step"]),
+            shortened(each["reason"], _REASON_LENGTH),
         ]
-        rows = [
-            [category, f"{seconds:.1f}", _lasted(seconds), "" if category == "idle" else _percent(self.share(seconds))]
-            for category, seconds in sorted(shown, key=lambda item: item[1], reverse=True)
-        ]
-        return ["", "Time of all ranks", *table(["category", "rank-seconds", "", "share"], rows)] if rows else []
-
-    def interruptions(self) -> list[str]:
-        """The table of the worst interruptions; without an account, of all that the ledger knows."""
-        goodput = self.goodput
-        if goodput.ranks:
-            found = [*zip(goodput.interruptions, self.recorded_of(), strict=True)]
-            worst = sorted(found, key=lambda each: sum(each[0].seconds.values()), reverse=True)[:_SHOWN_INTERRUPTIONS]
-            rows = [self._row(each, recorded) for each, recorded in worst]
-            title = f"Worst interruptions ({len(rows)} of {len(found)}), in seconds of each rank"
-        else:
-            rows = [_recorded_row(each) for each in self.recorded]
-            title = "Interruptions"
-        if not rows:
-            return []
-        again = (recurrence(*item) for item in repeated_failures(self.history.events).items())
-        head = ["time", "cause", "node", *PARTS, "sum", "steps lost", "resumed from", "reason"]
-        return ["", title, *table(head, rows), *(f"{line[0].upper()}{line[1:]}." for line in again)]
-
-    def _row(self, each: InterruptionCost, recorded: Interruption | None) -> list[str]:
-        ranks = self.goodput.ranks
-        parts = [*each.parts.values(), sum(each.seconds.values())]
-        return [
-            timestamp(each.time),
-            each.cause,
-            each.node or "-",
-            *(f"{seconds / ranks:.1f}" for seconds in parts),
-            *_steps(recorded),
-            shortened(each.reason, _REASON_LENGTH),
-        ]
-
-    def timeline(self) -> list[str]:
-        """All events."""
-        rows = [_timeline_row(event) for event in self.history.events]
-        return ["", "Timeline", *table(["time", "event", "who", "where", "step", "details"], rows)]
+        for each in worst
+    ]
+    if not rows:
+        return []
+    head = ["time", "cause", "node", *PARTS, "sum", "steps lost", "resumed from", "reason"]
+    again = [f"{text[0].upper()}{text[1:]}." for text in found["repeated"]]
+    return ["", f"Worst interruptions ({len(rows)} of {len(every)}), in seconds per rank", *table(head, rows), *again]
 
 
-def report(run_dir: str | os.PathLike[str]) -> str:
-    """The report on a run, as text.
-
-    Args:
-        run_dir: The run directory.
-    """
-    run_directory = RunDirectory(run_dir)
-    history = read_history(run_directory.ledger)
-    if not history.events:
-        return f"Nothing is recorded in {run_directory.ledger}: no run has been started here."
-    found = _Report(run_directory, history)
-    lines = [*found.verdict(), *found.categories(), *found.interruptions(), *found.timeline()]
-    outcome = found.outcome
-    lines.append(f"Outcome: {outcome.status} ({outcome.reason})" if outcome else "Outcome: none; running, or killed.")
-    return "\n".join(lines)
+def _categories(found: dict[str, Any]) -> list[str]:
+    """The table of categories."""
+    total, idle = found["rank_seconds"], found["categories"]["idle"]
+    rows = [
+        [category, f"{seconds / found['ranks']:.1f}", "-" if category == "idle" else _percent(seconds / (total - idle))]
+        for category, seconds in found["categories"].items()
+        if found["goodput"] is not None and seconds > _SHOWN_SHARE * total
+    ]
+    return ["", "Time of the run, in seconds per rank", *table(["category", "seconds", "share"], rows)] if rows else []
 
 
-def report_json(run_dir: str | os.PathLike[str]) -> str:
-    """Goodput, losses and interruptions of a run as JSON, see :data:`JSON_KEYS`.
+def _timeline(found: dict[str, Any]) -> list[str]:
+    """All events but those of which the account is made, and the outcome."""
+    rows = [_timeline_row(event) for event in found["timeline"] if event["event"] != TimeSpent.kind_name]
+    status = "none; running, or killed." if found["outcome"] is None else f"{found['outcome']} ({found['reason']})"
+    head = ["time", "event", "who", "where", "step", "details"]
+    return ["", "Timeline", *table(head, rows), f"Outcome: {status}"]
 
-    Args:
-        run_dir: The run directory.
-    """
-    run_directory = RunDirectory(run_dir)
-    return json.dumps(_Report(run_directory, read_history(run_directory.ledger)).to_json(), indent=1)
+
+def _timeline_row(event: dict[str, Any]) -> list[str]:
+    rank, step, fit = (event.get(name) for name in ("rank", "step", "fit"))
+    details = {name: value for name, value in event.items() if name not in _NOT_SHOWN and value is not None}
+    return [
+        timestamp(event["time"]),
+        event["event"],
+        "launcher" if rank is None else f"rank {rank}",
+        event["node"] or "",
+        "" if step is None else (str(step) if fit is None else f"{fit}: {step}"),
+        shortened(" ".join(f"{name}={value}" for name, value in details.items()), 100),
+    ]
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _lasted(seconds: float) -> str:
-    days, rest = divmod(seconds, 86400)
-    return f"{days:.0f} d {rest / 3600:.0f} h" if days else duration(seconds)
-
-
-def _steps(recorded: Interruption | None) -> list[str]:
-    """How many were lost, and where it went on."""
-    if recorded is None:
-        return ["-", "-"]
-    at_least = "" if recorded.is_reached_known or recorded.steps_lost is None else ">="
-    return [at_least + or_dash(recorded.steps_lost), or_dash(recorded.resumed_step)]
-
-
-def _recorded_row(each: Interruption) -> list[str]:
-    unknown = ["-"] * (len(PARTS) + 2)  # the node and the sum
-    return [timestamp(each.time), each.kind, *unknown, *_steps(each), shortened(each.reason, _REASON_LENGTH)]
-
-
-def _timeline_row(event: Event) -> list[str]:
-    fields = event.to_json()
-    rank, step, fit = (fields.get(name) for name in ("rank", "step", "fit"))
-    details = {name: value for name, value in fields.items() if name not in _NOT_SHOWN and value is not None}
-    return [
-        timestamp(event.time),
-        event.name,
-        "launcher" if rank is None else f"rank {rank}",
-        event.node or "",
-        "" if step is None else (str(step) if fit is None else f"{fit}: {step}"),
-        shortened(" ".join(f"{name}={value}" for name, value in details.items()), 100),
-    ]
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.1f}"

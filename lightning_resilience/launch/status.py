@@ -170,7 +170,7 @@ def _now(allocations: Sequence[Allocation], run_dir: Path) -> str:
     return f"running on another node, or killed: nothing was recorded for {ago}"
 
 
-def goes_on(history: History, run_dir: Path, kept: Sequence[TimeSpent]) -> bool:
+def is_ongoing(history: History, run_dir: Path, kept: Sequence[TimeSpent]) -> bool:
     """Whether a run waits for nodes, or a launcher or ranks of it live.
 
     Args:
