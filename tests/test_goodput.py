@@ -141,7 +141,7 @@ def test_why_workers_were_ended() -> None:
                 AllocationStart(time=80, slurm_job_id="1", restart_count=1, node_list=[]),
                 launch(90, 91),
             ],
-            {"queue": 20, "launch": 15, "rendezvous": 5},
+            {"teardown": 1, "queue": 19, "launch": 15, "rendezvous": 5},
         ),
         (
             [AllocationStart(time=80, slurm_job_id="1", restart_count=1, node_list=[]), launch(90, 91)],
@@ -180,7 +180,8 @@ def test_a_node_that_went_down_has_what_was_kept_of_it() -> None:
     found = account([launch(0, 0), job(0), first, fault, spent(70, 100, 100), ended(100)], [second])
     assert found.total == 200
     assert found.by_category["productive"] == 50 + 40 + 60
-    assert found.by_category["rendezvous"] == 20 + 30
+    assert found.by_category["teardown"] == 10
+    assert found.by_category["rendezvous"] == 20 + 20
 
 
 def test_a_node_that_went_down_before_anything_was_kept_of_it() -> None:

@@ -26,7 +26,7 @@ BUDGET = {
     "fit": 5115,
     "launch": 3045,
     "launch/schedulers": 508,
-    "run": 2045,
+    "run": 2069,
 }
 
 _NO_CODE = (

@@ -95,6 +95,56 @@ def test_on_an_accelerator_all_of_a_step_is_one(account: TimeAccount, clock: Clo
     assert not {"data_loading", "callbacks"} & found.keys()
 
 
+@pytest.mark.parametrize("splits_steps", [True, False], ids=["host", "accelerator"])
+def test_a_step_that_fails_was_in_vain(account: TimeAccount, clock: Clock, splits_steps: bool) -> None:
+    account.begin_fit()
+    account.begin_training(0, splits_steps)
+    for step in range(1, 3):
+        account.begin_batch(step)
+        account.batch_ready()
+        clock.now += 10**step
+    account.end_fit(failed=True)
+    clock.now += 3
+    found = spent(account)
+    assert (found["productive"], found["wasted_progress"], found["teardown"]) == (10, 100, 3)
+
+
+def test_what_hooks_did_was_not_in_vain(account: TimeAccount, clock: Clock) -> None:
+    """Also where they have failed: the step was done."""
+    account.begin_fit()
+    account.begin_training(0, splits_steps=True)
+    account.begin_batch(1)
+    account.batch_ready()
+    clock.now += 1
+    account.batch_done()
+    clock.now += 2
+    account.end_fit(failed=True)
+    found = spent(account)
+    assert (found["productive"], found["callbacks"]) == (1, 2)
+    assert "wasted_progress" not in found
+
+
+def test_of_a_step_under_way_a_watchdog_reads_that_it_has_begun(
+    account: TimeAccount, clock: Clock, tmp_path: Path
+) -> None:
+    """Not that it waits for its batch: killed there, it has a step in vain."""
+    account.share(tmp_path / "rank.time")
+    account.begin_fit()
+    account.begin_training(0, splits_steps=True)
+    for step in (1, 2):
+        clock.now += 1
+        account.begin_batch(step)
+        began = clock.now
+        clock.now += 1
+        account.batch_ready()
+        clock.now += 1
+        account.batch_done()
+    with open(tmp_path / "rank.time", "rb", buffering=0) as file:
+        found = read_account(file)
+    assert found is not None
+    assert (found.since, found.doing, found.reached) == (began, "productive", 2)
+
+
 def test_what_follows_a_fit_is_its_end_only_if_no_other_fit_follows(account: TimeAccount, clock: Clock) -> None:
     account.begin_fit()
     account.enter(time_account.TEARDOWN)

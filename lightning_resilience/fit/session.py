@@ -442,7 +442,7 @@ class FitSession:
         """Called in ``teardown`` and after an exception: releases everything."""
         self.has_left = True
         fit = self.fit
-        fit.time.enter(time_account.TEARDOWN)
+        fit.time.end_fit(fit.failing)
         with ExitStack() as steps:  # in reverse order, also if one raises
             if not fit.time.is_shared:  # else the watchdog records it
                 steps.callback(self._record_time)

@@ -14,17 +14,21 @@ launcher and scheduler say what happened then:
 ``restore``         the checkpoint is chosen and loaded
 ``fast_forward``    the data are brought to where the run was
 ``first_step``      the first step of a process or after a rollback: workers start, kernels are compiled
-``productive``      steps never done before
-``wasted_progress`` steps done again, and a step that was begun and not ended
+``productive``      steps never done before; a step counts as done when the batch after it begins
+``wasted_progress`` steps done again, and a step that was begun and did not end
 ``data_loading``    training waits for a batch; on an accelerator it is part of the step
 ``callbacks``       hooks and loggers between two steps, and the end of an epoch
 ``validation``      validation
 ``checkpoint_save`` training waits for a save
-``detection``       from the last sign of life of a rank, in a fault, to the verdict
-``teardown``        from the verdict, or the end of the fit, to the end of the process
-``idle``            nobody ran it: the launch had ended, and no scheduler had the job
-``other``           nothing is known
+``detection``       in a fault, from the last sign of life of a rank in a fit (what it went on to last) to the verdict
+``teardown``        from the verdict, or the end of the last fit, to the end of the launch or the next start of the job
+``idle``            nobody ran it: the launch had ended, or was killed, and no scheduler had the job
+``other``           nothing is known: ranks of a node that went down before anything was kept of them
 ==================  ====================================================================================================
+
+Of a node that went down, the last sign of life is in what was kept, up to 30 s before; if nobody is left to give a
+verdict, its processes end with that. Of a run that goes on, what was kept last goes on until now. Without a launcher an
+account ends with its fit, a fit that fails is an interruption, and what is between two accounts is ``idle``.
 
 **Goodput** is the share of ``productive`` in all but ``idle``. **ETTR**, the effective training time ratio of Meta's
 "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (2024), has the same denominator (all time in
@@ -50,16 +54,19 @@ from lightning_resilience.run.events import (
     Event,
     Fault,
     FitInterrupted,
+    Fresh,
     JobFailed,
     JobStart,
     Killed,
     LauncherKilled,
     LaunchExit,
     LaunchStart,
+    Resumed,
     StragglerStop,
     TimeSpent,
+    WorkersStart,
 )
-from lightning_resilience.run.failures import first_cause
+from lightning_resilience.run.failures import faults_of, first_cause
 
 CATEGORIES = (
     "productive",
@@ -85,7 +92,6 @@ CATEGORIES = (
 
 _TRAINING = ("productive", "data_loading", "callbacks", "validation", "checkpoint_save")
 _START = ("launch", "rendezvous", "imports", "script", "setup", "restore", "fast_forward", "first_step")
-_IN_STEP = ("productive", "wasted_progress", "data_loading", "first_step", "callbacks")
 
 
 class Loss(NamedTuple):
@@ -93,7 +99,8 @@ class Loss(NamedTuple):
 
     Attributes:
         category: See the module.
-        cause: Of the interruption that it belongs to: ``hang``, ``killed``, ...; empty: it belongs to none.
+        cause: Of the interruption that it belongs to: ``hang``, ``killed``, ...; empty: none. What it takes to start,
+            also after a rollback or for another fit, and the steps done again belong to the interruption before.
         node: Where; empty: everywhere.
     """
 
@@ -244,6 +251,8 @@ class _Process:
     ended: float
     doing: str
     seconds: dict[str, float]
+    is_kept: bool
+    """Whether this is what was kept while it ran."""
 
 
 @dataclass
@@ -254,7 +263,6 @@ class _Group:
     events: list[Event] = field(default_factory=list)
     elastic_run_id: str | None = None
     world_size: int = 0
-    is_running: bool = False
 
     @property
     def began(self) -> float:
@@ -269,9 +277,27 @@ class _Group:
         return self.elastic_run_id is not None and self.elastic_run_id == before.elastic_run_id
 
     @property
+    def faults(self) -> list[Fault]:
+        """Those that have ended it, and not only a fit whose failure the script has caught."""
+        return faults_of(self.events)
+
+    def extend(self, now: float | None) -> None:
+        """What was kept of processes goes on to their end.
+
+        Args:
+            now: The time, if these may be running.
+        """
+        ends = [each.ended for each in self.processes.values() if not each.is_kept]
+        if now is not None and not (ends and self.interruption):
+            ends = [now]
+        for process in self.processes.values():
+            if process.is_kept:
+                process.ended = max([process.ended, *ends])
+
+    @property
     def interruption(self) -> InterruptionCost | None:
         """Why it ended before the run had; ``None`` if it did not."""
-        faults = [event for event in self.events if isinstance(event, Fault)]
+        faults = self.faults
         culprit: Event | None = None
         first = {type(event): event for event in reversed(self.events)}
         if (stop := first.get(StragglerStop)) is not None:
@@ -314,13 +340,13 @@ def account(events: Sequence[Event], running: Iterable[TimeSpent] = (), now: flo
     if not groups:
         gaps.add(found.began, found.ended, "launch")
         return found
-    if now is not None and groups[-1].is_running:
-        for process in groups[-1].processes.values():
-            process.ended = now
+    for group in groups:
+        is_over = group is not groups[-1] or any(isinstance(event, (JobFailed, LaunchExit)) for event in group.events)
+        group.extend(None if is_over else now)
     due_to: InterruptionCost | None = None
     for before, group in zip([None, *groups], groups, strict=False):
         interruption = group.interruption
-        verdicts = [event.time for event in group.events if isinstance(event, Fault)]
+        verdicts = [fault.time for fault in group.faults]
         found.ranks = max(found.ranks, len(group.processes))
         for rank, process in group.processes.items():
             if before is None:
@@ -332,8 +358,10 @@ def account(events: Sequence[Event], running: Iterable[TimeSpent] = (), now: flo
             _add_process(found, process, due_to, interruption, verdicts)
         if (due_to := interruption) is not None:
             found.interruptions.append(due_to)
+    is_restarting = now is not None and due_to is not None and groups[-1].elastic_run_id is not None
     for process in groups[-1].processes.values():
-        gaps.add(process.ended, found.ended, "teardown", due_to, process.node)
+        doing = "rendezvous" if is_restarting else "teardown"
+        gaps.add(process.ended, found.ended, doing, due_to, process.node)
     return found
 
 
@@ -352,30 +380,29 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
         group = groups[event.attempt or number]
         group.elastic_run_id = event.elastic_run_id
         group.world_size = max(group.world_size, event.world_size or 0)
-        group.is_running |= number >= len(recorded)
+        is_kept = number >= len(recorded)
         with suppress(IndexError, TypeError):  # not as this package writes it
-            group.processes |= {rank: _process(event, index) for index, rank in enumerate(event.ranks or ())}
+            group.processes |= {rank: _process(event, index, is_kept) for index, rank in enumerate(event.ranks or ())}
     found = sorted((group for group in groups.values() if group.processes), key=lambda group: group.began)
     for group in found:
         began, ended = group.began, group.ended
         for rank in set(range(group.world_size)) - group.processes.keys():  # of a node that went down too soon
-            group.processes[rank] = _Process("", began, ended, ended, "other", {"other": ended - began})
+            group.processes[rank] = _Process("", began, began, ended, "other", {}, is_kept=True)
     starts = [group.began for group in found]
     for each in events:
-        if isinstance(each, _ENDS) and (index := bisect.bisect_right(starts, each.time) - 1) >= 0:
+        if isinstance(each, _OF_GROUP) and (index := bisect.bisect_right(starts, each.time) - 1) >= 0:
             found[index].events.append(each)
     return found
 
 
-def _process(event: TimeSpent, index: int) -> _Process:
+def _process(event: TimeSpent, index: int, is_kept: bool) -> _Process:
     began, since, ended = (float((times or ())[index]) for times in (event.began, event.since, event.ended))
     seconds = {name: float(by_rank[index]) for name, by_rank in (event.seconds or {}).items()}
-    return _Process(event.node or "", began, since, ended, (event.doing or ())[index], seconds)
+    return _Process(event.node or "", began, since, ended, (event.doing or ())[index], seconds, is_kept)
 
 
-_ENDS = (Fault, Killed, FitInterrupted, StragglerStop, LauncherKilled)
-
-
+_ENDS = (Fault, Killed, FitInterrupted, StragglerStop, LauncherKilled, JobFailed, LaunchExit)
+_OF_GROUP = (WorkersStart, Fresh, Resumed, *_ENDS)
 _NAN = ("TrainingDiverged", "RerunElsewhere")
 _DISK = ("StorageFails",)
 
@@ -414,11 +441,11 @@ def _add_process(
         found.add(category, seconds, due_to.get(category), process.node)
     if (tail := process.ended - process.since) <= 0:
         return
-    if process.doing in ("imports", "script", "teardown") or interruption is None:
+    if process.doing in ("imports", "script", "teardown", "other") or interruption is None:
         found.add(process.doing, tail, due_to.get(process.doing), process.node)
         return
     verdict = min(max(min(verdicts, default=process.ended), process.since), process.ended)
-    unfinished = "detection" if verdicts else "wasted_progress" if process.doing in _IN_STEP else process.doing
+    unfinished = "detection" if verdicts else "wasted_progress" if process.doing == "productive" else process.doing
     found.add(unfinished, verdict - process.since, interruption, process.node)
     found.add("teardown", process.ended - verdict, interruption, process.node)
 
@@ -447,37 +474,35 @@ class _Gaps:
             due_to: The interruption before.
             node: Where.
         """
-        within = self._launcher[bisect.bisect_left(self._times, begin) : bisect.bisect_left(self._times, end)]
-        if within and doing != "launch":
-            doing = _before(within[0][1])
-        for time, event in [*within, (end, None)]:
+        within = self._launcher[bisect.bisect_left(self._times, begin) : bisect.bisect_right(self._times, end)]
+        before: Event | None = None
+        for time, after in [*within, (end, None)]:
             if time > begin:
-                self._found.add(doing, time - begin, None if doing == "idle" else due_to, node)
+                happens = _between(before, after, doing)
+                self._found.add(happens, time - begin, None if happens == "idle" else due_to, node)
                 begin = time
-            doing = _after(event, doing)
+            before = after
 
 
-def _before(event: Event) -> str:
-    """What has happened since the end of a process, up to the launcher's next event."""
-    match event:
-        case LaunchStart() | LauncherKilled():
+def _between(before: Event | None, after: Event | None, otherwise: str) -> str:
+    """What happens between two events of the launcher; ``None``: a process ends or starts."""
+    match before, after:
+        case LaunchExit(), AllocationEnd():
+            return "teardown"
+        case ((LaunchExit(new_job=True) | AllocationEnd(then="requeue")), _):
+            return "queue"
+        case _, AllocationStart():
+            return "queue" if after.restart_count else "idle"  # nobody has recorded why it was requeued
+        case ((LaunchExit() | AllocationEnd()), _):
             return "idle"
-        case AllocationStart():
-            return "queue"  # its node went down
-        case JobStart():
-            return "rendezvous"
-    return "teardown"
-
-
-def _after(event: Event | None, doing: str) -> str:
-    """What happens after an event of the launcher."""
-    match event:
-        case LaunchStart() | AllocationStart() | JobFailed():
+        case AllocationStart(), _:
             return "launch"
-        case JobStart():
+        case (_, LaunchStart()) | (None, LauncherKilled()):
+            return "idle"
+        case (JobStart(), _) | (None, JobStart()):
             return "rendezvous"
-        case LaunchExit():
-            return "queue" if event.new_job else "idle"
-        case AllocationEnd():
-            return "queue" if event.then == "requeue" else "idle"
-    return doing
+        case None, None:
+            return otherwise
+        case None, _:
+            return "teardown"
+    return "launch"

@@ -23,6 +23,7 @@ from typing import Literal, get_args
 from lightning_resilience._files import publish, read_json
 from lightning_resilience._processes import process_age
 from lightning_resilience.run.events import TimeSpent, parse
+from lightning_resilience.run.ledger import node_name
 
 Category = Literal[
     "imports",
@@ -61,7 +62,7 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 _FORMAT = struct.Struct(f"<4d{len(CATEGORIES)}d")  # began, since, doing, reached, seconds by category
 _WRITTEN_EVERY_S = 0.1
-"""How often a step is written, at most: what is not written yet counts for the category that was written last."""
+"""How often a step is written, at most, when it begins: until the next is written, it has not ended."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Spent:
             seconds since the epoch.
         since: When it went on to its present category, in seconds of ``time.monotonic()``.
         doing: Its present category; what it has spent there since then is not in ``seconds``.
-        reached: The furthest ``trainer.global_step`` of its last fit.
+        reached: The furthest ``trainer.global_step`` of its last fit at which a batch has begun: steps before it are
+            done.
         seconds: Seconds by category.
     """
 
@@ -162,11 +164,8 @@ class TimeAccount:
         now = self._clock()
         self._seconds[self._doing] += now - self._since
         self._since, self._doing = now, category
-        if now - self._written >= _WRITTEN_EVERY_S:
-            self._write()
 
     def _write(self) -> None:
-        self._written = self._since
         if self._memory is not None:
             self._memory[:] = _FORMAT.pack(*self._content())  # not pack_into, which writes zeros first
 
@@ -220,7 +219,12 @@ class TimeAccount:
             self._step = WASTED_PROGRESS
         else:
             self._step, self._reached = PRODUCTIVE, step
-        self._go_on(DATA_LOADING if self._splits_steps else self._step)
+        self._go_on(self._step)
+        if self._since - self._written >= _WRITTEN_EVERY_S:
+            self._written = self._since
+            self._write()  # only here, so of a step that does not end it is known that it has begun
+        if self._splits_steps:
+            self._doing = DATA_LOADING
 
     def batch_ready(self) -> None:
         """The batch is there."""
@@ -231,6 +235,16 @@ class TimeAccount:
         """Its step is over, hooks of callbacks come next."""
         if self._splits_steps and self._doing == self._step:
             self._go_on(CALLBACKS)
+
+    def end_fit(self, failed: bool) -> None:
+        """The fit ends.
+
+        Args:
+            failed: Whether with an exception: what it was doing of a step was in vain.
+        """
+        if failed and self._doing in (DATA_LOADING, PRODUCTIVE):
+            self._doing = WASTED_PROGRESS
+        self.enter(TEARDOWN)
 
 
 def read_account(file: FileIO) -> Spent | None:
@@ -262,6 +276,7 @@ def time_spent(accounts: Mapping[int, Spent], ended: Mapping[int, float]) -> Tim
     to_wall_clock = time.time() - now
     spent = list(accounts.values())
     return TimeSpent(
+        node=node_name(),
         fit=None,
         attempt=None,
         world_size=None,

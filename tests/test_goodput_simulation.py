@@ -1,0 +1,806 @@
+"""Runs of which it is known what every rank has done in every second, and what the account of each says.
+
+Simulated are clocks and what ranks, nodes, launcher and scheduler do, a random story for each seed. What ships does the
+rest: ranks count in a :class:`TimeAccount` that is shared with their watchdog, which keeps it and records it in the
+ledger; goodput folds what is read from there. The truth comes from the story by the definitions of ``run/goodput.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_resilience.run import goodput, ledger, time_account
+from lightning_resilience.run.events import (
+    AllocationEnd,
+    AllocationStart,
+    Event,
+    Fault,
+    FitInterrupted,
+    Fresh,
+    JobFailed,
+    JobStart,
+    Killed,
+    LauncherKilled,
+    LaunchExit,
+    LaunchStart,
+    RestoredInPlace,
+    Resumed,
+    Rollback,
+    Saved,
+    ScriptOutcome,
+    TimeSpent,
+    WorkersStart,
+)
+from lightning_resilience.run.goodput import Goodput, Loss, account
+from lightning_resilience.run.ledger import Ledger, read_ledger
+from lightning_resilience.run.time_account import Spent, TimeAccount, read_account
+
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+KEPT_EVERY_S = 30.0
+CLOCKS_DIFFER_S = 0.05
+
+FAULTS: list[tuple[str, dict[str, Any]]] = [
+    ("hang", {"kind": "hang", "reason": "stuck"}),
+    ("killed", {"kind": "died", "reason": "rank 1 was killed by SIGKILL"}),
+    ("crash", {"kind": "RuntimeError", "reason": "CUDA error: uncorrectable ECC error"}),
+    ("NaN", {"kind": "TrainingDiverged", "reason": "loss is nan"}),
+    ("disk", {"kind": "OSError", "reason": "[Errno 28] No space left on device"}),
+    ("script", {"kind": "NameError", "reason": "name 'x' is not defined", "mistake": "code"}),
+]
+
+
+def of(kind: type[Event], **values: Any) -> Any:
+    """An event in which nothing else is known."""
+    return kind(**dict.fromkeys(name for name, required in kind.own_fields.items() if required) | values)
+
+
+@dataclass
+class Action:
+    """What a rank does at a moment, and what it is doing from then on."""
+
+    time: float
+    act: Callable[[], object]
+    category: str
+    is_written: bool = True
+    """Whether others can see that it does."""
+    begins: int | None = None
+    """The step whose batch begins."""
+
+
+@dataclass
+class End:
+    """How a group of workers ends.
+
+    Attributes:
+        kind: ``finished``, ``look`` (it runs), ``preempted``, ``killed`` (all at once), ``fault``, ``node lost`` or
+            ``all lost``.
+        cause: As the account names it.
+        fault: Its fields.
+        at: From when on no rank goes on.
+        verdict: When that is known.
+        ended: When the processes are gone.
+    """
+
+    kind: str
+    at: float
+    cause: str = ""
+    fault: dict[str, Any] = field(default_factory=dict)
+    verdict: float = math.nan
+    ended: float = math.nan
+
+
+class World:
+    """Clocks and the run directory."""
+
+    def __init__(self, seed: int, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
+        self.random = random.Random(seed)
+        self.run_dir = run_dir
+        self.now = 1.7e9
+        self.node = "n0"
+        self.ahead: defaultdict[str, float] = defaultdict(
+            lambda: self.random.uniform(-CLOCKS_DIFFER_S / 2, CLOCKS_DIFFER_S / 2)
+        )
+        clocks = SimpleNamespace(time=self.clock, monotonic=lambda: self.now - 1.6e9)
+        patch.setattr(ledger, "time", clocks)
+        patch.setattr(time_account, "time", clocks)
+        patch.setattr(ledger, "platform", SimpleNamespace(node=lambda: self.node))
+        patch.delenv("SLURMD_NODENAME", raising=False)
+        self.ledgers: dict[tuple[str, int | None], Ledger] = {}
+
+    def clock(self) -> float:
+        return self.now + self.ahead[self.node]
+
+    def record(self, time: float, node: str, rank: int | None, event: Event) -> None:
+        self.now, self.node = time, node
+        if (node, rank) not in self.ledgers:
+            self.ledgers[node, rank] = Ledger(self.run_dir / "ledger", rank)
+        self.ledgers[node, rank].record(event)
+
+    def some(self, low: float, high: float) -> float:
+        return self.random.uniform(low, high)
+
+    def chance(self, share: float) -> bool:
+        return self.random.random() < share
+
+
+@dataclass
+class Rank:
+    """A process of a group."""
+
+    rank: int
+    node: str
+    began: float
+    account: TimeAccount
+    file: Path | None
+    truth_node: str | None = None  # where the account does not know its node
+    kept: Spent | None = None
+    ended: float = math.nan
+    number_recorded: int = 0
+    fit: int = 0
+    kept_fit: int = 0
+
+
+class Run:
+    """A run from its first launch to its end, or to when it is looked at."""
+
+    def __init__(self, seed: int, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
+        self.world = world = World(seed, run_dir, patch)
+        pick = world.random
+        self.nodes = [f"n{number}" for number in range(pick.choice([1, 1, 2, 2, 3, 4]))]
+        self.per_node = pick.choice([1, 2, 2, 3, 4])
+        self.world_size = len(self.nodes) * self.per_node
+        self.has_launcher = world.chance(0.85)
+        self.is_batch_job = self.has_launcher and world.chance(0.4)
+        self.splits_steps = world.chance(0.5)
+        self.has_two_fits = world.chance(0.25)
+        self.step_s = math.exp(world.some(math.log(0.3), math.log(8)))
+        self.new_nodes = 0
+        self.fit = 0
+        self.done: Counter[int] = Counter()
+        self.saved: Counter[int] = Counter()
+        self.token = 0
+        self.elastic_run_id = ""
+        self.restart_count = 0
+        self.requeues = 0
+        self.before: list[Rank] = []
+        self.cause = ""
+        self.base = "launch"  # what happens after the end of a process
+        self.marks: list[tuple[float, str]] = []  # and from when on something else does
+        self.truth: defaultdict[Loss, float] = defaultdict(float)
+        self.interruptions: Counter[str] = Counter()
+        self.stories: list[str] = []
+        self.began = world.now
+        self.now: float | None = None
+        self.ended = math.nan
+
+    # -- launcher and scheduler ----------------------------------------------------------------------------------------
+
+    def launcher(self, after_s: float, event: Event, category: str) -> None:
+        """The launcher records something ``after_s`` later; from then on it does something else."""
+        self.at += after_s
+        self.marks.append((self.at, category))
+        self.world.record(self.at, "n0", None, event)
+
+    def launch(self, was_killed: bool = False) -> None:
+        if self.is_batch_job:
+            start = of(AllocationStart, slurm_job_id="1", restart_count=self.requeues, node_list=self.nodes)
+            self.launcher(0.0, start, "launch")
+            self.at += self.world.some(1, 7)
+        began, self.at = self.at, self.at + 2
+        self.marks.append((began, "launch"))
+        if was_killed:
+            self.world.record(self.at, "n0", None, LauncherKilled())
+        self.world.record(self.at, "n0", None, of(LaunchStart, began=began + self.world.ahead["n0"]))
+        self.job()
+
+    def job(self) -> None:
+        self.elastic_run_id = f"job-{self.world.random.random()}"
+        self.restart_count = 0
+        self.launcher(self.world.some(0.5, 3), of(JobStart, run_id=self.elastic_run_id), "rendezvous")
+        self.at += self.world.some(1, 8)
+
+    def exit(self, status: str, **fields: Any) -> None:
+        self.launcher(self.world.some(0.5, 5), of(LaunchExit, status=status, exit_code=1, **fields), "idle")
+        if self.is_batch_job:
+            self.marks[-1] = (self.marks[-1][0], "teardown")
+
+    def go_on(self, end: End) -> bool:
+        """What follows the end of a group; whether another one does."""
+        world, some, self.marks = self.world, self.world.some, []
+        self.at, self.base = max(rank.ended for rank in self.before) + 0.6, "teardown"
+        if end.kind == "finished":
+            world.record(self.at - 0.4, self.nodes[0], 0, of(ScriptOutcome, status="finished"))
+            if self.has_launcher:
+                self.exit("finished")
+            if self.is_batch_job:
+                self.launcher(some(0.5, 3), of(AllocationEnd, then="end"), "idle")
+            return False
+        if not self.has_launcher:
+            self.base = "idle"
+            self.at += some(5, 60)
+            return True
+        if end.kind == "node lost":
+            self.new_nodes += 1
+            self.nodes[-1] = f"n{10 + self.new_nodes}"
+        if end.kind == "all lost":
+            self.at += some(20, 60)
+            self.base = "queue" if self.is_batch_job else "idle"
+            self.requeues += 1
+            self.launch(was_killed=True)
+        elif end.kind == "preempted":
+            self.exit("interrupted")
+            self.in_new_allocation(recorded=world.chance(0.7))
+        elif end.kind == "killed":
+            self.base = "idle"
+            self.at += some(10, 80)
+            is_batch_job, self.is_batch_job = self.is_batch_job, False
+            self.launch(was_killed=True)
+            self.is_batch_job = is_batch_job
+        else:
+            self.after_fault(end)
+        return True
+
+    def after_fault(self, end: End) -> None:
+        world, some = self.world, self.world.some
+        if end.cause == "script":
+            self.exit("halted")
+            if self.is_batch_job:
+                self.launcher(some(0.5, 3), of(AllocationEnd, then="end"), "idle")
+            self.at += some(20, 90)
+            self.requeues = 0
+            self.launch()
+        elif end.kind == "fault" and world.chance(0.6):
+            self.base = "rendezvous"  # a restart inside the job
+            self.restart_count += 1
+            self.at += some(1, 8)
+        else:
+            self.launcher(some(0.5, 20), of(JobFailed, run_id=self.elastic_run_id), "launch")
+            if world.chance(0.5):
+                self.at += some(0.2, 2)
+                self.job()
+            else:
+                self.exit("interrupted", new_job=True)
+                if not self.is_batch_job:
+                    self.marks[-1] = (self.marks[-1][0], "queue")
+                self.in_new_allocation(recorded=True, is_new_job=True)
+
+    def in_new_allocation(self, recorded: bool, is_new_job: bool = False) -> None:
+        self.requeues += 1
+        if self.is_batch_job and recorded:
+            self.launcher(self.world.some(0.5, 3), of(AllocationEnd, then="requeue"), "queue")
+        elif self.is_batch_job:
+            self.marks[-1] = (self.marks[-1][0], "queue")
+        self.at += self.world.some(10, 80)
+        self.launch()
+
+    def gap(self, begin: float, end: float, rank: Rank) -> None:
+        category = self.base
+        for time, following in [*self.marks, (end, "")]:
+            if (seconds := min(time, end) - begin) > 0:
+                self.add(category, seconds, "" if category == "idle" else self.cause, rank)
+                begin = time
+            category = following
+
+    def add(self, category: str, seconds: float, cause: str, rank: Rank) -> None:
+        self.truth[Loss(category, cause, rank.node if rank.truth_node is None else rank.truth_node)] += seconds
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    def play(self) -> Goodput:
+        world = self.world
+        self.at = world.now
+        if self.has_launcher:
+            self.launch()
+        for number in range(world.random.choice([1, 1, 2, 3, 3, 4]), 0, -1):
+            end = self.group(is_last=number == 1)
+            if end.kind == "look":
+                break
+            if self.cause:
+                self.interruptions[self.cause] += 1
+            if not self.go_on(end):
+                break
+        if self.now is None:
+            self.ended = max(self.at, *(rank.ended for rank in self.before)) if self.has_launcher else self.at - 0.4
+            for rank in self.before:
+                self.gap(rank.ended, self.ended, rank)
+        return account(read_ledger(self.run_dir), time_account.kept(self.run_dir), self.now)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.world.run_dir
+
+    def group(self, is_last: bool) -> End:
+        world, some = self.world, self.world.some
+        self.token += 1
+        ranks = []
+        for rank in range(self.world_size):
+            world.node = node = self.nodes[rank // self.per_node]
+            world.now = began = self.at + some(0, 0.3)
+            world.now += (age := some(0.02, 0.2))
+            file = self.run_dir / f"{self.token}-{rank}.time" if self.has_launcher else None
+            own = TimeAccount(age, lambda: world.now - 1.6e9, world.clock)
+            if file is not None:
+                own.share(file)
+            ranks.append(Rank(rank, node, began, own, file))
+        world.record(self.at + 0.6, self.nodes[0], 0, of(WorkersStart, attempt=str(self.token)))
+        plan, ready = self.plan(ranks, caught=self.has_two_fits and world.chance(0.3))
+        end = self.end(ranks, is_last, ready)
+        kept_at = self.kept_at(end)
+        self.group_began = min(rank.began for rank in ranks if kept_at[rank.node] > -math.inf)
+        for rank in ranks:
+            if kept_at[rank.node] == -math.inf:
+                rank.began, rank.truth_node = self.group_began, ""
+            before = self.before[rank.rank].ended if self.before else self.began if self.has_launcher else math.nan
+            self.gap(self.group_began if math.isnan(before) else before, rank.began, rank)
+        self.steps_begun: Counter[int] = Counter()
+        for rank in ranks:
+            self.run_rank(rank, plan[rank.rank], end, kept_at[rank.node])
+        self.done |= self.steps_begun
+        self.record_end(ranks, end, kept_at)
+        self.stories.append(end.kind)
+        self.before, self.cause = ranks, end.cause
+        return end
+
+    def plan(self, ranks: list[Rank], caught: bool) -> tuple[dict[int, list[Action]], float]:
+        """What every rank does if nothing comes between, and when all of them train."""
+        some = self.world.some
+        plan: dict[int, list[Action]] = {rank.rank: [] for rank in ranks}
+        self.planned = Counter(self.done)
+        at = max(rank.began for rank in ranks) + 0.7
+        for rank in ranks:
+            imported = at + some(1, 9)
+            plan[rank.rank].append(Action(imported, rank.account.imported, "script"))
+            plan[rank.rank].append(Action(imported + some(0.1, 5), self.begins_fit(rank, self.fit), "setup"))
+        at += 14
+        ready = 0.0
+        fits = 2 if self.has_two_fits else 1
+        for fit in range(self.fit, fits):
+            at = self.plan_fit(ranks, plan, fit, at)
+            ready = at if caught else ready or at
+            at = self.plan_steps(ranks, plan, fit, at)
+            is_over = fit == fits - 1
+            for rank in ranks:
+                actions = plan[rank.rank]
+                actions.append(Action(at, self.enters(rank, time_account.CALLBACKS), "callbacks"))
+                if caught and not is_over:  # the script goes on with its next fit
+                    actions.append(Action(at + 2, self.fails(rank, fit), "teardown"))
+                    continue
+                actions.append(Action(at + 0.5, self.enters(rank, time_account.CHECKPOINT_SAVE), "checkpoint_save"))
+                actions.append(Action(at + 2, self.ends_fit(rank, fit), "teardown"))
+            at += some(3, 6)
+            if not is_over:
+                for rank in ranks:
+                    plan[rank.rank].append(Action(at, self.begins_fit(rank, fit + 1), "setup"))
+        self.over = at
+        return plan, ready
+
+    def plan_fit(self, ranks: list[Rank], plan: dict[int, list[Action]], fit: int, at: float) -> float:
+        some = self.world.some
+        restore, fast_forward, first = at + some(0.5, 5), at + some(5.5, 9), at + some(10, 14)
+        step = self.saved[fit]
+        begun: dict[str, int] = {}
+        for rank in ranks:
+            actions = plan[rank.rank]
+            if step:
+                actions += self.during(rank, time_account.RESTORE, restore, fast_forward, "restore", "setup")
+                if rank.rank == 0:
+                    resumed = of(Resumed, fit=fit, step=step)
+                    actions.append(Action(fast_forward, self.records(0, resumed), "setup", False))
+            elif rank.rank == 0:
+                actions.append(Action(restore, self.records(0, of(Fresh, fit=fit)), "setup", False))
+            between = first - 1, first, "fast_forward", "first_step"
+            actions += self.during(rank, time_account.FAST_FORWARD, *between)
+            actions[-1].act = self.both(actions[-1].act, self.begins_training(rank, fit, begun))
+        return first
+
+    def plan_steps(self, ranks: list[Rank], plan: dict[int, list[Action]], fit: int, at: float) -> float:
+        """Steps, with what comes between two of them."""
+        world, some = self.world, self.world.some
+        step, count = self.saved[fit], world.random.randint(20, 40)
+        every = world.random.choice([5, 8, 13]), world.random.choice([6, 9, 100])
+        rolls_back = step + world.random.randint(8, 30) if world.chance(0.2) else None
+        done, saved, is_first = self.planned[fit], step, True
+        for _ in range(count):
+            seconds = self.step_s * some(0.8, 1.2)
+            category = "first_step" if is_first else "wasted_progress" if step < done else "productive"
+            for rank in ranks:
+                own, actions = rank.account, plan[rank.rank]
+                if not is_first:
+                    loads = "data_loading" if self.splits_steps else category
+                    actions.append(Action(at, self.begins_batch(rank, step), loads, True, step))
+                loaded = at + seconds * some(0.02, 0.3)
+                actions.append(Action(loaded, own.batch_ready, category, False))
+                after = "callbacks" if self.splits_steps and not is_first else category
+                actions.append(Action(at + seconds * 0.95, own.batch_done, after, False))
+            is_begun = not is_first
+            at, is_first, step = at + seconds, False, step + 1
+            if not is_begun:
+                continue
+            after = "callbacks" if self.splits_steps else category
+            if step % every[1] == 0:
+                length = some(1, 8)
+                for rank in ranks:
+                    actions = plan[rank.rank]
+                    actions.append(Action(at, self.enters(rank, time_account.VALIDATION), "validation"))
+                    actions.append(Action(at + length, self.enters(rank, time_account.CALLBACKS), "callbacks"))
+                after, at = "callbacks", at + length + 0.3
+            if step % every[0] == 0:
+                length, saved = some(0.2, 4), step
+                for rank in ranks:
+                    save = self.during(
+                        rank, time_account.CHECKPOINT_SAVE, at, at + length, "checkpoint_save", after, step
+                    )
+                    plan[rank.rank] += save
+                event = of(Saved, fit=fit, step=step, tier="global", seconds=length)
+                plan[0].append(Action(at + length, self.both(self.records(0, event), self.saves(fit, step)), after))
+                at += length
+            if step == rolls_back and saved < step:
+                at = self.plan_rollback(ranks, plan, fit, at, saved, step)
+                done, step, is_first = max(done, step), saved, True
+        return at
+
+    def plan_rollback(
+        self, ranks: list[Rank], plan: dict[int, list[Action]], fit: int, at: float, to: int, step: int
+    ) -> float:
+        begun: dict[str, int] = {}
+        for rank in ranks:
+            actions = plan[rank.rank]
+            found = Action(at, self.enters(rank, time_account.RESTORE), "restore", True, step)
+            if rank.rank == 0:
+                found.act = self.both(self.records(0, of(Rollback, fit=fit, step=step)), found.act)
+            actions.append(found)
+            if rank.rank == 0:
+                event = of(RestoredInPlace, fit=fit, step=to)
+                actions.append(Action(at + 2, self.records(0, event), "restore", False))
+            actions += self.during(rank, time_account.FAST_FORWARD, at + 2, at + 3, "fast_forward", "first_step")
+            actions[-1].act = self.both(actions[-1].act, self.begins_training(rank, fit, begun))
+        return at + 3
+
+    # -- what a rank does ----------------------------------------------------------------------------------------------
+
+    def during(
+        self, rank: Rank, number: int, begin: float, end: float, category: str, after: str, step: int | None = None
+    ) -> list[Action]:
+        section = rank.account.during(number)
+        leave = lambda: section.__exit__(None, None, None)  # noqa: E731
+        return [Action(begin, section.__enter__, category, True), Action(end, leave, after, True, step)]
+
+    @staticmethod
+    def both(*acts: Callable[[], object]) -> Callable[[], object]:
+        return lambda: [act() for act in acts]
+
+    @staticmethod
+    def enters(rank: Rank, number: int) -> Callable[[], object]:
+        return lambda: rank.account.enter(number)
+
+    @staticmethod
+    def begins_fit(rank: Rank, fit: int) -> Callable[[], object]:
+        def act() -> None:
+            rank.fit = fit
+            rank.account.begin_fit()
+
+        return act
+
+    @staticmethod
+    def begins_batch(rank: Rank, step: int) -> Callable[[], object]:
+        return lambda: rank.account.begin_batch(step)
+
+    def begins_training(self, rank: Rank, fit: int, found: dict[str, int]) -> Callable[[], object]:
+        def act() -> None:
+            if not found:  # rank 0 tells the others
+                found["reached"] = goodput.reached_step(self.run_dir, read_ledger(self.run_dir), fit)
+            self.fit = fit
+            rank.account.begin_training(found["reached"], self.splits_steps)
+
+        return act
+
+    def records(self, rank: int, event: Event) -> Callable[[], object]:
+        node = self.nodes[rank // self.per_node]
+        return lambda: self.world.record(self.world.now, node, rank, event)
+
+    def saves(self, fit: int, step: int) -> Callable[[], object]:
+        return lambda: self.saved.__setitem__(fit, step)
+
+    def fails(self, rank: Rank, fit: int) -> Callable[[], object]:
+        def act() -> None:
+            if rank.rank == 0:
+                fault = Fault(kind="ValueError", fit=fit, reason="data are missing")
+                self.world.record(self.world.now - 0.1, rank.node, 0, fault)
+                self.world.now += 0.1
+                if not self.has_launcher:  # an account ends with its fit
+                    self.interruptions["crash"] += 1
+            rank.account.end_fit(failed=True)
+            if not self.has_launcher:
+                self.record_fit(rank, fit)
+
+        return act
+
+    def ends_fit(self, rank: Rank, fit: int) -> Callable[[], object]:
+        def act() -> None:
+            rank.account.end_fit(failed=False)
+            self.saved[fit] = 10**6
+            if not self.has_launcher:
+                self.record_fit(rank, fit)
+
+        return act
+
+    def record_fit(self, rank: Rank, fit: int) -> None:
+        event = time_account.time_spent({rank.rank: rank.account.close()}, {})
+        rank.number_recorded += 1
+        event.fit, event.attempt = fit, f"{self.token}-{rank.number_recorded}"
+        event.world_size = self.world_size
+        self.world.record(self.world.now, rank.node, rank.rank, event)
+
+    # -- the end of a group --------------------------------------------------------------------------------------------
+
+    def end(self, ranks: list[Rank], is_last: bool, ready: float) -> End:
+        world, some = self.world, self.world.some
+        at = some(max(ready, ranks[0].began + 1.2 * KEPT_EVERY_S), self.over)
+        if is_last:
+            if self.has_launcher and world.chance(0.25):
+                self.now = at
+                return End("look", at, ended=at)
+            return End("finished", math.inf, ended=self.over)
+        kinds = ["fault"] * 5 + ["preempted"] * 2
+        if self.has_launcher:
+            kinds += ["killed", "all lost"] + ["node lost"] * (2 if len(self.nodes) > 1 else 0)
+        kind = world.random.choice(kinds)
+        if kind == "fault":
+            faults = FAULTS if self.has_launcher else FAULTS[2:5]
+            cause, fault = world.random.choice(faults)
+            late = {"hang": some(20, 90), "killed": some(0.1, 1)}.get(cause, 0.0)
+            return End(kind, at, cause, fault, at + late, at + late + some(1, 9))
+        if kind == "node lost":
+            fault = {"kind": "PeerLost", "reason": "PeerLost: rank 3 does not answer"}
+            late = some(3, 40)
+            return End(kind, at, "killed", fault, at + late, at + late + some(1, 9))
+        if kind == "preempted":
+            return End(kind, at, "preempted", {}, at + 3, at + 3 + some(1, 9))
+        if kind == "killed":
+            return End(kind, at, "killed", {}, math.nan, at + some(0.1, 3))
+        return End(kind, at, "killed", {}, math.nan, at)
+
+    def kept_at(self, end: End) -> dict[str, float]:
+        """When something was last kept of every node; never: infinite, and before it went down: negative."""
+        kept = {}
+        self.lost = {"look": set(self.nodes), "all lost": set(self.nodes), "node lost": {self.nodes[-1]}}.get(
+            end.kind, set()
+        )
+        for node in self.nodes:
+            is_kept = node in self.lost or (self.has_launcher and self.world.chance(0.2))
+            kept[node] = min(end.at, self.over) - self.world.some(0, KEPT_EVERY_S) if is_kept else math.inf
+        if end.kind in ("look", "node lost") and len(self.nodes) > 1 and self.world.chance(0.15):
+            kept[self.nodes[-1]] = -math.inf
+        return kept
+
+    def run_rank(self, rank: Rank, actions: list[Action], end: End, kept_at: float) -> None:
+        world = self.world
+        world.node = rank.node
+        until, written, category, visible = end.at, 0, "imports", rank.began
+        intervals: list[tuple[float, float, str]] = []  # all that is over
+        since = rank.began
+        kept_truth: list[tuple[float, float, str]] | None = None
+        for action in sorted(actions, key=lambda each: each.time):
+            if kept_truth is None and action.time > kept_at > -math.inf:
+                kept_truth = self.keep(rank, intervals, written, visible, category)
+            if action.time >= until:
+                break
+            world.now, world.node = action.time, rank.node
+            action.act()
+            if category == "teardown":  # it was not the last fit
+                category = "script"
+            intervals.append((since, action.time, category))
+            since, category = action.time, action.category
+            is_forgotten = end.kind == "all lost" and action.time > kept_at and action.category != "restore"
+            if action.begins is not None and not is_forgotten:  # of a rollback the ledger has the step
+                self.steps_begun[self.fit] = max(self.steps_begun[self.fit], action.begins)
+            if action.is_written:
+                visible, written = action.time, len(intervals)
+        if kept_truth is None and kept_at < math.inf:
+            kept_truth = self.keep(rank, intervals, written, visible, category)
+        if rank.node not in self.lost:
+            kept_truth = None
+        elif kept_at == -math.inf:
+            kept_truth = [(rank.began, rank.began, "other")]
+        self.finish(rank, end, intervals, written, since, category, kept_truth, kept_at)
+
+    def keep(
+        self, rank: Rank, intervals: list[tuple[float, float, str]], written: int, visible: float, category: str
+    ) -> list[tuple[float, float, str]]:
+        """What is known of it when it is kept, and from when on nothing more is."""
+        rank.kept, rank.kept_fit = self.read(rank), rank.fit
+        doing = [*intervals, (visible, visible, category)][written][2]
+        if doing == "data_loading":  # a step has begun
+            doing = self.kind_of_step(rank)
+        return [*intervals[:written], (visible, visible, doing)]
+
+    @staticmethod
+    def kind_of_step(rank: Rank) -> str:
+        return time_account.CATEGORIES[rank.account._step]
+
+    def finish(
+        self,
+        rank: Rank,
+        end: End,
+        intervals: list[tuple[float, float, str]],
+        written: int,
+        since: float,
+        category: str,
+        kept: list[tuple[float, float, str]] | None,
+        kept_at: float,
+    ) -> None:
+        """What it has done at last: how it ends, or what is known of that."""
+        world = self.world
+        rank.ended = end.ended
+        if kept is not None:  # all else that it did is lost
+            *intervals, (since, _, category) = kept
+        elif (
+            end.kind in ("finished", "preempted") or category in ("script", "teardown") or self.fails_itself(rank, end)
+        ):
+            pass  # it is there to say what it has done
+        else:
+            since, _, category = [*intervals, (since, since, category)][written]
+            del intervals[written:]
+            if category == "data_loading":  # a step has begun
+                category = self.kind_of_step(rank)
+        tail: list[tuple[float, str]]
+        unfinished = "wasted_progress" if category == "productive" else category
+        if end.kind == "look":
+            tail = [(end.ended, category)]
+        elif end.kind == "all lost":
+            rank.ended = kept_at
+            tail = [(kept_at, unfinished)]
+        elif not self.has_launcher:  # its account ends with the fit
+            tail = []
+            if end.kind == "finished" or category == "teardown":
+                rank.ended = since
+            else:
+                if category == "script":
+                    world.now = end.at
+                    rank.account.begin_fit()
+                    intervals.append((since, end.at, category))
+                    since, category = end.at, "setup"
+                since = rank.ended = self.stop(rank, end, intervals, since, category)
+                self.record_fit(rank, self.fit)
+        elif category in ("script", "teardown", "other"):
+            tail = [(end.ended, category)]
+        elif end.kind == "preempted" or self.fails_itself(rank, end):
+            since = self.stop(rank, end, intervals, since, category)
+            tail = [(end.ended, "teardown")]
+        elif math.isnan(end.verdict):
+            tail = [(end.ended, unfinished)]
+        else:
+            tail = [(end.verdict, "detection"), (end.ended, "teardown")]
+        for begin, until, what in intervals:
+            self.add(what, until - begin, self.cause_before(what), rank)
+        for until, what in tail:
+            goes_on = end.kind == "look" or what in ("script", "other")
+            self.add(what, until - since, self.cause_before(what) if goes_on else end.cause, rank)
+            since = until
+
+    def cause_before(self, category: str) -> str:
+        """To start, and to do steps again, is due to the interruption before."""
+        return self.cause if category in START or category == "wasted_progress" else ""
+
+    def fails_itself(self, rank: Rank, end: End) -> bool:
+        """Whether an exception ends its fit."""
+        if end.kind != "fault" or end.cause in ("hang", "killed"):
+            return False
+        return rank.rank == 1 % self.world_size or not self.has_launcher
+
+    def stop(
+        self, rank: Rank, end: End, intervals: list[tuple[float, float, str]], since: float, category: str
+    ) -> float:
+        """Its fit ends early: it saves at a boundary, or an exception leaves it. Returns when that is."""
+        world = self.world
+        world.node = rank.node
+        if end.kind == "preempted":
+            world.now = end.at
+            with rank.account.during(time_account.CHECKPOINT_SAVE):
+                world.now = end.verdict
+            intervals += [(since, end.at, category), (end.at, end.verdict, "checkpoint_save")]
+        else:
+            world.now = end.verdict
+            in_vain = category in ("data_loading", "productive")
+            intervals.append((since, end.verdict, "wasted_progress" if in_vain else category))
+        rank.account.end_fit(failed=True)
+        return end.verdict
+
+    def record_end(self, ranks: list[Rank], end: End, kept_at: dict[str, float]) -> None:
+        """What the watchdogs of the nodes keep and record."""
+        world = self.world
+        first = self.nodes[0]
+        if end.kind == "preempted":
+            event = of(FitInterrupted, fit=self.fit, reason="signal 15")
+            world.record(end.verdict, first, 0, event)
+        elif end.kind == "killed":
+            world.record(end.at + 0.05, first, 0, of(Killed, fit=self.fit, signal="SIGKILL"))
+        elif end.fault:
+            world.record(end.verdict, first, 0, Fault(fit=self.fit, **end.fault))
+        if not self.has_launcher:
+            return
+        for node in self.nodes:
+            own = [rank for rank in ranks if rank.node == node]
+            name = f"{self.token}-{node}"
+            if math.isfinite(kept_at[node]):
+                world.now, world.node = kept_at[node], node
+                spent = {rank.rank: rank.kept for rank in own if rank.kept is not None}
+                time_account.keep(self.run_dir, name, self.filled(time_account.time_spent(spent, {}), own[0].kept_fit))
+            if node in self.lost:
+                continue
+            world.now, world.node = end.ended + 0.5, node
+            read = {rank.rank: self.read(rank) for rank in own}
+            ended = {rank.rank: rank.ended - 1.6e9 for rank in own}
+            world.record(world.now, node, None, self.filled(time_account.time_spent(read, ended), own[0].fit))
+            if world.chance(0.5):  # else the watchdog was killed just now
+                time_account.forget(self.run_dir, name)
+
+    @staticmethod
+    def read(rank: Rank) -> Spent:
+        assert rank.file is not None
+        with open(rank.file, "rb", buffering=0) as file:
+            found = read_account(file)
+        assert found is not None
+        return found
+
+    def filled(self, event: TimeSpent, fit: int) -> TimeSpent:
+        event.fit, event.attempt, event.world_size = fit, str(self.token), self.world_size
+        event.elastic_run_id, event.restart_count = self.elastic_run_id, self.restart_count
+        return event
+
+
+START = ("launch", "rendezvous", "imports", "script", "setup", "restore", "fast_forward", "first_step")
+
+
+def share_right(found: dict[Any, float], truth: dict[Any, float]) -> float:
+    """How much of the time is where it belongs."""
+    return sum(min(seconds, found.get(key, 0.0)) for key, seconds in truth.items()) / sum(truth.values())
+
+
+def summed(losses: dict[Loss, float], *names: str) -> dict[Any, float]:
+    found: defaultdict[Any, float] = defaultdict(float)
+    for loss, seconds in losses.items():
+        found[tuple(getattr(loss, name) for name in names)] += seconds
+    return dict(found)
+
+
+def difference(found: dict[Any, float], truth: dict[Any, float]) -> str:
+    keys = sorted(key for key in {*found, *truth} if abs(found.get(key, 0.0) - truth.get(key, 0.0)) > 0.5)
+    return "\n".join(f"{key}: {found.get(key, 0.0):.2f}, not {truth.get(key, 0.0):.2f}" for key in keys)
+
+
+def check(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> Run:
+    run = Run(seed, folder, patch)
+    found = run.play()
+    for names, share in ((("category",), 0.995), (("category", "node"), 0.995), (("category", "cause"), 0.98)):
+        if names[1:] == ("cause",) and run.has_two_fits and not run.has_launcher:
+            continue  # each fit has an account of its own
+        accounted, truth = summed(found.seconds, *names), summed(run.truth, *names)
+        assert share_right(accounted, truth) >= share, f"seed {seed}, by {names}:\n{difference(accounted, truth)}"
+    wall = found.ended - found.began
+    assert abs(found.total - run.world_size * wall) < 0.02 * run.world_size * run.token * run.has_two_fits + 0.5
+    assert found.causes == run.interruptions, f"seed {seed}"
+    assert min(found.seconds.values()) > -0.01
+    return run
+
+
+def test_every_second_is_in_its_category(monkeypatch: pytest.MonkeyPatch) -> None:
+    stories: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        for seed in range(200):
+            run_dir = Path(folder) / str(seed)
+            run_dir.mkdir()
+            with monkeypatch.context() as patch:
+                stories.update(check(seed, run_dir, patch).stories)
+    assert stories.keys() == {"finished", "look", "preempted", "killed", "fault", "node lost", "all lost"}
