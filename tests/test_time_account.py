@@ -180,6 +180,25 @@ def test_it_is_read_whatever_becomes_of_the_process(account: TimeAccount, clock:
     assert spent(account) == {"setup": 8}
 
 
+def test_a_forked_process_has_spent_nothing_of_what_its_parent_has(account: TimeAccount, clock: Clock) -> None:
+    clock.now += 100
+    account.begin_fit()
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:  # of a search that trains each trial in a process of its own
+        clock.now += 1
+        account.begin_fit()
+        clock.now += 2
+        found = account.close()
+        os.write(write, repr((found.began, {name: each for name, each in found.seconds.items() if each})).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 1000).decode() == repr((1e9 + 1100, {"script": 1.0, "setup": 2.0}))
+    os.close(read)
+    os.close(write)
+    clock.now += 3
+    assert spent(account) == {"imports": 105, "setup": 3}
+
+
 @pytest.mark.parametrize("content", [b"", b"\0" * 8 * (4 + len(CATEGORIES)), b"\xff" * 8 * (4 + len(CATEGORIES))])
 def test_a_file_that_is_no_account(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "rank.time").write_bytes(content)

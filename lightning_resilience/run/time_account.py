@@ -112,6 +112,7 @@ class TimeAccount:
         self._step = PRODUCTIVE
         self._splits_steps = False
         self._written = 0.0
+        _own.add(self)
 
     @property
     def is_shared(self) -> bool:
@@ -133,7 +134,6 @@ class TimeAccount:
             self._memory = mmap.mmap(fd, _FORMAT.size)
         finally:
             os.close(fd)
-        _shared.add(self)
         self._write()
 
     def close(self) -> Spent:
@@ -144,16 +144,20 @@ class TimeAccount:
         """
         self.enter(self._doing)
         spent = _spent(*self._content())
-        self.detach()
-        self._seconds = [0.0] * len(CATEGORIES)
-        self._began = self._wall_clock()
+        self._begin_anew()
         return spent
 
-    def detach(self) -> None:
-        """Goes on in memory of its own: a forked child, which shares its parent's, is another process."""
+    def forked(self) -> None:
+        """A forked child is another process: what its parent has spent is not its own, nor is the memory for that."""
+        self._begin_anew()
+        self._since, self._doing = self._clock(), IMPORTS if self._doing == IMPORTS else SCRIPT
+
+    def _begin_anew(self) -> None:
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+        self._seconds = [0.0] * len(CATEGORIES)
+        self._began = self._wall_clock()
 
     def enter(self, category: int) -> None:
         """From now on it is in this category."""
@@ -324,15 +328,16 @@ def _kept_path(run_dir: Path, name: str) -> Path:
     return run_dir / "time" / f"{name}.json"
 
 
+_own: weakref.WeakSet[TimeAccount] = weakref.WeakSet()
+"""Those of this process."""
+
 OF_PROCESS = TimeAccount(process_age())
 """The account of this process."""
 
-_shared: weakref.WeakSet[TimeAccount] = weakref.WeakSet()
-
 
 def _after_fork_in_child() -> None:
-    for shared in _shared:
-        shared.detach()
+    for account in _own:
+        account.forked()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
