@@ -38,7 +38,7 @@ from lightning_resilience.detect.hangs.rank_probe import (
 )
 from lightning_resilience.detect.hangs.verdict import diagnose
 from lightning_resilience.launch.view import diagnoses, ranks_now
-from lightning_resilience.run import deadlines, exit_codes
+from lightning_resilience.run import deadlines, exit_codes, time_account
 from lightning_resilience.run.events import Fault
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.ledgers import Ledger, read_ledger
@@ -175,6 +175,45 @@ def test_node_memory_that_is_cleaned_up_is_no_hang(run_dir: Path) -> None:
     job = Job(run_dir)
     job.start(0, unlink=True, seconds=LIMIT_S + 2)
     assert job.wait() == [0]
+
+
+def _watch(job: Job) -> list[dict[str, Any]]:
+    """Watches the rank of a job to its end; returns what was recorded."""
+    here = watchdog.Watchdog(job.directory())
+    here.register()
+    here.run()
+    job.wait()
+    return list(read_ledger(RunDirectory(job.run_dir).ledger))
+
+
+def test_a_death_is_recorded_while_slow_storage_keeps_the_time(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = time_account.keep
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.5)
+        keep(*args)
+
+    monkeypatch.setattr(time_account, "keep", slowly)
+    monkeypatch.setattr(deadlines, "KEEP_TIME_EVERY_S", 0.0)
+    job = Job(run_dir)
+    job.start(0, watched=False, dies=True)
+    assert [event["event"] for event in _watch(job)] == ["killed", "time_spent"]
+    assert not time_account.kept(run_dir)
+
+
+def test_what_is_kept_of_a_node_that_may_go_down_has_its_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep, kept = time_account.keep, []
+
+    def look(*args: Any) -> None:
+        keep(*args)
+        kept.extend(time_account.kept(run_dir))
+
+    monkeypatch.setattr(time_account, "keep", look)
+    monkeypatch.setattr(deadlines, "KEEP_TIME_EVERY_S", 0.0)
+    job = Job(run_dir)
+    job.start(0, watched=False, seconds=1)
+    (recorded,) = _watch(job)
+    assert {(each.attempt, each.node) for each in kept} == {(job.token, recorded["node"])}, "counted twice, or nowhere"
 
 
 def test_two_nodes_one_hangs(run_dir: Path) -> None:

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -190,11 +190,12 @@ class _Storage:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._last: Future[Any] | None = None
+        self._has_begun = False  # a call for which nobody has waited yet
 
     def begin(self, function: Callable[[], object]) -> None:
         """Begins a call and does not wait for it; does nothing while the call before it has not returned."""
         if self._last is None or self._last.done():
-            self._last = self._thread.submit(function)
+            self._last, self._has_begun = self._thread.submit(function), True
 
     def call(self, function: Callable[[], T], within_s: float = deadlines.STORAGE_WITHIN_S) -> T:
         """What ``function`` returns.
@@ -202,11 +203,15 @@ class _Storage:
         Raises:
             OSError: If it raises that, or takes too long, or the call before it has not returned yet.
         """
+        began = time.monotonic()
+        if self._has_begun and self._last is not None:
+            self._has_begun = False
+            wait([self._last], within_s)
         if self._last is not None and not self._last.done():
             raise TimeoutError("the storage does not answer")
         future = self._last = self._thread.submit(function)
         try:
-            result: T = future.result(within_s)
+            result: T = future.result(max(0.0, began + within_s - time.monotonic()))
             return result
         except FutureTimeout:
             raise TimeoutError(f"the storage has not answered for {within_s:g} s") from None
@@ -380,7 +385,7 @@ class Watchdog:
             {rank.rank: rank.ended for rank in ranks if rank.ended is not None},
         )
         about = self._about
-        event.attempt, event.world_size = about["token"], about["world_size"]
+        event.node, event.attempt, event.world_size = node_name(), about["token"], about["world_size"]
         for name in ("fit", "elastic_run_id", "restart_count"):
             setattr(event, name, about[name])
         return event
