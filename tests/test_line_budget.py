@@ -20,13 +20,13 @@ BUDGET = {
     "checkpoint": 4777,
     "contrib": 225,
     "detect": 307,
-    "detect/hangs": 2355,
+    "detect/hangs": 2360,
     "detect/numerics": 788,
     "detect/stragglers": 339,
     "fit": 5115,
     "launch": 3045,
     "launch/schedulers": 508,
-    "run": 2069,
+    "run": 2072,
 }
 
 _NO_CODE = (
