@@ -221,6 +221,7 @@ HUNG = [
 
 
 def run_with(path: Path, *events: Event) -> Path:
+    path.mkdir(exist_ok=True)
     (path / "ledger.jsonl").write_text("".join(f"{json.dumps(event.to_json())}\n" for event in events))
     return path
 

@@ -15,6 +15,7 @@ from lightning_resilience.checkpoint.safe_serialization import pack, tensor_name
 from lightning_resilience.checkpoint.shard import Identity, arrange, seal, view
 from lightning_resilience.launch import cli, inspection
 from lightning_resilience.launch.inspection import inspect
+from tests.test_json_output import parsed
 
 
 def write(path, tensors=(), structure=None, **identity):
@@ -69,7 +70,21 @@ def node(tmp_path):
 
 def columns(text, first):
     """The line of a table that begins with ``first``, in cells."""
-    return next(line for line in text.splitlines() if line.split("  ")[0].strip() == first).split()
+    return next(line for line in text.splitlines() if line.strip().split("  ")[0] == first).split()
+
+
+def test_the_same_for_programs(node):
+    damaged = node / "step-000000000016-00000003"
+    views = [inspect(path, as_json=True) for path in (node, damaged / "rank-00000.shard", damaged / "no.shard")]
+    assert [good for _, good in views] == [False, True, False]
+    folder, intact, missing = parsed("inspect", *(text for text, _ in views))
+    newest, _, oldest = folder["generations"]
+    assert [newest["identity"]["step"], oldest["identity"]["step"]] == [16, 12]
+    assert [Path(each["path"]).name for each in newest["shards"] if each["problem"]] == ["common-00-of-02.shard"]
+    assert (oldest["needed"], oldest["missing"], oldest["missing_shards"]) == (6, 0, [])
+    assert (len(folder["quarantine"]), folder["shard"]) == (1, None)
+    assert [each["name"] for each in intact["shard"]["tensors"]] == ["state_dict.bias"]
+    assert (missing["shard"]["identity"], missing["shard"]["tensors"]) == (None, [])
 
 
 # A shard
@@ -93,7 +108,7 @@ def test_a_shard(tmp_path):
     assert columns(text, "size")[-2:] == [f"({path.stat().st_size}", "bytes)"]
     assert lines[-2:] == [
         "tensor  name             type     shape  size      from byte",
-        "0       state_dict.bias  float32  3      12 bytes  64",
+        "     0  state_dict.bias  float32      3  12 bytes         64",
     ]
 
 

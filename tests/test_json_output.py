@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,38 +12,81 @@ import pytest
 
 from lightning_resilience.launch.cli import main
 from lightning_resilience.launch.json_output import KEYS, SCHEMA, to_json
-from tests.test_goodput import HUNG, run_with
+from lightning_resilience.launch.report import report
+from lightning_resilience.launch.status import overview, status
+from lightning_resilience.launch.view import ranks_now
+from lightning_resilience.run import time_account
+from tests.test_goodput import HUNG, run_with, spent
 
 
 def keys_of(value: dict[str, Any], documented: dict[str, str], prefix: str = "") -> set[str]:
     """All keys; not those of an object whose own are not documented, such as an event."""
     found = set()
     for key, each in value.items():
-        found.add(prefix + key)
-        inner = f"{prefix}{key}[]."
-        if any(name.startswith(inner) for name in documented):
-            for entry in each:
-                found |= keys_of(entry, documented, inner)
+        name = prefix + key
+        found.add(name)
+        for inner, entries in ((f"{name}[].", each), (f"{name}.", [each])):
+            if any(other.startswith(inner) for other in documented):
+                found |= {own for entry in entries or [] if entry for own in keys_of(entry, documented, inner)}
     return found
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    main([*map(str, arguments), "--json"])
-    [line] = capsys.readouterr().out.splitlines()
-    found: dict[str, Any] = json.loads(line)
-    assert found["schema"] == SCHEMA
-    assert keys_of(found, KEYS[str(arguments[0])]) == KEYS[str(arguments[0])].keys()
+def parsed(action: str, *texts: str) -> list[dict[str, Any]]:
+    """What a command has printed: together, these have all documented keys and no other."""
+    found: list[dict[str, Any]] = [json.loads(text) for text in texts]
+    assert all("\n" not in text for text in texts)
+    assert {each["schema"] for each in found} == {SCHEMA}
+    assert {key for each in found for key in keys_of(each, KEYS[action])} == KEYS[action].keys()
     return found
 
 
-def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = printed(capsys, "report", run_with(tmp_path, *HUNG))
+def test_report(tmp_path: Path) -> None:
+    [found] = parsed("report", report(run_with(tmp_path, *HUNG), as_json=True))
     assert [event["event"] for event in found["timeline"]] == [event.name for event in HUNG]
 
 
+def test_status(tmp_path: Path) -> None:
+    [found] = parsed("status", status(run_with(tmp_path, *HUNG), as_json=True))
+    assert (found["now"], found["is_ongoing"], found["job_chain"]) == ("ended: finished", False, 2)
+    assert [each["ended"] for each in found["allocations"]] == ["finished", "finished"]
+    assert found["restarts_left"] == found["restarts"] == 3
+
+
+def test_status_of_a_folder_of_runs(tmp_path: Path) -> None:
+    runs = [run_with(tmp_path / name, *HUNG) for name in ("a", "b")]
+    found = json.loads(overview(runs, as_json=True))
+    assert [keys_of({"schema": 1, **each}, KEYS["status"]) for each in found["runs"]] == [KEYS["status"].keys()] * 2
+
+
+def test_what_other_nodes_do(tmp_path: Path) -> None:
+    """As their watchdogs have kept it, if that is not long ago."""
+    now = time.time()
+    time_account.keep(tmp_path, "before", spent(now - 90, now - 70, now - 60, "first_step", reached=0))
+    time_account.keep(tmp_path, "other", spent(now - 90, now - 12, now - 10, "productive", reached=7))
+    time_account.keep(tmp_path, "down", spent(now - 9999, now - 9000, now - 9000, ranks=[2, 3]))
+    [found] = parsed("watch", ranks_now(tmp_path, as_json=True))
+    first, second = found["ranks"]
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert (first["node"], first["section"], first["step"], first["pid"]) == ("n1", "productive", 7, None)
+    assert first["since_progress"] == pytest.approx(2)
+    assert " ago" in ranks_now(tmp_path)
+
+
+@pytest.mark.parametrize("action", ["report", "status", "diagnose", "watch"])
+def test_the_command_line(action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where there is nothing to show."""
+    (tmp_path / "launches").mkdir()
+    main([action, str(tmp_path), "--json", *["--once"] * (action == "watch")])
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == {key for key in KEYS[action] if "[]" not in key}
+
+
+def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_with(tmp_path / "a", *HUNG)
+    main(["status", str(tmp_path), "--json"])
+    assert [each["safe_step"] for each in json.loads(capsys.readouterr().out)["runs"]] == [None]
+
+
 def test_json_has_no_nan() -> None:
-    assert json.loads(to_json({"a": [float("nan")], "b": {"c": float("inf")}})) == {
-        "schema": SCHEMA,
-        "a": [None],
-        "b": {"c": None},
-    }
+    found = json.loads(to_json({"a": [math.nan], "b": {"c": math.inf, "d": 1.5}}))
+    assert found == {"schema": SCHEMA, "a": [None], "b": {"c": None, "d": 1.5}}

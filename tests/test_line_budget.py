@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 339,
     "fit": 5115,
-    "launch": 3045,
+    "launch": 3270,
     "launch/schedulers": 508,
     "run": 2072,
 }

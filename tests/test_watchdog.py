@@ -42,6 +42,7 @@ from lightning_resilience.run import deadlines, exit_codes, time_account
 from lightning_resilience.run.events import Fault
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.ledgers import Ledger, read_ledger
+from tests.test_json_output import parsed
 
 _FORK = multiprocessing.get_context("fork")
 LIMIT_S = 2.0
@@ -491,6 +492,7 @@ def test_a_damaged_diagnosis_is_shown_as_far_as_it_goes(run_dir: Path, name: str
     for file, content in DAMAGE[name].items():
         (folder / file).write_text(content)
     assert folder.name in diagnoses(run_dir)
+    assert json.loads(diagnoses(run_dir, as_json=True))["hangs"][0]["folder"] == str(folder)
 
 
 def test_nothing_to_show(run_dir: Path) -> None:
@@ -501,13 +503,18 @@ def test_nothing_to_show(run_dir: Path) -> None:
 def test_what_is_shown(run_dir: Path, tmp_path: Path) -> None:
     job = Job(run_dir)
     job.start(0, pause_s=60)
-    deadline = time.monotonic() + 20
     link = tmp_path / "link"
     link.symlink_to(run_dir)
-    while "runs Python" not in (shown := ranks_now(link)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert "step" in shown or "setup" in shown
+    await_that(lambda: '"section": "step"' in ranks_now(link, as_json=True))
+    assert "runs Python" in ranks_now(link)
+    [found] = parsed("watch", ranks_now(link, as_json=True))
+    [rank] = found["ranks"]
+    assert (rank["rank"], rank["section"], rank["limit"], rank["runs_python"]) == (0, "step", LIMIT_S, True)
+    assert rank["answer_ms"] > 0
     job.wait()
+    [found] = parsed("diagnose", diagnoses(run_dir, as_json=True))
+    assert [(each["rank"], each["verdict"]) for each in found["ranks"]] == [(0, "culprit")]
+    assert (found["number"], found["hangs"][0]["line"] is None) == (1, False)
     text = diagnoses(run_dir)
     assert "1. " in text
     assert "culprit" in text

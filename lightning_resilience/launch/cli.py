@@ -19,6 +19,7 @@ from lightning_resilience._output import introduce, log_line
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.launch import naming
 from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, other_command
+from lightning_resilience.launch.json_output import KEYS
 from lightning_resilience.launch.lookup import why_not_found
 from lightning_resilience.launch.report import report
 from lightning_resilience.launch.schedulers import KINDS, current_scheduler
@@ -68,7 +69,7 @@ def _run(options: argparse.Namespace) -> None:
 
         if not Path(options.path).exists():
             options.parser.error(f"{options.path} does not exist")
-        text, good = inspect(options.path)
+        text, good = inspect(options.path, options.json)
         print(text)
         sys.exit(0 if good else 1)
     if (scheduler := _SCHEDULERS.get(options.action)) is not None:
@@ -76,20 +77,20 @@ def _run(options: argparse.Namespace) -> None:
         return
     if options.action != "launch":
         if options.action == "status" and len(among := runs_in(Path(options.run_dir))):
-            print(overview(among))
+            print(overview(among, options.json))
             return
         if (problem := _why_no_run(Path(options.run_dir))) is not None:
             options.parser.error(problem)
         if options.action == "status":
-            print(status(options.run_dir))
+            print(status(options.run_dir, options.json))
         elif options.action == "report":
             print(report(options.run_dir, options.json))
         elif options.action == "diagnose":
-            print(diagnoses(options.run_dir, options.number))
+            print(diagnoses(options.run_dir, options.number, options.json))
         elif options.once:
-            print(ranks_now(options.run_dir))
+            print(ranks_now(options.run_dir, options.json))
         else:
-            watch(options.run_dir, options.interval)
+            watch(options.run_dir, options.interval, options.json)
         return
     settings = _settings(options)
     if "--help" in options.args or options.args == ["-h"]:  # a question to the script, and no run
@@ -279,7 +280,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Prints goodput and losses of a run, its worst interruptions and its timeline.",
     )
     shown.add_argument("run_dir", metavar="RUN_DIR")
-    shown.add_argument("--json", action="store_true", help="print goodput, losses and interruptions for programs")
 
     diagnosed = actions.add_parser(
         "diagnose",
@@ -291,9 +291,9 @@ def _parser() -> argparse.ArgumentParser:
 
     watched = actions.add_parser(
         "watch",
-        help="show what every rank of this node does now",
-        description="Shows the ranks of a run on this node, and whether they answer, until interrupted. The ranks are "
-        "not slowed down.",
+        help="show what every rank does now",
+        description="Shows the ranks of a run until interrupted: those of this node, and whether they answer; those of "
+        "other nodes as they were up to half a minute ago. The ranks are not slowed down.",
     )
     watched.add_argument("run_dir", metavar="RUN_DIR")
     watched.add_argument(
@@ -309,6 +309,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit code: 0 if all is intact, 1 if anything is damaged or there is nothing",
     )
     inspected.add_argument("path", metavar="PATH")
+    for name in KEYS:
+        actions.choices[name].add_argument("--json", action="store_true", help="print the same for programs, in a line")
     for action in actions.choices.values():
         action.set_defaults(parser=action)
     return parser

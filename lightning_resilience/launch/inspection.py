@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lightning_resilience._formatting import table
 from lightning_resilience.checkpoint import shard
@@ -17,6 +20,7 @@ from lightning_resilience.checkpoint.capacity import format_bytes
 from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
 from lightning_resilience.checkpoint.generations import GENERATION_FOLDER, SHARD_SUFFIX
 from lightning_resilience.checkpoint.safe_serialization import tensor_names
+from lightning_resilience.launch.json_output import to_json
 
 _MAX_TENSORS = 20
 _MAX_SHARDS = 100
@@ -25,37 +29,89 @@ _MAX_FOLDERS = 4096
 _RANK = re.compile(r"rank-([0-9]{5,})")
 _REPLICATED = re.compile(r"common-([0-9]{2,})-of-([0-9]{2,})")
 
-_View = tuple[list[str], bool]  # lines, and whether everything is intact
 
-
-def inspect(path: str | os.PathLike[str]) -> tuple[str, bool]:
+def inspect(path: str | os.PathLike[str], as_json: bool = False) -> tuple[str, bool]:
     """Describes local checkpoints and verifies them.
 
     Args:
         path: A shard, the folder of a generation, the folder of a fit with its generations, or a folder up to four
             levels above, such as the one given to ``LocalCheckpoint(dir=...)``.
+        as_json: Whether for programs, see :data:`.json_output.KEYS`.
 
     Returns:
         The text, and whether there is a checkpoint and all of it is intact. Shards that are missing here, and may be on
         other nodes, are named but no error. Does not raise: the text names what cannot be read.
     """
     path = Path(path)
+    file: _ShardFile | None = None
+    folders: dict[Path, list[_Generation]] = {}
+    lines, problem = [], None
     try:
-        lines, good = _inspect(path)
+        if not path.is_dir():
+            file = _read_shard(path)
+            lines = _shard(file)
+        elif GENERATION_FOLDER.fullmatch(path.absolute().name) or any(path.glob(f"*{SHARD_SUFFIX}")):
+            generation = _read_generation(path)
+            folders = {path: [generation]}
+            lines = _generation(generation)
+            problem = None if generation.shards else f"There is no shard of a generation in {path}."
+        else:
+            folders = {folder: _read_generations(folder) for folder in _node_folders(path)}
+            lines = [line for folder, each in folders.items() for line in ("", *_node(folder, each))][1:]
+            problem = None if folders else f"There is no local checkpoint in {path}."
     except (OSError, ValueError) as error:
-        lines, good = [f"{path} cannot be read: {_reason(error)}."], False
-    return "\n".join(map(_printable, lines)), good
+        problem = f"{path} cannot be read: {_reason(error)}."
+    generations = [each for found in folders.values() for each in found]
+    is_intact = problem is None and not (file and file.problem) and not any(each.bad for each in generations)
+    if not as_json:
+        return "\n".join(map(_printable, lines if problem is None else [problem])), is_intact
+    found = {
+        "path": str(path),
+        "is_intact": is_intact,
+        "problem": problem,
+        "shard": file and _content_of_shard(file),
+        "generations": [_content_of_generation(each) for each in generations],
+        "quarantine": [str(entry) for folder in folders for entry in _set_aside(folder)],
+    }
+    return to_json(found), is_intact
 
 
-def _inspect(path: Path) -> _View:
-    if not path.is_dir():
-        return _shard(path)
-    if GENERATION_FOLDER.fullmatch(path.absolute().name) or any(path.glob(f"*{SHARD_SUFFIX}")):
-        return _generation(path)
-    views = [_node(folder) for folder in _node_folders(path)]
-    if not views:
-        return [f"There is no local checkpoint in {path}."], False
-    return [line for lines, _ in views for line in ("", *lines)][1:], all(good for _, good in views)
+def _content_of_shard(file: _ShardFile) -> dict[str, Any]:
+    header = file.header
+    names = _names(file.path, header) if header else {}
+    return {
+        **_summary(file),
+        "identity": header and vars(header.identity),
+        "digest": header and header.digest,
+        "torch": header and header.torch_version,
+        "tensors": [
+            {
+                "name": names.get(index),
+                "type": spec.dtype,
+                "shape": spec.shape,
+                "size": spec.nbytes,
+                "from": spec.offset,
+            }
+            for index, spec in enumerate(header.tensors if header else ())
+        ],
+    }
+
+
+def _content_of_generation(each: _Generation) -> dict[str, Any]:
+    count, needed, names = each.missing()
+    return {
+        "path": str(each.path),
+        "identity": each.identity and vars(each.identity),
+        "needed": needed or None,
+        "missing": count,
+        "missing_shards": names,
+        "shards": [_summary(file) for file in each.shards],
+    }
+
+
+def _summary(file: _ShardFile) -> dict[str, Any]:
+    created = file.header and file.header.created
+    return {"path": str(file.path), "size": file.size, "created": created, "problem": file.problem or None}
 
 
 def _printable(line: str) -> str:
@@ -102,11 +158,10 @@ def _read_shard(path: Path, expected: shard.Expected = None) -> _ShardFile:
     return file
 
 
-def _shard(path: Path) -> _View:
-    file = _read_shard(path)
-    lines = [f"{path}", f"intact: {file.verdict}"]
+def _shard(file: _ShardFile) -> list[str]:
+    lines = [f"{file.path}", f"intact: {file.verdict}"]
     if (header := file.header) is None:
-        return lines, False
+        return lines
     rows = {
         **{name.replace("_", " "): value for name, value in vars(header.identity).items()},
         "layout": _layout(header.identity),
@@ -118,8 +173,8 @@ def _shard(path: Path) -> _View:
     }
     lines += ["", *(f"{name:<10}  {value}" for name, value in rows.items())]
     if header.tensors:
-        lines += ["", *_tensor_table(header, _names(path, header))]
-    return lines, not file.problem
+        lines += ["", *_tensor_table(header, _names(file.path, header))]
+    return lines
 
 
 def _layout(identity: shard.Identity) -> str:
@@ -236,11 +291,8 @@ def _find_strangers(generation: _Generation) -> None:
             file.problem = f"it does not belong to the others: {own}, not {most}"
 
 
-def _generation(path: Path) -> _View:
-    generation = _read_generation(path)
-    if not generation.shards:
-        return [f"There is no shard of a generation in {path}."], False
-    lines = [f"{path}"]
+def _generation(generation: _Generation) -> list[str]:
+    lines = [f"{generation.path}"]
     if (identity := generation.identity) is not None:
         lines += [
             f"Generation {identity.generation} of step {identity.step}: fit {identity.fit} of run {identity.run}, "
@@ -268,7 +320,7 @@ def _generation(path: Path) -> _View:
     else:
         lines.append(f"Not here, or not intact: {count} of {needed} shards. They may be on other nodes.")
         lines += _shortened([f"  {name}" for name in names[:_MAX_PROBLEMS]], len(names) - _MAX_PROBLEMS)
-    return lines, not generation.bad
+    return lines
 
 
 # A node
@@ -296,15 +348,23 @@ def _generations_in(path: Path) -> list[Path]:
     return [entry for entry in reversed(_subfolders(path)) if GENERATION_FOLDER.fullmatch(entry.name)]
 
 
-def _node(path: Path) -> _View:
-    rows, problems = [], []
+def _read_generations(path: Path) -> list[_Generation]:
+    found = []
     for folder in _generations_in(path):
-        try:
-            generation = _read_generation(folder)
-        except FileNotFoundError:  # retired meanwhile
-            continue
-        count, needed, _ = generation.missing()
-        shards, bad = generation.shards, generation.bad
+        with suppress(FileNotFoundError):  # retired meanwhile
+            found.append(_read_generation(folder))
+    return found
+
+
+def _set_aside(path: Path) -> list[Path]:
+    return [entry for entry in sorted(path.glob("quarantine/*")) if not entry.name.endswith(".reason.txt")]
+
+
+def _node(path: Path, generations: Sequence[_Generation]) -> list[str]:
+    rows, problems = [], []
+    for each in generations:
+        count, needed, _ = each.missing()
+        folder, shards, bad = each.path, each.shards, each.bad
         problems += [f"  {folder.name}/{file.path.name}: {file.problem}" for file in bad]
         step, name = GENERATION_FOLDER.fullmatch(folder.name).groups()  # type: ignore[union-attr]
         rows.append(
@@ -322,7 +382,6 @@ def _node(path: Path) -> _View:
     lines = [f"{path}: {len(rows)} generations, newest first", "", *table(head, rows)]
     if problems:
         lines += ["", "Not intact:", *_shortened(problems[:_MAX_PROBLEMS], len(problems) - _MAX_PROBLEMS)]
-    set_aside = [entry for entry in path.glob("quarantine/*") if not entry.name.endswith(".reason.txt")]
-    if set_aside:
+    if set_aside := _set_aside(path):
         lines += ["", f"In quarantine: {len(set_aside)}, with the reasons beside them, in {path / 'quarantine'}"]
-    return lines, not problems
+    return lines

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_resilience._formatting import duration, or_dash, shortened, table, timestamp
 from lightning_resilience.launch.json_output import to_json
-from lightning_resilience.launch.status import is_ongoing
+from lightning_resilience.launch.status import now
 from lightning_resilience.run import time_account
 from lightning_resilience.run.events import TimeSpent
 from lightning_resilience.run.failures import recurrence
@@ -62,9 +62,9 @@ def report(run_dir: str | os.PathLike[str], as_json: bool = False) -> str:
 
 
 def _content(run_directory: RunDirectory, history: History) -> dict[str, Any]:
+    _, is_ongoing = now(history, run_directory.path) if history.allocations else ("", False)
     kept = time_account.kept(run_directory.path)
-    goes_on = is_ongoing(history, run_directory.path, kept)
-    goodput = account(history.events, kept, time.time() if goes_on else None)
+    goodput = account(history.events, kept, time.time() if is_ongoing else None)
     seconds = goodput.by_category
     active = goodput.total - seconds["idle"]
     is_known = active > 0 and goodput.ranks > 0
@@ -73,7 +73,7 @@ def _content(run_directory: RunDirectory, history: History) -> dict[str, Any]:
         "run_dir": str(run_directory.path),
         "began": goodput.began if goodput.seconds else None,
         "ended": goodput.ended if goodput.seconds else None,
-        "is_ongoing": goes_on,
+        "is_ongoing": is_ongoing,
         "outcome": None if outcome is None else outcome.status,
         "reason": None if outcome is None else outcome.reason,
         "ranks": goodput.ranks,

@@ -8,12 +8,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from lightning_resilience._formatting import duration, node_range, or_dash, shortened, table, timestamp
 from lightning_resilience.launch.allocations import current_job_chain
 from lightning_resilience.launch.budget import Budget
+from lightning_resilience.launch.json_output import to_json
 from lightning_resilience.launch.record import records
 from lightning_resilience.launch.schedulers import KINDS
+from lightning_resilience.run import time_account
 from lightning_resilience.run.deadlines import KEEP_TIME_EVERY_S
 from lightning_resilience.run.events import AllocationEnd, Fault, LaunchExit, LaunchStart, TimeSpent
 from lightning_resilience.run.history import Allocation, History, read_history
@@ -24,31 +27,20 @@ _REASON_LENGTH = 110
 _LIMITS = [field.name for field in fields(Budget)]
 
 
-def status(run_dir: str | os.PathLike[str]) -> str:
+def status(run_dir: str | os.PathLike[str], as_json: bool = False) -> str:
     """The state of a run, as text of up to 120 columns.
 
     Args:
         run_dir: The run directory.
+        as_json: Whether for programs, see :data:`.json_output.KEYS`.
     """
     run_directory = RunDirectory(run_dir)
-    history = read_history(run_directory.ledger)
-    allocations = history.allocations
-    if not allocations:
+    found = _content(run_directory.path)
+    if as_json:
+        return to_json(found)
+    if not found["allocations"]:
         return f"Nothing is recorded in {run_directory.ledger}: no run has been launched here."
-    lines = [f"Run {run_directory.path}", ""]
-    rows = [_row(number, allocations) for number in range(len(allocations))]
-    lines += table(["allocation", "job", "nodes", "began", "lasted", "safe steps", "starts", "ended", "then"], rows)
-    job_chain = current_job_chain(allocations)
-    lines += ["", f"Safe      {_safe(history)}"]
-    budget = _budget_left(history) if allocations[-1].has_launcher else "none: nothing starts this run again"
-    lines += [f"Budget    {budget}"]
-    lines += [f"Job chain {len(job_chain)} allocations" if len(job_chain) != 1 else "Job chain 1 allocation"]
-    if allocations[-1].excluded:
-        lines.append(f"Excluded  {', '.join(allocations[-1].excluded)}")
-    lines += [f"Now       {_now(allocations, run_directory.path)}"]
-    if reason := _last_reason(history):
-        lines.append(f"Last word {reason}")
-    return "\n".join(lines)
+    return "\n".join(_text(found))
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -63,18 +55,25 @@ def runs_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
 
 
-def overview(runs: Sequence[Path]) -> str:
+def overview(runs: Sequence[Path], as_json: bool = False) -> str:
     """What each of several runs is, and how it stands, as a table.
 
     Args:
         runs: Their directories.
+        as_json: Whether for programs, see :data:`.json_output.KEYS`.
     """
-    rows = []
-    for path in runs:
-        history = read_history(RunDirectory(path).ledger)
-        launch, allocations = history.last(LaunchStart), history.allocations
-        command = shlex.join(launch.command) if launch is not None and launch.command is not None else "-"
-        rows.append([path.name, _safe(history), _now(allocations, path) if allocations else "-", command])
+    found = [_content(path) for path in runs]
+    if as_json:
+        return to_json({"runs": found})
+    rows = [
+        [
+            os.path.basename(each["run_dir"]),
+            _safe(each),
+            or_dash(each["now"]),
+            "-" if each["command"] is None else shlex.join(each["command"]),
+        ]
+        for each in found
+    ]
     return "\n".join(table(["run", "safe", "now", "command"], rows))
 
 
@@ -103,92 +102,41 @@ def _budget(history: History) -> Budget:
     return Budget(**limits)  # another version may have had other ones
 
 
-def _safe(history: History) -> str:
-    step = history.verified_step
-    return "no checkpoint yet" if step is None else f"step {step}"
-
-
-def _budget_left(history: History) -> str:
-    budget = _budget(history)
-    restarts = max(0, budget.in_job_restarts - history.failures.in_job)
-    again = max(0, budget.job_retries - history.failures.job_retries)
-    return f"{restarts} of {budget.in_job_restarts} restarts and {again} of {budget.job_retries} job retries left"
-
-
-def _row(number: int, allocations: Sequence[Allocation]) -> list[str]:
-    each = allocations[number]
-    following = allocations[number + 1] if number + 1 < len(allocations) else None
-    job = or_dash(each.job_id)
-    if each.restart_count:
-        job += f".{each.restart_count}"
-    return [
-        str(number + 1),
-        job,
-        node_range(each.nodes) or "-",
-        timestamp(each.began)[5:],
-        duration(each.last_seen - each.began),
-        f"{or_dash(each.step_before)} -> {or_dash(each.step_after)}",
-        str(each.worker_groups) if each.has_launcher else "-",
-        _how(each, following),
-        _then(each, following),
-    ]
-
-
-def _how(each: Allocation, following: Allocation | None) -> str:
-    if each.how is not None:
-        return each.how
-    if each.exit is not None:
-        is_retry = isinstance(each.exit, LaunchExit) and each.exit.new_job
-        return "retry" if is_retry else str(each.exit_status)
-    return "-" if following is None else "killed"
-
-
-def _then(each: Allocation, following: Allocation | None) -> str:
-    if each.then == "requeue":
-        return "requeued" + (f" without {', '.join(each.excluded)}" if each.suspects and each.excluded else "")
-    if following is None or each.then == "end":
-        return "-"
-    if each.how is None and each.job_id is not None and following.job_id == each.job_id:
-        return "requeued by scheduler"
-    return "launched again"
-
-
-def _now(allocations: Sequence[Allocation], run_dir: Path) -> str:
-    last = allocations[-1]
-    if last.job_id is not None and (queued := _queue_state(last.job_id)):
-        return queued
-    if last.then == "end" or (last.exit is not None and last.then is None):
-        how = last.how or str(last.exit_status)
-        if isinstance(last.exit, Fault):
-            how += f" ({shortened(str(last.exit.reason), _REASON_LENGTH)})"
-        return f"ended: {how}"
-    if any(record.is_here and not record.is_dead for record in records(run_dir / "launches")):
-        return f"running on this node ({node_name()})"
-    ago = duration(max(0.0, time.time() - last.last_seen))
-    if last.then == "requeue":
-        return f"requeued {ago} ago"
-    return f"running on another node, or killed: nothing was recorded for {ago}"
-
-
-def is_ongoing(history: History, run_dir: Path, kept: Sequence[TimeSpent]) -> bool:
-    """Whether a run waits for nodes, or a launcher or ranks of it live.
+def now(history: History, run_dir: Path) -> tuple[str, bool]:
+    """How a run with allocations stands, and whether it runs or waits for nodes.
 
     Args:
         history: Its history.
         run_dir: The run directory.
-        kept: What was kept of its ranks.
     """
-    last = history.allocations[-1:]
-    if not last:
-        return False
-    if last[0].job_id is not None and _queue_state(last[0].job_id):
-        return True
-    if last[0].then == "end" or (last[0].exit is not None and last[0].then is None):
-        return False
-    if any(record.is_here and not record.is_dead for record in records(run_dir / "launches")):
-        return True
-    alive_since = time.time() - 3 * KEEP_TIME_EVERY_S  # also on other nodes
-    return any(ended > alive_since for event in kept for ended in event.ended or ())
+    last = history.allocations[-1]
+    if last.job_id is not None and (queued := _queue_state(last.job_id)):
+        return queued, True
+    if last.then == "end" or (last.exit is not None and last.then is None):
+        how = last.how or str(last.exit_status)
+        if isinstance(last.exit, Fault):
+            how += f" ({shortened(str(last.exit.reason), _REASON_LENGTH)})"
+        return f"ended: {how}", False
+    here = [record for record in records(run_dir / "launches") if record.is_here]
+    if not all(record.is_dead for record in here):
+        return f"running on this node ({node_name()})", True
+    nodes = {str(event.node) for event in kept_lately(run_dir)}
+    if nodes := nodes - {node_name()} if here else nodes:
+        return f"running on {node_range(sorted(nodes))}", True
+    ago = duration(max(0.0, time.time() - last.last_seen))
+    if last.then == "requeue":
+        return f"requeued {ago} ago", False
+    return f"running on another node, or killed: nothing was recorded for {ago}", False
+
+
+def kept_lately(run_dir: Path) -> list[TimeSpent]:
+    """What watchdogs have kept of ranks that live, on whatever node.
+
+    Args:
+        run_dir: The run directory.
+    """
+    alive_since = time.time() - 3 * KEEP_TIME_EVERY_S
+    return [event for event in time_account.kept(run_dir) if any(ended > alive_since for ended in event.ended or ())]
 
 
 def _queue_state(job_id: str) -> str | None:
@@ -196,6 +144,103 @@ def _queue_state(job_id: str) -> str | None:
     return next((state for kind in KINDS if (state := kind().queue_state(job_id)) is not None), None)
 
 
-def _last_reason(history: History) -> str | None:
-    end = next((event for event in reversed(history.events) if isinstance(event, (AllocationEnd, LaunchExit))), None)
-    return None if end is None else shortened(str(end.reason), _REASON_LENGTH)
+# -- content -----------------------------------------------------------------------------------------------------------
+
+
+def _content(run_dir: Path) -> dict[str, Any]:
+    history = read_history(RunDirectory(run_dir).ledger)
+    allocations, launch, failures = history.allocations, history.last(LaunchStart), history.failures
+    budget = _budget(history) if allocations and allocations[-1].has_launcher else None
+    state, is_ongoing = now(history, run_dir) if allocations else (None, False)
+    ends = [event for event in history.events if isinstance(event, (AllocationEnd, LaunchExit))]
+    return {
+        "run_dir": str(run_dir),
+        "command": None if launch is None else launch.command,
+        "is_ongoing": is_ongoing,
+        "now": state,
+        "safe_step": history.verified_step,
+        "restarts": budget and budget.in_job_restarts,
+        "restarts_left": budget and max(0, budget.in_job_restarts - failures.in_job),
+        "job_retries": budget and budget.job_retries,
+        "job_retries_left": budget and max(0, budget.job_retries - failures.job_retries),
+        "job_chain": len(current_job_chain(allocations)),
+        "excluded": allocations[-1].excluded if allocations else [],
+        "last_reason": str(ends[-1].reason) if ends else None,
+        "allocations": [
+            _allocation(each, following) for each, following in zip(allocations, [*allocations, None][1:], strict=True)
+        ],
+    }
+
+
+def _allocation(each: Allocation, following: Allocation | None) -> dict[str, Any]:
+    return {
+        "job_id": each.job_id,
+        "restart_count": each.restart_count,
+        "nodes": each.nodes,
+        "began": each.began,
+        "last_seen": each.last_seen,
+        "step_before": each.step_before,
+        "step_after": each.step_after,
+        "starts": each.worker_groups if each.has_launcher else None,
+        "ended": _how(each, following),
+        "then": _then(each, following),
+    }
+
+
+def _how(each: Allocation, following: Allocation | None) -> str | None:
+    if each.how is not None:
+        return each.how
+    if each.exit is not None:
+        is_retry = isinstance(each.exit, LaunchExit) and each.exit.new_job
+        return "retry" if is_retry else str(each.exit_status)
+    return None if following is None else "killed"
+
+
+def _then(each: Allocation, following: Allocation | None) -> str | None:
+    if each.then == "requeue":
+        return "requeued" + (f" without {', '.join(each.excluded)}" if each.suspects and each.excluded else "")
+    if following is None or each.then == "end":
+        return None
+    if each.how is None and each.job_id is not None and following.job_id == each.job_id:
+        return "requeued by scheduler"
+    return "launched again"
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def _text(found: dict[str, Any]) -> list[str]:
+    head = ["allocation", "job", "nodes", "began", "lasted", "safe steps", "starts", "ended", "then"]
+    rows = [_row(number, each) for number, each in enumerate(found["allocations"], 1)]
+    budget, chain = "none: nothing starts this run again", found["job_chain"]
+    if found["restarts"] is not None:
+        budget = (
+            f"{found['restarts_left']} of {found['restarts']} restarts and "
+            f"{found['job_retries_left']} of {found['job_retries']} job retries left"
+        )
+    lines = [f"Run {found['run_dir']}", "", *table(head, rows), "", f"Safe      {_safe(found)}", f"Budget    {budget}"]
+    lines.append(f"Job chain {chain} allocation{'s' * (chain != 1)}")
+    if found["excluded"]:
+        lines.append(f"Excluded  {', '.join(found['excluded'])}")
+    lines.append(f"Now       {found['now']}")
+    if found["last_reason"] is not None:
+        lines.append(f"Last word {shortened(found['last_reason'], _REASON_LENGTH)}")
+    return lines
+
+
+def _safe(found: dict[str, Any]) -> str:
+    return "no checkpoint yet" if found["safe_step"] is None else f"step {found['safe_step']}"
+
+
+def _row(number: int, each: dict[str, Any]) -> list[str]:
+    return [
+        str(number),
+        or_dash(each["job_id"]) + (f".{each['restart_count']}" if each["restart_count"] else ""),
+        node_range(each["nodes"]) or "-",
+        timestamp(each["began"])[5:],
+        duration(each["last_seen"] - each["began"]),
+        f"{or_dash(each['step_before'])} -> {or_dash(each['step_after'])}",
+        or_dash(each["starts"]),
+        or_dash(each["ended"]),
+        or_dash(each["then"]),
+    ]
