@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
+from lightning.pytorch.callbacks import EarlyStopping
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_resilience.checkpoint import dcp, resume
@@ -89,11 +91,11 @@ def test_a_trainer_that_ends_before_the_checkpoint_says_so_and_keeps_it(tmp_path
         return run.local() if tier == "local" else run.resume(3)
 
     run.die(ours(), step=35, max_epochs=3)
-    for _ in range(2):
-        with pytest.raises(AnotherFit, match="of epoch 2, and its Trainer ends at max_epochs=1: raise it, or "):
-            run.fit(ours(), max_epochs=1)
+    for most in (1, 1.0, np.int64(1)):
+        with pytest.raises(AnotherFit, match=f"of epoch 2, and its Trainer ends at max_epochs={most}: raise it, or "):
+            run.fit(ours(), max_epochs=most)
     ends_well(run, ours(), max_epochs=3)
-    assert run.resumes == [(tier, 33)] * 3
+    assert run.resumes == [(tier, 33)] * 4
     assert not ledger(run.path, "not_restored")
     assert not ledger(run.path, "condemned")
     assert not ledger(run.path, "fault")[1:], "the first is the death"
@@ -120,3 +122,13 @@ def test_a_sharded_checkpoint_that_does_not_fit_together(tmp_path: Path) -> None
     events = list(read_ledger(RunDirectory(config["run_dir"]).ledger))
     assert [event["step"] for event in events if event["event"] == "resumed"] == [10, 10, 5]
     assert result(config) == undisturbed(tmp_path, **options)[0]
+
+
+def test_limits_of_numpy_are_recorded(tmp_path: Path) -> None:
+    """Lightning takes them, and JSON does not."""
+    run = Run(tmp_path)
+    stops = EarlyStopping("loss", patience=np.int64(9), strict=False)
+    run.fit(run.resume(3), stops, max_steps=np.int64(6))
+    assert RunDirectory(run.path).fit(0).settings["max_steps"] == 6
+    run.fit(run.resume(3), max_steps=np.int64(9))
+    assert run.trainer.global_step == 9

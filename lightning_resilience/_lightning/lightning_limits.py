@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from lightning_resilience._lightning.lightning_callbacks import callbacks, callbacks_named
@@ -20,7 +21,8 @@ def limits(trainer: Trainer) -> dict[str, float | None]:
     times = [timer._duration for timer in _timers(trainer) if timer._duration is not None]
     patiences = {f"patience of {each.state_key}": each.patience for each in callbacks_named(trainer, "EarlyStopping")}
     counts = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps}
-    return {**counts, "max_time": min(times, default=None), **patiences}
+    found = {**counts, "max_time": min(times, default=None), **patiences}
+    return {name: int(each) if isinstance(each, Integral) else each for name, each in found.items()}  # NumPy's too
 
 
 def limit_reached(trainer: Trainer) -> str | None:

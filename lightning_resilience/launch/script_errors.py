@@ -12,6 +12,7 @@ import time
 import traceback
 import types
 from contextlib import suppress
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def past_max_epochs(trainer: Any) -> str | None:
         trainer: A Trainer, or whatever else has a method ``fit``.
     """
     epoch, most = getattr(trainer, "current_epoch", None), getattr(trainer, "max_epochs", None)
-    if not (isinstance(epoch, int) and isinstance(most, int) and 0 <= most < epoch):
+    if not (isinstance(epoch, Real) and isinstance(most, Real) and 0 <= float(most) < float(epoch)):  # also NumPy's
         return None
     return (
         f"the script goes on from a checkpoint of epoch {epoch}, and its Trainer ends at max_epochs={most}: raise it, "
