@@ -1345,3 +1345,17 @@ def test_needs_no_lightning() -> None:
         "assert not {'lightning', 'lightning_fabric', 'pytorch_lightning'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def test_storage_that_refuses_before_it_looks(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS does: a client that is to create a folder leaves out to look whether it is there."""
+    memory.mkdir(0o700)
+    mkdir = os.mkdir
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> None:
+        if Path(path).parent == memory.parent:  # such as /home, in which users may create nothing
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        mkdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    NodeStore(memory / "run").close()

@@ -435,9 +435,11 @@ def _make_private(directory: Path) -> None:
     """Creates ``directory`` for this user only; raises if another user owns it or may write into it."""
     for folder in reversed((directory, *directory.parents[:-1])):
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-            with contextlib.suppress(PermissionError):  # writable but not readable
-                sync_directory(folder.parent)
+            # NFS and automounters may refuse to create a folder, for want of permission, and not see that it exists.
+            if not os.path.lexists(folder):
+                folder.mkdir(mode=0o700)
+                with contextlib.suppress(PermissionError):  # writable but not readable
+                    sync_directory(folder.parent)
         # In a folder that everybody may write to, another user may have planted this one, or a link.
         if folder.parent.stat().st_mode & stat.S_IWOTH and folder.lstat().st_uid not in (0, os.geteuid()):
             raise PermissionError(errno.EPERM, "this folder belongs to another user; set another", os.fspath(folder))
