@@ -15,16 +15,16 @@ PACKAGE = Path(__file__).parents[1] / "lightning_resilience"
 
 BUDGET = {
     ".": 2936,
-    "_lightning": 1154,
+    "_lightning": 1156,
     "callbacks": 525,
-    "checkpoint": 4777,
+    "checkpoint": 4778,
     "contrib": 225,
     "detect": 307,
     "detect/hangs": 2360,
     "detect/numerics": 788,
     "detect/stragglers": 339,
     "fit": 5115,
-    "launch": 3270,
+    "launch": 3271,
     "launch/schedulers": 508,
     "run": 2072,
 }
