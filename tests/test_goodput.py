@@ -108,6 +108,27 @@ def test_a_step_that_was_begun_and_not_ended_is_wasted() -> None:
     assert found.causes == {"preempted": 1}
 
 
+def test_a_step_in_which_a_fit_failed_is_of_the_interruption() -> None:
+    """Of a fault it is the detection; ended from outside, the step was in vain. So is one whose failure was caught."""
+    seconds = {"productive": 50, "unfinished_step": 10, "teardown": 0}
+    workers = spent(0, 60, 60, seconds=seconds)
+    for event, category, cause in (
+        (Fault(time=60, rank=1, kind="ValueError", fit=0, step=3, reason=""), "detection", "crash"),
+        (FitInterrupted(time=60, fit=0, reason="SIGINT"), "wasted_progress", "preempted"),
+        (Saved(time=60, fit=0, step=3, seconds=0, reason="", tier=None), "wasted_progress", ""),
+    ):
+        found = account([launch(0, 0), job(0), workers, event, ended(60)])
+        assert found.seconds[Loss(category, cause, "n1")] == 20, event
+        assert found.total == 2 * 60
+
+
+def test_stragglers_of_several_nodes_are_of_none() -> None:
+    ranks = [spent(0, 50, 60, ranks=[rank], node=f"n{rank}", attempt="1") for rank in range(2)]
+    stop = StragglerStop(time=56, fit=0, step=3, ranks=[0, 1], devices=[], reason="slow")
+    [found] = account([launch(0, 0), job(0), *ranks, stop, spent(90, 99, 99), ended(99)]).interruptions
+    assert (found.cause, found.node) == ("straggler", "")
+
+
 def test_why_workers_were_ended() -> None:
     """A killed rank records nothing; its peers record that it is gone."""
     step = {"fit": 0, "step": 3}
@@ -120,7 +141,7 @@ def test_why_workers_were_ended() -> None:
         (Fault(time=55, rank=1, kind="TrainingDiverged", reason="", **step), "NaN", "n1"),
         (Fault(time=55, rank=1, kind="KeyError", mistake="code", reason="", **step), "script", "n1"),
         (Fault(time=55, rank=None, kind="died", reason="", **step), "killed", ""),
-        (stop, "straggler", ""),
+        (stop, "straggler", "n1"),
         (LauncherKilled(time=80), "killed", ""),
     ):
         events = [launch(0, 0), job(0), spent(0, 50, 60, "productive"), event, spent(90, 99, 99), ended(99)]

@@ -106,7 +106,7 @@ def test_a_step_that_fails_was_in_vain(account: TimeAccount, clock: Clock, split
     account.end_fit(failed=True)
     clock.now += 3
     found = spent(account)
-    assert (found["productive"], found["wasted_progress"], found["teardown"]) == (10, 100, 3)
+    assert (found["productive"], found["unfinished_step"], found["teardown"]) == (10, 100, 3)
 
 
 def test_what_hooks_did_was_not_in_vain(account: TimeAccount, clock: Clock) -> None:
@@ -121,7 +121,7 @@ def test_what_hooks_did_was_not_in_vain(account: TimeAccount, clock: Clock) -> N
     account.end_fit(failed=True)
     found = spent(account)
     assert (found["productive"], found["callbacks"]) == (1, 2)
-    assert "wasted_progress" not in found
+    assert "unfinished_step" not in found
 
 
 def test_of_a_step_under_way_a_watchdog_reads_that_it_has_begun(

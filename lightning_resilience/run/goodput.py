@@ -15,12 +15,12 @@ launcher and scheduler say what happened then:
 ``fast_forward``    the data are brought to where the run was
 ``first_step``      the first step of a process or after a rollback: workers start, kernels are compiled
 ``productive``      steps never done before; a step counts as done when the batch after it begins
-``wasted_progress`` steps done again, and a step that was begun and did not end
+``wasted_progress`` steps done again, and without a fault a step that was begun and did not end
 ``data_loading``    training waits for a batch; on an accelerator it is part of the step
 ``callbacks``       hooks and loggers between two steps, and the end of an epoch
 ``validation``      validation
 ``checkpoint_save`` training waits for a save
-``detection``       in a fault, from the last sign of life of a rank in a fit (what it went on to last) to the verdict
+``detection``       in a fault, the step that a rank in a fit had begun, or what it went on to last, to the verdict
 ``teardown``        from the verdict, or the end of the last fit, to the end of the launch or the next start of the job
 ``idle``            nobody ran it: the launch had ended, or was killed, and no scheduler had the job
 ``other``           nothing is known: ranks of a node that went down before anything was kept of them
@@ -298,26 +298,26 @@ class _Group:
     def interruption(self) -> InterruptionCost | None:
         """Why it ended before the run had; ``None`` if it did not."""
         faults = self.faults
-        culprit: Event | None = None
+        ranks: Sequence[int | None] = ()
         first = {type(event): event for event in reversed(self.events)}
-        if (stop := first.get(StragglerStop)) is not None:
-            cause = "straggler"
+        if isinstance(stop := first.get(StragglerStop), StragglerStop):
+            cause, ranks = "straggler", stop.ranks or ()
         elif faults:
             culprit = first_cause(faults)
             cause = "killed" if culprit is None else _kind_of(culprit)  # a killed rank records nothing, its peers do
-            stop = culprit or faults[0]
+            stop, ranks = culprit or faults[0], () if culprit is None else [culprit.rank]
         elif (stop := first.get(Killed) or first.get(LauncherKilled)) is not None:
             cause = "killed"
         elif (stop := first.get(FitInterrupted)) is not None:
             cause = "preempted"
         else:
             return None
-        process = None if culprit is None or culprit.rank is None else self.processes.get(culprit.rank)
+        nodes = {self.processes[rank].node for rank in ranks if rank in self.processes}
         return InterruptionCost(
             time=stop.time if faults else self.ended,
             cause=cause,
             reason=str(getattr(stop, "reason", None) or "the launcher was killed, and its workers with it"),
-            node="" if process is None else process.node,
+            node=nodes.pop() if len(nodes) == 1 else "",
         )
 
 
@@ -438,7 +438,10 @@ def _add_process(
     """
     due_to = {**dict.fromkeys((*_START, "wasted_progress"), before), "teardown": interruption}
     for category, seconds in process.seconds.items():
-        found.add(category, seconds, due_to.get(category), process.node)
+        if category == "unfinished_step":
+            found.add("detection" if verdicts else "wasted_progress", seconds, interruption, process.node)
+        else:
+            found.add(category, seconds, due_to.get(category), process.node)
     if (tail := process.ended - process.since) <= 0:
         return
     if process.doing in ("imports", "script", "teardown", "other") or interruption is None:

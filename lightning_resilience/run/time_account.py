@@ -38,9 +38,14 @@ Category = Literal[
     "callbacks",
     "validation",
     "checkpoint_save",
+    "unfinished_step",
     "teardown",
 ]
-"""What a process spends time on. ``productive`` are steps never done before, ``wasted_progress`` steps done again."""
+"""What a process spends time on.
+
+``productive`` are steps never done before, ``wasted_progress`` steps done again, and ``unfinished_step`` one in which
+the fit failed.
+"""
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
@@ -57,6 +62,7 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
     CALLBACKS,
     VALIDATION,
     CHECKPOINT_SAVE,
+    UNFINISHED_STEP,
     TEARDOWN,
 ) = range(len(CATEGORIES))
 
@@ -244,10 +250,10 @@ class TimeAccount:
         """The fit ends.
 
         Args:
-            failed: Whether with an exception: what it was doing of a step was in vain.
+            failed: Whether with an exception.
         """
-        if failed and self._doing in (DATA_LOADING, PRODUCTIVE):
-            self._doing = WASTED_PROGRESS
+        if failed and self._doing in (DATA_LOADING, PRODUCTIVE, WASTED_PROGRESS):
+            self._doing = UNFINISHED_STEP
         self.enter(TEARDOWN)
 
 
