@@ -18,7 +18,7 @@ import lightning_resilience
 from lightning_resilience import faults, recipes
 from lightning_resilience.launch import cli, json_output
 from lightning_resilience.recipes import RECIPES
-from lightning_resilience.run import events, exit_codes
+from lightning_resilience.run import events, exit_codes, goodput
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -183,6 +183,11 @@ def _keys_of(command: str) -> Callable[[], str]:
     return lambda: _table(["key", "meaning"], ([f"`{key}`", _markdown(text)] for key, text in keys))
 
 
+def _categories() -> str:
+    rows = re.findall(r"^``(\w+)`` +(.+)$", goodput.__doc__ or "", flags=re.MULTILINE)
+    return _table(["category", "meaning"], ([f"`{name}`", _markdown(text)] for name, text in rows))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{f"options of {name}": _of_class(getattr(lightning_resilience, name)) for name in CALLBACKS},
     "options of SimulatedFault": _of_class(faults.SimulatedFault),
@@ -192,6 +197,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fields of Recipe": _recipe,
     "exit codes of launch": _exit_codes,
     "batch jobs": _batch_jobs,
+    "categories of time": _categories,
     **{f"keys of {name}": _keys_of(name) for name in json_output.KEYS},
     "events of the ledger": _events,
     "fields of events": _event_fields,

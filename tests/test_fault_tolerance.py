@@ -33,6 +33,7 @@ from tests.harness import Ranks, command, result, run, samples
 from tests.ledgers import read_ledger
 from tests.test_exact_resume import make, undisturbed
 from tests.test_hangs import FOREVER, LIMITS, nothing_left, stacks_of, the_culprit, verdict_of, watchdogs_of
+from tests.test_json_output import parsed
 from tests.test_launchers import finish, lightnings_own, start, torchrun
 
 CALLBACKS = ["fault_tolerance", "preemption", "auto_resume", "user"]
@@ -82,8 +83,8 @@ def ours(config: dict[str, Any], *options: str) -> list[str]:
     return [*launch, *limits, "--nproc-per-node", "2", *options, *command(config)[1:]]
 
 
-def command_line(action: str, config: dict[str, Any]) -> str:
-    arguments = [sys.executable, "-m", "lightning_resilience.launch.cli", action, config["run_dir"]]
+def command_line(action: str, config: dict[str, Any], *options: str) -> str:
+    arguments = [sys.executable, "-m", "lightning_resilience.launch.cli", action, config["run_dir"], *options]
     return subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
@@ -109,8 +110,16 @@ def test_a_hang_under_launch_is_restarted_inside_the_job(tmp_path: Path) -> None
     assert [event["restart_count"] for event in events(config, "start")] == [0, 1]
     assert [fault["kind"] for fault in events(config, "fault")] == ["hang"]
     assert "Restart 1 inside the job" in output.read_text()
-    assert "hang" in command_line("report", config)
     assert "rank 1" in command_line("diagnose", config)
+    [report] = parsed("report", command_line("report", config, "--json"))
+    [hang] = report["interruptions"]
+    assert (hang["cause"], hang["resumed_step"], hang["steps_lost"], hang["is_lower_bound"]) == ("hang", 12, 2, False)
+    assert (report["outcome"], report["ranks"], report["is_ongoing"]) == ("finished", 2, False)
+    assert 0 < hang["detect"] < hang["rank_seconds"]
+    assert report["rank_seconds"] == pytest.approx(2 * (report["ended"] - report["began"]), rel=0.01)
+    [status] = parsed("status", command_line("status", config, "--json"))
+    assert (status["allocations"][0]["starts"], status["now"]) == (2, "ended: finished")
+    parsed("diagnose", command_line("diagnose", config, "--json"))
     nothing_left(config)
     assert not folders_of(config)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_resilience.launch.report import report
-from lightning_resilience.run import time_account
+from lightning_resilience.run import goodput, time_account
 from lightning_resilience.run.events import (
     AllocationEnd,
     AllocationStart,
@@ -98,7 +98,7 @@ def test_a_hang_is_detected_and_its_cost_is_its_own() -> None:
         "imports": 4,
         "wasted_progress": 10,
     }
-    assert found.losses() == [(Loss("interruption", "hang", "n1"), 2 * (10 + 5 + 4 + 20 + 5))]
+    assert found.seconds[Loss("imports", "hang", "n1")] == 8
 
 
 def test_a_step_that_was_begun_and_not_ended_is_wasted() -> None:
@@ -226,6 +226,11 @@ def test_what_another_version_has_recorded_otherwise(spoiled: dict[str, Any]) ->
     event = parse(line)
     assert event is not None
     assert account([launch(0, 0), event, ended(60)]).by_category["launch"] == 60
+
+
+def test_every_category_has_a_meaning() -> None:
+    """In the head of the module, from which the documentation takes it."""
+    assert set(re.findall(r"^``(\w+)`` +\w", goodput.__doc__ or "", flags=re.MULTILINE)) == set(CATEGORIES)
 
 
 # The report

@@ -34,7 +34,7 @@ def keys_of(value: dict[str, Any], documented: dict[str, str], prefix: str = "")
 def parsed(action: str, *texts: str) -> list[dict[str, Any]]:
     """What a command has printed: together, these have all documented keys and no other."""
     found: list[dict[str, Any]] = [json.loads(text) for text in texts]
-    assert all("\n" not in text for text in texts)
+    assert all(len(text.splitlines()) == 1 for text in texts)
     assert {each["schema"] for each in found} == {SCHEMA}
     assert {key for each in found for key in keys_of(each, KEYS[action])} == KEYS[action].keys()
     return found

@@ -40,7 +40,8 @@ KEYS = {
         "interruptions[].end": "rank-seconds until the processes had ended",
         "interruptions[].start": "rank-seconds of queue, launch and start of the next workers, up to their first step",
         "interruptions[].restore": "rank-seconds of choosing and loading the checkpoint and the position in the data",
-        "interruptions[].redo": "rank-seconds of steps done again and of what was not ended",
+        "interruptions[].redo": "rank-seconds of steps that the next workers did again, also if they were lost "
+        "before, and of what was not ended",
         "interruptions[].steps_lost": "steps done again; `null`: not known",
         "interruptions[].is_lower_bound": "whether they may be more: nobody has recorded how far the workers were",
         "interruptions[].resumed_step": "step from which the run went on; `null`: not known",

@@ -33,6 +33,7 @@ _PHRASES = {
     "wasted_progress": "steps done again",
     "queue": "waiting for nodes",
     "teardown": "the end of processes",
+    "fast_forward": "finding the place in the data",
     "other": "not known",
 }
 _FIRST_START = "first start"
@@ -194,12 +195,13 @@ def _verdict(found: dict[str, Any]) -> list[str]:
 
 def _loss(loss: dict[str, Any]) -> str:
     name, count, node = loss["name"], loss["interruptions"], loss["node"]
-    what = f"{count} {name}" if count else _PHRASES.get(name, name)
+    what = f"{count} {name}" if count else _phrase(name)
     if node is not None:
         what += f" on {node}"
     if len(loss["categories"]) > 1:
-        shares = {each: loss["share"] * own / loss["rank_seconds"] for each, own in loss["categories"].items()}
-        what += ", mostly " + " and ".join(f"{each} {_percent(share)}" for each, share in [*shares.items()][:2])
+        largest = [*loss["categories"].items()][:2]
+        shares = [f"{_phrase(each)} {_percent(loss['share'] * own / loss['rank_seconds'])}" for each, own in largest]
+        what += f", mostly {' and '.join(shares)}"
     return f"Lost {_percent(loss['share'])}: {what}."
 
 
@@ -264,6 +266,10 @@ def _timeline_row(event: dict[str, Any]) -> list[str]:
         "" if step is None else (str(step) if fit is None else f"{fit}: {step}"),
         shortened(" ".join(f"{name}={value}" for name, value in details.items()), 100),
     ]
+
+
+def _phrase(category: str) -> str:
+    return _PHRASES.get(category, category.replace("_", " "))
 
 
 def _percent(share: float) -> str:

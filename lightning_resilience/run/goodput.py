@@ -210,18 +210,6 @@ class Goodput:
         active = self.total - seconds["idle"]
         return sum(seconds[each] for each in categories) / active if active > 0 else float("nan")
 
-    def losses(self) -> list[tuple[Loss, float]]:
-        """What was lost, the largest first: causes put together, since each has many categories.
-
-        Without ``productive`` and ``idle``. Start, detection, redone steps and the rest of an interruption are one loss
-        of category ``interruption``.
-        """
-        found: defaultdict[Loss, float] = defaultdict(float)
-        for loss, seconds in self.seconds.items():
-            if loss.category not in ("productive", "idle"):
-                found[Loss("interruption", loss.cause, loss.node) if loss.cause else loss] += seconds
-        return sorted(found.items(), key=itemgetter(1), reverse=True)
-
 
 def reached_step(run_dir: Path, events: Iterable[Event], fit: int) -> int:
     """The furthest step that a fit has been at in any process before.
