@@ -81,8 +81,9 @@ def test_the_command_line(action: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert found.keys() == {key for key in KEYS[action] if "[]" not in key}
 
 
-def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_runs_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_with(tmp_path / "a", *HUNG)
+    (tmp_path / "a.log").touch()
     main(["status", str(tmp_path), "--json"])
     assert [each["safe_step"] for each in json.loads(capsys.readouterr().out)["runs"]] == [None]
 

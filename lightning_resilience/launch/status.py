@@ -51,7 +51,7 @@ def runs_in(folder: Path) -> list[Path]:
     """
     if not folder.is_dir() or is_ledger(RunDirectory(folder).ledger):
         return []
-    found = [path for path in folder.iterdir() if is_ledger(RunDirectory(path).ledger)]
+    found = [path for path in folder.iterdir() if path.is_dir() and is_ledger(RunDirectory(path).ledger)]
     return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
 
 
