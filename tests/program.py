@@ -420,7 +420,7 @@ class Module(L.LightningModule):
         if self.config["second_group"]:
             self.group = getattr(self, "group", None) or torch.distributed.new_group()
             if not do(self.config, "all_reduce", step, rank):
-                torch.distributed.all_reduce(torch.ones(3), group=self.group)
+                torch.distributed.all_reduce(torch.ones(3, device=self.device), group=self.group)
         if self.config["touches"] == [rank, step]:
             with torch.no_grad():
                 next(self.net.parameters()).mul_(1.0)

@@ -111,6 +111,10 @@ class FakeNccl final : public c10d::Backend {
   const std::string getBackendName() const override {
     return "fakenccl";
   }
+  void setGroupUid(const std::string& uid) override {
+    Backend::setGroupUid(uid);
+    gloo_->setGroupUid(uid);  // which records what is called, and in what group
+  }
   bool supportsCoalescing() const override {
     return true;
   }
