@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import logging
 import os
@@ -54,6 +55,11 @@ def make_directory(directory: str | os.PathLike[str]) -> None:
     make_directory(directory.parent)
     directory.mkdir(exist_ok=True)
     sync_directory(directory.parent)
+
+
+def matching(directory: str | os.PathLike[str], *patterns: str) -> list[Path]:
+    """What matches in ``directory``, also while others remove folders there, which ``Path.glob`` does not survive."""
+    return [Path(directory, name) for pattern in patterns for name in glob.glob(pattern, root_dir=directory)]
 
 
 def _host() -> str:

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from lightning_resilience import _files
-from lightning_resilience._files import clean_temporaries
+from lightning_resilience._files import clean_temporaries, matching
 from lightning_resilience.checkpoint import checkpoint_file
 from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
 
@@ -248,6 +248,21 @@ def test_what_is_wrong_is_said(tmp_path: Path, make: Callable[[Path], None], mes
 
 
 # Files of plain Lightning
+
+
+def test_folders_that_go_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-0.json").touch()
+    scan = os.scandir
+
+    def scan_late(folder: Any = ".") -> Any:
+        if str(folder).endswith("one"):
+            shutil.rmtree(tmp_path / "one", ignore_errors=True)
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", scan_late)
+    assert matching(tmp_path, "*/rank-*.json", "none-*") == [tmp_path / "two" / "rank-0.json"]
 
 
 def test_unstamped_files_load(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "lightning_resilience"
 
 BUDGET = {
-    ".": 2936,
+    ".": 2939,
     "_lightning": 1156,
     "callbacks": 525,
-    "checkpoint": 4778,
+    "checkpoint": 4779,
     "contrib": 225,
     "detect": 307,
     "detect/hangs": 2360,

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_resilience._files import matching
+
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "devtmpfs", "ramfs"}
 _UNLIMITED = 1 << 60
 _SHARED_MEMORY = Path("/dev/shm")
@@ -180,7 +182,7 @@ def format_bytes(nbytes: int) -> str:
 def _held_bytes(directory: Path) -> int:
     """Bytes of the generations and spare files in ``directory``."""
     total = 0
-    for path in [*directory.glob(".spare-*"), *directory.glob("step-*/*")]:
+    for path in matching(directory, ".spare-*", "step-*/*"):
         try:
             total += path.lstat().st_blocks * 512
         except OSError:  # retired meanwhile

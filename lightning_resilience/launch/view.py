@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_resilience._files import read_json
+from lightning_resilience._files import matching, read_json
 from lightning_resilience._formatting import duration, or_dash, table, timestamp
 from lightning_resilience._processes import is_running
 from lightning_resilience.detect.hangs.evidence import RankEvidence
@@ -202,7 +202,7 @@ def _ranks_elsewhere(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 def _registered(run_dir: Path) -> Iterator[tuple[dict[str, Any], Path]]:
     for directory in own_directories():
-        for path in directory.glob("*/rank-*.json"):
+        for path in matching(directory, "*/rank-*.json"):
             about = read_json(path)
             same = about is not None and os.path.realpath(str(about.get("run_dir"))) == os.path.realpath(run_dir)
             if about is not None and same and is_running(about):

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_resilience._files import read_json, write_json
+from lightning_resilience._files import matching, read_json, write_json
 from lightning_resilience._processes import describe_process, is_running, pid_namespace
 from lightning_resilience.detect.hangs import terminal_input
 from lightning_resilience.detect.hangs.progress import Progress, Section
@@ -78,8 +78,8 @@ def node_directory(token: str, node_rank: int) -> Path:
 def remove_abandoned(directory: Path) -> None:
     """Removes the folders beside ``directory`` whose ranks and watchdog are all gone: those of killed jobs."""
     here = pid_namespace()
-    for other in directory.parent.iterdir():
-        records = [read_json(path) or {} for path in other.glob("*.json")]
+    for other in matching(directory.parent, "*"):
+        records = [read_json(path) or {} for path in matching(other, "*.json")]
         dead = all(record.get("namespace") == here and not is_running(record) for record in records)
         if other != directory and records and dead:  # of what lives in another container nothing is known here
             shutil.rmtree(other, ignore_errors=True)
