@@ -197,7 +197,10 @@ def test_node_memory_that_is_full_in_between_leaves_nothing_behind(
     """There was space for the record of the progress, but there is none for saying that it is there."""
     monkeypatch.setattr(rank_probe, "write_json", no_space)
     seen = Seen()
+    began = time.time()
     fit(tmp_path, seen)
+    (spent,) = (event for event in read_ledger(tmp_path / "run") if event["event"] == "time_spent")
+    assert spent["began"][0] < began, "what the process has spent before the fit is lost"
     assert seen.directories == {None}
     assert len(said("not watched")) == 1
     for signum in (rank_probe.STACKS_SIGNAL, rank_probe.EXIT_SIGNAL):

@@ -158,10 +158,14 @@ class TimeAccount:
         self._begin_anew()
         self._since, self._doing = self._clock(), IMPORTS if self._doing == IMPORTS else SCRIPT
 
-    def _begin_anew(self) -> None:
+    def unshare(self) -> None:
+        """Goes on in this process's own memory."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+
+    def _begin_anew(self) -> None:
+        self.unshare()
         self._seconds = [0.0] * len(CATEGORIES)
         self._began = self._wall_clock()
 

@@ -150,16 +150,17 @@ class RankProbe:
         self._failed_path = self._path.with_suffix(".failed")
         self._failed_path.unlink(missing_ok=True)  # of an earlier fit
         self.progress = Progress(self.progress_path, timeouts)
-        time_account.OF_PROCESS.share(self._path.with_suffix(".time"))
         self.progress.enter("start" if is_workers else "setup")
         self._stacks = open(self._path.with_suffix(".stacks"), "ab", buffering=0)
         self.handle_signals()
         self._server: Any | None = None
         try:
+            time_account.OF_PROCESS.share(self._path.with_suffix(".time"))
             if not is_workers:  # the server needs torch
                 self._server = _start_worker_server(self._path.with_suffix(".socket"))
             self._register()
         except BaseException:
+            time_account.OF_PROCESS.unshare()  # the fit records it
             self.close()
             raise
         _open.add(self)
@@ -222,7 +223,8 @@ class RankProbe:
         """The rank leaves the fit and is not watched any more."""
         _open.discard(self)
         terminal_input.leave()
-        time_account.OF_PROCESS.close()  # before the watchdog sees that the rank has left
+        if time_account.OF_PROCESS.is_shared:
+            time_account.OF_PROCESS.close()  # before the watchdog sees that the rank has left
         self.progress.close()
         faulthandler.unregister(STACKS_SIGNAL)
         _set_c_handler(EXIT_SIGNAL, _C_SIG_IGN)
