@@ -20,13 +20,13 @@ BUDGET = {
     "checkpoint": 4779,
     "contrib": 225,
     "detect": 307,
-    "detect/hangs": 2360,
+    "detect/hangs": 2362,
     "detect/numerics": 788,
     "detect/stragglers": 339,
     "fit": 5115,
     "launch": 3276,
     "launch/schedulers": 508,
-    "run": 2071,
+    "run": 2073,
 }
 
 _NO_CODE = (
