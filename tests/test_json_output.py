@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import platform
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_resilience._processes import describe_process
 from lightning_resilience.launch.cli import main
 from lightning_resilience.launch.json_output import KEYS, SCHEMA, to_json
 from lightning_resilience.launch.report import report
 from lightning_resilience.launch.status import overview, status
 from lightning_resilience.launch.view import ranks_now
 from lightning_resilience.run import time_account
-from tests.test_goodput import HUNG, run_with, spent
+from lightning_resilience.run.ledger import node_name
+from lightning_resilience.run.run_directory import Outcome, RunDirectory
+from tests.test_goodput import HUNG, launch, run_with, spent
 
 
 def keys_of(value: dict[str, Any], documented: dict[str, str], prefix: str = "") -> set[str]:
@@ -61,7 +66,7 @@ def test_status_of_a_folder_of_runs(tmp_path: Path) -> None:
 def test_what_other_nodes_do(tmp_path: Path) -> None:
     """As their watchdogs have kept it, if that is not long ago."""
     now = time.time()
-    time_account.keep(tmp_path, "before", spent(now - 90, now - 70, now - 60, "first_step", reached=0))
+    time_account.keep(tmp_path, "z-before", spent(now - 90, now - 70, now - 60, "first_step", reached=0))
     time_account.keep(tmp_path, "other", spent(now - 90, now - 12, now - 10, "productive", reached=7))
     time_account.keep(tmp_path, "down", spent(now - 9999, now - 9000, now - 9000, ranks=[2, 3]))
     [found] = parsed("watch", ranks_now(tmp_path, as_json=True))
@@ -70,6 +75,22 @@ def test_what_other_nodes_do(tmp_path: Path) -> None:
     assert (first["node"], first["section"], first["step"], first["pid"]) == ("n1", "productive", 7, None)
     assert first["since_progress"] == pytest.approx(2)
     assert " ago" in ranks_now(tmp_path)
+
+
+def test_a_run_is_ongoing_where_its_ranks_live(tmp_path: Path) -> None:
+    """After its launch was killed here, what was kept here a moment ago says nothing."""
+    now = time.time()
+    run_with(tmp_path, launch(now - 90, now - 90))
+    process = {"uid": os.getuid(), "host": platform.node(), **describe_process(), "pid": 2**22 + 1}
+    (tmp_path / "launches").mkdir()
+    (tmp_path / "launches" / "first.000001.json").write_text(json.dumps(process))
+    time_account.keep(tmp_path, "here", spent(now - 90, now - 12, now - 10, node=node_name()))
+    assert not json.loads(status(tmp_path, as_json=True))["is_ongoing"]
+    time_account.keep(tmp_path, "there", spent(now - 90, now - 12, now - 10))
+    RunDirectory(tmp_path).outcome = Outcome("failed", "of the workers before")
+    assert json.loads(status(tmp_path, as_json=True))["now"] == "running on n1"
+    found = json.loads(report(tmp_path, as_json=True))
+    assert (found["is_ongoing"], found["outcome"], found["reason"]) == (True, None, None)
 
 
 @pytest.mark.parametrize("action", ["report", "status", "diagnose", "watch"])

@@ -41,6 +41,7 @@ _SHOWN_LOSSES = 3
 _SHOWN_INTERRUPTIONS = 5
 _SHOWN_SHARE = 0.001
 _REASON_LENGTH = 80
+_OUTCOME_LENGTH = 140
 
 
 def report(run_dir: str | os.PathLike[str], as_json: bool = False) -> str:
@@ -69,7 +70,7 @@ def _content(run_directory: RunDirectory, history: History) -> dict[str, Any]:
     seconds = goodput.by_category
     active = goodput.total - seconds["idle"]
     is_known = active > 0 and goodput.ranks > 0
-    outcome = _outcome(run_directory, history)
+    outcome = None if is_ongoing else _outcome(run_directory, history)  # else that of the workers before
     return {
         "run_dir": str(run_directory.path),
         "began": goodput.began if goodput.seconds else None,
@@ -183,7 +184,7 @@ def _verdict(found: dict[str, Any]) -> list[str]:
         )
         lines += [_loss(loss) for loss in found["losses"] if loss["share"] >= _SHOWN_SHARE][:_SHOWN_LOSSES]
     else:
-        lines.append("Goodput is not known: no process has recorded its time.")
+        lines.append(f"Goodput is not known{' yet' * found['is_ongoing']}: no process has recorded its time.")
     if not (recorded := found["interruptions"]):
         return [*lines, "No interruption."]
     causes = Counter(each["cause"] for each in recorded)
@@ -250,7 +251,9 @@ def _categories(found: dict[str, Any]) -> list[str]:
 def _timeline(found: dict[str, Any]) -> list[str]:
     """All events but those of which the account is made, and the outcome."""
     rows = [_timeline_row(event) for event in found["timeline"] if event["event"] != TimeSpent.kind_name]
-    status = "none; running, or killed." if found["outcome"] is None else f"{found['outcome']} ({found['reason']})"
+    status = "none; running, or killed."
+    if found["outcome"] is not None:
+        status = f"{found['outcome']} ({shortened(found['reason'], _OUTCOME_LENGTH)})"
     head = ["time", "event", "who", "where", "step", "details"]
     return ["", "Timeline", *table(head, rows), f"Outcome: {status}"]
 
