@@ -29,7 +29,7 @@ from overhead import EveryStepWithSeveralRanks, measure, ours_on, row
 
 from lightning_resilience import Preemption, StragglerDetection, wandb_panels
 from lightning_resilience.detect.device_id import DeviceId
-from lightning_resilience.detect.stragglers.scores import fastest, scores
+from lightning_resilience.detect.stragglers.scores import scores
 from lightning_resilience.detect.stragglers.step_timer import SECTIONS, Sample
 from lightning_resilience.detect.stragglers.stragglers import Comm, History, Kernels, Report, make_report
 from lightning_resilience.fit.straggler_reports import _formatted
@@ -199,11 +199,11 @@ def matrix(counts: Sequence[int], kernels: int, repeat: int, chunk: int) -> None
         medians, weights = (torch.rand(count, kernels, dtype=torch.float64) for _ in range(2))
 
         def at_once(medians: torch.Tensor = medians, weights: torch.Tensor = weights) -> torch.Tensor:
-            return scores(medians, weights, fastest(medians))
+            return scores(medians, weights, medians.amin(0))
 
         def in_chunks(medians: torch.Tensor = medians, weights: torch.Tensor = weights) -> torch.Tensor:
             parts = list(zip(medians.split(chunk), weights.split(chunk), strict=True))
-            reference = torch.stack([fastest(each) for each, _ in parts]).amin(0)
+            reference = torch.stack([each.amin(0) for each, _ in parts]).amin(0)
             return torch.cat([scores(each, weight, reference) for each, weight in parts])
 
         assert torch.equal(at_once(), in_chunks())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -317,3 +318,15 @@ def test_a_lightning_cli_takes_callbacks_from_the_command_line(examples: Example
     assert found == ["AutoResume", "NaNGuard"]
     assert "run_dir: runs/cli-2" in said
     assert "action: rollback" in said
+
+
+def test_what_benchmarks_take_from_the_package_is_there() -> None:
+    """Most of them run by hand only."""
+    missing = []
+    for script in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]:
+        for node in ast.walk(ast.parse(script.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_resilience"):
+                names = [each.name for each in node.names]
+                module = __import__(str(node.module), fromlist=names)  # also what is a module itself
+                missing += [f"{script.name}: {module.__name__}.{each}" for each in names if not hasattr(module, each)]
+    assert not missing
