@@ -217,6 +217,26 @@ def test_what_is_kept_of_a_node_that_may_go_down_has_its_name(run_dir: Path, mon
     assert {(each.attempt, each.node) for each in kept} == {(job.token, recorded["node"])}, "counted twice, or nowhere"
 
 
+def test_the_end_of_a_rank_of_another_version_wakes_the_watchdog(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A watchdog that is started again may be newer than its ranks, which keep no account of their time."""
+    awaited: list[int] = []
+
+    class Exits(watchdog.ExitWatcher):
+        def add(self, pid: int) -> None:
+            awaited.append(pid)
+            super().add(pid)
+
+    monkeypatch.setattr(watchdog, "ExitWatcher", Exits)
+    job = Job(run_dir)
+    job.start(0, watched=False, seconds=1)
+    await_that((job.directory() / "rank-00000.json").exists)
+    (job.directory() / "rank-00000.time").unlink()
+    _watch(job)
+    assert awaited == [job.processes[0].pid]
+
+
 def test_two_nodes_one_hangs(run_dir: Path) -> None:
     job = Job(run_dir, nodes=2)
     job.start(0, pause_s=0.5, seconds=20)

@@ -356,8 +356,8 @@ class Watchdog:
                 progress = open(path.with_suffix(".progress"), "rb", buffering=0)
                 shortage = MemoryShortage(int(about["pid"]))
                 rank = self.ranks[about["rank"]] = Rank(about, path.with_suffix(""), progress, shortage)
-                rank.account = open(path.with_suffix(".time"), "rb", buffering=0)
                 self._exits.add(int(about["pid"]))
+                rank.account = open(path.with_suffix(".time"), "rb", buffering=0)
 
     @property
     def _about(self) -> dict[str, Any]:
