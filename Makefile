@@ -49,7 +49,7 @@ test-all: $(READY) .venv/.as-on-gpu ## Run all tests but the campaigns and those
 	@$(call run-tests,not campaign and not slurm)
 
 test-kills: $(READY) ## The long tests: kills at random instants, every signal, every hang, every drill
-	@$(BIN)/python -m pytest -m campaign
+	@$(BIN)/python -m pytest -m campaign --timeout=1800
 
 test-mutations: $(READY) ## Take 70 guards away, one at a time, and see a test fail each time (about 5 minutes)
 	@$(BIN)/python -m tests.mutations

@@ -270,7 +270,6 @@ def test_a_training_that_fails_at_the_same_step_is_recognised(launcher: Launcher
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(600)
 def test_real_a_training_that_always_fails(launcher: Launcher) -> None:
     launcher.script(TRAINS.replace("FAIL", FAILS_AT_13))
     assert launcher.start("--nproc-per-node=1", "script.py", program=REAL).wait(500) == 1  # twelve starts

@@ -1939,7 +1939,6 @@ def life_of_two(folder: Path, rank: int, port: int, kill_at: int) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_one_of_two_killed_at_every_point_of_a_save(
