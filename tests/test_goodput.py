@@ -24,6 +24,7 @@ from lightning_resilience.run.events import (
     LaunchStart,
     Resumed,
     Saved,
+    SignalReceived,
     StragglerStop,
     TimeSpent,
     WorkersStart,
@@ -226,6 +227,23 @@ def test_what_another_version_has_recorded_otherwise(spoiled: dict[str, Any]) ->
     event = parse(line)
     assert event is not None
     assert account([launch(0, 0), event, ended(60)]).by_category["launch"] == 60
+
+
+def test_of_workers_that_were_killed_before_anything_was_kept_of_them_the_events_are_known() -> None:
+    """Their launch was killed with them; what the next one records about that is no matter of those before."""
+    start: dict[str, Any] = dict.fromkeys(WorkersStart.own_fields) | {"rank": 0, "world_size": 2}
+    stopped = FitInterrupted(time=48, rank=0, fit=0, step=3, reason="signal 15")
+    events: list[Event] = [
+        *(launch(0, 0), job(0), WorkersStart(time=4, **start), stopped, spent(2, 48, 50), ended(50)),
+        *(launch(60, 60), job(60), WorkersStart(time=65, **start | {"elastic_run_id": "killed"})),
+        *(SignalReceived(time=80, rank=0, fit=0, signum=15), LauncherKilled(time=91), launch(90, 91), job(91)),
+        *(WorkersStart(time=96, **start), spent(95, 100, 120), ended(120)),
+    ]
+    found = account(events)
+    assert [each.cause for each in found.interruptions] == ["preempted", "killed"]
+    spent_on = of_one(found)
+    assert spent_on["other"] == 15
+    assert spent_on["idle"] == 10 + 10
 
 
 def test_every_category_has_a_meaning() -> None:

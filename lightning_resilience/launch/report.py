@@ -34,7 +34,7 @@ _PHRASES = {
     "queue": "waiting for nodes",
     "teardown": "the end of processes",
     "fast_forward": "finding the place in the data",
-    "other": "not known",
+    "other": "unrecorded time of killed workers",
 }
 _FIRST_START = "first start"
 _SHOWN_LOSSES = 3
@@ -176,7 +176,7 @@ def _verdict(found: dict[str, Any]) -> list[str]:
         ranks = found["ranks"]
         of = f"{ranks} rank{'s' * (ranks > 1)} x {duration(found['rank_seconds'] / ranks)}"
         if (idle := found["categories"]["idle"] / ranks) >= 1:
-            of += f"; not counted: {duration(idle)} in which nothing ran it"
+            of += f", without {duration(idle)} in which nothing ran it"
         so_far = " so far" if found["is_ongoing"] else ""
         lines.append(
             f"Goodput{so_far} {_percent(found['goodput'])} (time in new steps), ETTR {_percent(found['ettr'])} "

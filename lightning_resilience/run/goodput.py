@@ -23,7 +23,7 @@ launcher and scheduler say what happened then:
 ``detection``       in a fault, the step that a rank in a fit had begun, or what it went on to last, to the verdict
 ``teardown``        from the verdict, or the end of the last fit, to the end of the launch or the next start of the job
 ``idle``            nobody ran it: the launch had ended, or was killed, and no scheduler had the job
-``other``           nothing is known: ranks of a node that went down before anything was kept of them
+``other``           nothing is known: ranks that were killed before anything was kept of them, up to their last event
 ==================  ====================================================================================================
 
 Of a node that went down, the last sign of life is in what was kept, up to 30 s before; if nobody is left to give a
@@ -40,9 +40,9 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -376,11 +376,30 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
         began, ended = group.began, group.ended
         for rank in set(range(group.world_size)) - group.processes.keys():  # of a node that went down too soon
             group.processes[rank] = _Process("", began, began, ended, "other", {}, is_kept=True)
+    found = sorted([*found, *_unaccounted(events, found)], key=lambda group: group.began)
     starts = [group.began for group in found]
     for each in events:
         if isinstance(each, _OF_GROUP) and (index := bisect.bisect_right(starts, each.time) - 1) >= 0:
             found[index].events.append(each)
     return found
+
+
+def _unaccounted(events: Iterable[Event], groups: Sequence[_Group]) -> Iterator[_Group]:
+    """Workers that were killed before anything was kept of them, and others followed: until what they recorded last."""
+    begins = [group.began for group in groups]
+    start: WorkersStart | None = None
+    last = 0.0
+    for event in events:
+        if not isinstance(event, WorkersStart):
+            last = last if event.rank is None else max(last, event.time)
+            continue
+        if start is not None and groups:
+            index = bisect.bisect_right(begins, start.time) - 1
+            if index < 0 or start.time > groups[index].ended:
+                process = _Process("", start.time, start.time, last, "other", {}, is_kept=False)
+                ranks = groups[max(index, 0)].processes  # as many as before
+                yield _Group({rank: replace(process) for rank in ranks}, [], start.elastic_run_id)
+        start, last = event, event.time
 
 
 def _process(event: TimeSpent, index: int, is_kept: bool) -> _Process:
