@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -421,3 +422,6 @@ def test_the_exit_code_says_whether_all_is_intact(tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit, match=r"^1$"):
         cli.main(["inspect", str(path)])
     assert "truncated" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"^1$"):
+        cli.main(["inspect", "--json", str(path)])
+    assert "truncated" in json.loads(capsys.readouterr().out)["shard"]["problem"]
