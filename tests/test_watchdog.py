@@ -217,6 +217,26 @@ def test_what_is_kept_of_a_node_that_may_go_down_has_its_name(run_dir: Path, mon
     assert {(each.attempt, each.node) for each in kept} == {(job.token, recorded["node"])}, "counted twice, or nowhere"
 
 
+def test_a_hang_ends_where_the_storage_hangs_too(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the run directory is looked at but with a deadline, not even whether it is there."""
+    answers, isfile = threading.Event(), os.path.isfile
+
+    def wait(path: Any) -> bool:
+        if str(path).startswith(str(run_dir)):
+            answers.wait()
+        return isfile(path)
+
+    monkeypatch.setattr(os.path, "isfile", wait)
+    job = Job(run_dir)
+    job.start(0, watched=False, pause_s=30, seconds=3)
+    watching = threading.Thread(target=_watch, args=(job,), daemon=True)
+    watching.start()
+    codes = job.wait()
+    answers.set()
+    watching.join()
+    assert codes == [exit_codes.HUNG]
+
+
 def test_the_end_of_a_rank_of_another_version_wakes_the_watchdog(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

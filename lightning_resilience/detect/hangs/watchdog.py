@@ -396,10 +396,9 @@ class Watchdog:
             for rank in self.ranks.values():
                 rank.update()
             run_dir, event = Path(self._about["run_dir"]), self._time_spent()
-            ledger = Ledger(RunDirectory(run_dir).ledger, None)
 
             def record() -> None:
-                ledger.record(event)
+                Ledger(RunDirectory(run_dir).ledger, None).record(event)
                 time_account.forget(run_dir, self._name)
 
             self._store(record)
@@ -407,10 +406,9 @@ class Watchdog:
     def _record(self, rank: int | None, event: Fault | Killed) -> None:
         """Writes an event of a rank into the ledger."""
         about = self._about
-        ledger = Ledger(RunDirectory(about["run_dir"]).ledger, rank)
         for name in ("fit", "elastic_run_id", "restart_count"):
             setattr(event, name, about[name])
-        self._store(lambda: ledger.record(event))
+        self._store(lambda: Ledger(RunDirectory(about["run_dir"]).ledger, rank).record(event))
 
     # -- a rank that has died or failed --------------------------------------------------------------------------------
 
