@@ -11,7 +11,7 @@ import math
 import os
 import random
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +47,7 @@ from lightning_resilience.run.goodput import Goodput, Loss, account
 from lightning_resilience.run.ledger import Ledger, read_ledger
 from lightning_resilience.run.time_account import Spent, TimeAccount, read_account
 
+RUNS = 200
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 KEPT_EVERY_S = 30.0
 CLOCKS_DIFFER_S = 0.05
@@ -785,6 +786,16 @@ def summed(losses: dict[Loss, float], *names: str) -> dict[Any, float]:
     return dict(found)
 
 
+def confusions(found: dict[Any, float], truth: dict[Any, float]) -> Counter[tuple[str, str]]:
+    """Seconds of a category that were taken for those of another one, where one does for all that it lacks."""
+    lacks = Counter({key: seconds - found.get(key, 0.0) for key, seconds in truth.items()})
+    taken = Counter({key: seconds - truth.get(key, 0.0) for key, seconds in found.items()})
+    confused: Counter[tuple[str, str]] = Counter()
+    for (key, seconds), (other, more) in zip(lacks.most_common(), taken.most_common(), strict=False):
+        confused[", ".join(key), ", ".join(other)] += min(seconds, more)
+    return +confused
+
+
 def difference(found: dict[Any, float], truth: dict[Any, float]) -> str:
     keys = sorted(key for key in {*found, *truth} if abs(found.get(key, 0.0) - truth.get(key, 0.0)) > 0.5)
     return "\n".join(f"{key}: {found.get(key, 0.0):.2f}, not {truth.get(key, 0.0):.2f}" for key in keys)
@@ -800,7 +811,8 @@ def check(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> Run:
         assert share_right(accounted, truth) >= 0.995, f"seed {seed}, by {names}:\n{difference(accounted, truth)}"
     wall = found.ended - found.began
     assert abs(found.total - run.world_size * wall) < 0.02 * run.world_size * run.token * run.has_two_fits + 0.5
-    assert [(each.cause, each.node) for each in found.interruptions] == run.interruptions, f"seed {seed}"
+    causes = [(each.cause, each.node) for each in found.interruptions]
+    assert causes == run.interruptions, f"seed {seed}: {causes}, not {run.interruptions}"
     assert min(found.seconds.values()) > -0.01
     return run
 
@@ -815,8 +827,30 @@ def runs(number: int) -> Iterator[Run]:
 
 def test_every_second_is_in_its_category() -> None:
     stories: Counter[str] = Counter()
-    for run in runs(200):
+    for run in runs(RUNS):
         stories.update(run.stories)
     assert stories.keys() == {
         *("finished", "look", "preempted", "straggler", "killed", "fault", "node lost", "all lost"),
     }
+
+
+MISTAKES: dict[str, tuple[object, str, object]] = {
+    "steps-done-again-are-new": (goodput, "reached_step", lambda *_: 0),
+    "a-step-that-fails-is-done": (TimeAccount, "end_fit", lambda self, failed: self.enter(time_account.TEARDOWN)),
+    "a-queue-is-nothing": (goodput, "_between", lambda before, after, otherwise: otherwise),
+    "what-was-kept-goes-on-no-further": (goodput._Group, "extend", lambda self, now: None),
+    "a-fault-that-was-caught-ends-workers": (
+        goodput,
+        "faults_of",
+        lambda events: [event for event in events if isinstance(event, Fault)],
+    ),
+    "the-first-fault-is-the-cause": (goodput, "first_cause", lambda faults: faults[0]),
+    "a-crash-is-a-kill": (goodput, "_kind_of", lambda fault: "killed"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_found(mistake: tuple[object, str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*mistake)
+    with pytest.raises(AssertionError, match=r"seed \d+"):
+        deque(runs(RUNS), maxlen=0)

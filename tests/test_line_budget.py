@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 339,
     "fit": 5115,
-    "launch": 3279,
+    "launch": 3289,
     "launch/schedulers": 508,
     "run": 2089,
 }

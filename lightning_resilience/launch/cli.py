@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,16 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(1)
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A report keeps all that it reads: to look for garbage finds none, and takes a third of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _run(options: argparse.Namespace) -> None:
     if options.action == "inspect":
         from lightning_resilience.launch.inspection import inspect  # imports torch, unlike the other views
@@ -84,7 +96,8 @@ def _run(options: argparse.Namespace) -> None:
         if options.action == "status":
             print(status(options.run_dir, options.json))
         elif options.action == "report":
-            print(report(options.run_dir, options.json))
+            with _without_collections():
+                print(report(options.run_dir, options.json))
         elif options.action == "diagnose":
             print(diagnoses(options.run_dir, options.number, options.json))
         elif options.once:

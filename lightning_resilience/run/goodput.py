@@ -334,7 +334,7 @@ def account(events: Sequence[Event], running: Iterable[TimeSpent] = (), now: flo
     due_to: InterruptionCost | None = None
     for before, group in zip([None, *groups], groups, strict=False):
         interruption = group.interruption
-        verdicts = [fault.time for fault in group.faults]
+        verdict = min((fault.time for fault in group.faults), default=None)
         found.ranks = max(found.ranks, len(group.processes))
         for rank, process in group.processes.items():
             if before is None:
@@ -343,7 +343,7 @@ def account(events: Sequence[Event], running: Iterable[TimeSpent] = (), now: flo
                 same = before.processes.get(rank)
                 doing = "rendezvous" if group.is_of_same_job(before) else "idle"
                 gaps.add(before.ended if same is None else same.ended, process.began, doing, due_to, process.node)
-            _add_process(found, process, due_to, interruption, verdicts)
+            _add_process(found, process, due_to, interruption, verdict)
         if (due_to := interruption) is not None:
             found.interruptions.append(due_to)
     is_restarting = now is not None and due_to is not None and groups[-1].elastic_run_id is not None
@@ -432,7 +432,7 @@ def _add_process(
     process: _Process,
     before: InterruptionCost | None,
     interruption: InterruptionCost | None,
-    verdicts: Sequence[float],
+    verdict: float | None,
 ) -> None:
     """Adds the account of a process.
 
@@ -441,12 +441,12 @@ def _add_process(
         process: The process.
         before: The interruption before it, to which belongs what its start has cost.
         interruption: Its own.
-        verdicts: When that was found.
+        verdict: When a fault was found.
     """
     due_to = {**dict.fromkeys((*_START, "wasted_progress"), before), "teardown": interruption}
     for category, seconds in process.seconds.items():
         if category == "unfinished_step":
-            found.add("detection" if verdicts else "wasted_progress", seconds, interruption, process.node)
+            found.add("wasted_progress" if verdict is None else "detection", seconds, interruption, process.node)
         else:
             found.add(category, seconds, due_to.get(category), process.node)
     if (tail := process.ended - process.since) <= 0:
@@ -454,10 +454,11 @@ def _add_process(
     if process.doing in ("imports", "script", "teardown", "other") or interruption is None:
         found.add(process.doing, tail, due_to.get(process.doing), process.node)
         return
-    verdict = min(max(min(verdicts, default=process.ended), process.since), process.ended)
-    unfinished = "detection" if verdicts else "wasted_progress" if process.doing == "productive" else process.doing
-    found.add(unfinished, verdict - process.since, interruption, process.node)
-    found.add("teardown", process.ended - verdict, interruption, process.node)
+    is_vain = verdict is None and process.doing == "productive"
+    stopped = process.ended if verdict is None else min(max(verdict, process.since), process.ended)
+    unfinished = "wasted_progress" if is_vain else process.doing if verdict is None else "detection"
+    found.add(unfinished, stopped - process.since, interruption, process.node)
+    found.add("teardown", process.ended - stopped, interruption, process.node)
 
 
 # -- between two processes ---------------------------------------------------------------------------------------------

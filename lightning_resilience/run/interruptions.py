@@ -65,9 +65,9 @@ class Interruption:
 def interruptions(events: Iterable[Event]) -> list[Interruption]:
     """The interruptions in a ledger, oldest first: one for every group of workers that ended before the run had."""
     found = []
-    past: list[Event] = []
+    states: dict[int | None, float] = {}
     for before, after in pairwise([*_groups(events), []]):
-        past += before
+        states |= {event.step: event.time for event in before if isinstance(event, (Saved, Resumed))}
         if not _was_interrupted(before, after):
             continue
         began = next((event for event in after if isinstance(event, (Resumed, Fresh))), None)
@@ -76,8 +76,7 @@ def interruptions(events: Iterable[Event]) -> list[Interruption]:
         steps = [(event, step) for event, step in _with_steps(before) if getattr(event, "fit", None) == fit]
         saves = [step for event, step in steps if isinstance(event, Saved)]
         # What was resumed is the state of a save, or the one with which the interrupted workers had begun themselves.
-        states = [event for event in past if isinstance(event, (Saved, Resumed)) and event.step == resumed]
-        lost_since = (states[-1] if states else before[0]).time
+        lost_since = states.get(resumed, before[0].time)
         if isinstance(began, Resumed) and began.saved_at is not None:
             lost_since = began.saved_at
         kind, reason = _cause(before)
