@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -166,12 +168,13 @@ def test_the_first_steps_with_what_is_killed(examples: Examples) -> None:
     commands = first_steps(examples, 65536)
     launch = examples.start(commands["launch"])
     examples.wait_for("Saved step 2048 to")
-    ranks: list[list[str]] = []
-    while len(ranks) < 2 or ranks[1][3] != "step":
-        ranks = [line.split() for line in examples.run(commands["watch"]).splitlines() if line[:1] in ("0", "1")]
+    ranks: list[dict[str, Any]] = []
+    while len(ranks) < 2 or ranks[1]["section"] != "step":
+        said = examples.run([*commands["watch"], "--json"])
+        ranks = next(json.loads(line)["ranks"] for line in said.splitlines() if line.startswith("{"))
         examples.runs.pop()
-    assert [rank[0] for rank in ranks] == ["0", "1"]
-    os.kill(int(ranks[1][2]), signal.SIGKILL)
+    assert [each["rank"] for each in ranks] == [0, 1]
+    os.kill(ranks[1]["pid"], signal.SIGKILL)
     examples.wait_for("Restart 1 inside the job, step 2048 is safe. Before: rank 1 was killed by SIGKILL.")
     examples.wait_for("Resuming from step")
     launch.terminate()
@@ -181,7 +184,7 @@ def test_the_first_steps_with_what_is_killed(examples: Examples) -> None:
     quoted = re.findall(r"^```log\n(.*?)^```$", FIRST_STEPS, flags=re.MULTILINE | re.DOTALL)
     in_order(interrupted, quoted[2])
     in_order(finished, quoted[3])
-    assert "Interruptions: 1 crash, 1 preempted." in examples.run(commands["report"])
+    assert "Interruptions: 1 killed, 1 preempted." in examples.run(commands["report"])
 
 
 @pytest.mark.campaign
