@@ -624,3 +624,21 @@ def test_the_documentation_knows_what_is_said() -> None:
     unknown = [line for line in SAID if not any(phrase.search(line) for phrase in documented())]
     never_said = [phrase.pattern for phrase in documented() if not any(phrase.search(line) for line in SAID)]
     assert (unknown, never_said) == ([], [])
+
+
+def launched_without(tmp: Path) -> None:
+    """A launched worker whose fit has no FaultTolerance: another package's callback does the same."""
+    about = rank_probe.describe_rank(tmp / "run", None, "token", 1, 1, True)
+    RankProbe(tmp, 0, {}, about, is_workers=True)
+    small_trainer(tmp, AutoResume(tmp / "run"), max_steps=6).fit(BoringModel())
+    spent = [event for event in read_ledger(tmp / "run") if event["event"] == "time_spent"]
+    assert [(event["fit"], event["reached"] > 0) for event in spent] == [(0, True)]
+
+
+def test_the_time_of_a_launched_fit_that_nobody_watches_is_recorded(tmp_path: Path) -> None:
+    process = harness.CONTEXT.Process(target=launched_without, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0

@@ -167,6 +167,7 @@ class FitSession:
         self._running = True
         fit = self.fit
         if fit.progress is None and (launched := rank_probe.probe_of_worker()) is not None:
+            fit.time.close()  # its watchdog, which ends when all ranks have left, records no more
             launched.progress.enter("left")  # no participant reports sections
             self._unwatched = launched
         fit.patience = Patience(fit.advanced)
