@@ -23,7 +23,7 @@ BUDGET = {
     "detect/hangs": 2362,
     "detect/numerics": 788,
     "detect/stragglers": 339,
-    "fit": 5115,
+    "fit": 5116,
     "launch": 3289,
     "launch/schedulers": 508,
     "run": 2089,
