@@ -302,6 +302,19 @@ def test_a_report_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert killed.split("launcher killed")[1].split()[:9] == [*["-"] * 6, "40.0", ">=0", "15"]
 
 
+def test_of_many_events_alike_a_report_shows_the_first_and_the_last(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = [
+        {"event": "saved", "time": 10 + step, "node": "n1", "rank": 0, "fit": 0, "step": step} for step in range(1, 90)
+    ]
+    events.insert(84, {"event": "fault", "time": 94.5, "node": "n1", "rank": 1, "kind": "hang", "reason": "stuck"})
+    run_dir = ledger_of(tmp_path, *events)
+    text = report(run_dir)
+    steps = [int(line.rpartition(" 0: ")[2]) for line in text.splitlines() if " saved " in line and " 0: " in line]
+    assert steps == [1, 84, 85, 86, 87, 88, 89]
+    assert "... 82 more" in text
+    assert sum("stuck" in line for line in text.partition("Timeline")[2].splitlines()) == 1
+
+
 def test_the_lines_of_a_report_stay_short(tmp_path: Path) -> None:
     fault = {"event": "fault", "fit": 0, "step": 1, "reason": "no\\n" * 900}
     again = {"event": "start", "elastic_run_id": "x" * 200}

@@ -20,11 +20,11 @@ BUDGET = {
     "checkpoint": 4779,
     "contrib": 225,
     "detect": 307,
-    "detect/hangs": 2362,
+    "detect/hangs": 2360,
     "detect/numerics": 788,
     "detect/stragglers": 339,
     "fit": 5116,
-    "launch": 3289,
+    "launch": 3299,
     "launch/schedulers": 508,
     "run": 2089,
 }

@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -41,6 +42,8 @@ _SHOWN_LOSSES = 3
 _SHOWN_INTERRUPTIONS = 5
 _SHOWN_SHARE = 0.001
 _REASON_LENGTH = 80
+_ALIKE_IN_FULL = 3
+"""So many events of one kind that follow one another are shown between the first and the last of them."""
 _OUTCOME_LENGTH = 140
 
 
@@ -249,8 +252,16 @@ def _categories(found: dict[str, Any]) -> list[str]:
 
 
 def _timeline(found: dict[str, Any]) -> list[str]:
-    """All events but those of which the account is made, and the outcome."""
-    rows = [_timeline_row(event) for event in found["timeline"] if event["event"] != TimeSpent.kind_name]
+    """The events but those of which the account is made, and the outcome."""
+    rows: list[list[str]] = []
+    events = (event for event in found["timeline"] if event["event"] != TimeSpent.kind_name)
+    for _, alike in groupby(events, key=lambda event: (event["event"], event.get("kind"))):
+        first, *others = alike
+        rows.append(_timeline_row(first))
+        if (more := len(others) - 1) > _ALIKE_IN_FULL:  # a month has 40,000 saves
+            rows.append(["", f"... {more} more", *[""] * 4])
+            others = others[-1:]
+        rows += map(_timeline_row, others)
     status = "none; running, or killed."
     if found["outcome"] is not None:
         status = f"{found['outcome']} ({shortened(found['reason'], _OUTCOME_LENGTH)})"
