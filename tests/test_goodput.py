@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,39 @@ def test_a_healthy_run() -> None:
     assert found.goodput == 0.8
     assert found.ettr == 0.85
     assert not found.interruptions
+
+
+def test_what_is_where_in_time() -> None:
+    """Of a process what it takes to start, then the steps together, then its end."""
+    seconds = {"imports": 3.0, "setup": 2.0, "productive": 80.0, "checkpoint_save": 5.0, "teardown": 1.0}
+    found = account([launch(10, 11), job(12), spent(15, 106, 108, seconds=seconds), ended(110)], with_segments=True)
+    assert found.segments is not None
+    segments = [(each.begin, each.end, [*each.seconds]) for each in found.segments]
+    assert sorted(segments) == sorted(
+        2
+        * [
+            *((10, 12, ["launch"]), (12, 15, ["rendezvous"]), (15, 18, ["imports"]), (18, 20, ["setup"])),
+            *((20, 105, ["productive", "checkpoint_save"]), (105, 106, ["teardown"]), (106, 108, ["teardown"])),
+            (108, 110, ["teardown"]),
+        ]
+    )
+    assert {each.node for each in found.segments} == {"n1"}
+
+
+def assert_in_time(found: Goodput) -> None:
+    """Segments have all of the account."""
+    seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for loss, each in found.seconds.items():
+        seconds[loss.node, loss.category] += each
+    for segment in found.segments or ():
+        assert sum(segment.seconds.values()) == pytest.approx(segment.end - segment.begin, abs=1e-3)
+        for category, each in segment.seconds.items():
+            seconds[segment.node, category] -= each
+    assert all(abs(each) < 1e-6 for each in seconds.values())
+
+
+def test_segments_have_all_of_the_account() -> None:
+    assert_in_time(account(HUNG, with_segments=True))
 
 
 def test_a_hang_is_detected_and_its_cost_is_its_own() -> None:
@@ -219,6 +253,8 @@ def test_a_node_that_went_down_before_anything_was_kept_of_it() -> None:
         {"began": []},
         {"seconds": {"productive": [1.0]}},
         {"ended": None},
+        {"ended": [float("inf")] * 2},
+        {"seconds": {"productive": [float("nan")] * 2}},
         {"doing": [], "ranks": [7]},
     ],
 )

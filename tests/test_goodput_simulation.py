@@ -46,6 +46,7 @@ from lightning_resilience.run.events import (
 from lightning_resilience.run.goodput import Goodput, Loss, account
 from lightning_resilience.run.ledger import Ledger, read_ledger
 from lightning_resilience.run.time_account import Spent, TimeAccount, read_account
+from tests.test_goodput import assert_in_time
 
 RUNS = 200
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -329,7 +330,7 @@ class Run:
             self.ended = max(self.at, *(rank.ended for rank in self.before)) if self.has_launcher else self.at - 0.4
             for rank in self.before:
                 self.gap(rank.ended, self.ended, rank)
-        return account(read_ledger(self.run_dir), time_account.kept(self.run_dir), self.now)
+        return account(read_ledger(self.run_dir), time_account.kept(self.run_dir), self.now, with_segments=True)
 
     @property
     def run_dir(self) -> Path:
@@ -829,6 +830,7 @@ def test_every_second_is_in_its_category() -> None:
     stories: Counter[str] = Counter()
     for run in runs(RUNS):
         stories.update(run.stories)
+        assert_in_time(run.found)
     assert stories.keys() == {
         *("finished", "look", "preempted", "straggler", "killed", "fault", "node lost", "all lost"),
     }

@@ -24,9 +24,9 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 339,
     "fit": 5116,
-    "launch": 3299,
+    "launch": 3970,
     "launch/schedulers": 508,
-    "run": 2089,
+    "run": 2135,
 }
 
 _NO_CODE = (

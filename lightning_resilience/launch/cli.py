@@ -24,6 +24,7 @@ from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, oth
 from lightning_resilience.launch.json_output import KEYS
 from lightning_resilience.launch.lookup import why_not_found
 from lightning_resilience.launch.report import report
+from lightning_resilience.launch.report_page import write_page
 from lightning_resilience.launch.schedulers import KINDS, current_scheduler
 from lightning_resilience.launch.schedulers.base import AFTER_GRACE_S, PREEMPT_TIME_S, Scheduler
 from lightning_resilience.launch.status import overview, runs_in, status
@@ -95,6 +96,12 @@ def _run(options: argparse.Namespace) -> None:
             options.parser.error(problem)
         if options.action == "status":
             print(status(options.run_dir, options.json))
+        elif options.action == "report" and options.html is not None:
+            if options.json:
+                options.parser.error("--html and --json are two outputs; choose one")
+            with _without_collections():
+                write_page(options.run_dir, options.html)
+            print(f"The report is in {options.html}.")
         elif options.action == "report":
             with _without_collections():
                 print(report(options.run_dir, options.json))
@@ -293,6 +300,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Prints goodput and losses of a run, its worst interruptions and its timeline.",
     )
     shown.add_argument("run_dir", metavar="RUN_DIR")
+    shown.add_argument("--html", metavar="FILE", help="write it as a page with charts, which needs no server")
 
     diagnosed = actions.add_parser(
         "diagnose",

@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -15,7 +16,7 @@ from lightning_resilience._formatting import duration, or_dash, shortened, table
 from lightning_resilience.launch.json_output import to_json
 from lightning_resilience.launch.status import now
 from lightning_resilience.run import time_account
-from lightning_resilience.run.events import TimeSpent
+from lightning_resilience.run.events import Event, TimeSpent
 from lightning_resilience.run.failures import recurrence
 from lightning_resilience.run.goodput import PART_OF, PARTS, Goodput, InterruptionCost, account
 from lightning_resilience.run.history import History, read_history
@@ -54,22 +55,49 @@ def report(run_dir: str | os.PathLike[str], as_json: bool = False) -> str:
         run_dir: The run directory.
         as_json: Whether for programs, see :data:`.json_output.KEYS`.
     """
-    run_directory = RunDirectory(run_dir)
-    found = _content(run_directory, read_history(run_directory.ledger))
+    found = read_run(run_dir).content
     if as_json:
         return to_json(found)
     if not found["timeline"]:
-        return f"Nothing is recorded in {run_directory.ledger}: no run has been started here."
+        return f"Nothing is recorded in {RunDirectory(run_dir).ledger}: no run has been started here."
     return "\n".join([*_verdict(found), *_worst(found), *_categories(found), *_timeline(found)])
 
 
 # -- content -----------------------------------------------------------------------------------------------------------
 
 
-def _content(run_directory: RunDirectory, history: History) -> dict[str, Any]:
+@dataclass(frozen=True)
+class RunReport:
+    """What a report shows, as text, for programs or as a page.
+
+    Attributes:
+        content: With the keys in :data:`.json_output.KEYS`.
+        goodput: The account of the run.
+        events: The ledger, and what was kept of ranks that run, or whose node went down.
+    """
+
+    content: dict[str, Any]
+    goodput: Goodput
+    events: list[Event]
+
+
+def read_run(run_dir: str | os.PathLike[str], with_segments: bool = False) -> RunReport:
+    """What is known of a run.
+
+    Args:
+        run_dir: The run directory.
+        with_segments: Whether also at which times its seconds were.
+    """
+    run_directory = RunDirectory(run_dir)
+    history = read_history(run_directory.ledger)
     _, is_ongoing = now(history, run_directory.path) if history.allocations else ("", False)
     kept = time_account.kept(run_directory.path)
-    goodput = account(history.events, kept, time.time() if is_ongoing else None)
+    goodput = account(history.events, kept, time.time() if is_ongoing else None, with_segments)
+    content = _content(run_directory, history, goodput, is_ongoing)
+    return RunReport(content, goodput, [*history.events, *kept])
+
+
+def _content(run_directory: RunDirectory, history: History, goodput: Goodput, is_ongoing: bool) -> dict[str, Any]:
     seconds = goodput.by_category
     active = goodput.total - seconds["idle"]
     is_known = active > 0 and goodput.ranks > 0
@@ -176,37 +204,58 @@ def _verdict(found: dict[str, Any]) -> list[str]:
     """Goodput, the largest losses and the number of interruptions."""
     lines = [f"Run {found['run_dir']}", ""]
     if found["goodput"] is not None:
-        ranks = found["ranks"]
-        of = f"{ranks} rank{'s' * (ranks > 1)} x {duration(found['rank_seconds'] / ranks)}"
-        if (idle := found["categories"]["idle"] / ranks) >= 1:
-            of += f", without {duration(idle)} in which nothing ran it"
         so_far = " so far" if found["is_ongoing"] else ""
         lines.append(
-            f"Goodput{so_far} {_percent(found['goodput'])} (time in new steps), ETTR {_percent(found['ettr'])} "
-            f"(with data, callbacks, validation and saves), of {of}."
+            f"Goodput{so_far} {percent(found['goodput'])} (time in new steps), ETTR {percent(found['ettr'])} "
+            f"(with data, callbacks, validation and saves), of {extent(found)}."
         )
-        lines += [_loss(loss) for loss in found["losses"] if loss["share"] >= _SHOWN_SHARE][:_SHOWN_LOSSES]
+        lines += largest_losses(found)
     else:
         lines.append(f"Goodput is not known{' yet' * found['is_ongoing']}: no process has recorded its time.")
-    if not (recorded := found["interruptions"]):
-        return [*lines, "No interruption."]
-    causes = Counter(each["cause"] for each in recorded)
-    at_least = "at least " if any(each["is_lower_bound"] for each in recorded) else ""
-    steps = sum(each["steps_lost"] or 0 for each in recorded)
-    counts = ", ".join(f"{count} {cause}" for cause, count in causes.items())
-    return [*lines, f"Interruptions: {counts}. Steps lost: {at_least}{steps}."]
+    return [*lines, interruption_counts(found)]
+
+
+def extent(found: dict[str, Any]) -> str:
+    """Ranks times wall time: of what goodput is a share."""
+    ranks = found["ranks"]
+    of = f"{ranks} rank{'s' * (ranks > 1)} x {duration(found['rank_seconds'] / ranks)}"
+    if (idle := found["categories"]["idle"] / ranks) >= 1:
+        of += f", without {duration(idle)} in which nothing ran it"
+    return of
+
+
+def largest_losses(found: dict[str, Any]) -> list[str]:
+    """A sentence for each."""
+    return [_loss(loss) for loss in found["losses"] if loss["share"] >= _SHOWN_SHARE][:_SHOWN_LOSSES]
 
 
 def _loss(loss: dict[str, Any]) -> str:
     name, count, node = loss["name"], loss["interruptions"], loss["node"]
-    what = f"{count} {name}" if count else _phrase(name)
+    what = f"{count} {name}" if count else phrase(name)
     if node is not None:
         what += f" on {node}"
     if len(loss["categories"]) > 1:
         largest = [*loss["categories"].items()][:2]
-        shares = [f"{_phrase(each)} {_percent(loss['share'] * own / loss['rank_seconds'])}" for each, own in largest]
+        shares = [f"{phrase(each)} {percent(loss['share'] * own / loss['rank_seconds'])}" for each, own in largest]
         what += f", mostly {' and '.join(shares)}"
-    return f"Lost {_percent(loss['share'])}: {what}."
+    return f"Lost {percent(loss['share'])}: {what}."
+
+
+def interruption_counts(found: dict[str, Any]) -> str:
+    """How many of each kind there were, and the steps lost."""
+    if not (recorded := found["interruptions"]):
+        return "No interruption."
+    causes = Counter(each["cause"] for each in recorded)
+    at_least = "at least " if any(each["is_lower_bound"] for each in recorded) else ""
+    steps = sum(each["steps_lost"] or 0 for each in recorded)
+    counts = ", ".join(f"{count} {cause}" for cause, count in causes.items())
+    return f"Interruptions: {counts}. Steps lost: {at_least}{steps}."
+
+
+def steps_lost(interruption: dict[str, Any]) -> str:
+    """How many steps an interruption has cost, as far as is known."""
+    at_least = ">=" if interruption["is_lower_bound"] and interruption["steps_lost"] is not None else ""
+    return at_least + or_dash(interruption["steps_lost"])
 
 
 def _worst(found: dict[str, Any]) -> list[str]:
@@ -227,7 +276,7 @@ def _worst(found: dict[str, Any]) -> list[str]:
             or_dash(each["node"]),
             *(_seconds(None if each[part] is None else each[part] / ranks) for part in PARTS),
             _seconds(seconds_of(each)),
-            (">=" if each["is_lower_bound"] and each["steps_lost"] is not None else "") + or_dash(each["steps_lost"]),
+            steps_lost(each),
             or_dash(each["resumed_step"]),
             shortened(each["reason"], _REASON_LENGTH),
         ]
@@ -244,7 +293,7 @@ def _categories(found: dict[str, Any]) -> list[str]:
     """The table of categories."""
     total, idle = found["rank_seconds"], found["categories"]["idle"]
     rows = [
-        [category, f"{seconds / found['ranks']:.1f}", "-" if category == "idle" else _percent(seconds / (total - idle))]
+        [category, f"{seconds / found['ranks']:.1f}", "-" if category == "idle" else percent(seconds / (total - idle))]
         for category, seconds in found["categories"].items()
         if found["goodput"] is not None and seconds > _SHOWN_SHARE * total
     ]
@@ -282,11 +331,13 @@ def _timeline_row(event: dict[str, Any]) -> list[str]:
     ]
 
 
-def _phrase(category: str) -> str:
+def phrase(category: str) -> str:
+    """A category of time in words."""
     return _PHRASES.get(category, category.replace("_", " "))
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """A share as text."""
     return f"{100 * share:.1f} %"
 
 

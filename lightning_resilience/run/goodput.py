@@ -39,8 +39,9 @@ wait in a queue.
 from __future__ import annotations
 
 import bisect
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -146,6 +147,22 @@ class InterruptionCost:
         return parts
 
 
+class Segment(NamedTuple):
+    """What a rank does from one moment to another.
+
+    Attributes:
+        node: Where; empty: not known.
+        begin: In seconds since the epoch.
+        end: In seconds since the epoch.
+        seconds: By category. Of steps there are several, which alternate; else it is one.
+    """
+
+    node: str
+    begin: float
+    end: float
+    seconds: Mapping[str, float]
+
+
 @dataclass
 class Goodput:
     """The account of a run.
@@ -156,6 +173,8 @@ class Goodput:
         seconds: Rank-seconds by what they are due to.
         ranks: How many ranks it had at most.
         interruptions: The groups of workers that ended before the run had, in the order of their starts.
+        segments: The same seconds at their times; ``None``: not asked for. Of a process the sums are known and not
+            their order: here what it takes to start comes first, then the steps.
     """
 
     began: float = 0.0
@@ -163,6 +182,7 @@ class Goodput:
     seconds: defaultdict[Loss, float] = field(default_factory=lambda: defaultdict(float))
     ranks: int = 0
     interruptions: list[InterruptionCost] = field(default_factory=list)
+    segments: list[Segment] | None = None
 
     def add(self, category: str, seconds: float, due_to: InterruptionCost | None = None, node: str = "") -> None:
         """Adds time of a rank.
@@ -176,6 +196,22 @@ class Goodput:
         self.seconds[Loss(category, "" if due_to is None else due_to.cause, node)] += seconds
         if due_to is not None:
             due_to.seconds[category] += seconds
+
+    def add_segment(
+        self, category: str, begin: float, end: float, due_to: InterruptionCost | None = None, node: str = ""
+    ) -> None:
+        """Adds time of a rank of which is known when it was.
+
+        Args:
+            category: Its category.
+            begin: In seconds since the epoch.
+            end: In seconds since the epoch.
+            due_to: The interruption that it belongs to.
+            node: Where.
+        """
+        self.add(category, end - begin, due_to, node)
+        if self.segments is not None:
+            self.segments.append(Segment(node, begin, end, {category: end - begin}))
 
     @property
     def causes(self) -> Counter[str]:
@@ -309,21 +345,28 @@ class _Group:
         )
 
 
-def account(events: Sequence[Event], running: Iterable[TimeSpent] = (), now: float | None = None) -> Goodput:
+def account(
+    events: Sequence[Event],
+    running: Iterable[TimeSpent] = (),
+    now: float | None = None,
+    with_segments: bool = False,
+) -> Goodput:
     """The account of a run.
 
     Args:
         events: Its ledger.
         running: What was kept of ranks that run, or whose node went down (:func:`.time_account.kept`).
         now: The time, if the run goes on, in seconds since the epoch; otherwise it has ended with its last event.
+        with_segments: Whether also at which times the seconds were.
     """
+    segments: list[Segment] | None = [] if with_segments else None
     groups = _groups(events, running)
     launcher = sorted(((_time(event), event) for event in events if isinstance(event, _LAUNCHER)), key=itemgetter(0))
     begins = [*(time for time, _ in launcher[:1]), *(group.began for group in groups[:1])]
     if not begins:
-        return Goodput()
+        return Goodput(segments=segments)
     ends = [*(event.time for event in events), *(group.ended for group in groups)]
-    found = Goodput(began=min(begins), ended=max(ends) if now is None else now)
+    found = Goodput(began=min(begins), ended=max(ends) if now is None else now, segments=segments)
     gaps = _Gaps(found, launcher)
     if not groups:
         gaps.add(found.began, found.ended, "launch")
@@ -405,6 +448,8 @@ def _unaccounted(events: Iterable[Event], groups: Sequence[_Group]) -> Iterator[
 def _process(event: TimeSpent, index: int, is_kept: bool) -> _Process:
     began, since, ended = (float((times or ())[index]) for times in (event.began, event.since, event.ended))
     seconds = {name: float(by_rank[index]) for name, by_rank in (event.seconds or {}).items()}
+    if not math.isfinite(began + since + ended + sum(seconds.values())):
+        raise TypeError("not finite")
     return _Process(event.node or "", began, since, ended, (event.doing or ())[index], seconds, is_kept)
 
 
@@ -444,21 +489,51 @@ def _add_process(
         verdict: When a fault was found.
     """
     due_to = {**dict.fromkeys((*_START, "wasted_progress"), before), "teardown": interruption}
+    unfinished = "wasted_progress" if verdict is None else "detection"
     for category, seconds in process.seconds.items():
         if category == "unfinished_step":
-            found.add("wasted_progress" if verdict is None else "detection", seconds, interruption, process.node)
+            found.add(unfinished, seconds, interruption, process.node)
         else:
             found.add(category, seconds, due_to.get(category), process.node)
-    if (tail := process.ended - process.since) <= 0:
+    if found.segments is not None:
+        found.segments += _segments(process, unfinished)
+    if process.ended <= process.since:
         return
     if process.doing in ("imports", "script", "teardown", "other") or interruption is None:
-        found.add(process.doing, tail, due_to.get(process.doing), process.node)
+        found.add_segment(process.doing, process.since, process.ended, due_to.get(process.doing), process.node)
         return
-    is_vain = verdict is None and process.doing == "productive"
     stopped = process.ended if verdict is None else min(max(verdict, process.since), process.ended)
-    unfinished = "wasted_progress" if is_vain else process.doing if verdict is None else "detection"
-    found.add(unfinished, stopped - process.since, interruption, process.node)
-    found.add("teardown", process.ended - stopped, interruption, process.node)
+    if verdict is None and process.doing != "productive":
+        unfinished = process.doing
+    found.add_segment(unfinished, process.since, stopped, interruption, process.node)
+    found.add_segment("teardown", stopped, process.ended, interruption, process.node)
+
+
+_STEPS = ("productive", "wasted_progress", "data_loading", "callbacks", "validation", "checkpoint_save")
+_IN_ORDER = (
+    *(("imports",), ("script",), ("setup",), ("restore",), ("fast_forward",), ("first_step",)),
+    *(_STEPS, ("unfinished_step",), ("teardown",)),
+)
+
+
+def _segments(process: _Process, unfinished: str) -> Iterator[Segment]:
+    """What a process has in its account, one after the other.
+
+    Args:
+        process: The process.
+        unfinished: The category of a step that was begun and did not end.
+    """
+    begin = process.began
+    for names in _IN_ORDER:
+        seconds = {
+            unfinished if name == "unfinished_step" else name: spent
+            for name in names
+            if (spent := process.seconds.get(name))
+        }
+        if seconds:
+            end = begin + sum(seconds.values())
+            yield Segment(process.node, begin, end, seconds)
+            begin = end
 
 
 # -- between two processes ---------------------------------------------------------------------------------------------
@@ -490,7 +565,7 @@ class _Gaps:
         for time, after in [*within, (end, None)]:
             if time > begin:
                 happens = _between(before, after, doing)
-                self._found.add(happens, time - begin, None if happens == "idle" else due_to, node)
+                self._found.add_segment(happens, begin, time, None if happens == "idle" else due_to, node)
                 begin = time
             before = after
 
