@@ -190,7 +190,7 @@ def _share(share: float) -> str:
 def _head(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"<header><h1>{_text(Path(found['run_dir']).name)}</h1><p class='path'>{_text(found['run_dir'])}</p>"
     if found["began"] is not None:
-        state = "runs" if found["is_ongoing"] else found["outcome"] or "no outcome: killed"
+        state = "runs" if found["is_ongoing"] else found["outcome"] or "no outcome is recorded"
         reason = f": {shortened(found['reason'], _REASON_LENGTH)}" if found["reason"] else ""
         yield f"<p>{_text(_moment(found['began']))} to {_text(timestamp(found['ended']))}. "
         yield f"<strong>{_text(state)}</strong>{_text(reason)}</p>"
@@ -273,7 +273,7 @@ class _Axis:
         every: float = next((each for each in _ROUND_SECONDS if self._shown / each <= 6), self._shown / 6)
         first, last = self._bounds[0], self._bounds[-1]
         pattern = "%H:%M:%S" if every < 60 else "%H:%M" if last - first < 20 * 3600 else "%d. %H:%M"
-        pattern = "%b %d" if every >= 86400 else pattern
+        pattern = pattern if every < 86400 else "%b %d" if last - first < 300 * 86400 else "%b %Y"
         shift = time.localtime(first).tm_gmtoff  # so that they are round where this is read
         after = -1.0
         for index, (begin, end) in enumerate(pairwise(self._bounds)):
@@ -512,7 +512,7 @@ def _where(nodes: Mapping[str, float], total: float) -> str:
         return _text(_node(next(iter(nodes))))
     shown = sorted(nodes.items(), key=itemgetter(1), reverse=True)
     if shown[0][1] < 1.5 * total / len(nodes):
-        return f"{len(nodes)} nodes alike"
+        return f"<span title='{len(nodes)} nodes alike'>all {len(nodes)}</span>"
     texts = [f"{_text(_node(name))} {percent(each / total)}" for name, each in shown[:_MAX_NODES]]
     more = len(shown) - len(texts)
     return ", ".join(texts) + (f", {more} more" if more else "")
@@ -587,7 +587,7 @@ def _steps(run: RunReport, axis: _Axis) -> Iterator[str]:
         return round(_COLUMNS * axis.place(moment), 1), round(_CHART_HEIGHT * (1 - step / top), 1)
 
     shapes: defaultdict[str, list[str]] = defaultdict(list)
-    end: tuple[float, float] | None = None
+    ends: dict[int, tuple[float, float]] = {}
     for life in lives:
         again = [*_up_to(life.points, life.from_step)]
         new = [*_from(life.points, life.from_step)]
@@ -597,9 +597,9 @@ def _steps(run: RunReport, axis: _Axis) -> Iterator[str]:
                 shapes[name].append("M" + "L".join(f"{x:g} {y:g}" for x, y in places))
         if life.points:
             start = point(*life.points[0])
-            if end is not None and life.from_step:
+            if (end := ends.get(life.fit)) is not None:
                 shapes["back"].append(f"M{end[0]:g} {end[1]:g}L{start[0]:g} {start[1]:g}")
-            end = point(*life.points[-1])
+            ends[life.fit] = point(*life.points[-1])
     dots = [*_dots(run.events, point)]
     yield "<section><h2>Steps</h2><div class='chart'><div class='labels scale'>"
     yield "".join(f"<span style='top:{_share(1 - each / top)}'>{each}</span>" for each in range(0, top + 1, every))
@@ -777,7 +777,7 @@ def _diagnoses(run: RunReport, folder: Path) -> dict[int, list[str]]:
 _STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1a1d21;--soft:#5c636d;--rule:#d5d9df;--panel:#f5f6f8}
 @media (prefers-color-scheme:dark){:root{--paper:#14171b;--ink:#e8eaed;--soft:#9aa3ae;--rule:#343a42;--panel:#1e2227}}
-*{box-sizing:border-box}
+*{box-sizing:border-box;print-color-adjust:exact;-webkit-print-color-adjust:exact}
 body{margin:0 auto;padding:1.2em clamp(.7em,3vw,2em);max-width:72em;background:var(--paper);color:var(--ink);
 font:15px/1.45 system-ui,sans-serif;overflow-wrap:anywhere}
 h1{font-size:1.15em;margin:0}h2{font-size:1.05em;margin:1.8em 0 .6em}h3{font-size:1em;margin:0}p{margin:.35em 0}
