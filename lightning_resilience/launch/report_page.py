@@ -763,14 +763,12 @@ def _diagnoses(run: RunReport, folder: Path) -> dict[int, list[str]]:
     """Links to the diagnoses that are there, by the index of the interruption."""
     times = [each["time"] for each in run.content["interruptions"]]
     found: defaultdict[int, list[str]] = defaultdict(list)
-    for event in run.events:
-        if not isinstance(event, Fault) or not event.diagnostics or not times:
-            continue
-        path = Path(run.content["run_dir"], "diagnostics", Path(event.diagnostics).name)  # it may have been moved
-        link = _text("./" + quote(os.path.relpath(path, folder)))
-        nearest = min(range(len(times)), key=lambda index: abs(times[index] - event.time))
-        if path.is_dir() and link not in found[nearest]:
-            found[nearest].append(link)
+    faults = [event for event in run.events if isinstance(event, Fault) and event.diagnostics]
+    for name, moment in {Path(event.diagnostics or "").name: event.time for event in faults}.items():
+        path = Path(run.content["run_dir"], "diagnostics", name)  # where it was written may be elsewhere now
+        if times and path.is_dir():
+            nearest = min(range(len(times)), key=lambda index: abs(times[index] - moment))
+            found[nearest].append(_text("./" + quote(os.path.relpath(path, folder))))
     return found
 
 
