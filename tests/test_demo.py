@@ -17,7 +17,7 @@ import pytest
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo.py"
 VARIABLE = "LIGHTNING_RESILIENCE_DEMO_TEST"
-PATIENCE_S = 200.0
+PATIENCE_S = 600.0
 
 
 class Demo:

@@ -26,7 +26,7 @@ from tests.ledgers import read_ledger
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "examples" / "README.md").read_text()
-PATIENCE_S = 120.0
+PATIENCE_S = 250.0
 # Full saves are rare, so that the newest one at a fault is one of the local ones, of which a few may be under way.
 SMALL = ["--steps=200", "--layers=1", "--width=32", "--batch-size=2", "--save-every=90", "--validate-every=1000"]
 SMALL += ["--print-every=1", "--accelerator=cpu"]
