@@ -196,7 +196,7 @@ class LocalSavePolicy(Participant):
         )
         self._saves.start(step, [each.name for each in session.selector.complete if each.step <= step])
         if self._options.waits:
-            self.before_rollback()  # or what is due while the store is made ready would be left out
+            self._wait_for_save()  # or what is due while the store is made ready would be left out
         if trainer.is_global_zero:
             self._say_what_is_done()
 
@@ -218,6 +218,9 @@ class LocalSavePolicy(Participant):
 
     def before_rollback(self) -> None:
         """Waits for the save in progress."""
+        self._wait_for_save()
+
+    def _wait_for_save(self) -> None:
         if self._saves is not None and not self._saves.wait_for_save(_SETTLE_S):
             log.warning("Rank %d: a local save in progress is stuck; what it may publish is older.", self.location.rank)
 
@@ -251,7 +254,7 @@ class LocalSavePolicy(Participant):
                 self.session.saver.report_left_out(left_out)
             if self._options.waits:
                 self._saves.fence()  # nothing goes on that would do it
-                self.before_rollback()
+                self._wait_for_save()
 
     def _state(self) -> tuple[Entries, list[torch.Tensor], list[torch.Tensor]]:
         """This rank's checkpoint; what of it only optimizers change; what of it all ranks of the node have alike."""
