@@ -776,8 +776,9 @@ def test_a_folder_of_runs_is_none_and_they_are_named(launcher: Launcher) -> None
 
 def test_whoever_reads_a_report_may_stop_at_any_line(launcher: Launcher) -> None:
     ledger = Ledger(launcher.run_directory.ledger)
-    for _ in range(2000):
+    for _ in range(1000):
         ledger.record("saved", step=1, path="x" * 60)  # more than a pipe holds
+        ledger.record("verify_failed", step=1, path="x" * 60)  # or they would be folded
     command = [sys.executable, "-m", "lightning_resilience.launch.cli", "report", str(launcher.run_directory.path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None

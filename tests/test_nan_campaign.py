@@ -467,9 +467,9 @@ def test_what_only_one_rank_could_know(spoil: str, tmp_path: Path) -> None:
     assert same(found[0][2], found[1][2])
 
 
-def with_losses_of_its_own(rank: int, port: int, folder: Path) -> None:
+def with_losses_of_its_own(rank: int, ports: list[int], folder: Path) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test", **place}
+    about = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test", **place}
     os.environ.update({name: str(value) for name, value in about.items()})
     torch.set_num_threads(1)
 
@@ -480,7 +480,8 @@ def with_losses_of_its_own(rank: int, port: int, folder: Path) -> None:
     spoils = dict.fromkeys(range(100), scaled(usual))
     spike = {BATCHES // 2: scaled(50 * usual)} if rank == 1 else {}
     skipped = []
-    for epochs, more in ((1, {}), (2, spike)):
+    for port, epochs, more in zip(ports, (1, 2), ({}, spike), strict=True):
+        os.environ["MASTER_PORT"] = str(port)  # the store of the first fit may not be gone yet
         guard = NaNGuard(spiky_loss_factor=20.0, spike_window=3)
         model = Watched({**spoils, **more}, lambda parameters: torch.optim.SGD(parameters, 1e-6))
         fit_watched(model, folder, guard, AutoResume(), devices=2, strategy="ddp", max_epochs=epochs)
@@ -492,12 +493,12 @@ def with_losses_of_its_own(rank: int, port: int, folder: Path) -> None:
 
 def test_every_rank_goes_on_with_its_own_losses(tmp_path: Path) -> None:
     """After a resume too: what is much for one rank is nothing for another."""
-    port = free_port()
-    ranks = [CONTEXT.Process(target=with_losses_of_its_own, args=(rank, port, tmp_path)) for rank in range(2)]
+    ports = [free_port(), free_port()]
+    ranks = [CONTEXT.Process(target=with_losses_of_its_own, args=(rank, ports, tmp_path)) for rank in range(2)]
     for each in ranks:
         each.start()
     for each in ranks:
-        each.join(180)
+        each.join(120)
         each.kill()
     assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)] == [[0, 1], [0, 1]]
 
