@@ -466,7 +466,8 @@ MORE: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_no_odd_line_keeps_a_reader_from_the_others(tmp_path: Path) -> None:
+def test_no_odd_line_keeps_a_reader_from_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_resilience.launch.status._queue_state", lambda job_id: None)  # no real scheduler
     story = [*STORY, *MORE]
     reports = set()
     for number, event in enumerate(story):
