@@ -36,7 +36,7 @@ demo: $(READY) ## Watch a training survive ten faults (4 to 5 minutes)
 # More processes than cores wait for one another, and some tests have limits that such a crowd can break. What failed
 # is therefore run again, alone: what fails then too has failed. What does not is a test to be mended, and is named.
 define run-tests
-$(BIN)/python -m pytest -n 5 --dist worksteal -rf -m '$(1)' || { \
+$(BIN)/python -m pytest -n 6 --dist worksteal -rf -m '$(1)' || { \
 	[ $$? = 1 ] && echo "Some tests failed beside others. Once more, alone:" && \
 	$(BIN)/python -m pytest -m '$(1)' -v -x -rA --show-capture=no --last-failed --last-failed-no-failures none; \
 }

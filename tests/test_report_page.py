@@ -189,7 +189,8 @@ def test_a_long_pause_is_drawn_short(tmp_path: Path) -> None:
     assert cuts == [f"{duration(4000 - 343)} without launch, drawn short"] * 2  # in both charts
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 8])
 def test_a_page_of_many_ranks_and_interruptions_is_small(tmp_path: Path, ranks: int) -> None:
     """Rows are those of the nodes with the largest losses, and one of all others."""
     events = [launch(T, T), job(T + 1)]

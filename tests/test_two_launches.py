@@ -93,6 +93,13 @@ def test_a_launch_on_another_host_is_refused_as_long_as_the_first_lives(launcher
     assert list((launcher.run_directory.path / "launches").iterdir()) == []
 
 
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def test_a_launch_that_was_taken_for_dead_ends_and_does_not_take_the_run_back(launcher: Launcher) -> None:
     launcher.script('ledger.record("ready")\nwhile not os.path.exists("fail"): time.sleep(0.01)\nsys.exit("late")')
     launcher.script(STOPS_WHEN_TOLD, "again.py")
@@ -106,7 +113,7 @@ def test_a_launch_that_was_taken_for_dead_ends_and_does_not_take_the_run_back(la
     attempt = launcher.run_directory.attempt
     (launcher.folder / "fail").touch()  # the workers of the first fail, and are restarted inside its job
     wait_until(lambda: len(launcher.events("fault")) == 1)
-    wait_until(lambda: all(process.status() == psutil.STATUS_ZOMBIE for process in processes_of(launch_id)))
+    wait_until(lambda: all(map(has_ended, processes_of(launch_id))))
     first.send_signal(signal.SIGCONT)
     assert first.wait(PATIENCE_S) == 1
     assert f"elsewhere has taken {launcher.run_directory.path} over" in launcher.stderr(0)
