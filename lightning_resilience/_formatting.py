@@ -24,6 +24,41 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
 
 
+def fitted(head: Sequence[str], rows: Sequence[Sequence[str]], left_out_first: Sequence[str], width: int) -> list[str]:
+    """A table for a terminal: without some of its columns, and with short first cells, where it has few columns.
+
+    Args:
+        head: The names of the columns.
+        rows: The cells, as many in every row.
+        left_out_first: Names of columns that may be left out, in this order.
+        width: Columns of the terminal.
+    """
+    shown = list(range(len(head)))
+
+    def lines() -> list[str]:
+        return table([head[index] for index in shown], [[row[index] for index in shown] for row in rows])
+
+    for name in left_out_first:
+        if max(map(len, lines())) <= width:
+            return lines()
+        shown.remove(head.index(name))
+    over = max(map(len, lines())) - width
+    if over > 0:  # the end of a name tells it from others
+        longest = max(max(len(row[0]) for row in rows) - over, 4)
+        rows = [[each if len(each) <= longest else f"...{each[3 - longest :]}", *rest] for each, *rest in rows]
+    return lines()
+
+
+def time_ago(seconds: float) -> str:
+    """How long ago something was: ``8.3 s ago``, ``3 h 20 min ago``, ``12 days ago``.
+
+    Args:
+        seconds: How long.
+    """
+    days = seconds / 86400
+    return f"{days:.0f} days ago" if days >= 2 else f"{duration(max(0.0, seconds))} ago"
+
+
 def duration(seconds: float) -> str:
     """A duration: ``8.3 s``, ``12 min 05 s``, ``3 h 20 min``.
 

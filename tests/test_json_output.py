@@ -16,7 +16,7 @@ from lightning_resilience._processes import describe_process
 from lightning_resilience.launch.cli import main
 from lightning_resilience.launch.json_output import KEYS, SCHEMA, to_json
 from lightning_resilience.launch.report import report
-from lightning_resilience.launch.status import overview, status
+from lightning_resilience.launch.status import status
 from lightning_resilience.launch.view import ranks_now
 from lightning_resilience.run import time_account
 from lightning_resilience.run.ledger import node_name
@@ -57,12 +57,6 @@ def test_status(tmp_path: Path) -> None:
     assert found["restarts_left"] == found["restarts"] == 3
 
 
-def test_status_of_a_folder_of_runs(tmp_path: Path) -> None:
-    runs = [run_with(tmp_path / name, *HUNG) for name in ("a", "b")]
-    found = json.loads(overview(runs, as_json=True))
-    assert [keys_of({"schema": 1, **each}, KEYS["status"]) for each in found["runs"]] == [KEYS["status"].keys()] * 2
-
-
 def test_what_other_nodes_do(tmp_path: Path) -> None:
     """As their watchdogs have kept it, if that is not long ago."""
     now = time.time()
@@ -100,13 +94,6 @@ def test_the_command_line(action: str, tmp_path: Path, capsys: pytest.CaptureFix
     main([action, str(tmp_path), "--json", *["--once"] * (action == "watch")])
     found = json.loads(capsys.readouterr().out)
     assert found.keys() == {key for key in KEYS[action] if "[]" not in key}
-
-
-def test_a_folder_of_runs_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_with(tmp_path / "a", *HUNG)
-    (tmp_path / "a.log").touch()
-    main(["status", str(tmp_path), "--json"])
-    assert [each["safe_step"] for each in json.loads(capsys.readouterr().out)["runs"]] == [None]
 
 
 def test_json_has_no_nan() -> None:

@@ -7,6 +7,7 @@ import difflib
 import gc
 import os
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -22,17 +23,17 @@ from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.launch import naming
 from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, other_command
 from lightning_resilience.launch.json_output import KEYS
+from lightning_resilience.launch.listing import is_run, list_runs, runs_below
 from lightning_resilience.launch.lookup import why_not_found
 from lightning_resilience.launch.report import report
 from lightning_resilience.launch.report_page import write_page
 from lightning_resilience.launch.schedulers import KINDS, current_scheduler
 from lightning_resilience.launch.schedulers.base import AFTER_GRACE_S, PREEMPT_TIME_S, Scheduler
-from lightning_resilience.launch.status import overview, runs_in, status
+from lightning_resilience.launch.status import status
 from lightning_resilience.launch.view import diagnoses, ranks_now, watch
 from lightning_resilience.recipes import JOBS
 from lightning_resilience.run import exit_codes
-from lightning_resilience.run.ledger import is_ledger, node_name
-from lightning_resilience.run.run_directory import RunDirectory
+from lightning_resilience.run.ledger import node_name
 
 _NAME = r"[^\W\d]\w*"  # in Python
 _BUDGET = {
@@ -89,8 +90,9 @@ def _run(options: argparse.Namespace) -> None:
         _batch(options, scheduler)
         return
     if options.action != "launch":
-        if options.action == "status" and len(among := runs_in(Path(options.run_dir))):
-            print(overview(among, options.json))
+        if options.action in ("list", "status") and _is_folder_of_runs(options):
+            with _without_collections():
+                print(list_runs(options.run_dir, options.json, _terminal_width()))
             return
         if (problem := _why_no_run(Path(options.run_dir))) is not None:
             options.parser.error(problem)
@@ -132,15 +134,25 @@ def _why_no_run(path: Path) -> str | None:
     """Why a path is not a run directory; ``None`` if it is."""
     if not path.is_dir():
         return f"{path} is not a directory; a run directory was expected"
-    if _is_run(path) or any((path / made).exists() for made in ("launches", *_SCHEDULERS)):
-        return None  # a job may be waiting for its first launch
-    runs = [str(run) for pattern in ("*", "*/*") for run in path.glob(pattern) if _is_run(run)]
-    those = f"; these are: {', '.join(sorted(runs)[:5])}" if runs else ""
+    if is_run(path):
+        return None
+    runs = [str(run) for run in runs_below(path)[0]]
+    those = f"; these are: {', '.join(runs[:5])}" if runs else ""
     return f"{path} is no run directory: there is no ledger in it{those}"
 
 
-def _is_run(path: Path) -> bool:
-    return path.is_dir() and is_ledger(RunDirectory(path).ledger)
+def _is_folder_of_runs(options: argparse.Namespace) -> bool:
+    """Whether the runs below a folder are shown, and not one run."""
+    path = Path(options.run_dir)
+    if options.action == "list":
+        if not path.is_dir():
+            options.parser.error(f"{path} is not a directory")
+        return True
+    return path.is_dir() and not is_run(path) and bool(runs_below(path)[0])
+
+
+def _terminal_width() -> int:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
 
 
 def launch_settings(arguments: Sequence[str]) -> LaunchSettings:
@@ -179,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     nemo = JOBS["nemo"]
-    names = f"{{{','.join(['launch', *_SCHEDULERS, 'status', 'report', 'diagnose', 'watch', 'inspect'])}}}"
+    names = f"{{{','.join(['launch', *_SCHEDULERS, 'status', 'list', 'report', 'diagnose', 'watch', 'inspect'])}}}"
     actions = parser.add_subparsers(dest="action", required=True, metavar=names)
 
     launch = argparse.ArgumentParser(add_help=False)  # what launch and the batch scripts have in common
@@ -292,7 +304,15 @@ def _parser() -> argparse.ArgumentParser:
         help="show the jobs of a run, its last safe step and the rest of its budget",
         description="Prints a line for every job or launch of a run, and its current state.",
     )
-    looked.add_argument("run_dir", metavar="RUN_DIR", help="or a folder of run directories, which are listed")
+    looked.add_argument("run_dir", metavar="RUN_DIR", help="or a folder of runs: then as list")
+
+    listed = actions.add_parser(
+        "list",
+        help="show the runs below a folder",
+        description="Prints a line for every run in a folder, up to three levels down: state, furthest step, goodput, "
+        "interruptions, when it was active and its job. Those that were active last come first.",
+    )
+    listed.add_argument("run_dir", nargs="?", default=".", metavar="FOLDER", help="default: the current folder")
 
     shown = actions.add_parser(
         "report",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import shlex
 import time
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from lightning_resilience._formatting import duration, node_range, or_dash, shortened, table, timestamp
 from lightning_resilience.launch.allocations import current_job_chain
@@ -20,7 +18,7 @@ from lightning_resilience.run import time_account
 from lightning_resilience.run.deadlines import KEEP_TIME_EVERY_S
 from lightning_resilience.run.events import AllocationEnd, Fault, LaunchExit, LaunchStart, TimeSpent
 from lightning_resilience.run.history import Allocation, History, read_history
-from lightning_resilience.run.ledger import is_ledger, node_name
+from lightning_resilience.run.ledger import node_name
 from lightning_resilience.run.run_directory import RunDirectory
 
 _REASON_LENGTH = 110
@@ -41,40 +39,6 @@ def status(run_dir: str | os.PathLike[str], as_json: bool = False) -> str:
     if not found["allocations"]:
         return f"Nothing is recorded in {run_directory.ledger}: no run has been launched here."
     return "\n".join(_text(found))
-
-
-def runs_in(folder: Path) -> list[Path]:
-    """The run directories in a folder that is none itself, such as ``runs``; those begun last come last.
-
-    Args:
-        folder: The folder.
-    """
-    if not folder.is_dir() or is_ledger(RunDirectory(folder).ledger):
-        return []
-    found = [path for path in folder.iterdir() if path.is_dir() and is_ledger(RunDirectory(path).ledger)]
-    return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
-
-
-def overview(runs: Sequence[Path], as_json: bool = False) -> str:
-    """What each of several runs is, and how it stands, as a table.
-
-    Args:
-        runs: Their directories.
-        as_json: Whether for programs, see :data:`.json_output.KEYS`.
-    """
-    found = [_content(path) for path in runs]
-    if as_json:
-        return to_json({"runs": found})
-    rows = [
-        [
-            os.path.basename(each["run_dir"]),
-            _safe(each),
-            or_dash(each["now"]),
-            "-" if each["command"] is None else shlex.join(each["command"]),
-        ]
-        for each in found
-    ]
-    return "\n".join(table(["run", "safe", "now", "command"], rows))
 
 
 def progress_line(history: History) -> str:
@@ -102,6 +66,30 @@ def _budget(history: History) -> Budget:
     return Budget(**limits)  # another version may have had other ones
 
 
+State = Literal["running", "queued", "finished", "failed", "stopped", "unknown"]
+"""How a run stands. ``queued``: a scheduler has its job, and no nodes for it. ``stopped``: interrupted, or killed."""
+
+_WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD")  # Slurm's names of states without nodes
+_STATES: dict[str | None, State] = {"finished": "finished", "failed": "failed", "halted": "failed"}
+
+
+class Standing(NamedTuple):
+    """How a run stands.
+
+    Attributes:
+        state: In a word.
+        text: In words.
+    """
+
+    state: State
+    text: str
+
+    @property
+    def is_ongoing(self) -> bool:
+        """Whether it runs or waits for nodes."""
+        return self.state in ("running", "queued")
+
+
 def now(history: History, run_dir: Path) -> tuple[str, bool]:
     """How a run with allocations stands, and whether it runs or waits for nodes.
 
@@ -109,24 +97,35 @@ def now(history: History, run_dir: Path) -> tuple[str, bool]:
         history: Its history.
         run_dir: The run directory.
     """
-    last = history.allocations[-1]
+    found = standing(history.allocations[-1], run_dir)
+    return found.text, found.is_ongoing
+
+
+def standing(last: Allocation, run_dir: Path) -> Standing:
+    """How a run stands.
+
+    Args:
+        last: Its last allocation.
+        run_dir: The run directory.
+    """
     if last.job_id is not None and (queued := _queue_state(last.job_id)):
-        return queued, True
+        return Standing("queued" if any(f" is {state} " in queued for state in _WAITS) else "running", queued)
     if last.then == "end" or (last.exit is not None and last.then is None):
         how = last.how or str(last.exit_status)
         if isinstance(last.exit, Fault):
             how += f" ({shortened(str(last.exit.reason), _REASON_LENGTH)})"
-        return f"ended: {how}", False
+        return Standing(_STATES.get(last.exit_status or last.how, "stopped"), f"ended: {how}")
     here = [record for record in records(run_dir / "launches") if record.is_here]
     if not all(record.is_dead for record in here):
-        return f"running on this node ({node_name()})", True
+        return Standing("running", f"running on this node ({node_name()})")
     nodes = {str(event.node) for event in kept_lately(run_dir)}
     if nodes := nodes - {node_name()} if here else nodes:
-        return f"running on {node_range(sorted(nodes))}", True
+        return Standing("running", f"running on {node_range(sorted(nodes))}")
     ago = duration(max(0.0, time.time() - last.last_seen))
     if last.then == "requeue":
-        return f"requeued {ago} ago", False
-    return f"running on another node, or killed: nothing was recorded for {ago}", False
+        return Standing("unknown", f"requeued {ago} ago")
+    text = f"running on another node, or killed: nothing was recorded for {ago}"
+    return Standing("stopped" if here else "unknown", text)
 
 
 def kept_lately(run_dir: Path) -> list[TimeSpent]:
