@@ -303,3 +303,30 @@ def test_another_runs_configuration_is_not_overwritten(launched: RunDirectory) -
     with pytest.raises(RuntimeError, match="to NOT exist"):
         cli("--trainer.logger=false")
     assert config.read_text() == "of another run"
+
+
+class Shown(L.callbacks.TQDMProgressBar):
+    """A progress bar, and what it shows before and after the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__(refresh_rate=1)
+        self.seen: list[tuple[str, int, float | None]] = []
+
+    def look(self) -> None:
+        bar = self.train_progress_bar
+        self.seen.append((bar.desc, bar.n, bar.total))
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.look()
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(*args, **kwargs)
+        self.look()
+
+
+def test_the_progress_bar_goes_on_where_it_was(here: Path) -> None:
+    stopped(lambda: make(Worsens(), here / "run", []).fit(Worsens(stops_at=11)))
+    bar = Shown()
+    make(Worsens(), here / "run", [bar], enable_progress_bar=True).fit(Worsens())
+    assert bar.seen[:2] == [("Epoch 1: ", 4, 8), ("Epoch 1: ", 5, 8)]
+    assert bar.seen[8:10] == [("Epoch 2: ", 0, 8), ("Epoch 2: ", 1, 8)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torchmetrics import Metric
@@ -53,6 +53,19 @@ def on_fit_run(trainer: Trainer, patches: Patches, run: Callable[[Callable[[], N
     fit_loop = trainer.fit_loop
     loop = fit_loop.run
     patches.set(fit_loop, "run", lambda: run(loop))
+
+
+def continue_progress_bar(trainer: Trainer) -> None:
+    """Has the bar show epoch, position and total where a fit goes on in the middle of an epoch.
+
+    It has them from ``on_train_epoch_start``, which Lightning does not call there: "Training: 697/?".
+    """
+    bar = trainer.progress_bar_callback
+    if bar is not None and trainer.fit_loop.restarted_mid_epoch:
+        bar.on_train_epoch_start(trainer, trainer.lightning_module)
+        if is_named(bar, "TQDMProgressBar"):  # whose rate would count all batches as made since now
+            shown = cast(Any, bar).train_progress_bar
+            shown.initial = shown.n = trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def rerun_end_of_fit(trainer: Trainer) -> None:

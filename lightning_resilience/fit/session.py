@@ -280,6 +280,7 @@ class FitSession:
     def _before_epoch(self) -> None:
         if self._is_training:
             self._ending.before_epoch()
+            lightning_loops.continue_progress_bar(self.fit.trainer)
 
     def _end_of_epoch(self) -> None:
         if self._is_training:
