@@ -56,7 +56,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "epoch loop": (
         lambda t: t.fit_loop.epoch_loop,
-        {"_broadcast_sigterm_tensor", "_restarting", "_results", "_should_accumulate"}
+        {"_broadcast_sigterm_tensor", "_on_after_fetch", "_restarting", "_results", "_should_accumulate"}
         | {"_batches_that_stepped", "_num_ready_batches_reached", "_skip_next_val", "update_lr_schedulers"}
         | {"advance", "automatic_optimization", "batch_progress", "manual_optimization", "on_run_start", "reset"}
         | {"val_loop"},
@@ -75,6 +75,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         {"patience", "state_key", "wait_count"},
     ),
     "epoch progress": (lambda t: t.fit_loop.epoch_progress.current, {"processed"}),
+    "its progress": (lambda t: t.fit_loop.epoch_loop.batch_progress, {"increment_processed"}),
     "batch progress": (lambda t: t.fit_loop.epoch_loop.batch_progress.current, {"completed", "ready"}),
     "combined loader": (
         lambda t: t.fit_loop._combined_loader,

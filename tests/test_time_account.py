@@ -5,10 +5,18 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any, cast
 
+import lightning.pytorch as L
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
+from lightning_resilience import Preemption
 from lightning_resilience.run import time_account
+from lightning_resilience.run.events import TimeSpent
+from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 from lightning_resilience.run.time_account import CATEGORIES, TimeAccount, read_account
 
 
@@ -30,6 +38,41 @@ def clock() -> Clock:
 @pytest.fixture
 def account(clock: Clock) -> TimeAccount:
     return TimeAccount(5.0, clock, lambda: clock() + 1e9)
+
+
+class Slow(L.LightningModule):
+    """Of which every part takes a time of its own."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock, self.layer = clock, torch.nn.Linear(1, 1)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.clock.now += 1
+        return torch.ones(1)
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(cast(Any, self))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.clock.now += 10
+        return self.layer(batch).sum()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.clock.now += 100
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class SlowWithItsOwnFetches(Slow):
+    """Which takes batches as it likes."""
+
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
 
 
 def spent(account: TimeAccount) -> dict[str, float]:
@@ -61,6 +104,36 @@ def test_a_process_from_its_start_to_its_end(account: TimeAccount, clock: Clock)
     expected = {"imports": 7, "script": 4, "setup": 8, "restore": 4, "first_step": 9}
     expected |= {"data_loading": 0.75, "productive": 3, "callbacks": 1.5, "teardown": 2}
     assert spent(account) == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "profiler", "data_loading"),
+    [(Slow, None, 3), (Slow, "simple", 3), (SlowWithItsOwnFetches, None, 0)],
+    ids=["plain", "profiled", "fetches-by-itself"],
+)
+def test_the_parts_of_steps(
+    module: type[Slow],
+    profiler: str | None,
+    data_loading: int,
+    account: TimeAccount,
+    clock: Clock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a real fit on the host; its first step is one."""
+    monkeypatch.setattr(time_account, "OF_PROCESS", account)
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", callbacks=[Preemption(run_dir=tmp_path)], logger=False, profiler=profiler,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module(clock))
+    [event] = [event for event in read_ledger(RunDirectory(tmp_path).ledger) if isinstance(event, TimeSpent)]
+    found = {name: seconds for name, [seconds] in (event.seconds or {}).items()}
+    expected = {"first_step": 111, "productive": 33 - data_loading, "callbacks": 300, "data_loading": data_loading}
+    assert {name: found.get(name, 0) for name in expected} == expected
+    if profiler is not None:
+        recorded: Any = trainer.profiler
+        assert len(recorded.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"]) == 4
 
 
 def test_steps_done_again_are_wasted(account: TimeAccount, clock: Clock) -> None:

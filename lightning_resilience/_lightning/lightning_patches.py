@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 
@@ -31,8 +31,8 @@ class Patches:
         """Sets ``owner.name``, which must exist, to ``value`` until :meth:`undo`."""
         getattr(owner, name)  # a name that has gone away fails here, at setup, and not by being ignored
         self._undo.append((owner, name, name in vars(owner), vars(owner).get(name)))
-        # A function made in here cannot be pickled, and a Trainer can. That of a class has to be one, to be bound.
-        is_method = isinstance(value, FunctionType) and not isinstance(owner, type)
+        # What is made in here cannot be pickled, and a Trainer can. That of a class has to be one, to be bound.
+        is_method = isinstance(value, (FunctionType, MethodType)) and not isinstance(owner, type)
         if is_method:
             value = _Patch(value)
             value.owner, value.name = owner, name

@@ -76,6 +76,10 @@ class RegularSaves(Participant):
         if reason and may_save():
             self.save(reason)
 
+    def batch_done(self) -> None:
+        """What is being copied is not changed by the hooks of the batch's end."""
+        self.session.saver.fence()
+
     def on_event(self, event: Event) -> None:
         """Saves because the interval is over, or a snapshot was invalidated."""
         if event.kind != _SAVE:

@@ -116,7 +116,6 @@ class FitSession:
             trainer, patches, self._before_epoch, self._end_of_epoch, self._before_train_end, self._complete
         )
         lightning_loops.on_training_boundary(trainer, patches, self._training_boundary)
-        lightning_steps.on_batch(trainer, patches, self._batch_ready, self._batch_begins, self._batch_done)
         evaluation = self._evaluation_start, self._guard_workers, self._evaluation_boundary, self._evaluation_end
         lightning_loops.on_evaluation(trainer, patches, *evaluation)
 
@@ -172,7 +171,9 @@ class FitSession:
             self._unwatched = launched
         fit.patience = Patience(fit.advanced)
         self.selector.begin()
-        if not fit.has_rolled_back:  # before a callback of the user can change it
+        if not fit.has_rolled_back:
+            self._install_in_steps()
+            # before a callback of the user can change it
             self._optimizer_layout = lightning_loops.optimizer_layout(fit.trainer)
         with fit.time.during(time_account.FAST_FORWARD):
             self.exact.start(is_first=not fit.has_rolled_back)
@@ -181,7 +182,22 @@ class FitSession:
     def _begin_training_time(self) -> None:
         fit = self.fit
         reached = fit.from_rank_0(lambda: reached_step(fit.run.path, fit.ledger.events(), fit.index))
-        fit.time.begin_training(reached, splits_steps=fit.trainer.strategy.root_device.type == "cpu")
+        fit.time.begin_training(reached, self._splits_steps)
+
+    def _install_in_steps(self) -> None:
+        """Installs what happens within a batch, where somebody does something there: each costs a step microseconds."""
+        trainer, patches, calls = self.fit.trainer, self.fit.patches, self.fit.participants.in_step()
+        ready = self._batch_ready if calls.batch_ready else None
+        begins = self._batch_begins if calls.batch_begins else None
+        if ready or begins or calls.batch_done:
+            lightning_steps.on_batch(trainer, patches, ready, begins, self._batch_done)
+        if self._splits_steps:
+            lightning_steps.on_batch_work(trainer, patches, self.fit.time.batch_ready, self.fit.time.batch_done)
+
+    @property
+    def _splits_steps(self) -> bool:
+        """Whether the time of a step is that of the host."""
+        return bool(self.fit.trainer.strategy.root_device.type == "cpu")
 
     def start_sanity_check(self) -> None:
         """Called in ``on_sanity_check_start``: its batches are boundaries too."""
@@ -251,7 +267,6 @@ class FitSession:
 
     def _batch_ready(self) -> None:
         if self._in_batch:  # else it is one of a search
-            self.fit.time.batch_ready()
             for batch_ready in self.fit.participants.in_step().batch_ready:
                 batch_ready()
 
@@ -263,8 +278,6 @@ class FitSession:
     def _batch_done(self) -> None:
         if self._in_batch:
             self._in_batch = False
-            self.fit.time.batch_done()
-            self.saver.fence()
             for batch_done in self.fit.participants.in_step().batch_done:
                 batch_done()
 

@@ -229,13 +229,17 @@ class TimeAccount:
         Args:
             step: ``trainer.global_step``.
         """
+        # In every step: no calls within, which cost more than what they would do.
+        now = self._clock()
+        self._seconds[self._doing] += now - self._since
+        self._since = now
         if step < self._reached:
-            self._step = WASTED_PROGRESS
+            self._doing = self._step = WASTED_PROGRESS
         else:
-            self._step, self._reached = PRODUCTIVE, step
-        self._go_on(self._step)
-        if self._since - self._written >= _WRITTEN_EVERY_S:
-            self._written = self._since
+            self._doing = self._step = PRODUCTIVE
+            self._reached = step
+        if now - self._written >= _WRITTEN_EVERY_S:
+            self._written = now
             self._write()  # only here, so of a step that does not end it is known that it has begun
         if self._splits_steps:
             self._doing = DATA_LOADING
@@ -243,12 +247,16 @@ class TimeAccount:
     def batch_ready(self) -> None:
         """The batch is there."""
         if self._doing == DATA_LOADING:
-            self._go_on(self._step)
+            now = self._clock()
+            self._seconds[DATA_LOADING] += now - self._since
+            self._since, self._doing = now, self._step
 
     def batch_done(self) -> None:
         """Its step is over, hooks of callbacks come next."""
-        if self._splits_steps and self._doing == self._step:
-            self._go_on(CALLBACKS)
+        if self._splits_steps and (doing := self._doing) == self._step:
+            now = self._clock()
+            self._seconds[doing] += now - self._since
+            self._since, self._doing = now, CALLBACKS
 
     def end_fit(self, failed: bool) -> None:
         """The fit ends.
