@@ -18,7 +18,7 @@ import lightning_resilience
 from lightning_resilience import faults, recipes
 from lightning_resilience.launch import cli, json_output
 from lightning_resilience.recipes import RECIPES
-from lightning_resilience.run import events, exit_codes, goodput
+from lightning_resilience.run import events, exit_codes, goodput, what_if
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -188,6 +188,14 @@ def _categories() -> str:
     return _table(["category", "meaning"], ([f"`{name}`", _markdown(text)] for name, text in rows))
 
 
+def _settings() -> str:
+    rows = (
+        [f"`{name}`", "; ".join(what_if.SPELLINGS[unit] for unit in setting.units), _markdown(setting.meaning)]
+        for name, setting in what_if.SETTINGS.items()
+    )
+    return _table(["setting", "value", "meaning"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{f"options of {name}": _of_class(getattr(lightning_resilience, name)) for name in CALLBACKS},
     "options of SimulatedFault": _of_class(faults.SimulatedFault),
@@ -198,6 +206,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "exit codes of launch": _exit_codes,
     "batch jobs": _batch_jobs,
     "categories of time": _categories,
+    "settings of --what-if": _settings,
     **{f"keys of {name}": _keys_of(name) for name in json_output.KEYS},
     "events of the ledger": _events,
     "fields of events": _event_fields,

@@ -24,9 +24,9 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 339,
     "fit": 5129,
-    "launch": 4186,
+    "launch": 4315,
     "launch/schedulers": 508,
-    "run": 2137,
+    "run": 2840,
 }
 
 _NO_CODE = (

@@ -34,6 +34,7 @@ from lightning_resilience.launch.view import diagnoses, ranks_now, watch
 from lightning_resilience.recipes import JOBS
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.ledger import node_name
+from lightning_resilience.run.what_if import SETTINGS
 
 _NAME = r"[^\W\d]\w*"  # in Python
 _BUDGET = {
@@ -99,14 +100,18 @@ def _run(options: argparse.Namespace) -> None:
         if options.action == "status":
             print(status(options.run_dir, options.json))
         elif options.action == "report" and options.html is not None:
-            if options.json:
-                options.parser.error("--html and --json are two outputs; choose one")
+            if options.json or options.what_if is not None:
+                options.parser.error("--html, --json and --what-if are different outputs; choose one")
             with _without_collections():
                 write_page(options.run_dir, options.html)
             print(f"The report is in {options.html}.")
         elif options.action == "report":
-            with _without_collections():
-                print(report(options.run_dir, options.json))
+            try:
+                with _without_collections():
+                    text = report(options.run_dir, options.json, options.what_if)
+            except ValueError as error:
+                options.parser.error(f"--what-if: {error}")
+            print(text)
         elif options.action == "diagnose":
             print(diagnoses(options.run_dir, options.number, options.json))
         elif options.once:
@@ -321,6 +326,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     shown.add_argument("run_dir", metavar="RUN_DIR")
     shown.add_argument("--html", metavar="FILE", help="write it as a page with charts, which needs no server")
+    settings = "; ".join(f"{name}: {setting.meaning}" for name, setting in SETTINGS.items())
+    shown.add_argument(
+        "--what-if",
+        metavar="SETTINGS",
+        help=f"show what the run would have taken, as in 'save_every=5min local=off mtbf=2h'. {settings}",
+    )
 
     diagnosed = actions.add_parser(
         "diagnose",

@@ -16,12 +16,16 @@ from lightning_resilience._formatting import duration, or_dash, shortened, table
 from lightning_resilience.launch.json_output import to_json
 from lightning_resilience.launch.status import now
 from lightning_resilience.run import time_account
+from lightning_resilience.run.advice import Advice, advice
 from lightning_resilience.run.events import Event, TimeSpent
 from lightning_resilience.run.failures import recurrence
+from lightning_resilience.run.figures import figures_of
 from lightning_resilience.run.goodput import PART_OF, PARTS, Goodput, InterruptionCost, account
 from lightning_resilience.run.history import History, read_history
 from lightning_resilience.run.interruptions import Interruption, interruptions, repeated_failures
+from lightning_resilience.run.replay import RunFigures
 from lightning_resilience.run.run_directory import Outcome, RunDirectory
+from lightning_resilience.run.what_if import predict
 
 _NOT_SHOWN = (
     *("event", "time", "rank", "node", "step", "fit"),  # in columns of their own
@@ -43,24 +47,32 @@ _SHOWN_LOSSES = 3
 _SHOWN_INTERRUPTIONS = 5
 _SHOWN_SHARE = 0.001
 _REASON_LENGTH = 80
+_MODEL_IS_OFF = 0.01
 _ALIKE_IN_FULL = 3
 """So many events of one kind that follow one another are shown between the first and the last of them."""
 _OUTCOME_LENGTH = 140
 
 
-def report(run_dir: str | os.PathLike[str], as_json: bool = False) -> str:
+def report(run_dir: str | os.PathLike[str], as_json: bool = False, what_if: str | None = None) -> str:
     """The report on a run.
 
     Args:
         run_dir: The run directory.
         as_json: Whether for programs, see :data:`.json_output.KEYS`.
+        what_if: Settings of which to say what the run would have taken with them, as :func:`~.what_if.predict` takes
+            them; in text, only that.
+
+    Raises:
+        ValueError: If these make no sense for the run.
     """
-    found = read_run(run_dir).content
+    found = read_run(run_dir, what_if=what_if).content
     if as_json:
         return to_json(found)
     if not found["timeline"]:
         return f"Nothing is recorded in {RunDirectory(run_dir).ledger}: no run has been started here."
-    return "\n".join([*_verdict(found), *_worst(found), *_categories(found), *_timeline(found)])
+    if what_if is not None:
+        return "\n".join(comparison(found))
+    return "\n".join([*_verdict(found), *_advised(found), *_worst(found), *_categories(found), *_timeline(found)])
 
 
 # -- content -----------------------------------------------------------------------------------------------------------
@@ -81,12 +93,16 @@ class RunReport:
     events: list[Event]
 
 
-def read_run(run_dir: str | os.PathLike[str], with_segments: bool = False) -> RunReport:
+def read_run(run_dir: str | os.PathLike[str], with_segments: bool = False, what_if: str | None = None) -> RunReport:
     """What is known of a run.
 
     Args:
         run_dir: The run directory.
         with_segments: Whether also at which times its seconds were.
+        what_if: Settings to try.
+
+    Raises:
+        ValueError: If these make no sense for the run.
     """
     run_directory = RunDirectory(run_dir)
     history = read_history(run_directory.ledger)
@@ -94,7 +110,11 @@ def read_run(run_dir: str | os.PathLike[str], with_segments: bool = False) -> Ru
     kept = time_account.kept(run_directory.path)
     goodput = account(history.events, kept, time.time() if is_ongoing else None, with_segments)
     content = _content(run_directory, history, goodput, is_ongoing)
-    return RunReport(content, goodput, [*history.events, *kept])
+    events = [*history.events, *kept]
+    figures = figures_of(events, goodput)
+    content["advice"] = [_advice(each, goodput) for each in advice(figures, events, goodput)]
+    content["what_if"] = None if what_if is None else _what_if(figures, goodput, what_if)
+    return RunReport(content, goodput, events)
 
 
 def _content(run_directory: RunDirectory, history: History, goodput: Goodput, is_ongoing: bool) -> dict[str, Any]:
@@ -194,6 +214,34 @@ def _interruption(cost: InterruptionCost | None, recorded: Interruption | None) 
         "is_lower_bound": recorded is not None and not recorded.is_reached_known,
         "resumed_step": None if recorded is None else recorded.resumed_step,
         "seconds_lost": None if recorded is None else recorded.seconds_lost,
+    }
+
+
+def _advice(found: Advice, goodput: Goodput) -> dict[str, Any]:
+    return {
+        "text": found.text,
+        "rank_seconds": found.saved_s * goodput.ranks,
+        "share": found.share,
+        "ettr": found.ettr,
+        "what_if": found.what_if,
+        "is_bound": found.is_bound,
+    }
+
+
+def _what_if(figures: RunFigures | None, goodput: Goodput, what_if: str) -> dict[str, Any]:
+    if figures is None:
+        raise ValueError("the run has done no step yet of which the time is known")
+    found = predict(figures, what_if)
+    return {
+        "settings": found.changes,
+        "replayed_ettr": found.replayed.ettr,
+        "replayed_rank_seconds": found.replayed.total_s * goodput.ranks,
+        "ettr": found.predicted.ettr,
+        "ettr_spread": found.predicted.spread,
+        "goodput": found.predicted.goodput,
+        "rank_seconds": found.predicted.total_s * goodput.ranks,
+        "interruptions": found.predicted.interruptions,
+        "categories": _sorted({name: each * goodput.ranks for name, each in found.predicted.seconds.items()}),
     }
 
 
@@ -334,6 +382,88 @@ def _timeline_row(event: dict[str, Any]) -> list[str]:
 def phrase(category: str) -> str:
     """A category of time in words."""
     return _PHRASES.get(category, category.replace("_", " "))
+
+
+def _advised(found: dict[str, Any]) -> list[str]:
+    """What to change."""
+    if found["goodput"] is None:
+        return []
+    lines = [line for each in found["advice"] for line in (f"Advice: {sentence(each)}", f"        {gain(each)}")]
+    return [
+        "",
+        *(lines or ["Nothing to advise: no setting is known that would have saved half a percent of the time."]),
+    ]
+
+
+def sentence(advice: dict[str, Any]) -> str:
+    """What to do.
+
+    Args:
+        advice: Of the content.
+    """
+    text: str = advice["text"]
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def gain(advice: dict[str, Any]) -> str:
+    """What that would have saved, as a sentence.
+
+    Args:
+        advice: Of the content.
+    """
+    saved = f"{'up to ' * advice['is_bound']}{percent(advice['share'])} of the time ({hours(advice['rank_seconds'])})"
+    points = 100 * advice["ettr"]
+    return f"Would have saved {saved}{f', ETTR {points:+.1f} points' if abs(points) >= 0.05 else ''}."
+
+
+def hours(rank_seconds: float) -> str:
+    """Rank-hours as text."""
+    return f"{rank_seconds / 3600:.{1 if rank_seconds >= 36000 else 2}f} rank-hours"
+
+
+def comparison(found: dict[str, Any]) -> list[str]:
+    """The table of a run as it was and as it would have been.
+
+    Args:
+        found: Content of the report, with a prediction.
+    """
+    what, ranks = found["what_if"], max(found["ranks"], 1)
+    spread = f" +- {100 * what['ettr_spread']:.1f}" if what["ettr_spread"] else ""
+    recorded_s = found["rank_seconds"] - found["categories"]["idle"]
+    rows = [
+        ["ETTR", percent(found["ettr"]), percent(what["ettr"]), f"{100 * (what['ettr'] - found['ettr']):+.1f}{spread}"],
+        [
+            "goodput",
+            percent(found["goodput"]),
+            percent(what["goodput"]),
+            f"{100 * (what['goodput'] - found['goodput']):+.1f}",
+        ],
+        _row("seconds per rank", recorded_s / ranks, what["rank_seconds"] / ranks),
+    ]
+    least_s = _SHOWN_SHARE * recorded_s / ranks
+    for category, seconds in found["categories"].items():
+        after_s = what["categories"].get(category, 0.0) / ranks
+        if category != "idle" and abs(after_s - seconds / ranks) > least_s:
+            rows.append(_row(f"  {category}", seconds / ranks, after_s))
+    settings = " ".join(f"{name}={value}" for name, value in what["settings"].items())
+    lines = [f"Run {found['run_dir']}", "", f"If it had been {settings}, with the same work to do:", ""]
+    lines += table(["", "recorded", "predicted", "change"], rows)
+    if spread:
+        number = len([each for each in found["interruptions"] if each["rank_seconds"]])
+        lines += [
+            "",
+            f"Interruptions: {number} recorded, {what['interruptions']:.1f} predicted (mean of 200 random courses).",
+        ]
+    if abs(what["replayed_ettr"] - found["ettr"]) > _MODEL_IS_OFF:
+        lines += [
+            "",
+            f"The same model gives {percent(what['replayed_ettr'])} for the run as it was: compare with that.",
+        ]
+    return lines
+
+
+def _row(name: str, before: float, after: float) -> list[str]:
+    return [name, f"{before:.1f}", f"{after:.1f}", f"{after - before:+.1f}"]
 
 
 def percent(share: float) -> str:

@@ -26,11 +26,13 @@ from lightning_resilience._formatting import duration, or_dash, shortened, times
 from lightning_resilience.launch.report import (
     RunReport,
     extent,
+    gain,
     interruption_counts,
     largest_losses,
     percent,
     phrase,
     read_run,
+    sentence,
     steps_lost,
 )
 from lightning_resilience.run.events import (
@@ -139,6 +141,7 @@ def page(run: RunReport, folder: Path) -> str:
     sections = [*_head(found), *_verdict(found)]
     if not found["timeline"] and not run.goodput.seconds:
         sections.append("<p>Nothing is recorded: no run has been started here.</p>")
+    sections += _advice(found)
     if axis.is_known:
         sections += _strip(run, axis)
     if found["goodput"] is not None:
@@ -216,6 +219,16 @@ def _verdict(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"<p>{_text(interruption_counts(found))}</p>"
     yield from (f"<p>{_text(text[0].upper() + text[1:])}.</p>" for text in found["repeated"])
     yield "</section>"
+
+
+def _advice(found: Mapping[str, Any]) -> Iterator[str]:
+    """What to change."""
+    if not found["advice"]:
+        return
+    yield "<section><h2>What to change</h2><ul>"
+    for each in found["advice"]:
+        yield f"<li>{_text(sentence(each))} <small>{_text(gain(each))}</small></li>"
+    yield "</ul></section>"
 
 
 def _bar(seconds: Mapping[str, float], total: float) -> str:

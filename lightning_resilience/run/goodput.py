@@ -91,8 +91,10 @@ CATEGORIES = (
     "other",
 )
 
-_TRAINING = ("productive", "data_loading", "callbacks", "validation", "checkpoint_save")
-_START = ("launch", "rendezvous", "imports", "script", "setup", "restore", "fast_forward", "first_step")
+TRAINING = ("productive", "data_loading", "callbacks", "validation", "checkpoint_save")
+"""What ETTR counts as training."""
+
+START = ("launch", "rendezvous", "imports", "script", "setup", "restore", "fast_forward", "first_step")
 
 
 class Loss(NamedTuple):
@@ -114,7 +116,7 @@ PARTS = ("detect", "end", "start", "restore", "redo")
 """The parts of an interruption in their order; ``redo`` is what was lost of the work and is done again."""
 
 PART_OF = {
-    **dict.fromkeys(("queue", *_START), "start"),
+    **dict.fromkeys(("queue", *START), "start"),
     **{"detection": "detect", "teardown": "end", "restore": "restore", "fast_forward": "restore"},
 }
 """To which part a category belongs; the others belong to ``redo``."""
@@ -164,6 +166,23 @@ class Segment(NamedTuple):
 
 
 @dataclass
+class Life:
+    """A group of workers, from the end of the one before it.
+
+    Attributes:
+        began: When its first process began, in seconds since the epoch.
+        ended: When its last process ended.
+        interruption: Why it ended before the run had; ``None`` if it did not.
+        seconds: Rank-seconds by category, with those between the processes before it and its own.
+    """
+
+    began: float
+    ended: float
+    interruption: InterruptionCost | None
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+@dataclass
 class Goodput:
     """The account of a run.
 
@@ -173,6 +192,7 @@ class Goodput:
         seconds: Rank-seconds by what they are due to.
         ranks: How many ranks it had at most.
         interruptions: The groups of workers that ended before the run had, in the order of their starts.
+        lives: All groups of workers, likewise.
         segments: The same seconds at their times; ``None``: not asked for. Of a process the sums are known and not
             their order: here what it takes to start comes first, then the steps.
     """
@@ -182,6 +202,7 @@ class Goodput:
     seconds: defaultdict[Loss, float] = field(default_factory=lambda: defaultdict(float))
     ranks: int = 0
     interruptions: list[InterruptionCost] = field(default_factory=list)
+    lives: list[Life] = field(default_factory=list)
     segments: list[Segment] | None = None
 
     def add(self, category: str, seconds: float, due_to: InterruptionCost | None = None, node: str = "") -> None:
@@ -194,6 +215,8 @@ class Goodput:
             node: Where.
         """
         self.seconds[Loss(category, "" if due_to is None else due_to.cause, node)] += seconds
+        if self.lives:
+            self.lives[-1].seconds[category] += seconds
         if due_to is not None:
             due_to.seconds[category] += seconds
 
@@ -234,17 +257,23 @@ class Goodput:
     @property
     def goodput(self) -> float:
         """Share of the time that went into steps never done before; NaN where nothing has run."""
-        return self._share(("productive",))
+        return share_of(self.by_category, ("productive",))
 
     @property
     def ettr(self) -> float:
         """Effective training time ratio; NaN where nothing has run."""
-        return self._share(_TRAINING)
+        return share_of(self.by_category, TRAINING)
 
-    def _share(self, categories: Iterable[str]) -> float:
-        seconds = self.by_category
-        active = self.total - seconds["idle"]
-        return sum(seconds[each] for each in categories) / active if active > 0 else float("nan")
+
+def share_of(seconds: Mapping[str, float], categories: Iterable[str]) -> float:
+    """The share of some categories in all time but ``idle``; NaN where nothing has run.
+
+    Args:
+        seconds: By category.
+        categories: Those that count: :data:`TRAINING` for ETTR.
+    """
+    active = sum(each for name, each in seconds.items() if name != "idle")
+    return sum(seconds.get(each, 0.0) for each in categories) / active if active > 0 else float("nan")
 
 
 def reached_step(run_dir: Path, events: Iterable[Event], fit: int) -> int:
@@ -379,6 +408,7 @@ def account(
         interruption = group.interruption
         verdict = min((fault.time for fault in group.faults), default=None)
         found.ranks = max(found.ranks, len(group.processes))
+        found.lives.append(Life(group.began, group.ended, interruption))
         for rank, process in group.processes.items():
             if before is None:
                 gaps.add(found.began, process.began, "launch", node=process.node)
@@ -488,7 +518,7 @@ def _add_process(
         interruption: Its own.
         verdict: When a fault was found.
     """
-    due_to = {**dict.fromkeys((*_START, "wasted_progress"), before), "teardown": interruption}
+    due_to = {**dict.fromkeys((*START, "wasted_progress"), before), "teardown": interruption}
     unfinished = "wasted_progress" if verdict is None else "detection"
     for category, seconds in process.seconds.items():
         if category == "unfinished_step":

@@ -1,0 +1,247 @@
+"""What to change in a run, each with what it would have gained by a replay of the run. No torch, no Lightning."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_resilience._formatting import duration
+from lightning_resilience.run.events import Event, GiveUp, LaunchStart, Stragglers
+from lightning_resilience.run.goodput import Goodput
+from lightning_resilience.run.replay import NeverEnds, Replayed, RunFigures, replay
+from lightning_resilience.run.what_if import changed
+
+MOST = 5
+LEAST_SHARE = 0.005
+"""Of the run's time: what gains less is not advised."""
+
+_DRAWS = 12
+_INTERVALS = 12
+_SCORE = re.compile(r"(?:at|\w+) (\d\.\d+)")
+_LOCAL_EVERY = "30s"
+_HANG_FACTOR = 5  # as calculated timeouts are
+_LEAST_HANG_LIMIT_S = 30.0
+_START_HINTS = {
+    "imports": "importing takes {each} of every start: keep the Python environment on storage of the nodes",
+    "first_step": "the first step takes {each} of every start: keep compiled kernels in a cache that outlives the job",
+    "setup": "setting up takes {each} of every start: look at what the script and its process groups do there",
+    "script": "the script takes {each} of every start before fit: prepare data once, and not in every process",
+    "restore": "loading a checkpoint takes {each} of every restart: use local checkpoints, or faster storage",
+    "fast_forward": "finding the place in the data takes {each} of every restart: use a data loader that jumps",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A line of advice.
+
+    Attributes:
+        text: What to do, and why.
+        saved_s: Seconds that every rank would have saved.
+        share: The same as a share of all time.
+        ettr: By how much the ETTR would have been higher.
+        what_if: The same for ``report --what-if``; ``None``: it is no setting of that.
+        is_bound: Whether it is what could be gained at most.
+    """
+
+    text: str
+    saved_s: float
+    share: float
+    ettr: float
+    what_if: str | None = None
+    is_bound: bool = False
+
+
+def advice(figures: RunFigures | None, events: Sequence[Event], found: Goodput) -> list[Advice]:
+    """What to change in a run, that which gains most first.
+
+    Args:
+        figures: Of the run; ``None``: it has done no step.
+        events: Its ledger.
+        found: The account of its time.
+    """
+    every = [*_after_giving_up(events, found), *_stragglers(events, found)]
+    if figures is not None:
+        recorded = replay(figures)
+        for each in (_interval, _local, _spares, _grace, _hangs, _starts, _data):
+            every += each(figures, recorded)
+    worth = [each for each in every if each.share >= LEAST_SHARE]
+    return sorted(worth, key=lambda each: each.saved_s, reverse=True)[:MOST]
+
+
+def _gain(text: str, before: Replayed, after: Replayed, what_if: str | None = None, is_bound: bool = False) -> Advice:
+    saved_s = before.total_s - after.total_s
+    return Advice(text, saved_s, saved_s / before.total_s, after.ettr - before.ettr, what_if, is_bound)
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
+
+
+# -- saves -------------------------------------------------------------------------------------------------------------
+
+
+def _interval(figures: RunFigures, _: Replayed) -> Iterator[Advice]:
+    """The interval of saves that is best for interruptions as frequent as the run's, at any time."""
+    saves, mtbf_s = figures.saves, figures.recorded_mtbf_s
+    if saves is None or mtbf_s is None:
+        return
+    every_s = saves.every_s if saves.every_steps is None else saves.every_steps * figures.step_s
+    young_s = math.sqrt(2 * max(saves.blocked_s, 1e-3) * mtbf_s)
+    least_s = max(saves.write_s, 2 * saves.blocked_s, figures.step_s, 1.0)
+    longest_s = max(figures.trained_s, 2 * least_s)
+    grid = {least_s * (longest_s / least_s) ** (number / (_INTERVALS - 1)) for number in range(_INTERVALS)}
+    at_random = changed(figures, {"mtbf": f"{mtbf_s}"})
+    tried: dict[float, Replayed] = {}
+    for each_s in sorted({*grid, max(young_s, least_s)}):
+        try:
+            tried[each_s] = replay(_saving_every(at_random, each_s), _DRAWS)
+        except NeverEnds:
+            continue
+    if not tried:
+        return
+    best_s = _round(min(tried, key=lambda each_s: tried[each_s].total_s))
+    try:
+        before, after = replay(at_random, _DRAWS), replay(_saving_every(at_random, best_s), _DRAWS)
+    except NeverEnds:
+        return
+    text = (
+        f"save every {duration(best_s)}, not every {duration(every_s)}: a save costs {duration(saves.blocked_s)}, "
+        f"and the run is interrupted every {duration(mtbf_s)} (Young's formula: {duration(young_s)})"
+    )
+    yield _gain(text, before, after, f"save_every={best_s:g}")
+
+
+def _saving_every(figures: RunFigures, every_s: float) -> RunFigures:
+    return changed(figures, {"save_every": f"{every_s}"})
+
+
+def _round(seconds: float) -> float:
+    """A number that somebody would choose."""
+    digits = 1 - math.floor(math.log10(seconds))
+    return round(seconds, digits) if digits > 0 else float(round(seconds, digits))
+
+
+def _local(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
+    if figures.local_saves is not None:
+        text = "save no more to the nodes: that costs more than it has saved"
+        yield _gain(text, recorded, replay(changed(figures, {"local": "off"})), "local=off")
+    elif figures.strikes:
+        every = f"local={_LOCAL_EVERY}"
+        text = (
+            "save to the nodes too (LocalCheckpoint), for example every 30 s: less is done again after an interruption"
+        )
+        yield _gain(text, recorded, replay(changed(figures, {"local": _LOCAL_EVERY})), every)
+
+
+def _grace(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
+    """Preempted, and the state was not saved in time."""
+    late = [each for each in figures.interruptions if each.cause == "preempted" and not each.is_orderly]
+    if late and figures.saves is not None:
+        saved = [replace(each, is_orderly=True, lost_steps=0.0) if each in late else each for each in figures.strikes]
+        took_s = max(figures.saves.write_s, figures.saves.blocked_s)
+        text = (
+            f"give a preempted run more time: {_times(len(late))} it ended before its state was saved, which takes "
+            f"{duration(took_s)} (--grace-period, and the notice of the scheduler)"
+        )
+        yield _gain(text, recorded, replay(replace(figures, strikes=saved)))
+
+
+# -- restarts ----------------------------------------------------------------------------------------------------------
+
+
+def _spares(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
+    waited = [each.seconds.get("queue", 0.0) for each in figures.interruptions]
+    if any(waited):
+        times = sum(map(bool, waited))
+        text = (
+            f"keep spare nodes (launch --spare): the queue was waited in {_times(times)}, for {duration(sum(waited))}"
+        )
+        yield _gain(text, recorded, replay(changed(figures, {"spares": "on"})), "spares=on")
+
+
+def _hangs(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
+    """A hang was found late, for what a healthy step takes."""
+    limits = [each.limit_s for each in figures.interruptions if each.cause == "hang" and each.limit_s]
+    healthy_s = figures.step_s + max(
+        (each.blocked_s for each in (figures.saves, figures.local_saves) if each), default=0.0
+    )
+    limit_s = max(_LEAST_HANG_LIMIT_S, math.ceil(_HANG_FACTOR * healthy_s))
+    if limits and limit_s < min(limits):
+        text = (
+            f"find hangs sooner: a healthy step takes {duration(figures.step_s)}, and the limit was "
+            f"{duration(min(limits))} (calculated timeouts, or --section-timeouts step:{limit_s:g})"
+        )
+        yield _gain(text, recorded, replay(changed(figures, {"hang_limit": f"{limit_s:g}"})), f"hang_limit={limit_s:g}")
+
+
+def _starts(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
+    """The part of a restart that takes longest of those about which something can be done."""
+    if not figures.interruptions:
+        return
+    of_all = {
+        category: sum(each.seconds.get(category, 0.0) for each in figures.interruptions) for category in _START_HINTS
+    }
+    category = max(of_all, key=lambda each: of_all[each])
+    least_s = figures.step_s if category == "first_step" else 0.0
+    without = [
+        replace(each, seconds={**each.seconds, category: min(each.seconds.get(category, 0.0), least_s)})
+        for each in figures.strikes
+    ]
+    each_s = of_all[category] / len(figures.interruptions)
+    text = _START_HINTS[category].format(each=duration(each_s))
+    yield _gain(text, recorded, replay(replace(figures, strikes=without)), is_bound=True)
+
+
+def _after_giving_up(events: Iterable[Event], found: Goodput) -> Iterator[Advice]:
+    """Time in which nobody had started the run again after its budget was spent."""
+    spent, idle_s, times = None, 0.0, 0
+    for event in events:
+        if isinstance(event, GiveUp):
+            spent = event.time
+        elif isinstance(event, LaunchStart) and spent is not None:
+            idle_s, times, spent = idle_s + event.time - spent, times + 1, None
+    if times and found.ranks:
+        wall_s = found.total / found.ranks
+        text = (
+            f"allow more restarts (--in-job-restarts, --job-retries): the budget was spent {_times(times)}, "
+            f"and nobody started the run again for {duration(idle_s)}"
+        )
+        yield Advice(text, idle_s, idle_s / wall_s, 0.0)
+
+
+def _stragglers(events: Iterable[Event], found: Goodput) -> Iterator[Advice]:
+    """All ranks are as slow as the slowest, from the first report that names one to the last."""
+    reports = [event for event in events if isinstance(event, Stragglers)]
+    worst = [
+        min(scores) for event in reports if (scores := [float(each) for each in _SCORE.findall(event.reason or "")])
+    ]
+    active_s = (found.total - found.by_category["idle"]) / max(found.ranks, 1)
+    if len(worst) < 2 or active_s <= 0:
+        return
+    score = statistics.median(worst)
+    slow_s = min(reports[-1].time - reports[0].time, found.by_category["productive"] / found.ranks)
+    saved_s = slow_s * max(1 - score, 0.0)
+    named = Counter(device for event in reports for device in event.devices or ())
+    names = ", ".join(name for name, _ in named.most_common(3))
+    text = (
+        f"exclude or repair what is slow (StragglerDetection stops for it): {len(reports)} reports name devices with "
+        f"{score:.0%} of their speed, most often {names or 'none by name'}"
+    )
+    yield Advice(text, saved_s, saved_s / active_s, 0.0, is_bound=True)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def _data(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
+    share = figures.step.get("data_loading", 0.0) / figures.step_s
+    text = (
+        f"load data faster: steps wait {100 * share:.1f} % of their time for batches (more workers of the DataLoader, "
+        "prefetch_factor, persistent_workers, data on faster storage)"
+    )
+    yield _gain(text, recorded, replay(replace(figures, step={**figures.step, "data_loading": 0.0})), is_bound=True)

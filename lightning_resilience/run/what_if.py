@@ -1,0 +1,250 @@
+"""The settings that ``report --what-if`` changes: how they are written, and what they do to a run's figures."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from lightning_resilience.run.goodput import START
+from lightning_resilience.run.replay import Replayed, RunFigures, Saves, Strike, replay
+
+_UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_AMOUNT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(s|min|h|d|steps|x|)")
+_OF_START = tuple(category for category in START if category not in ("restore", "fast_forward"))
+
+
+class Amount(NamedTuple):
+    """A value that was given.
+
+    Attributes:
+        number: How much; of a time, in seconds.
+        unit: ``s``, ``steps``, ``x`` (times what it was), ``off`` or ``on``.
+    """
+
+    number: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run takes under another setting.
+
+    Attributes:
+        changes: What was changed, as it was written.
+        replayed: The run as it was, by the same model: how well that knows it.
+        predicted: The run with the changes.
+    """
+
+    changes: Mapping[str, str]
+    replayed: Replayed
+    predicted: Replayed
+
+
+def predict(figures: RunFigures, text: str) -> Prediction:
+    """What a run would have taken.
+
+    Args:
+        figures: Of the run.
+        text: The changes, as in ``save_every=300 local=off mtbf=1h``.
+
+    Raises:
+        ValueError: If they cannot be understood, make no sense for this run, or it would not end.
+    """
+    changes = parse(text)
+    return Prediction(changes, replay(figures), replay(changed(figures, changes)))
+
+
+def parse(text: str) -> dict[str, str]:
+    """The settings in a text, checked.
+
+    Args:
+        text: ``NAME=VALUE``, with spaces or commas between several.
+
+    Raises:
+        ValueError: If a name or a value is none.
+    """
+    found: dict[str, str] = {}
+    for part in text.replace(",", " ").split():
+        name, _, value = part.partition("=")
+        if name not in SETTINGS:
+            near = difflib.get_close_matches(name, SETTINGS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(SETTINGS)}"
+            raise ValueError(f"there is no setting {name!r}; {hint}")
+        if name in found:
+            raise ValueError(f"{name} is given twice")
+        SETTINGS[name].read(name, value)
+        found[name] = value
+    if not found:
+        raise ValueError(f"nothing is changed; there are {', '.join(SETTINGS)}")
+    return found
+
+
+def changed(figures: RunFigures, changes: Mapping[str, str]) -> RunFigures:
+    """The figures of a run with other settings.
+
+    Args:
+        figures: Of the run.
+        changes: Values by the names of settings.
+
+    Raises:
+        ValueError: If they make no sense for this run.
+    """
+    for name, setting in SETTINGS.items():  # in the order in which one needs the other
+        if name in changes:
+            figures = setting.change(figures, setting.read(name, changes[name]))
+    return figures
+
+
+# -- what each does ----------------------------------------------------------------------------------------------------
+
+
+def _every(saves: Saves, amount: Amount, step_s: float) -> Saves:
+    if amount.unit == "steps":
+        return replace(saves, every_steps=max(round(amount.number), 1))
+    return replace(saves, every_s=amount.number + step_s / 2, every_steps=None)  # what is due waits for a step's end
+
+
+def _with_saves(figures: RunFigures, saves: Saves | None, local_saves: Saves | None) -> RunFigures:
+    """With other saves; what an interruption has lost is another then."""
+    strikes = [replace(each, lost_steps=None) for each in figures.strikes]
+    return replace(figures, strikes=strikes, saves=saves, local_saves=local_saves)
+
+
+def _save_every(figures: RunFigures, amount: Amount) -> RunFigures:
+    if amount.unit == "off":
+        return _with_saves(figures, None, figures.local_saves)
+    if figures.saves is None:
+        raise ValueError("save_every: the run has saved nothing regularly, so what a save costs is not known")
+    return _with_saves(figures, _every(figures.saves, amount, figures.step_s), figures.local_saves)
+
+
+def _save_cost(figures: RunFigures, amount: Amount) -> RunFigures:
+    if figures.saves is None:
+        raise ValueError("save_cost: the run has saved nothing regularly")
+    before_s = figures.saves.blocked_s
+    blocked_s = before_s * amount.number if amount.unit == "x" else amount.number
+    return _with_saves(figures, replace(figures.saves, blocked_s=blocked_s), figures.local_saves)
+
+
+def _local(figures: RunFigures, amount: Amount) -> RunFigures:
+    if amount.unit == "off":
+        return _with_saves(figures, figures.saves, None)
+    local_saves = _every(figures.local_saves or Saves(amount.number), amount, figures.step_s)
+    return _with_saves(figures, figures.saves, local_saves)
+
+
+def _of_interruptions(figures: RunFigures, change: Callable[[Strike], Mapping[str, float]]) -> RunFigures:
+    """With other costs of the interruptions."""
+    strikes = [each if each.at_step is not None else replace(each, seconds=change(each)) for each in figures.strikes]
+    return replace(figures, strikes=strikes)
+
+
+def _restart(figures: RunFigures, amount: Amount) -> RunFigures:
+    if not figures.interruptions:
+        raise ValueError("restart: the run was never interrupted; give mtbf too")
+
+    def change(strike: Strike) -> dict[str, float]:
+        before_s = sum(strike.seconds.get(category, 0.0) for category in _OF_START)
+        factor = amount.number if amount.unit == "x" else amount.number / before_s if before_s else 1.0
+        return {name: each * (factor if name in _OF_START else 1.0) for name, each in strike.seconds.items()}
+
+    return _of_interruptions(figures, change)
+
+
+def _hang_limit(figures: RunFigures, amount: Amount) -> RunFigures:
+    if all(each.cause != "hang" for each in figures.interruptions):
+        raise ValueError("hang_limit: the run had no hang")
+
+    def change(strike: Strike) -> Mapping[str, float]:
+        if strike.cause != "hang":
+            return strike.seconds
+        beyond_s = max(strike.seconds.get("detection", 0.0) - (strike.limit_s or 0.0), 0.0)
+        return {**strike.seconds, "detection": amount.number + (0.0 if strike.limit_s is None else beyond_s)}
+
+    return _of_interruptions(figures, change)
+
+
+def _spares(figures: RunFigures, amount: Amount) -> RunFigures:
+    if all(not each.seconds.get("queue") for each in figures.interruptions):
+        raise ValueError("spares: after no interruption the run has waited in a queue")
+    return _of_interruptions(figures, lambda strike: {**strike.seconds, "queue": 0.0})
+
+
+def _mtbf(figures: RunFigures, amount: Amount) -> RunFigures:
+    if not figures.interruptions:  # then another start costs what the first one has
+        start = {name: seconds for name, seconds in figures.once.items() if name in START}
+        figures = replace(figures, strikes=[*figures.strikes, Strike(math.inf, seconds=start)])
+    return replace(_with_saves(figures, figures.saves, figures.local_saves), mtbf_s=amount.number)
+
+
+def _ranks(figures: RunFigures, amount: Amount) -> RunFigures:
+    before_s = figures.recorded_mtbf_s if figures.mtbf_s is None else figures.mtbf_s
+    if before_s is None:
+        raise ValueError("ranks: it says how often the run is interrupted, and it was not; give mtbf too")
+    return _mtbf(figures, Amount(before_s * figures.ranks / amount.number, "s"))
+
+
+class Setting(NamedTuple):
+    """What can be changed.
+
+    Attributes:
+        meaning: For ``--help``.
+        units: What a value may be: ``s`` (a time), ``steps``, ``x``, ``number``, ``off``, ``on``.
+        change: Changes it in the figures of a run.
+    """
+
+    meaning: str
+    units: tuple[str, ...]
+    change: Callable[[RunFigures, Amount], RunFigures]
+
+    def read(self, name: str, value: str) -> Amount:
+        """What a value means.
+
+        Args:
+            name: Of the setting, for the error.
+            value: As it was written.
+
+        Raises:
+            ValueError: If it is none.
+        """
+        if value in self.units and value in ("off", "on"):
+            return Amount(0.0, value)
+        found = _AMOUNT.fullmatch(value)
+        if found is not None and (float(found[1]) > 0 or name in _MAY_BE_ZERO):
+            unit = found[2]
+            if unit in self.units and unit in ("steps", "x"):
+                return Amount(float(found[1]), unit)
+            if unit in _UNITS and "s" in self.units:
+                return Amount(float(found[1]) * _UNITS[unit], "s")
+            if not unit and "number" in self.units:
+                return Amount(float(found[1]), "number")
+        spellings = " or ".join(SPELLINGS[each] for each in self.units)
+        raise ValueError(f"{name}={value} is none of what it can be: {spellings}")
+
+
+_MAY_BE_ZERO = ("save_cost", "restart")
+SPELLINGS = {
+    "s": "a time (90, 90s, 5min, 2h)",
+    "steps": "steps (100steps)",
+    "x": "a factor (0.5x)",
+    "number": "a number",
+    "off": "off",
+    "on": "on",
+}
+"""How values are written, by their units."""
+
+SETTINGS = {
+    "save_every": Setting("time or steps between two saves to the run directory", ("s", "steps", "off"), _save_every),
+    "save_cost": Setting("for how long the training waits for such a save", ("s", "x"), _save_cost),
+    "local": Setting("time or steps between two saves to the nodes", ("s", "steps", "off"), _local),
+    "mtbf": Setting("mean time of training between two interruptions, which then come at random", ("s",), _mtbf),
+    "ranks": Setting("that many ranks: interruptions are more frequent in proportion", ("number",), _ranks),
+    "restart": Setting("what a restart takes, from the launch to the first step", ("s", "x"), _restart),
+    "hang_limit": Setting("timeout after which a hang is found", ("s",), _hang_limit),
+    "spares": Setting("no restart waits in a queue", ("on",), _spares),
+}
+"""By their names."""

@@ -1,0 +1,489 @@
+"""What a run would have taken under another setting: predictions, compared with runs that had it, and advice.
+
+Simulated runs are played step by step with a fake clock, once with each setting: steps of different length, validation,
+saves that hold the training up and are complete some time later, interruptions in the middle of a step. From what the
+first one has recorded, as a ledger would have it, the second is predicted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_resilience.launch.cli import main
+from lightning_resilience.launch.json_output import KEYS
+from lightning_resilience.launch.report import report
+from lightning_resilience.run import figures as figures_module
+from lightning_resilience.run import replay as replay_module
+from lightning_resilience.run import time_account
+from lightning_resilience.run.advice import advice
+from lightning_resilience.run.events import (
+    Event,
+    Fault,
+    Finished,
+    FitInterrupted,
+    Fresh,
+    GiveUp,
+    JobStart,
+    LaunchExit,
+    LaunchStart,
+    Resumed,
+    Saved,
+    Stragglers,
+    TimeSpent,
+)
+from lightning_resilience.run.figures import figures_of
+from lightning_resilience.run.goodput import Goodput, account
+from lightning_resilience.run.replay import RunFigures, Saves, Strike, replay
+from lightning_resilience.run.time_account import TimeAccount
+from lightning_resilience.run.what_if import SETTINGS, parse, predict
+from tests.test_goodput import run_with
+from tests.test_goodput_simulation import of
+
+RUNS = 100
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is set in a run."""
+
+    save_every_s: float
+    local_every_s: float | None
+    hang_limit_s: float
+
+
+class Course:
+    """What befalls a run whatever is set, by its seed: work, costs and interruptions.
+
+    Args:
+        seed: Of everything.
+    """
+
+    def __init__(self, seed: int) -> None:
+        pick = random.Random(seed)
+        self.steps = pick.randint(700, 1000)
+        step_s = math.exp(pick.uniform(math.log(0.5), math.log(8)))
+        self.step_s = [step_s * pick.uniform(0.9, 1.1) for _ in range(self.steps + 1)]
+        self.loading = pick.uniform(0, 0.1)
+        self.validation = pick.choice([20, 50, 10**6]), step_s * pick.uniform(1, 5)
+        self.blocked_s = step_s * pick.choice([0.02, 0.5, 3.0])
+        self.write_s = self.blocked_s + step_s * pick.choice([0.0, 2.0])
+        length_s = step_s * self.steps
+        self.starts = [[length_s * pick.uniform(0.002, 0.02) for _ in range(7)] for _ in range(9)]
+        times = sorted(pick.uniform(0.02, 1.0) * length_s for _ in range(pick.choice([0, 1, 2, 4, 6])))
+        self.strikes = [(each, pick.choice(["killed", "killed", "hang", "preempted"])) for each in times]
+        some = pick.sample([length_s / each for each in (8, 15, 30, 60)], 2)
+        self.options = Options(
+            some[0], pick.choice([None, None, 5 * step_s, 12 * step_s]), step_s * pick.choice([10, 30])
+        )
+        change: dict[str, Any] = pick.choice(
+            [
+                {"save_every_s": some[1]},
+                {"save_every_s": some[1]},
+                {"local_every_s": 8 * step_s if self.options.local_every_s is None else None},
+                {"hang_limit_s": step_s * 18},
+            ]
+        )
+        if "hang_limit_s" in change and all(kind != "hang" for _, kind in self.strikes):
+            change = {"save_every_s": some[1]}
+        self.changed = replace(self.options, **change)
+        names = {"save_every_s": "save_every", "local_every_s": "local", "hang_limit_s": "hang_limit"}
+        self.what_if = " ".join(f"{names[name]}={each or 'off'}" for name, each in change.items())
+
+
+class Played:
+    """A run from its first step to its last.
+
+    Args:
+        course: What befalls it.
+        options: What is set.
+
+    Attributes:
+        events: What it has recorded.
+        account: Where its time went.
+    """
+
+    def __init__(self, course: Course, options: Options) -> None:
+        self._course = course
+        self._options = options
+        self._now = 1000.0
+        self._trained_s = 0.0
+        self._reached = 0
+        self._saved = self._saved_locally = 0
+        self.events: list[Event] = []
+        self._record(of(LaunchStart, began=self._now))
+        self._record(JobStart(retry=False, job_attempt=0, run_id="job", max_restarts=3, reason=None))
+        strikes: list[tuple[float, str] | None] = [*course.strikes, None]
+        for number, strike in enumerate(strikes):
+            self._now += course.starts[number][0]
+            if self._life(number, strike):
+                break
+        self._record(of(LaunchExit, status="finished"))
+        self.events.sort(key=lambda event: event.time)
+        self.account = account(self.events)
+
+    def _record(self, event: Event, time: float | None = None) -> None:
+        event.time = self._now if time is None else time
+        self.events.append(event)
+
+    def _life(self, number: int, strike: tuple[float, str] | None) -> bool:
+        """Trains until an interruption or the end; whether it was that."""
+        course, options = self._course, self._options
+        times = course.starts[number][1:]
+        own = TimeAccount(0.0, lambda: self._now, lambda: self._now)
+        for seconds, after in zip(times, (own.imported, own.begin_fit, None), strict=False):
+            self._now += seconds
+            if after is not None:
+                after()
+        step = max(self._saved, self._saved_locally)
+        with own.during(time_account.RESTORE):
+            self._now += times[3]
+        tier = "local" if self._saved_locally > self._saved else "global"
+        self._record(of(Resumed, fit=0, step=step, tier=tier) if step else of(Fresh, fit=0))
+        own.begin_training(self._reached, True)
+        save_at, local_at = self._now + options.save_every_s, self._now + (options.local_every_s or math.inf)
+        recorded_at, unrecorded = 0.0, 0
+        self._now += times[4]
+        pending: list[tuple[float, int, bool]] = []  # when saves will be complete
+        step += 1
+        own.begin_batch(step)
+        strikes_at = math.inf if strike is None else self._now + strike[0] - self._trained_s
+        began = batch = self._now
+        while step < course.steps:
+            batch = self._now
+            seconds = course.step_s[step]
+            after = 0.0
+            if (step + 1) % course.validation[0] == 0:
+                after = course.validation[1]
+            kind = "" if strike is None else strike[1]
+            if batch + seconds + after >= strikes_at and kind != "preempted":
+                break
+            self._now += seconds * course.loading
+            own.batch_ready()
+            self._now += seconds * (1 - course.loading)
+            own.batch_done()
+            if after:
+                own.enter(time_account.VALIDATION)
+                self._now += after
+                own.enter(time_account.CALLBACKS)
+            step += 1
+            if self._now >= save_at and step < course.steps:
+                save_at = self._now + options.save_every_s
+                pending.append((self._now + course.write_s, step, True))
+                started = self._now
+                with own.during(time_account.CHECKPOINT_SAVE):
+                    self._now += course.blocked_s
+                event = of(Saved, fit=0, step=step, tier="global", seconds=course.write_s, reason="interval")
+                if started + course.write_s < strikes_at:
+                    self._record(event, started + course.write_s)
+            if self._now >= local_at:
+                local_at = self._now + (options.local_every_s or math.inf)
+                pending.append((self._now + 0.5 * course.step_s[0], step, False))
+                unrecorded += 1
+                if self._now >= recorded_at:
+                    local: dict[str, Any] = {"count": unrecorded, "seconds": 0.5 * course.step_s[0], "stall_s": 0.0}
+                    if self._now + local["seconds"] < strikes_at:
+                        done = self._now + local["seconds"]
+                        self._record(of(Saved, fit=0, step=step, tier="local", reason="local", **local), done)
+                    recorded_at, unrecorded = self._now + 60, 0
+            own.begin_batch(step)
+            if self._now >= strikes_at:
+                break
+        ends = min(max(self._now, strikes_at), strikes_at) if kind_of(strike) != "preempted" else self._now
+        is_over = step >= course.steps
+        for time, at, is_global in pending:
+            if time <= ends or is_over:
+                if is_global:
+                    self._saved = max(self._saved, at)
+                else:
+                    self._saved_locally = max(self._saved_locally, at)
+        self._reached = max(self._reached, step)
+        if not is_over:
+            assert strike is not None
+            self._trained_s += min(ends, max(strikes_at, began)) - began
+            self._trained_s = strike[0]
+        self._end(number, own, "" if is_over else kind_of(strike), ends if not is_over else self._now, step)
+        return is_over
+
+    def _end(self, number: int, own: TimeAccount, kind: str, at: float, step: int) -> None:
+        course = self._course
+        if kind in ("", "preempted"):
+            reason = "finished" if not kind else "preemption"
+            with own.during(time_account.CHECKPOINT_SAVE):
+                self._now += course.blocked_s
+            self._record(of(Saved, fit=0, step=step, tier="global", seconds=course.blocked_s, reason=reason))
+            self._saved = step
+            own.end_fit(failed=False)
+            self._record(of(FitInterrupted, fit=0, reason="signal 15") if kind else of(Finished, fit=0, step=step))
+        spent = own.close()
+        since = self._now
+        verdict = {"hang": since + self._options.hang_limit_s + 1.5, "killed": at + 0.1}.get(kind, at)
+        if kind in ("hang", "killed"):
+            fault: dict[str, Any] = {"kind": "hang", "limit": self._options.hang_limit_s} if kind == "hang" else {}
+            self._record(Fault(rank=0, fit=0, reason="", **({"kind": "died"} | fault)), verdict)
+            self._now = verdict
+        ended = self._now + 2.0
+        self._now = ended
+        values: dict[str, Any] = {"fit": 0, "attempt": str(number), "world_size": 1, "ranks": [0], "node": "n"}
+        values |= {"began": [spent.began], "since": [since], "ended": [ended], "doing": [spent.doing]}
+        seconds = {name: [each] for name, each in spent.seconds.items() if each}
+        self._record(TimeSpent(seconds=seconds, reached=spent.reached, elastic_run_id="job", **values))
+
+
+def kind_of(strike: tuple[float, str] | None) -> str:
+    return "" if strike is None else strike[1]
+
+
+def figures(played: Played) -> RunFigures:
+    found = figures_of(played.events, played.account)
+    assert found is not None
+    return found
+
+
+def errors(number: int) -> Iterator[tuple[int, float, float]]:
+    """By how much the replay of each run as it was, and its prediction, are wrong."""
+    for seed in range(number):
+        course = Course(seed)
+        recorded = Played(course, course.options)
+        found = predict(figures(recorded), course.what_if)
+        truth = Played(course, course.changed).account.ettr
+        yield seed, found.replayed.ettr - recorded.account.ettr, found.predicted.ettr - truth
+
+
+def check(found: list[tuple[int, float, float]], beyond: int = 0) -> None:
+    """All but some predictions are right within a point, and replays of the runs as they were within a quarter."""
+    assert max(abs(replayed) for _, replayed, _ in found) < 0.0025
+    wrong = sorted((abs(predicted), seed) for seed, _, predicted in found)
+    assert wrong[-1 - beyond][0] < 0.01, wrong[-5:]
+    assert statistics.fmean(each for each, _ in wrong) < 0.0025
+
+
+def test_predictions() -> None:
+    """Where an interruption comes within a step of the end of a save, it may cost an interval more, or less."""
+    check([*errors(RUNS)], beyond=1)
+
+
+MISTAKES: dict[str, tuple[object, str, object]] = {
+    "saves-cost-nothing": (replay_module._Course, "_blocked_s", lambda self, length_s: 0.0),
+    "saves-are-complete-at-once": (
+        replay_module._Course,
+        "_last",
+        lambda self, length_s, saves, begin_s, period_s: self.step_after(length_s),
+    ),
+    "every-interruption-comes-again-at-once": (figures_module, "_TRAINED", ("productive",)),
+    "orderly-ends-are-none": (figures_module, "_ORDERLY", ()),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_found(mistake: tuple[object, str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*mistake)
+    with pytest.raises(AssertionError):
+        check([*errors(30)])
+
+
+def test_interruptions_at_random() -> None:
+    """The mean of many random courses is that of many runs with such interruptions."""
+    course = Course(2)
+    course.validation = 10**6, 0.0
+    length_s = sum(course.step_s)
+    course.strikes = [(length_s / 3, "killed"), (length_s * 2 / 3, "killed")]
+    mtbf_s, chance, truths = length_s / 5, random.Random(0), []
+    found = predict(figures(Played(course, course.options)), f"mtbf={mtbf_s}").predicted
+    course.starts = [*course.starts[:1], *course.starts[1:3] * 15]
+    for _ in range(60):
+        times: list[float] = []
+        while len(times) < 29:
+            times.append(chance.expovariate(1 / mtbf_s) + (times[-1] if times else 0.0))
+        course.strikes = [(each, "killed") for each in times]
+        truths.append(Played(course, course.options).account.ettr)
+    assert found.ettr == pytest.approx(statistics.fmean(truths), abs=0.025)
+    assert found.spread == pytest.approx(statistics.stdev(truths), abs=0.015)
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+STEADY = RunFigures(
+    ranks=8,
+    steps=1000,
+    step={"productive": 1.0, "data_loading": 0.0},
+    once={"imports": 20.0, "launch": 5.0},
+    strikes=[
+        Strike(500.0, cause="hang", limit_s=180.0, seconds={"detection": 190.0, "imports": 20.0, "queue": 60.0}),
+        Strike(800.0, cause="killed", seconds={"imports": 20.0, "restore": 9.0}),
+    ],
+    saves=Saves(every_s=100.0, blocked_s=2.0, write_s=10.0),
+    trained_s=1200.0,
+)
+"""A run whose steps take a second."""
+
+
+@pytest.mark.parametrize(
+    ("text", "category", "expected"),
+    [
+        ("save_cost=4", "checkpoint_save", 2.0),
+        ("save_every=50", "checkpoint_save", 2.0),
+        ("save_every=200steps", "checkpoint_save", 0.5),
+        ("restart=10", "imports", 0.66),
+        ("restart=0.5x", "imports", 0.66),
+        ("hang_limit=30s", "detection", 40 / 190),
+        ("spares=on", "queue", 0.0),
+        ("mtbf=1h", "imports", 0.45),
+        ("mtbf=1h ranks=16", "imports", 0.6),
+        ("local=1min", "wasted_progress", 0.37),
+        ("save_every=off", "wasted_progress", 4.1),
+    ],
+)
+def test_every_setting_does_what_it_says(text: str, category: str, expected: float) -> None:
+    found = predict(STEADY, text)
+    assert found.predicted.seconds[category] / found.replayed.seconds[category] == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "nothing is changed"),
+        ("sve_every=3", "did you mean save_every"),
+        ("speed=3", "there are save_every, save_cost"),
+        ("save_every", "save_every= is none"),
+        ("save_every=fast", r"a time \(90, 90s, 5min, 2h\) or steps"),
+        ("save_every=0", "none of what it can be"),
+        ("save_every=-5", "none of what it can be"),
+        ("mtbf=5steps", "none of what it can be"),
+        ("local=on", "none of what it can be"),
+        ("mtbf=1h mtbf=2h", "twice"),
+        ("mtbf=0.01", "more than 10,000"),
+    ],
+)
+def test_what_cannot_be(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        predict(STEADY, text)
+
+
+def test_what_a_run_does_not_have() -> None:
+    """A setting that would change nothing is refused."""
+    healthy = replace(STEADY, strikes=[], saves=None)
+    for text in ("save_every=9", "save_cost=1", "restart=1", "hang_limit=1", "spares=on", "ranks=9"):
+        with pytest.raises(ValueError, match=f"^{text.partition('=')[0]}: "):
+            predict(healthy, text)
+    assert predict(healthy, "mtbf=300").predicted.interruptions > 1
+    assert {name for text in SETTINGS for name in parse(f"{text}={'on' if text == 'spares' else 9}")} == {*SETTINGS}
+
+
+def test_steps_of_saves_are_multiples() -> None:
+    """Counted from the first step, also after a resume from a step between."""
+    by_steps = replace(STEADY, saves=Saves(every_s=0.0, every_steps=100), strikes=[Strike(250.0), Strike(340.0)])
+    assert replay(by_steps).seconds["wasted_progress"] == pytest.approx(51 + 90, abs=2)
+
+
+# -- advice ------------------------------------------------------------------------------------------------------------
+
+
+def advised(
+    figures: RunFigures | None = None, events: tuple[Event, ...] = (), found: Goodput | None = None
+) -> list[str]:
+    return [f"{each.what_if}: {each.text}" for each in advice(figures, events, found or Goodput())]
+
+
+def test_nothing_to_advise() -> None:
+    assert advised() == []
+    assert advised(replace(STEADY, strikes=[])) == []
+
+
+def test_what_gains_most_is_first() -> None:
+    found = advice(STEADY, [], Goodput())
+    assert [each.what_if for each in found] == ["local=30s", "hang_limit=30", "save_every=37", "spares=on", None]
+    assert found == sorted(found, key=lambda each: each.saved_s, reverse=True)
+    before = replay(STEADY)
+    for each in (found[0], found[1], found[3]):
+        after = predict(STEADY, str(each.what_if)).predicted
+        assert each.saved_s == pytest.approx(before.total_s - after.total_s)
+        assert each.share == pytest.approx(each.saved_s / before.total_s)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"step": {"productive": 1.0, "data_loading": 0.3}}, "load data faster: steps wait 23.1 %"),
+        ({"local_saves": Saves(every_s=10.0, blocked_s=3.0)}, "local=off: save no more to the nodes"),
+        ({"strikes": [Strike(500.0, cause="preempted")]}, "give a preempted run more time: once"),
+        ({"strikes": [Strike(9.0, seconds={"first_step": 90.0})]}, "keep compiled kernels in a cache"),
+        ({"saves": Saves(every_s=5.0, blocked_s=3.0, write_s=3.0)}, "save every 1 min 07 s, not every 5.0 s"),
+    ],
+)
+def test_advice(change: dict[str, Any], text: str) -> None:
+    assert any(text in each for each in advised(replace(STEADY, **change))), advised(replace(STEADY, **change))
+
+
+def test_advice_from_events() -> None:
+    """A budget that was spent too soon, and slow devices."""
+    found = Goodput(ranks=2)
+    found.add("productive", 2 * 1000.0)
+    found.add("idle", 2 * 500.0)
+    relaunch = LaunchStart(**dict.fromkeys(LaunchStart.own_fields) | {"time": 700.0})
+    [text] = advised(None, (GiveUp(time=300.0, reason=""), relaunch), found)
+    assert "the budget was spent once, and nobody started the run again for 6 min 40 s" in text
+    reports = [
+        Stragglers(
+            time=time, fit=0, step=9, ranks=[1], devices=["n1:GPU-7"], reason="rank 1 on n1:GPU-7 at 0.70 of speed"
+        )
+        for time in (100.0, 600.0)
+    ]
+    [advice_on_devices] = advice(None, reports, found)
+    assert "most often n1:GPU-7" in advice_on_devices.text
+    assert advice_on_devices.saved_s == pytest.approx(150)
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run with interruptions."""
+    course = Course(2)
+    return run_with(tmp_path_factory.mktemp("run"), *Played(course, course.options).events)
+
+
+def test_the_command_line(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["report", str(run_dir), "--what-if", "save_every=5min local=off"])
+    text = capsys.readouterr().out
+    assert "If it had been save_every=5min local=off" in text
+    assert re.search(r"\nETTR +\d+\.\d % +\d+\.\d % +[+-]\d", text)
+    with pytest.raises(SystemExit):
+        main(["report", str(run_dir), "--what-if", "every=5"])
+    assert "--what-if: there is no setting 'every'" in capsys.readouterr().err
+
+
+def test_the_report(run_dir: Path) -> None:
+    found = json.loads(report(run_dir, as_json=True, what_if="mtbf=100"))
+    assert found["what_if"]["settings"] == {"mtbf": "100"}
+    assert found["what_if"]["replayed_ettr"] == pytest.approx(found["ettr"], abs=0.002)
+    keys = {key.partition(".")[2] for key in KEYS["report"] if key.startswith("advice[].")}
+    assert all(each.keys() == keys for each in found["advice"])
+    assert found["advice"][0]["text"][1:] in report(run_dir)
+
+
+# -- a real run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.campaign
+def test_a_real_run(tmp_path: Path) -> None:
+    """In short runs the start of processes, of which no two take as long, is much; in the benchmark they are longer."""
+    from benchmarks import what_if as drills
+
+    options = {"steps": 600, "step_s": 0.1, "save_every_s": 3, "faults": drills.kills(25, 50)}
+    drill = drills.Drill("save_every=20", options, {"save_every_s": 20})
+    for run in ("a", "b"):
+        drills.train(drill, run, tmp_path / run)
+    recorded, predicted, truth = drills.outcome(drill, tmp_path)
+    assert predicted == pytest.approx(truth, abs=0.08)
+    assert abs(predicted - truth) < abs(recorded - truth)
