@@ -300,15 +300,14 @@ def test_local_storage_that_does_not_answer_does_not_cost_the_global_save(tmp_pa
     assert (result(config), samples(config)) == undisturbed(tmp_path, save_every=1000)
 
 
-def test_requeues_a_slurm_job_from_the_boundary(tmp_path: Path) -> None:
-    """SIGUSR1 under ``SLURMEnvironment(auto_requeue=True)``, which Lightning serves from inside the handler."""
-    scontrol = tmp_path / "bin" / "scontrol"
+def slurm_job(tmp: Path) -> tuple[Path, dict[str, str]]:
+    """The environment of a job, with an ``scontrol`` that writes into the file what it is asked for."""
+    scontrol = tmp / "bin" / "scontrol"
     scontrol.parent.mkdir()
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n')
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp}/called\n')
     scontrol.chmod(0o755)
-    path = f"{scontrol.parent}:{os.environ['PATH']}"
-    environment = {
-        "PATH": path,
+    return tmp / "called", {
+        "PATH": f"{scontrol.parent}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "77",
         "SLURM_NTASKS": "1",
         "SLURM_JOB_NAME": "train",
@@ -317,14 +316,23 @@ def test_requeues_a_slurm_job_from_the_boundary(tmp_path: Path) -> None:
         "SLURM_LOCALID": "0",
         "SLURM_NODEID": "0",
     }
-    config = make(tmp_path, "run", slurm=True, events=[{"at": "train", "step": 20, "do": "SIGUSR1", "once": True}])
-    codes, text = run(config, tmp_path / "run", environment=environment)
+
+
+def requeued_from_the_boundary(tmp: Path) -> None:
+    called, environment = slurm_job(tmp)
+    config = make(tmp, "run", slurm=True, events=[{"at": "train", "step": 20, "do": "SIGUSR1", "once": True}])
+    codes, text = run(config, tmp / "run", environment=environment)
     assert codes == [75], text
-    assert (tmp_path / "called").read_text() == "requeue 77\n"
-    assert not list((tmp_path / "run").glob("hpc_ckpt*"))
-    codes, text = run(config, tmp_path / "run", environment=environment)
+    assert called.read_text() == "requeue 77\n"
+    assert not list((tmp / "run").glob("hpc_ckpt*"))
+    codes, text = run(config, tmp / "run", environment=environment)
     assert codes == [0], text
-    assert result(config) == undisturbed(tmp_path)[0]
+    assert result(config) == undisturbed(tmp)[0]
+
+
+def test_requeues_a_slurm_job_from_the_boundary(tmp_path: Path) -> None:
+    """SIGUSR1 under ``SLURMEnvironment(auto_requeue=True)``, which Lightning serves from inside the handler."""
+    requeued_from_the_boundary(tmp_path)
 
 
 @pytest.mark.parametrize("what", ["validate", "test", "predict"])
