@@ -78,20 +78,27 @@ def is_temporary(path: str | os.PathLike[str]) -> bool:
     return _TEMPORARY_NAME.fullmatch(Path(path).name) is not None
 
 
-def clean_temporaries(directory: str | os.PathLike[str]) -> list[Path]:
-    """Removes what killed writers left in ``directory``, and returns it.
+def is_abandoned(path: Path) -> bool:
+    """Whether ``path`` is a temporary file that no writer will finish.
 
-    A temporary file is left alone while it may still become a finished one: its writer lives on this host, or ran on
-    another one (of which nothing is known here) and the file is younger than a day.
+    It may become a finished one while its writer lives on this host, or ran on another one (of which nothing is known
+    here) and the file is younger than a day.
+
+    Raises:
+        OSError: If it is not there any more.
     """
+    if (name := _TEMPORARY_NAME.fullmatch(path.name)) is None:
+        return False
+    is_old = path.lstat().st_mtime < time.time() - _ABANDONED_AFTER_S
+    return is_old or (name["host"] == _host() and not psutil.pid_exists(int(name["pid"])))
+
+
+def clean_temporaries(directory: str | os.PathLike[str]) -> list[Path]:
+    """Removes what killed writers left in ``directory``, and returns it; see :func:`is_abandoned`."""
     removed = []
     for path in sorted(Path(directory).glob(".*.tmp")):
-        if (name := _TEMPORARY_NAME.fullmatch(path.name)) is None:
-            continue
         try:
-            abandoned = path.lstat().st_mtime < time.time() - _ABANDONED_AFTER_S
-            dead = name["host"] == _host() and not psutil.pid_exists(int(name["pid"]))
-            if not dead and not abandoned:
+            if not is_abandoned(path):
                 continue
             if path.is_dir() and not path.is_symlink():  # On its way out: a removal was killed.
                 shutil.rmtree(path)

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from lightning_resilience._files import sync_directory, write_json
 from lightning_resilience.checkpoint import checkpoint_file, shard
 from lightning_resilience.checkpoint.data_position import describe_data
+from lightning_resilience.checkpoint.local_folders import base_folder
 from lightning_resilience.checkpoint.node_store import NodeStore
 from lightning_resilience.checkpoint.replication import _Channel, _Message, _scratch_chunks
-from lightning_resilience.fit.local_saves import _directory
 from lightning_resilience.run.run_directory import RunDirectory
 
 
@@ -112,7 +112,7 @@ def test_every_user_of_a_node_can_be_given_the_same_folder() -> None:
     scratch.chmod(0o1777)
 
     def save() -> None:
-        store = NodeStore(_directory(scratch, "n1", "5f3c", 0))
+        store = NodeStore(base_folder(scratch) / "n1" / "5f3c" / "fit-000")
         store.reserve("rank-00000", 10).abandon()
         store.close()
 

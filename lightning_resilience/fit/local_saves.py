@@ -17,7 +17,7 @@ import torch
 
 from lightning_resilience._lightning import lightning_strategies
 from lightning_resilience._torch import local
-from lightning_resilience.checkpoint import capacity, shard
+from lightning_resilience.checkpoint import capacity, local_folders, shard
 from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.generations import Transfer, rank_locations, rank_shard, replicated_shard
 from lightning_resilience.checkpoint.interval import Schedule, mean_time_to_failure_s, optimal_interval_s
@@ -29,13 +29,11 @@ from lightning_resilience.checkpoint.replication import ReplicaError, Replicas, 
 from lightning_resilience.checkpoint.safe_serialization import Entries
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator, new_generation
 from lightning_resilience.checkpoint.snapshot import ON_DEVICE_BYTES
-from lightning_resilience.detect.hangs.rank_probe import own_directories
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 from lightning_resilience.run.events import Saved
 from lightning_resilience.run.interruptions import interruptions
 from lightning_resilience.run.ledger import read_ledger
-from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE
 from lightning_resilience.run.time_account import CHECKPOINT_SAVE
 
 if TYPE_CHECKING:
@@ -90,10 +88,11 @@ class LocalSavePolicy(Participant):
         trainer = session.fit.trainer
         self.locations = rank_locations(session.fit.gather((os.uname().nodename, trainer.node_rank)))
         self.location = self.locations[session.fit.rank]
+        folder = local_folders.base_folder(options.dir) / self.location.node / session.fit.run_id
         problem = None
         try:
             self.store = NodeStore(
-                _directory(options.dir, self.location.node, session.fit.run_id, session.fit.index),
+                folder / f"fit-{session.fit.index:03d}",
                 before_publish=session.fit.check_owner,
                 verify=self._verify,
             )
@@ -103,6 +102,8 @@ class LocalSavePolicy(Participant):
             if problem is None:
                 self.store.close()
             raise Unusable(problems[0])
+        if self.location.local_rank == 0:
+            local_folders.note_origin(folder, session.fit.run.path)
         self.owner = {"run": session.fit.run_id, "fit": session.fit.index}
         self._fetches = 0
         tier = LocalTier(
@@ -454,9 +455,7 @@ class LocalSavePolicy(Participant):
         session.fit.trainer.strategy.barrier("resilience local checkpoints")  # nobody writes any more
         if self.location.local_rank == 0:
             self.store.clear()
-            for folder in (self.store.directory.parent, self.store.directory.parent.parent):
-                with contextlib.suppress(OSError):  # of other fits, or other runs
-                    folder.rmdir()
+            local_folders.remove_empty(self.store.directory.parent)
 
     def leave(self) -> None:
         """Called however the fit ends: what is being written is published if it takes no more than a few seconds."""
@@ -464,17 +463,6 @@ class LocalSavePolicy(Participant):
         self.store.close()
         if self._replicas is not None:
             self._replicas.close()
-
-
-def _directory(given: str | os.PathLike[str] | None, node: str, run_id: str, fit: int) -> Path:
-    chosen = given or os.environ.get(LOCAL_DIR_VARIABLE)
-    # Users of a node may be given the same folder, and what is in ours nobody else may enter.
-    own = Path(chosen).expanduser() / f"local_ckpt-{os.getuid()}" if chosen else _node_memory() / "local_ckpt"
-    return own.absolute() / node / run_id / f"fit-{fit:03d}"
-
-
-def _node_memory() -> Path:
-    return next((own for own in own_directories() if own.parent.is_dir()), own_directories()[-1])
 
 
 def _kind(trainer: Trainer) -> str:

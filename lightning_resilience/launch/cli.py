@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_resilience import __version__
 from lightning_resilience._files import make_directory
 from lightning_resilience._output import introduce, log_line
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.launch import naming
+from lightning_resilience.launch.cleaning import clean
 from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, other_command
 from lightning_resilience.launch.json_output import KEYS
 from lightning_resilience.launch.listing import is_run, list_runs, runs_below
@@ -91,6 +92,8 @@ def _run(options: argparse.Namespace) -> None:
         _batch(options, scheduler)
         return
     if options.action != "launch":
+        if options.action == "clean":
+            _clean(options)
         if options.action in ("list", "status") and _is_folder_of_runs(options):
             with _without_collections():
                 print(list_runs(options.run_dir, options.json, _terminal_width()))
@@ -156,6 +159,18 @@ def _is_folder_of_runs(options: argparse.Namespace) -> bool:
     return path.is_dir() and not is_run(path) and bool(runs_below(path)[0])
 
 
+def _clean(options: argparse.Namespace) -> NoReturn:
+    if not Path(options.run_dir).is_dir():
+        options.parser.error(f"{options.run_dir} is not a directory")
+
+    def agrees(question: str) -> bool:
+        if options.yes or options.json or not sys.stdin.isatty():
+            return bool(options.yes)
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+    sys.exit(clean(options.run_dir, options.local_dir, options.json, agrees))
+
+
 def _terminal_width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
 
@@ -196,7 +211,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     nemo = JOBS["nemo"]
-    names = f"{{{','.join(['launch', *_SCHEDULERS, 'status', 'list', 'report', 'diagnose', 'watch', 'inspect'])}}}"
+    names = (
+        f"{{{','.join(['launch', *_SCHEDULERS, 'status', 'list', 'report', 'diagnose', 'watch', 'inspect', 'clean'])}}}"
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar=names)
 
     launch = argparse.ArgumentParser(add_help=False)  # what launch and the batch scripts have in common
@@ -361,6 +378,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit code: 0 if all is intact, 1 if anything is damaged or there is nothing",
     )
     inspected.add_argument("path", metavar="PATH")
+    cleaned = actions.add_parser(
+        "clean",
+        help="remove what runs have left and nobody needs",
+        description="Lists what the runs in a folder have left, in their directories and on this node, and why it is "
+        "safe to remove; then asks. Nothing is touched of a run that is in use, nor its ledger and good checkpoints.",
+        epilog="exit code: 1 if something could not be removed",
+    )
+    cleaned.add_argument(
+        "run_dir", nargs="?", default=".", metavar="RUN_DIR", help="or a folder of runs (default: the current folder)"
+    )
+    cleaned.add_argument("--yes", action="store_true", help="remove without asking")
+    cleaned.add_argument(
+        "--local-dir", type=Path, metavar="DIR", help="the --local-dir of the launches, if they had one"
+    )
     for name in KEYS:
         actions.choices[name].add_argument("--json", action="store_true", help="print the same for programs, in a line")
     for action in actions.choices.values():

@@ -32,11 +32,12 @@ def launch_folder() -> Iterator[Path | None]:
 
 
 def _make() -> tuple[Path | None, int]:
-    prefix = f"lightning-resilience-{os.getuid()}-"
+    prefix = _prefix()
     made = None
     try:
         where = _base(prefix)
-        _remove_abandoned(where, prefix)
+        for folder in abandoned_folders():
+            shutil.rmtree(folder, ignore_errors=True)
         while True:
             made = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
             if (lock := _lock(made)) >= 0:  # else another launch, which starts now, has taken it for abandoned
@@ -75,10 +76,18 @@ def _lock(folder: Path) -> int:
     return -1
 
 
-def _remove_abandoned(where: str, prefix: str) -> None:
-    for folder in Path(where).glob(f"{prefix}*"):
+def abandoned_folders() -> Iterator[Path]:
+    """The folders that killed launches of this user have left on this node, each locked until the next is asked for."""
+    prefix = _prefix()
+    for folder in Path(_base(prefix)).glob(f"{prefix}*"):
         with suppress(OSError):
             about = folder.lstat()
             if about.st_uid == os.getuid() and stat.S_ISDIR(about.st_mode) and (lock := _lock(folder)) >= 0:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
+                try:
+                    yield folder
+                finally:
+                    os.close(lock)
+
+
+def _prefix() -> str:
+    return f"lightning-resilience-{os.getuid()}-"

@@ -75,13 +75,26 @@ def node_directory(token: str, node_rank: int) -> Path:
     raise OSError(f"neither {places} can be made a folder that only this user may enter")
 
 
-def remove_abandoned(directory: Path) -> None:
-    """Removes the folders beside ``directory`` whose ranks and watchdog are all gone: those of killed jobs."""
+def abandoned(own: Path) -> list[Path]:
+    """The folders of :func:`node_directory` whose ranks and watchdog are all gone: those of killed jobs.
+
+    Args:
+        own: The folder for this user in which they are.
+    """
     here = pid_namespace()
-    for other in matching(directory.parent, "*"):
-        records = [read_json(path) or {} for path in matching(other, "*.json")]
-        dead = all(record.get("namespace") == here and not is_running(record) for record in records)
-        if other != directory and records and dead:  # of what lives in another container nothing is known here
+    found = []
+    for folder in matching(own, "*"):
+        records = [read_json(path) or {} for path in matching(folder, "*.json")]
+        # Of what lives in another container nothing is known here.
+        if records and all(record.get("namespace") == here and not is_running(record) for record in records):
+            found.append(folder)
+    return found
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Removes the folders beside ``directory`` that are :func:`abandoned`."""
+    for other in abandoned(directory.parent):
+        if other != directory:
             shutil.rmtree(other, ignore_errors=True)
 
 
