@@ -221,7 +221,7 @@ GUARDS = [
     Guard(
         "temporary files of processes that live stay",
         "_files.py",
-        "if not dead and not abandoned:",
+        "if not is_abandoned(path):",
         "if False:",
         "tests/test_checkpoint_file.py::test_leftovers_of_killed_writers",
     ),
