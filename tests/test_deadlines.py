@@ -63,3 +63,13 @@ def test_survivors_that_save_have_longer_than_those_that_wait() -> None:
 def test_one_rank_of_a_node_starts_its_watchdog() -> None:
     assert at.FIRST_STARTS_WATCHDOG_WITHIN_S < at.WATCHDOG_STARTS_WITHIN_S
     assert at.FIRST_STARTS_WATCHDOG_WITHIN_S < at.FIRST_RANK_WITHIN_S
+
+
+def test_of_what_a_killed_watchdog_has_seen_a_tenth_is_lost() -> None:
+    kept, age = 0.0, 0.0
+    while age < 3600:
+        age += 0.1
+        if age - kept >= at.keep_time_after(age):
+            kept = age
+        assert age - kept <= max(age / 10, 1.0)
+    assert age - kept <= at.KEEP_TIME_EVERY_S

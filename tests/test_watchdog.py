@@ -210,9 +210,8 @@ def test_what_is_kept_of_a_node_that_may_go_down_has_its_name(run_dir: Path, mon
         kept.extend(time_account.kept(run_dir))
 
     monkeypatch.setattr(time_account, "keep", look)
-    monkeypatch.setattr(deadlines, "KEEP_TIME_EVERY_S", 0.0)
     job = Job(run_dir)
-    job.start(0, watched=False, seconds=1)
+    job.start(0, watched=False, seconds=2)
     (recorded,) = _watch(job)
     assert {(each.attempt, each.node) for each in kept} == {(job.token, recorded["node"])}, "counted twice, or nowhere"
 

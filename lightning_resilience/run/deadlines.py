@@ -97,7 +97,17 @@ WATCHDOG_BEAT_S = 1.0
 """How often a watchdog shows that it works."""
 
 KEEP_TIME_EVERY_S = 30.0
-"""How often a watchdog keeps what its ranks have spent their time on: a node that goes down loses no more than that."""
+"""How often, at least, a watchdog keeps what its ranks have spent their time on: as much is lost if it is killed."""
+
+
+def keep_time_after(age_s: float) -> float:
+    """After how many seconds it keeps the time again: of ranks that have not lived long, a tenth of it is much.
+
+    Args:
+        age_s: How long it has watched these ranks.
+    """
+    return min(KEEP_TIME_EVERY_S, max(age_s / 10, 1.0))
+
 
 WATCHDOG_FAILS_FOR_S = 30.0
 """A watchdog of which all checks have failed for so long ends."""

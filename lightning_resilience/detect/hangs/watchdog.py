@@ -236,7 +236,7 @@ class Watchdog:
         self._log_thread = ThreadPoolExecutor(max_workers=1)  # the reader of stderr may be gone, or stand still
         self._beats: FileIO | None = None
         self._beaten = -math.inf
-        self._kept_time = time.monotonic()
+        self._began = self._kept_time = time.monotonic()
         self._updated = time.monotonic()
 
     def _log(self, line: str) -> None:
@@ -368,8 +368,8 @@ class Watchdog:
         return Path(self._about["run_dir"]) / "diagnostics"
 
     def _keep_time(self, now: float) -> None:
-        """Keeps what the ranks of this node have spent their time on, in case the node goes down."""
-        if self.ranks and now - self._kept_time >= deadlines.KEEP_TIME_EVERY_S:
+        """Keeps what the ranks of this node have spent their time on, in case all processes are killed."""
+        if self.ranks and now - self._kept_time >= deadlines.keep_time_after(now - self._began):
             self._kept_time = now
             run_dir, event = Path(self._about["run_dir"]), self._time_spent()
             self._storage.begin(lambda: time_account.keep(run_dir, self._name, event))
