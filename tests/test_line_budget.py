@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 339,
     "fit": 5122,
-    "launch": 4658,
+    "launch": 4674,
     "launch/schedulers": 508,
     "run": 2816,
 }

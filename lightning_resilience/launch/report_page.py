@@ -61,12 +61,12 @@ GROUPS = {
         "validation": ("#faeaa6", "#f9eeb4"),
         "checkpoint_save": ("#cdbf62", "#cfc35e"),
     },
-    "faults and ends": {
+    "faults and redone steps": {
         "wasted_progress": ("#d4480e", "#ee5a22"),
         "detection": ("#8f1f0e", "#b5301a"),
         "teardown": ("#f2a284", "#f6b3a0"),
     },
-    "start": {
+    "starting": {
         "launch": ("#0b2d5e", "#2a5598"),
         "rendezvous": ("#1f5aa6", "#3a6fc0"),
         "imports": ("#3a7fd0", "#4f8fe0"),
@@ -76,7 +76,7 @@ GROUPS = {
         "fast_forward": ("#8fc0ee", "#98c4f5"),
         "first_step": ("#b9d9f5", "#bfdcfa"),
     },
-    "waiting": {
+    "waiting and unknown": {
         "queue": ("#a9b0bb", "#717986"),
         "idle": ("#e2e5e9", "#2e343b"),
         "other": ("#c6cbd2", "#535a64"),
@@ -96,8 +96,8 @@ _PART_WORDS = {
     "restore": "to restore",
     "redo": "steps done again",
 }
-_COLUMNS = 1000
-_ROW_HEIGHT = 40
+COLUMNS = 1000
+ROW_HEIGHT = 40
 _CHART_HEIGHT = 200
 _SAVES_HEIGHT = 60
 _MAX_ROWS = 24
@@ -137,7 +137,7 @@ def page(run: RunReport, folder: Path) -> str:
         folder: Where it will be.
     """
     found = run.content
-    axis = _Axis(run.goodput)
+    axis = Axis(run.goodput)
     sections = [*_head(found), *_verdict(found)]
     if not found["timeline"] and not run.goodput.seconds:
         sections.append("<p>Nothing is recorded: no run has been started here.</p>")
@@ -213,7 +213,12 @@ def _verdict(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"<b>ETTR {percent(found['ettr'])}</b>: with data, callbacks, validation and saves.</p>"
         seconds = {name: each for name, each in found["categories"].items() if name != "idle"}
         yield _bar({name: seconds.get(name, 0.0) for name in _COLOURS}, sum(seconds.values()))
-        yield "<ul>"
+        yield "<p class='parts'>"
+        yield from (
+            f"<span><i class='{colour}'></i>{group} <b>{percent(share)}</b></span>"
+            for group, colour, share in group_shares(found)
+        )
+        yield "</p><ul>"
         yield from (f"<li>{_text(sentence)}</li>" for sentence in largest_losses(found))
         yield "</ul>"
     yield f"<p>{_text(interruption_counts(found))}</p>"
@@ -231,6 +236,21 @@ def _advice(found: Mapping[str, Any]) -> Iterator[str]:
     yield "</ul></section>"
 
 
+def group_shares(found: Mapping[str, Any]) -> list[tuple[str, str, float]]:
+    """The groups of categories, each with the category whose colour stands for it and its share of the time.
+
+    Args:
+        found: Content of the report.
+    """
+    seconds = {name: each for name, each in found["categories"].items() if name != "idle" and each > 0}
+    total = sum(seconds.values())
+    shares = []
+    for group, categories in GROUPS.items():
+        if own := {name: seconds[name] for name in categories if name in seconds}:
+            shares.append((group, max(own, key=own.__getitem__), sum(own.values()) / total))
+    return shares
+
+
 def _bar(seconds: Mapping[str, float], total: float) -> str:
     """A bar of what a sum consists of, by category."""
     parts = (
@@ -245,7 +265,7 @@ def _bar(seconds: Mapping[str, float], total: float) -> str:
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-class _Axis:
+class Axis:
     """Where a moment is, from 0 to 1. Long pauses, in which nothing ran, are drawn short.
 
     Args:
@@ -306,7 +326,7 @@ _ROUND_SECONDS = (
 )
 
 
-def _marks(found: Mapping[str, Any], axis: _Axis) -> Iterator[str]:
+def _marks(found: Mapping[str, Any], axis: Axis) -> Iterator[str]:
     """Lines at the interruptions, and pauses that are drawn short.
 
     Args:
@@ -320,13 +340,13 @@ def _marks(found: Mapping[str, Any], axis: _Axis) -> Iterator[str]:
     places: set[int] = set()
     for number, each in enumerate(found["interruptions"], 1):
         place = axis.place(each["time"])
-        if (column := int(place * _COLUMNS / 2)) not in places:
+        if (column := int(place * COLUMNS / 2)) not in places:
             places.add(column)
             kind = "line" if len(found["interruptions"]) <= _MAX_LINES else "line behind"
             yield f"<i class='{kind}' style='left:{_share(place)}' title='{_about(number, each)}'></i>"
 
 
-def _labels(found: Mapping[str, Any], axis: _Axis) -> Iterator[str]:
+def _labels(found: Mapping[str, Any], axis: Axis) -> Iterator[str]:
     """Above a chart, number and cause of each interruption; where it is too crowded, only its number or nothing.
 
     Args:
@@ -354,7 +374,7 @@ def _about(number: int, interruption: Mapping[str, Any]) -> str:
     return _text(f"{number} {interruption['cause']}: {shortened(interruption['reason'], 200)}")
 
 
-def _time_labels(axis: _Axis) -> str:
+def _time_labels(axis: Axis) -> str:
     labels = "".join(f"<span style='left:{_share(place)}'>{_text(text)}</span>" for place, text in axis.ticks())
     return f"<div class='times'>{labels}</div>"
 
@@ -362,12 +382,12 @@ def _time_labels(axis: _Axis) -> str:
 # -- the strip ---------------------------------------------------------------------------------------------------------
 
 
-class _Row:
+class StripRow:
     """What the ranks of a node, or of some, do in each column of the strip."""
 
     def __init__(self) -> None:
-        self._parts: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * (_COLUMNS + 1))
-        self._changes: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * (_COLUMNS + 2))
+        self._parts: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * (COLUMNS + 1))
+        self._changes: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * (COLUMNS + 2))
 
     def add(self, left: float, right: float, shares: Iterable[tuple[str, float]]) -> None:
         """Adds a segment.
@@ -398,32 +418,43 @@ class _Row:
         ]
         found: dict[str, list[str]] = {name: [] for name in categories}
         begin, before = 0, [0] * (len(categories) + 1)
-        for column in range(_COLUMNS + 1):
-            total = sum(each[column] for each in weights) if column < _COLUMNS else 0.0
+        for column in range(COLUMNS + 1):
+            total = sum(each[column] for each in weights) if column < COLUMNS else 0.0
             tops = [0] * (len(categories) + 1)
             if total > 1e-6:
                 sums = accumulate((each[column] for each in weights), initial=0.0)
-                tops = [round(_ROW_HEIGHT * min(each / total, 1.0)) for each in sums]
+                tops = [round(ROW_HEIGHT * min(each / total, 1.0)) for each in sums]
             if tops != before:
                 for name, (low, high) in zip(categories, pairwise(before), strict=True):
                     if high > low:
                         width = column - begin
-                        found[name].append(f"M{begin} {_ROW_HEIGHT - high}h{width}v{high - low}h-{width}z")
+                        found[name].append(f"M{begin} {ROW_HEIGHT - high}h{width}v{high - low}h-{width}z")
                 begin, before = column, tops
         return {name: "".join(shapes) for name, shapes in found.items() if shapes}
 
 
-def _strip(run: RunReport, axis: _Axis) -> Iterator[str]:
-    """What each node did when."""
+def strip_rows(run: RunReport, axis: Axis) -> dict[str, StripRow]:
+    """What each node did when, or the nodes with the largest losses and all others.
+
+    Args:
+        run: What is known of the run, with segments.
+        axis: Of the chart.
+    """
     names, others = _shown_nodes(run.goodput.seconds.items())
-    rows = {name: _Row() for name in names}
+    rows = {name: StripRow() for name in names}
     for segment in run.goodput.segments or ():
         total = sum(segment.seconds.values())
-        left, right = (_COLUMNS * axis.place(each) for each in (segment.begin, segment.end))
+        left, right = (COLUMNS * axis.place(each) for each in (segment.begin, segment.end))
         if right > left and total > 0:
             name = segment.node if segment.node in rows else others
             shares = ((each, seconds / total) for each, seconds in segment.seconds.items() if each in _COLOURS)
             rows[name].add(left, right, shares)
+    return rows
+
+
+def _strip(run: RunReport, axis: Axis) -> Iterator[str]:
+    """What each node did when."""
+    rows = strip_rows(run, axis)
     yield "<section><h2>What the nodes did</h2>"
     yield from _labels(run.content, axis)
     height = 44 if len(rows) < 4 else 28 if len(rows) < 10 else 20
@@ -435,7 +466,7 @@ def _strip(run: RunReport, axis: _Axis) -> Iterator[str]:
             f"<path class='{category}' d='{path}'><title>{_text(_node(name))}: {_text(phrase(category))}</title></path>"
             for category, path in row.shapes().items()
         )
-        box = f"viewBox='0 0 {_COLUMNS} {_ROW_HEIGHT}' preserveAspectRatio='none'"
+        box = f"viewBox='0 0 {COLUMNS} {ROW_HEIGHT}' preserveAspectRatio='none'"
         yield f"<svg class='row' {box}>{''.join(shapes)}</svg>"
     yield from _marks(run.content, axis)
     yield f"</div></div>{_time_labels(axis)}"
@@ -588,7 +619,7 @@ _DOTS = {
 }
 
 
-def _steps(run: RunReport, axis: _Axis) -> Iterator[str]:
+def _steps(run: RunReport, axis: Axis) -> Iterator[str]:
     """Steps over time, and saves."""
     lives = _lives(run.events)
     highest = max((step for life in lives for _, step in life.points), default=0)
@@ -597,7 +628,7 @@ def _steps(run: RunReport, axis: _Axis) -> Iterator[str]:
     top, every = _round_up(highest)
 
     def point(moment: float, step: float) -> tuple[float, float]:
-        return round(_COLUMNS * axis.place(moment), 1), round(_CHART_HEIGHT * (1 - step / top), 1)
+        return round(COLUMNS * axis.place(moment), 1), round(_CHART_HEIGHT * (1 - step / top), 1)
 
     shapes: defaultdict[str, list[str]] = defaultdict(list)
     ends: dict[int, tuple[float, float]] = {}
@@ -616,11 +647,11 @@ def _steps(run: RunReport, axis: _Axis) -> Iterator[str]:
     dots = [*_dots(run.events, point)]
     yield "<section><h2>Steps</h2><div class='chart'><div class='labels scale'>"
     yield "".join(f"<span style='top:{_share(1 - each / top)}'>{each}</span>" for each in range(0, top + 1, every))
-    yield f"</div><div class='plot'><svg style='height:{_CHART_HEIGHT}px' viewBox='0 0 {_COLUMNS} {_CHART_HEIGHT}' "
+    yield f"</div><div class='plot'><svg style='height:{_CHART_HEIGHT}px' viewBox='0 0 {COLUMNS} {_CHART_HEIGHT}' "
     yield "preserveAspectRatio='none'>"
     for each in range(0, top + 1, every):
         y = _CHART_HEIGHT * (1 - each / top)
-        yield f"<path class='grid' d='M0 {y:g}h{_COLUMNS}'/>"
+        yield f"<path class='grid' d='M0 {y:g}h{COLUMNS}'/>"
     yield from (f"<path class='steps {name}' d='{''.join(paths)}'/>" for name, paths in shapes.items())
     yield from (
         f"<path class='dot {name}' d='M{x:g} {y:g}h0'><title>{about}</title></path>" for name, x, y, about in dots
@@ -696,19 +727,19 @@ def _tier(event: Saved) -> str:
     return event.tier if event.tier in ("local", "replica") else "global"
 
 
-def _saves(run: RunReport, axis: _Axis) -> Iterator[str]:
+def _saves(run: RunReport, axis: Axis) -> Iterator[str]:
     """How long saves took, of those in a column the longest."""
     longest: dict[tuple[int, str], Saved] = {}
     for event in run.events:
         if isinstance(event, Saved) and event.seconds is not None and math.isfinite(event.seconds):
-            key = int(_COLUMNS / 2 * axis.place(event.time)), _tier(event)
+            key = int(COLUMNS / 2 * axis.place(event.time)), _tier(event)
             if key not in longest or (longest[key].seconds or 0.0) < event.seconds:
                 longest[key] = event
     top = max((each.seconds or 0.0 for each in longest.values()), default=0.0)
     if top <= 0:
         return
     yield f"<div class='chart saves'><div class='labels scale'><span style='top:0'>{duration(top)}</span></div>"
-    yield f"<div class='plot'><svg style='height:{_SAVES_HEIGHT}px' viewBox='0 0 {_COLUMNS} {_SAVES_HEIGHT}' "
+    yield f"<div class='plot'><svg style='height:{_SAVES_HEIGHT}px' viewBox='0 0 {COLUMNS} {_SAVES_HEIGHT}' "
     yield "preserveAspectRatio='none'>"
     for (column, tier), event in sorted(longest.items(), key=lambda item: -(item[1].seconds or 0.0)):
         seconds = event.seconds or 0.0
