@@ -295,6 +295,22 @@ def test_a_model_of_other_shapes_is_another_fit(tmp_path: Path, monkeypatch: pyt
         trainer(tmp_path, both(tmp_path), max_steps=8).fit(other)
 
 
+def test_where_a_fit_ends_is_recorded_as_far_as_its_trainer_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stops(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.should_stop = True
+
+    epochs = {"max_epochs": 2, "limit_train_batches": 3, "accumulate_grad_batches": 2}
+    for goal, options in ((2, {"max_steps": 2}), (4, epochs), (None, {})):
+        monkeypatch.setattr(context, "fits_begun", {})
+        run_dir = tmp_path / str(goal)
+        callbacks = [AutoResume(run_dir), *([] if options else [Stops()])]
+        trainer(tmp_path, callbacks, **{"max_steps": -1, "max_epochs": -1} | options).fit(Tiny())
+        assert RunDirectory(run_dir).fit(0).goal == {"step": goal}
+
+
 class _NotesFailure(Participant):
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -25,6 +25,15 @@ def limits(trainer: Trainer) -> dict[str, float | None]:
     return {name: int(each) if isinstance(each, Integral) else each for name, each in found.items()}  # NumPy's too
 
 
+def last_step(trainer: Trainer) -> int | None:
+    """The ``global_step`` at which the fit ends, once its loaders are there; ``None`` if nothing says so."""
+    try:
+        steps = trainer.estimated_stepping_batches if trainer.train_dataloader is not None else -1
+    except Exception:  # accumulation that changes with the epoch, for example
+        return None
+    return int(steps) if 0 <= steps < float("inf") else None
+
+
 def limit_reached(trainer: Trainer) -> str | None:
     """Which of :func:`limits` has ended the fit; ``None`` if none is known to."""
     if trainer.max_steps not in (None, -1) and trainer.global_step >= trainer.max_steps:

@@ -7,7 +7,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -181,7 +181,13 @@ class FitSession:
 
     def _begin_training_time(self) -> None:
         fit = self.fit
-        reached = fit.from_rank_0(lambda: reached_step(fit.run.path, fit.ledger.events(), fit.index))
+
+        def look() -> int:
+            with suppress(OSError):  # for monitoring only
+                fit.folder.goal = {"step": lightning_limits.last_step(fit.trainer)}
+            return reached_step(fit.run.path, fit.ledger.events(), fit.index)
+
+        reached = fit.from_rank_0(look)
         fit.time.begin_training(reached, self._splits_steps)
 
     def _install_in_steps(self) -> None:

@@ -179,6 +179,9 @@ class FitDirectory:
     """What this fit trains, as its first attempt described it. Raises ``OSError`` if it cannot be read: what is written
     over it then would be half of it."""
 
+    goal = _File("goal.json", read_json, write_json)
+    """Where this fit ends, as its last attempt has it: ``step``, or ``null`` if its Trainer does not know."""
+
     outputs = _File("outputs.json", read_json, write_json)
     """Where Lightning's own outputs of this fit are; see :mod:`lightning_resilience.fit.outputs`."""
 
