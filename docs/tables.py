@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import lightning_resilience
 from lightning_resilience import faults, recipes
-from lightning_resilience.launch import cli, json_output
+from lightning_resilience.launch import cli, json_output, metrics, notices
 from lightning_resilience.recipes import RECIPES
 from lightning_resilience.run import events, exit_codes, goodput, what_if
 
@@ -196,6 +196,22 @@ def _settings() -> str:
     return _table(["setting", "value", "meaning"], rows)
 
 
+def _metrics() -> str:
+    rows = (
+        [f"`{each.prometheus_name}`", each.kind, f"`{each.label}`" if each.label else "", _markdown(each.help)]
+        for each in metrics.METRICS
+    )
+    return _table(["metric", "type", "label", "meaning"], rows)
+
+
+def _told() -> str:
+    return _table(["event", "told when"], ([f"`{name}`", _markdown(text)] for name, text in notices.EVENTS.items()))
+
+
+def _keys_of_told() -> str:
+    return _table(["key", "meaning"], ([f"`{key}`", _markdown(text)] for key, text in notices.KEYS.items()))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{f"options of {name}": _of_class(getattr(lightning_resilience, name)) for name in CALLBACKS},
     "options of SimulatedFault": _of_class(faults.SimulatedFault),
@@ -208,6 +224,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "categories of time": _categories,
     "settings of --what-if": _settings,
     **{f"keys of {name}": _keys_of(name) for name in json_output.KEYS},
+    "metrics": _metrics,
+    "events that are told": _told,
+    "keys of events that are told": _keys_of_told,
     "events of the ledger": _events,
     "fields of events": _event_fields,
 }

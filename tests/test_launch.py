@@ -201,7 +201,7 @@ def test_local_dir_reaches_the_workers(launcher: Launcher) -> None:
 
 def test_a_crash_is_restarted_inside_the_job(launcher: Launcher) -> None:
     launcher.script("if restart_count == 0: raise RuntimeError('boom')")
-    assert launcher.run() == 0, launcher.stderr()
+    assert launcher.run("--prometheus=run.prom", "--on-event=tee -a told", "script.py") == 0, launcher.stderr()
     assert [event["event"] for event in launcher.events("job_start", "start", "failure", "exit")] == [
         "job_start",
         "start",
@@ -212,6 +212,14 @@ def test_a_crash_is_restarted_inside_the_job(launcher: Launcher) -> None:
     traceback = launcher.stderr().split("Traceback")[1]
     assert "runpy" not in traceback
     assert "launch/worker.py" not in traceback
+
+    told = [json.loads(line) for line in (launcher.folder / "told").read_text().splitlines()]
+    assert [each["event"] for each in told] == ["run_began", "interruption", "restart", "run_ended"]
+    assert [each["attempt"] for each in told] == [0, 1, 2, 2]
+    assert told[1]["details"]["cause"] == "script"
+    shown = (launcher.folder / "run.prom").read_text()
+    for line in ('state{run_dir="R",state="finished"} 1.0', 'interruptions_total{cause="script",run_dir="R"} 1.0'):
+        assert f"lightning_resilience_{line}".replace("R", str(launcher.run_directory.path), 1) in shown, shown
 
 
 def test_what_always_crashes_ends_with_the_budget_and_the_reason(launcher: Launcher) -> None:
@@ -818,6 +826,11 @@ def test_whoever_reads_a_report_may_stop_at_any_line(launcher: Launcher) -> None
         ([], "required: SCRIPT"),
         (["--grace-perod=5", "script.py"], "there is no option --grace-perod; did you mean --grace-period?"),
         (["--frobnicate", "5", "script.py"], "there is no option --frobnicate\n"),
+        (["--on-event=no-such-program", "script.py"], "--on-event: there is no program no-such-program"),
+        (
+            ["--prometheus=run.txt", "script.py"],
+            "--prometheus: 'run.txt' is neither a file that ends in .prom",
+        ),
     ],
 )
 def test_bad_arguments(

@@ -26,6 +26,9 @@ from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, oth
 from lightning_resilience.launch.json_output import KEYS
 from lightning_resilience.launch.listing import is_run, list_runs, runs_below
 from lightning_resilience.launch.lookup import why_not_found
+from lightning_resilience.launch.monitor import MonitorSettings
+from lightning_resilience.launch.on_event import LIMIT_S, checked_command
+from lightning_resilience.launch.prometheus import checked_target
 from lightning_resilience.launch.report import report
 from lightning_resilience.launch.report_page import write_page
 from lightning_resilience.launch.schedulers import KINDS, current_scheduler
@@ -275,6 +278,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="directory of the local checkpoints, on storage of each node's own (default: node memory)",
     )
+    launch.add_argument(
+        "--prometheus",
+        metavar="FILE|HOST:PORT",
+        help="metrics of the run: a file that ends in .prom, for node_exporter, or an endpoint of the first node; "
+        ":PORT: on all its addresses",
+    )
+    launch.add_argument(
+        "--on-event",
+        metavar="CMD",
+        help="program with arguments that the first node runs at important events, such as interruptions and the end, "
+        f"with JSON on its standard input; it has {LIMIT_S:g} s",
+    )
     launch.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     launch.add_argument("command", nargs=argparse.PARSER, metavar="SCRIPT", help="training script and its arguments")
 
@@ -472,7 +487,19 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         is_default_run_dir=options.run_dir is None,
         continue_anyway=options.continue_anyway,
         retries_in_new_job=options.retries_in_new_job,
+        monitoring=_monitoring(options),
     )
+
+
+def _monitoring(options: argparse.Namespace) -> MonitorSettings:
+    parser: argparse.ArgumentParser = options.parser
+    option = "--prometheus"
+    try:
+        prometheus = None if options.prometheus is None else checked_target(options.prometheus)
+        option = "--on-event"
+        return MonitorSettings(prometheus, () if options.on_event is None else checked_command(options.on_event))
+    except ValueError as error:
+        parser.error(f"{option}: {error}")
 
 
 def _command(options: argparse.Namespace) -> list[str]:

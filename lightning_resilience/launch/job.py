@@ -21,6 +21,7 @@ from lightning_resilience._processes import process_age
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.launch import budget
 from lightning_resilience.launch.budget import Budget
+from lightning_resilience.launch.monitor import Monitor, MonitorSettings
 from lightning_resilience.launch.naming import last_launch
 from lightning_resilience.launch.nodes import AnotherLaunch, Board, FirstNodeMissing, Plan, is_this_host
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
@@ -94,6 +95,7 @@ class LaunchSettings:
         continue_anyway: Whether a run that has finished with other arguments is gone on with.
         retries_in_new_job: End as interrupted where the job is to be retried, or a node is to be avoided: whoever has
             started this launch gets a new job for it, on other nodes perhaps.
+        monitoring: Whom to show the run to.
     """
 
     command: list[str]
@@ -111,6 +113,7 @@ class LaunchSettings:
     is_default_run_dir: bool = False
     continue_anyway: bool = False
     retries_in_new_job: bool = False
+    monitoring: MonitorSettings = field(default_factory=MonitorSettings)
 
     @property
     def is_single_node(self) -> bool:
@@ -246,6 +249,13 @@ class Launch:
             )
             return self._end(Outcome("finished", "it had finished already"))
         self._describe()
+        settings, run, stop = self.settings, self._run_directory, self._stop
+        with Monitor(
+            settings.monitoring, run, self._identity, self.launch_id, settings.budget, lambda: stop, lambda: stop.now
+        ):
+            return self._start_until_over()
+
+    def _start_until_over(self) -> int:
         while True:
             decision = self._decide()
             if decision.action == "give_up":

@@ -134,7 +134,7 @@ def _content(run_directory: RunDirectory, history: History, goodput: Goodput, is
         "goodput": goodput.goodput if is_known else None,
         "ettr": goodput.ettr if is_known else None,
         "losses": _losses(goodput, active),
-        "interruptions": _interruptions(goodput.interruptions, interruptions(history.events)),
+        "interruptions": all_interruptions(goodput.interruptions, interruptions(history.events)),
         "repeated": [recurrence(*item) for item in repeated_failures(history.events).items()],
         "categories": _sorted(seconds),
         "timeline": [event.to_json() for event in history.events],
@@ -183,8 +183,13 @@ def _sorted(seconds: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(seconds.items(), key=itemgetter(1), reverse=True))
 
 
-def _interruptions(costs: Sequence[InterruptionCost], recorded: Sequence[Interruption]) -> list[dict[str, Any]]:
-    """Those of the account, with what the ledger says about their steps, and those of which it alone knows."""
+def all_interruptions(costs: Sequence[InterruptionCost], recorded: Sequence[Interruption]) -> list[dict[str, Any]]:
+    """Those of the account, with what the ledger says about their steps, and those of which it alone knows.
+
+    Args:
+        costs: Of the account.
+        recorded: Of the ledger.
+    """
     times = [cost.time for cost in costs]
     of: dict[int, Interruption] = {}
     found = []

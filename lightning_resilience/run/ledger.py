@@ -52,14 +52,15 @@ class Ledger:
     Args:
         path: The ledger's folder; it is created.
         rank: Written into every event; ``None`` for the launcher, which is no rank.
+        only_reads: Whether nothing is recorded through it: another thread may record meanwhile.
     """
 
-    def __init__(self, path: str | os.PathLike[str], rank: int | None = 0) -> None:
+    def __init__(self, path: str | os.PathLike[str], rank: int | None = 0, only_reads: bool = False) -> None:
         self.path = Path(path).absolute()
         self.rank = rank
         self._warned = False
         self._ahead_s = 0.0  # of this host's clock
-        self._reader = _Reader(self.path)
+        self._reader = _Reader(self.path, moves_order=not only_reads)
 
     def record(self, event: Event) -> None:
         """Appends one event, with the time, this rank and this node.
@@ -183,9 +184,10 @@ _POSITION = operator.itemgetter(0)
 class _Reader:
     """Reads the files of a ledger again and again, and each line once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, moves_order: bool = True) -> None:
         self.path = path
         self.insertions = 0
+        self._moves_order = moves_order
         self._files: dict[Path, _File] = {}
         self._found: list[tuple[_Position, Event]] = []
 
@@ -207,6 +209,7 @@ class _Reader:
             self.insertions += 1
         if new:
             self._found = sorted(self._found + new, key=_POSITION)  # next to nothing where it is in order already
+        if new and self._moves_order:
             name = os.fspath(self.path)
             _latest[name] = max(self._found[-1][0][0], _latest.get(name, -math.inf))
         return [event for _, event in self._found]
