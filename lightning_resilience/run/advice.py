@@ -7,6 +7,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from lightning_resilience._formatting import duration
@@ -90,34 +91,34 @@ def _interval(figures: RunFigures, _: Replayed) -> Iterator[Advice]:
     saves, mtbf_s = figures.saves, figures.recorded_mtbf_s
     if saves is None or mtbf_s is None:
         return
-    every_s = saves.every_s if saves.every_steps is None else saves.every_steps * figures.step_s
-    young_s = math.sqrt(2 * max(saves.blocked_s, 1e-3) * mtbf_s)
+    at_random = changed(figures, {"mtbf": f"{mtbf_s:f}"})
     least_s = max(saves.write_s, 2 * saves.blocked_s, figures.step_s, 1.0)
     longest_s = max(figures.trained_s, 2 * least_s)
-    grid = {least_s * (longest_s / least_s) ** (number / (_INTERVALS - 1)) for number in range(_INTERVALS)}
-    at_random = changed(figures, {"mtbf": f"{mtbf_s}"})
-    tried: dict[float, Replayed] = {}
-    for each_s in sorted({*grid, max(young_s, least_s)}):
-        try:
-            tried[each_s] = replay(_saving_every(at_random, each_s), _DRAWS)
-        except NeverEnds:
-            continue
-    if not tried:
-        return
-    best_s = _round(min(tried, key=lambda each_s: tried[each_s].total_s))
+    young_s = math.sqrt(2 * max(saves.blocked_s, 1e-3) * mtbf_s)
+    grid = [least_s * (longest_s / least_s) ** (number / (_INTERVALS - 1)) for number in range(_INTERVALS)]
+    by_formula = _round(max(young_s, least_s))
     try:
-        before, after = replay(at_random, _DRAWS), replay(_saving_every(at_random, best_s), _DRAWS)
+        before = replay(at_random, _DRAWS)
+        tried = {by_formula: replay(_saving_every(at_random, by_formula), _DRAWS)}
     except NeverEnds:
         return
+    for each_s in map(_round, grid):
+        with suppress(NeverEnds):
+            tried[each_s] = replay(_saving_every(at_random, each_s), _DRAWS)
+    best_s = min(tried, key=lambda each_s: tried[each_s].total_s)
+    if tried[by_formula].total_s - tried[best_s].total_s < LEAST_SHARE * before.total_s:
+        best_s = by_formula
+    every_s = saves.every_s if saves.every_steps is None else saves.every_steps * figures.step_s
     text = (
-        f"save every {duration(best_s)}, not every {duration(every_s)}: a save costs {duration(saves.blocked_s)}, "
-        f"and the run is interrupted every {duration(mtbf_s)} (Young's formula: {duration(young_s)})"
+        f"save every {duration(best_s)}, not every {duration(every_s)}: a save costs "
+        f"{duration(saves.blocked_s)}, and the run is interrupted every {duration(mtbf_s)} "
+        f"(Young's formula: {duration(young_s)})"
     )
-    yield _gain(text, before, after, f"save_every={best_s:g}")
+    yield _gain(text, before, tried[best_s], f"save_every={best_s:.12g}")
 
 
 def _saving_every(figures: RunFigures, every_s: float) -> RunFigures:
-    return changed(figures, {"save_every": f"{every_s}"})
+    return changed(figures, {"save_every": f"{every_s:.12g}"})
 
 
 def _round(seconds: float) -> float:
@@ -165,18 +166,19 @@ def _spares(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
 
 
 def _hangs(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
-    """A hang was found late, for what a healthy step takes."""
-    limits = [each.limit_s for each in figures.interruptions if each.cause == "hang" and each.limit_s]
-    healthy_s = figures.step_s + max(
-        (each.blocked_s for each in (figures.saves, figures.local_saves) if each), default=0.0
-    )
-    limit_s = max(_LEAST_HANG_LIMIT_S, math.ceil(_HANG_FACTOR * healthy_s))
+    """A hang was found late, for what the slowest healthy step takes: the first of a process."""
+    limits = [each.limit_s for each in figures.interruptions if each.limit_s]
+    firsts_s = [each.seconds.get("first_step", 0.0) for each in figures.strikes]
+    slowest_s = max(figures.step_s, figures.once.get("first_step", 0.0), *firsts_s, 0.0)
+    limit_s = max(_LEAST_HANG_LIMIT_S, math.ceil(_HANG_FACTOR * slowest_s))
     if limits and limit_s < min(limits):
         text = (
-            f"find hangs sooner: a healthy step takes {duration(figures.step_s)}, and the limit was "
+            f"find hangs sooner: no healthy step took more than {duration(slowest_s)}, and the limit was "
             f"{duration(min(limits))} (calculated timeouts, or --section-timeouts step:{limit_s:g})"
         )
-        yield _gain(text, recorded, replay(changed(figures, {"hang_limit": f"{limit_s:g}"})), f"hang_limit={limit_s:g}")
+        yield _gain(
+            text, recorded, replay(changed(figures, {"hang_limit": f"{limit_s:.12g}"})), f"hang_limit={limit_s:.12g}"
+        )
 
 
 def _starts(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:

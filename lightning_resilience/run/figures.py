@@ -29,7 +29,7 @@ REGULAR = ("interval", "every_n_train_steps", "follows ModelCheckpoint", "again"
 
 _NEVER = math.inf
 _ORDERLY = ("preemption", "straggler")
-_ASKED_FOR = (Finished, Fresh, RestoredInPlace, Resumed, Rollback, Saved, TimeSpent)
+_ASKED_FOR = (Finished, Fresh, RestoredInPlace, Resumed, Rollback, TimeSpent)
 _BETWEEN_STEPS = ("data_loading", "callbacks", "validation")
 _TRAINED = (*TRAINING, "wasted_progress")
 
@@ -71,7 +71,11 @@ def figures_of(events: Sequence[Event], found: Goodput) -> RunFigures | None:
 
 def _tells_something(event: Event) -> bool:
     """Of many ranks that fail together each records it, and of all that only a hang's timeout is asked for."""
-    return event.kind == "hang" if isinstance(event, Fault) else isinstance(event, _ASKED_FOR)
+    if isinstance(event, Fault):
+        return event.kind == "hang" and event.section in (None, "step") and math.isfinite(event.limit or 0.0)
+    if isinstance(event, Saved):
+        return event.step is not None and math.isfinite((event.seconds or 0.0) + (event.stall_s or 0.0))
+    return isinstance(event, _ASKED_FOR)
 
 
 def _reached(events: Iterable[Event]) -> dict[int, int]:
@@ -151,7 +155,7 @@ def _strikes(events: Sequence[Event], account: Goodput, ends_s: Mapping[float, f
                 is_orderly=saved is not None,
                 lost_steps=max(reached - step, 0),
                 keeps_local=all((each.step or 0) <= step for each in _saved(own, "local")),
-                limit_s=next((each.limit for each in own if isinstance(each, Fault) and each.kind == "hang"), None),
+                limit_s=next((each.limit for each in own if isinstance(each, Fault)), None),
                 seconds=seconds,
             )
         )
@@ -180,7 +184,7 @@ def _rollbacks(events: Iterable[Event], life: Life, ranks: int) -> list[Strike]:
 def _saved(events: Iterable[Event], tier: str) -> Iterator[Saved]:
     """The saves of a tier."""
     for event in events:
-        if isinstance(event, Saved) and (event.tier or "global") == tier and event.step is not None:
+        if isinstance(event, Saved) and (event.tier or "global") == tier:
             yield event
 
 
@@ -226,9 +230,9 @@ def _saves(events: Sequence[Event], tier: str) -> Saves | None:
             elif before is not None:
                 first.append(_start(event) - before.time)
             before = event
-    if not saves:
+    if not intervals and not first:
         return None
-    every_s = statistics.median([each for each, _ in intervals] or first or [_NEVER])
+    every_s = statistics.median([each for each, _ in intervals] or first)
     by_steps = {event.reason for event in saves} == {"every_n_train_steps"}
     apart = [steps for _, steps in intervals if steps > 0]
     return Saves(

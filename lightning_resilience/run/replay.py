@@ -56,7 +56,7 @@ class Strike:
         is_orderly: Whether the state was saved because of it.
         keeps_local: Whether local saves outlive it.
         lost_steps: How many steps were done again because of it; ``None``: to be found out, by when saves are.
-        limit_s: The timeout that found a hang; ``None``: not known, or no hang.
+        limit_s: The timeout of a step that found a hang; ``None``: not known, or no hang of a step.
         seconds: What it has cost by category, without the steps done again.
     """
 

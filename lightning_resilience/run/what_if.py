@@ -156,14 +156,14 @@ def _restart(figures: RunFigures, amount: Amount) -> RunFigures:
 
 
 def _hang_limit(figures: RunFigures, amount: Amount) -> RunFigures:
-    if all(each.cause != "hang" for each in figures.interruptions):
-        raise ValueError("hang_limit: the run had no hang")
+    if all(each.limit_s is None for each in figures.interruptions):
+        raise ValueError("hang_limit: in no step the run has hung")
 
     def change(strike: Strike) -> Mapping[str, float]:
-        if strike.cause != "hang":
+        if strike.limit_s is None:
             return strike.seconds
-        beyond_s = max(strike.seconds.get("detection", 0.0) - (strike.limit_s or 0.0), 0.0)
-        return {**strike.seconds, "detection": amount.number + (0.0 if strike.limit_s is None else beyond_s)}
+        beyond_s = max(strike.seconds.get("detection", 0.0) - strike.limit_s, 0.0)
+        return {**strike.seconds, "detection": amount.number + beyond_s}
 
     return _of_interruptions(figures, change)
 
@@ -244,7 +244,7 @@ SETTINGS = {
     "mtbf": Setting("mean time of training between two interruptions, which then come at random", ("s",), _mtbf),
     "ranks": Setting("that many ranks: interruptions are more frequent in proportion", ("number",), _ranks),
     "restart": Setting("what a restart takes, from the launch to the first step", ("s", "x"), _restart),
-    "hang_limit": Setting("timeout after which a hang is found", ("s",), _hang_limit),
+    "hang_limit": Setting("timeout after which a hang of a step is found", ("s",), _hang_limit),
     "spares": Setting("no restart waits in a queue", ("on",), _spares),
 }
 """By their names."""
