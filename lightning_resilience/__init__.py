@@ -91,6 +91,7 @@ def _log_to_stderr() -> None:
 
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(_output.Formatter())
+        handler.setLevel(logging.WARNING if _output.is_quiet() else logging.NOTSET)
         logger.addHandler(handler)
         logger.propagate = False
 

@@ -86,15 +86,30 @@ def installed_version() -> tuple[int, ...] | None:
 
 
 _LOG_VARIABLE = "LIGHTNING_RESILIENCE_ELASTIC_LOG"
+_LOG_BYTES = 8 << 20
+_LAST_LINES = 12
 
 
-def elastic_log(directory: Path) -> Path:
+def elastic_log(run_dir: Path) -> Path:
     """Where the elastic launcher of this node says what it has to say.
 
     Args:
-        directory: Where it keeps its files.
+        run_dir: The run directory.
     """
-    return directory / f"{platform.node()}.log"
+    return run_dir / "logs" / f"launcher-{platform.node()}.log"
+
+
+def last_words(log: Path, begin: int) -> list[str]:
+    """The last lines that the elastic launcher has said, for one that has not even started the workers.
+
+    Args:
+        log: See :func:`elastic_log`.
+        begin: How many bytes of it are older.
+    """
+    with suppress(OSError), open(log, "rb") as file:
+        file.seek(begin)
+        return file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
+    return []
 
 
 _OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -106,7 +121,7 @@ def elastic_launcher(
     max_restarts: int,
     term_timeout_s: float,
     section_timeouts: Mapping[Section, float],
-    directory: Path,
+    run_dir: Path,
     version: tuple[int, ...] | None,
 ) -> tuple[list[str], dict[str, str]]:
     """The start of the elastic launcher's command line, and what it needs in its environment.
@@ -118,13 +133,15 @@ def elastic_launcher(
         term_timeout_s: How long the workers may take to end after it was told to stop.
         section_timeouts: Seconds by section, as ranks note them in their progress; infinite: no limit. They hold for
             ranks that report their sections, and for no others.
-        directory: Where it keeps its files.
+        run_dir: The run directory.
         version: NVRx's, see :func:`installed_version`.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    directory, log = run_dir / "elastic", elastic_log(run_dir)
+    for folder in (directory, log.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "lightning_resilience._nvrx"]
     common = [f"--max-restarts={max_restarts}", f"--log-dir={directory}"]
-    log_to = {_LOG_VARIABLE: str(elastic_log(directory))}
+    log_to = {_LOG_VARIABLE: str(log)}
     if version is None:
         # An environment variable: unlike a flag, an older torch that does not know it does not mind.
         timeout = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{term_timeout_s:.0f}"}
@@ -478,6 +495,9 @@ def main() -> None:
     * It ends when it has done its work. To have Python take torch apart takes as long as to import it.
     """
     if (path := os.environ.pop(_LOG_VARIABLE, None)) is not None:
+        with suppress(OSError):
+            if os.path.getsize(path) > _LOG_BYTES:
+                os.replace(path, f"{path}.1")
         with suppress(OSError):  # a full disk: then it is heard with the workers
             # Not the descriptors, which are the workers' too.
             sys.stdout = sys.stderr = open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")

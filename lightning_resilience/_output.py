@@ -1,9 +1,9 @@
 """Output that outlives who reads it: a terminal that is closed, a pipe without a reader, a disk that is full.
 
 A write to one of these raises wherever somebody happens to print: in a progress bar, and the training ends for it. Here
-no write raises. What cannot be shown is kept in a file of the run directory (:class:`KeptOutput`). The launcher reads
-what its workers write and passes it on (:class:`Relay`), so that no terminal is theirs to lose; a process that nobody
-has launched guards its own streams while it trains (:func:`guard_streams`).
+no write raises (:func:`guard_streams`). What cannot be shown is kept in a file of the run directory
+(:class:`KeptOutput`). What workers of the launcher write is shown by a process of its own
+(:mod:`~lightning_resilience.launch.relay`), so that no terminal is theirs to lose.
 
 Imports neither torch nor Lightning.
 """
@@ -11,19 +11,13 @@ Imports neither torch nor Lightning.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import re
-import select
-import signal
-import stat
-import subprocess
 import sys
-import termios
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -31,6 +25,9 @@ from typing import Any, NamedTuple, TextIO
 from lightning_resilience._formatting import timestamp
 
 NAME = "[lightning-resilience]"
+
+QUIET_VARIABLE = "LIGHTNING_RESILIENCE_QUIET"
+"""Environment variable by which ``launch --quiet`` tells the workers to log warnings and errors only."""
 
 _OURS = re.compile(rb"\[lightning-resilience[ \]]")
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # no reader comes back to these; a full disk may have room again
@@ -55,36 +52,53 @@ class KeptOutput:
     def write(self, data: bytes) -> None:
         """Keeps ``data``; what no disk takes is lost."""
         with self._lock:
-            *lines, rest = (self._rest + data).split(b"\n")
-            drawn, _, newest = rest.rstrip(b"\r").rpartition(b"\r")
-            self._rest = newest[-_LONGEST_LINE:] if drawn else rest[-_LONGEST_LINE:]
+            lines, self._rest = whole_lines(self._rest + data)
             self._append(lines)
 
     def close(self) -> None:
         """Keeps the last line, too, which nothing has ended."""
         with self._lock:
-            rest, self._rest = self._rest, b""
+            rest, self._rest = self._rest.rstrip(b"\r"), b""
             if rest.strip():
                 self._append([rest])
 
     def _append(self, lines: list[bytes]) -> None:
-        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
-        if shown:
+        if lines:
             with suppress(OSError), open(self.path, "ab") as file:
-                file.write(b"\n".join(shown) + b"\n")
+                file.write(b"\n".join(lines) + b"\n")
 
 
-class _Line:
-    """Whether the line that is being written is a progress bar: one that is drawn again from its beginning."""
+def whole_lines(data: bytes) -> tuple[list[bytes], bytes]:
+    """The lines in ``data``, and the one that has not ended: of a line that was drawn again and again its last state.
+
+    Args:
+        data: From the beginning of a line on.
+    """
+    *lines, rest = data.split(b"\n")
+    states = rest.rstrip(b"\r")
+    goes_back = b"\r" if states != rest else b""  # what comes next is drawn over it
+    rest = states.rpartition(b"\r")[2][-_LONGEST_LINE:] + goes_back
+    return [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines], rest
+
+
+class Line:
+    """The line that is being written.
+
+    Attributes:
+        is_open: Whether anything stands in it.
+        is_bar: Whether it is a progress bar: one that is drawn again from its beginning.
+    """
 
     def __init__(self) -> None:
-        self.is_bar = False
+        self.is_open = self.is_bar = False
 
     def see(self, data: bytes) -> None:
+        """Notes what is written as it is."""
         _, newline, last = data.rpartition(b"\n")
         if newline:
-            self.is_bar = False
+            self.is_open = self.is_bar = False
         if last.strip(b"\r"):
+            self.is_open = True
             self.is_bar = self.is_bar or b"\r" in last
 
     def apart(self, data: bytes) -> bytes:
@@ -96,7 +110,7 @@ class _Line:
             pieces.append(data[begin : found.start()])
             if self.is_bar:
                 pieces.append(b"\n")
-                self.is_bar = False
+                self.is_open = self.is_bar = False
             begin = found.start()
         self.see(data[begin:])
         return b"".join([*pieces, data[begin:]])
@@ -143,13 +157,26 @@ class Formatter(logging.Formatter):
         return signed(super().format(record), record.created, level)
 
 
+_other_way: Callable[[str], bool] | None = None
+
+
+def send_lines(way: Callable[[str], bool] | None) -> None:
+    """Has :func:`write_line` hand over what it writes.
+
+    Args:
+        way: Takes a line, and returns whether it has; ``None``: to stderr again.
+    """
+    global _other_way
+    _other_way = way
+
+
 def write_line(text: str) -> None:
     """Writes a line to stderr; never raises.
 
     Args:
         text: Without its end.
     """
-    if _relay is not None and _relay.show_line(text):
+    if _other_way is not None and _other_way(text):
         return
     stream = sys.stderr
     if stream is None:
@@ -160,13 +187,20 @@ def write_line(text: str) -> None:
         _forget(stream)
 
 
-def log_line(line: str) -> None:
+def is_quiet() -> bool:
+    """Whether ``launch --quiet`` has started this process, or is it."""
+    return bool(os.environ.get(QUIET_VARIABLE))
+
+
+def log_line(line: str, is_detail: bool = False) -> None:
     """One readable line of ours; never raises: nobody may be there to read it.
 
     Args:
         line: Without our name.
+        is_detail: Whether ``--quiet`` leaves it out.
     """
-    write_line(signed(line))
+    if not (is_detail and is_quiet()):
+        write_line(signed(line))
 
 
 def flush() -> None:
@@ -207,179 +241,12 @@ def _forget(stream: TextIO | _Unguarded, for_good: bool = False) -> None:
             os.close(nowhere)
 
 
-# -- the launcher ------------------------------------------------------------------------------------------------------
-
-
-class _Channel:
-    """What processes write, on its way to an output of this one.
+def file_of(fd: int) -> tuple[int, int] | None:
+    """What is open under a number, if anything.
 
     Args:
-        reader: Where it comes from.
-        target: Where it is shown.
-        kept: Takes what cannot be shown.
+        fd: The number.
     """
-
-    def __init__(self, reader: int, target: int, kept: KeptOutput) -> None:
-        self._reader = reader
-        self._target = _without_blocking(target)
-        self._kept = kept
-        self._line = _Line()
-        self._is_held = False
-        self._is_terminal = os.isatty(target)
-
-    def pass_on(self) -> bool:
-        """Passes on what comes next; whether anything can come after it."""
-        try:
-            data = os.read(self._reader, 65536)
-        except OSError:  # of a terminal: nobody has it open any more
-            data = b""
-        if self._is_terminal:
-            _copy_size(self._target, self._reader)
-        if data:
-            self._show(self._line.apart(data))
-        elif self._line.is_bar:  # whatever is written next does not stand behind a progress bar
-            self._show(b"\n")
-        return bool(data)
-
-    def _show(self, data: bytes) -> None:
-        for begin in range(0, len(data), _CHUNK):
-            piece = data[begin : begin + _CHUNK]
-            try:
-                while piece and self._has_room():
-                    piece = piece[os.write(self._target, piece) :]
-            except OSError:
-                pass
-            if piece:
-                self._kept.write(piece)
-
-    def _has_room(self) -> bool:
-        """Waits for a while, and not again before there is some: training does not wait for a terminal."""
-        poll = select.poll()
-        poll.register(self._target, select.POLLOUT)
-        self._is_held = not poll.poll(0 if self._is_held else _TAKES_WITHIN_S * 1000)
-        return not self._is_held
-
-
-def _without_blocking(target: int) -> int:
-    """A descriptor of one's own, whose writes never wait; the shell's is left as it is."""
-    with suppress(OSError):
-        if not stat.S_ISREG(os.fstat(target).st_mode):
-            return os.open(f"/proc/self/fd/{target}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    return target
-
-
-def _copy_size(of: int, to: int) -> None:
-    with suppress(OSError):
-        size = fcntl.ioctl(of, termios.TIOCGWINSZ, bytes(8))
-        if size != fcntl.ioctl(to, termios.TIOCGWINSZ, bytes(8)):
-            fcntl.ioctl(to, termios.TIOCSWINSZ, size)
-
-
-def _pair(target: int) -> tuple[int, int]:
-    """Two ends: what is written to the second is read from the first. A terminal where the target is one."""
-    if not os.isatty(target):
-        return os.pipe()
-    reader, writer = os.openpty()  # a progress bar asks for its width, and Python writes every line at once
-    modes = termios.tcgetattr(writer)
-    modes[1] &= ~termios.OPOST  # the terminal does that
-    termios.tcsetattr(writer, termios.TCSANOW, modes)
-    _copy_size(target, reader)
-    return reader, writer
-
-
-_relay: Relay | None = None
-
-
-class Relay:
-    """Has a process of its own read what child processes write, and show it where this process writes.
-
-    Where this process writes to a terminal, the children do so too, to one of their own that no window takes away. The
-    process that reads is in a session of its own: neither Ctrl-C nor Ctrl-Z reaches it, and it outlives this one.
-
-    Args:
-        path: A file for what cannot be shown.
-        without: Variables that its environment has not.
-
-    Attributes:
-        stdout: For ``subprocess.Popen``.
-        stderr: The same.
-    """
-
-    def __init__(self, path: Path, without: Collection[str] = ()) -> None:
-        pairs: dict[tuple[int, int], tuple[int, int, int]] = {}  # one stream is one pair, or lines would be mixed up
-        for fd in (1, 2):
-            if (file := _file_of(fd)) is not None and file not in pairs:
-                pairs[file] = (*_pair(fd), fd)
-        self.stdout, self.stderr = (None if (file := _file_of(fd)) is None else pairs[file][1] for fd in (1, 2))
-        self._writers = [writer for _, writer, _ in pairs.values()]
-        readers = [reader for reader, _, _ in pairs.values()]
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-c", "from lightning_resilience import _output; _output.main()"),
-                *(os.fspath(path), *(f"{reader}:{target}" for reader, _, target in pairs.values())),
-            ],
-            stdin=subprocess.DEVNULL,
-            pass_fds=readers,
-            start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name not in without},
-        )
-        for reader in readers:
-            os.close(reader)
-
-    def __enter__(self) -> Relay:
-        """From here on :func:`write_line` goes the same way."""
-        global _relay
-        _relay = self
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """The children have ended: what they have still written is shown."""
-        global _relay
-        _relay = None
-        for writer in self._writers:
-            os.close(writer)
-        try:
-            self._process.wait(_ENDS_WITHIN_S)
-        except subprocess.TimeoutExpired:  # somebody whom nobody knows holds the other end
-            self._process.kill()
-            self._process.wait()
-
-    def show_line(self, line: str) -> bool:
-        """A line of this process's own; whether it is on its way."""
-        if self.stderr is None:
-            return False
-        poll = select.poll()
-        poll.register(self.stderr, select.POLLOUT)
-        try:
-            if poll.poll(_TAKES_WITHIN_S * 1000):
-                os.write(self.stderr, f"{line}\n".encode(errors="backslashreplace"))
-                return True
-        except OSError:
-            pass
-        return False
-
-
-def main() -> None:
-    """The program of the process that reads: a file for what cannot be shown, and ``READER:TARGET`` of each stream."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(signum, signal.SIG_IGN)  # a scheduler signals everybody, but this process ends after all others
-    kept = KeptOutput(Path(sys.argv[1]))
-    poll = select.poll()
-    channels = {}
-    for argument in sys.argv[2:]:
-        reader, target = map(int, argument.split(":"))
-        channels[reader] = _Channel(reader, target, kept)
-        poll.register(reader, select.POLLIN)
-    while channels:
-        for fd, _ in poll.poll():
-            if not channels[fd].pass_on():
-                poll.unregister(fd)
-                del channels[fd]
-    kept.close()
-
-
-def _file_of(fd: int) -> tuple[int, int] | None:
-    """What is open under a number, if anything."""
     with suppress(OSError):
         status = os.fstat(fd)
         return status.st_dev, status.st_ino
@@ -392,7 +259,7 @@ def _file_of(fd: int) -> tuple[int, int] | None:
 class _GuardedStream:
     """stdout or stderr, whose ``write`` and ``flush`` do not raise. In place: loggers and progress bars hold it."""
 
-    def __init__(self, stream: Any, line: _Line, kept: KeptOutput, others_draw: bool) -> None:
+    def __init__(self, stream: Any, line: Line, kept: KeptOutput, others_draw: bool) -> None:
         self._stream = stream
         self._line = line
         self._kept = kept
@@ -450,11 +317,11 @@ def guard_streams(path: Path, others_draw: bool = False) -> Callable[[], None]:
         What ends it.
     """
     kept = KeptOutput(path)
-    lines: dict[Any, _Line] = {}
+    lines: dict[Any, Line] = {}
     guarded: list[_GuardedStream] = []
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # none, or no file: a notebook's, say
-            line = lines.setdefault(_file_of(stream.fileno()), _Line())
+            line = lines.setdefault(file_of(stream.fileno()), Line())
             guarded.append(_GuardedStream(stream, line, kept, others_draw))
 
     def release() -> None:

@@ -45,7 +45,7 @@ def test_the_installed_version_is_a_tuple_or_none(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("version", [(0, 4, 1), (0, 5, 0), (0, 7, 0)])
 def test_the_command_for_every_version(tmp_path: Path, version: tuple[int, ...]) -> None:
-    command, _ = _nvrx.elastic_launcher(3, 605.0, TIMEOUTS.by_section(), tmp_path / "elastic", version)
+    command, _ = _nvrx.elastic_launcher(3, 605.0, TIMEOUTS.by_section(), tmp_path, version)
     given = arguments(command)
     assert given["--max-restarts"] == "3"
     assert given["--term-timeout"] == "605"
@@ -545,7 +545,7 @@ WORKER = """
 def run_launcher(tmp_path: Path, worker: str, workers: int) -> tuple[int, str]:
     (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER) + textwrap.dedent(worker))
     timeouts = SectionTimeouts.parse("step:2,out_of_section:2").by_section()
-    command, environment = _nvrx.elastic_launcher(2, 10.0, timeouts, tmp_path / "elastic", _nvrx.installed_version())
+    command, environment = _nvrx.elastic_launcher(2, 10.0, timeouts, tmp_path, _nvrx.installed_version())
     command += [f"--nproc-per-node={workers}", "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     environment |= {"TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     launcher = subprocess.run(
@@ -556,7 +556,7 @@ def run_launcher(tmp_path: Path, worker: str, workers: int) -> tuple[int, str]:
         timeout=PATIENCE_S,
         text=True,
     )
-    return launcher.returncode, launcher.stderr + _nvrx.elastic_log(tmp_path / "elastic").read_text()
+    return launcher.returncode, launcher.stderr + _nvrx.elastic_log(tmp_path).read_text()
 
 
 def started(tmp_path: Path) -> set[str]:

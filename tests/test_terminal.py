@@ -24,6 +24,7 @@ import pytest
 from lightning_resilience._output import KeptOutput
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE
+from lightning_resilience.launch.rank_logs import folder_of, log_of
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, RunDirectory
 from tests.ledgers import read_ledger
 from tests.terminals import PATIENCE_S, Terminal, those_left, until
@@ -79,6 +80,10 @@ class Case:
     @property
     def code(self) -> int:
         return int((self.folder / "code").read_text())
+
+    @property
+    def log(self) -> str:
+        return log_of(folder_of(self.run_directory.path, 1), 0).read_text()
 
     @property
     def not_shown(self) -> str:
@@ -164,7 +169,7 @@ def test_a_launch_outlives_its_terminal(case: Case, how: str) -> None:
         assert not case.not_shown
     else:
         # Of a bar, only what it came to is kept.
-        assert re.search(r"^step \d+$", case.not_shown, re.MULTILINE), case.not_shown
+        assert re.search(r"^step \d+$", case.log, re.MULTILINE), case.log
 
 
 WRITES = """
@@ -208,7 +213,7 @@ def test_output_that_is_held_holds_up_no_worker(case: Case, by: str) -> None:
     if by == "Ctrl-S":
         terminal.type(b"\x11")
     assert terminal.wait() == 0
-    assert "much\n" * 1000 in case.not_shown
+    assert "much\n" * 1000 in case.log
 
 
 GUARDED = """
@@ -287,10 +292,10 @@ def test_what_is_ignored_for_a_terminal_stays_ignored() -> None:
 
 def test_of_a_line_that_is_drawn_again_the_last_state_is_kept(tmp_path: Path) -> None:
     kept = KeptOutput(tmp_path / "kept")
-    for piece in (b"one\r\n", b"\r10%", b"\r", b"20%", b"\r30%\ntwo\n\r40", b"%"):
+    for piece in (b"one\r\n", b"\r10%", b"\r", b"20%", b"\r30%\ntwo\n\r40", b"%", b"\r50%\r", b"60%"):
         kept.write(piece)
     kept.close()
-    assert (tmp_path / "kept").read_text() == "one\n30%\ntwo\n40%\n"
+    assert (tmp_path / "kept").read_text() == "one\n30%\ntwo\n60%\n"
 
 
 TRAINS = """

@@ -18,13 +18,14 @@ from typing import Any, NoReturn
 
 from lightning_resilience import __version__
 from lightning_resilience._files import make_directory
-from lightning_resilience._output import introduce, log_line
+from lightning_resilience._output import QUIET_VARIABLE, introduce, log_line
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.launch import naming
 from lightning_resilience.launch.cleaning import clean
 from lightning_resilience.launch.job import Launch, LaunchSettings, Refused, other_command
 from lightning_resilience.launch.json_output import KEYS
 from lightning_resilience.launch.listing import is_run, list_runs, runs_below
+from lightning_resilience.launch.logs import NoLog, show_logs
 from lightning_resilience.launch.lookup import why_not_found
 from lightning_resilience.launch.monitor import MonitorSettings
 from lightning_resilience.launch.on_event import LIMIT_S, checked_command
@@ -67,6 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader is gone (head, less); launch itself never raises this
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except NoLog as error:
+        options.parser.error(str(error))
     except (Refused, OSError) as error:
         log_line(f"Refused: {error}.")
         sys.exit(1)
@@ -120,6 +123,8 @@ def _run(options: argparse.Namespace) -> None:
             print(text)
         elif options.action == "diagnose":
             print(diagnoses(options.run_dir, options.number, options.json))
+        elif options.action == "logs":
+            show_logs(options.run_dir, options.rank, options.attempt, options.follow)
         elif options.once:
             print(ranks_now(options.run_dir, options.json))
         else:
@@ -128,6 +133,8 @@ def _run(options: argparse.Namespace) -> None:
     settings = _settings(options)
     if "--help" in options.args or options.args == ["-h"]:  # a question to the script, and no run
         os.execv(sys.executable, [sys.executable, *settings.command])
+    if options.quiet:
+        os.environ[QUIET_VARIABLE] = "1"
     if options.fresh:
         settings = replace(settings, run_dir=_begin_afresh(options))
     if not settings.is_single_node:
@@ -214,9 +221,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     nemo = JOBS["nemo"]
-    names = (
-        f"{{{','.join(['launch', *_SCHEDULERS, 'status', 'list', 'report', 'diagnose', 'watch', 'inspect', 'clean'])}}}"
-    )
+    views = ["status", "list", "report", "logs", "diagnose", "watch", "inspect", "clean"]
+    names = f"{{{','.join(['launch', *_SCHEDULERS, *views])}}}"
     actions = parser.add_subparsers(dest="action", required=True, metavar=names)
 
     launch = argparse.ArgumentParser(add_help=False)  # what launch and the batch scripts have in common
@@ -289,6 +295,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CMD",
         help="program with arguments that the first node runs at important events, such as interruptions and the end, "
         f"with JSON on its standard input; it has {LIMIT_S:g} s",
+    )
+    launch.add_argument(
+        "--quiet",
+        action="store_true",
+        help="of this package's own lines, show only interruptions, warnings, errors and the end",
     )
     launch.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     launch.add_argument("command", nargs=argparse.PARSER, metavar="SCRIPT", help="training script and its arguments")
@@ -364,6 +375,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SETTINGS",
         help=f"show what the run would have taken, as in 'save_every=5min local=off mtbf=2h'. {settings}",
     )
+
+    logged = actions.add_parser(
+        "logs",
+        help="show what a rank has written, also while it runs",
+        description="Prints the log of a rank: what it has written to stdout and stderr.",
+    )
+    logged.add_argument("run_dir", metavar="RUN_DIR")
+    logged.add_argument(
+        "-f", "--follow", action="store_true", help="go on with what comes, over restarts, until the run ends"
+    )
+    logged.add_argument("--rank", type=_count, metavar="R", help="rank (default: 0)")
+    logged.add_argument("--attempt", type=_at_least_one, metavar="K", help="start of the workers (default: the newest)")
 
     diagnosed = actions.add_parser(
         "diagnose",
@@ -514,7 +537,7 @@ def _directory(options: argparse.Namespace) -> Path:
 
 def _begin_afresh(options: argparse.Namespace) -> Path:
     path = naming.begin_afresh(_directory(options))
-    log_line(f"A new run begins in {path}. The same command without --fresh goes on with it.")
+    log_line(f"A new run begins in {path}. The same command without --fresh goes on with it.", is_detail=True)
     return path
 
 

@@ -16,7 +16,7 @@ from types import FrameType
 
 from lightning_resilience import _nvrx, signals
 from lightning_resilience._files import Patience
-from lightning_resilience._output import Relay, log_line
+from lightning_resilience._output import log_line, write_line
 from lightning_resilience._processes import process_age
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.launch import budget
@@ -25,7 +25,10 @@ from lightning_resilience.launch.monitor import Monitor, MonitorSettings
 from lightning_resilience.launch.naming import last_launch
 from lightning_resilience.launch.nodes import AnotherLaunch, Board, FirstNodeMissing, Plan, is_this_host
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
+from lightning_resilience.launch.rank_logs import LOGS
+from lightning_resilience.launch.rank_output import OUTPUT_VARIABLE
 from lightning_resilience.launch.record import InUse, LaunchRecord, Spares, TakenOver, records
+from lightning_resilience.launch.relay import Relay
 from lightning_resilience.launch.schedulers import current_scheduler
 from lightning_resilience.launch.temporary import launch_folder
 from lightning_resilience.launch.worker import (
@@ -71,7 +74,6 @@ from lightning_resilience.run.settings import (
 from lightning_resilience.run.wandb_runs import RUN_ID_VARIABLE, wandb_run_id
 
 _POLL_S = 0.1
-_ELASTIC = "elastic"  # the folder of the elastic launcher's own files in a run directory
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def elastic_command(settings: LaunchSettings, run_id: str, max_restarts: int) ->
         max_restarts,
         settings.grace_period_s + deadlines.TERM_MARGIN_S,
         settings.section_timeouts.by_section(),
-        settings.run_dir / _ELASTIC,
+        settings.run_dir,
         _nvrx.installed_version(),
     )
     command += [f"--nnodes={settings.nnodes}", f"--nproc-per-node={settings.nproc_per_node}", "--rdzv-backend=c10d"]
@@ -432,17 +434,22 @@ class Launch:
         )
         safe = "no checkpoint yet" if step is None else f"step {step} is safe"
         state = f"continuing, {safe}" if events else "new run"
-        log_line(f"Run directory {self._run_directory.path} ({state}). The same command again resumes it.")
-        log = _nvrx.elastic_log(self._run_directory.path / _ELASTIC)
-        log_line(f"Log of the elastic launcher: {log}.")
+        log_line(
+            f"Run directory {self._run_directory.path} ({state}). The same command again resumes it.", is_detail=True
+        )
+        log_line(f"Logs: {self._run_directory.path / LOGS} (lightning-resilience logs shows them).", is_detail=True)
         if found or edited:
             edits = f"edited: {', '.join(edited)}" if edited else ""
-            log_line(f"Changed since the last start: {'; '.join(filter(None, (describe_changes(found), edits)))}.")
+            log_line(
+                f"Changed since the last start: {'; '.join(filter(None, (describe_changes(found), edits)))}.",
+                is_detail=True,
+            )
         with suppress(OSError):  # helps to find a run among many
             (self._run_directory.path / "command.txt").write_text(shlex.join(self.settings.command) + "\n")
         if _nvrx.installed_version() is None:
             log_line(
-                "nvidia-resiliency-ext is not installed: torchrun starts the workers, without NVRx's rank monitors."
+                "nvidia-resiliency-ext is not installed: torchrun starts the workers, without NVRx's rank monitors.",
+                is_detail=True,
             )
 
     def _verdict(self, exit_code: int, run_id: str) -> Outcome:
@@ -606,7 +613,7 @@ class Launch:
             raise self._refused(*other)
         for record in records(self._launches):
             if record.is_dead and (count := end_processes(record.launch_id)):
-                log_line(f"Terminated {count} remaining processes of a dead launch.")
+                log_line(f"Terminated {count} remaining processes of a dead launch.", is_detail=True)
             if record.is_dead or self._record.follows(record):
                 record.path.unlink(missing_ok=True)
         if (pid := self._run_directory.trained_by(LAUNCHED)) is not None:
@@ -644,10 +651,29 @@ class Launch:
             environment[CONTINUE_VARIABLE] = "1"
         if self.settings.local_dir is not None:
             environment[LOCAL_DIR_VARIABLE] = str(self.settings.local_dir)
-        with Relay(self._run_directory.path / NOT_SHOWN, without=[LAUNCH_ID_VARIABLE]) as relay:
+        output = None
+        if self._folder is not None:
+            with suppress(OSError):  # a full disk: no logs, then
+                output = self._folder / plan.run_id
+                output.mkdir()
+                environment[OUTPUT_VARIABLE] = str(output)
+        log = _nvrx.elastic_log(self._run_directory.path)
+        begin = log.stat().st_size if log.exists() else 0
+        with Relay(self._run_directory.path, NOT_SHOWN, output, without=[LAUNCH_ID_VARIABLE]) as relay:
             exit_code = self._wait_for_workers(command, environment, relay, plan.run_id, must_go)
         self._record.check()
+        if exit_code != 0 and not self._stop:
+            self._show_failed_start(plan.run_id, log, begin)
         return exit_code
+
+    def _show_failed_start(self, run_id: str, log: Path, begin: int) -> None:
+        """What the elastic launcher says is in its log, and shown only where no rank can say what was wrong."""
+        if any(start.elastic_run_id == run_id for start in self._history.now().of(WorkersStart)):
+            return
+        if words := _nvrx.last_words(log, begin):
+            log_line(f"The workers were not started. The elastic launcher said, in {log}:")
+            for line in words:
+                write_line(f"  {line}")
 
     def _wait_for_workers(
         self,

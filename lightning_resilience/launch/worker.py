@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience import signals
-from lightning_resilience._output import log_line, write_line
+from lightning_resilience._output import guard_streams, log_line, write_line
 from lightning_resilience.detect.hangs.rank_probe import RankProbe, describe_rank, node_directory
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.detect.hangs.watchdog import start_soon
 from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.launch.nodes import Board
 from lightning_resilience.launch.processes import end_what_earlier_ranks_left
+from lightning_resilience.launch.rank_output import redirect_streams
 from lightning_resilience.launch.record import FIRST, newest
 from lightning_resilience.launch.script_errors import describe, show, what_to_change
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
@@ -38,6 +39,7 @@ from lightning_resilience.run.failures import cause_of_end
 from lightning_resilience.run.history import read_history
 from lightning_resilience.run.ledger import Ledger, node_name
 from lightning_resilience.run.run_directory import (
+    NOT_SHOWN,
     RUN_DIR_VARIABLE,
     WORKER_PID_VARIABLE,
     AnotherFit,
@@ -54,6 +56,7 @@ FIRST_LAUNCH_VARIABLE = "LIGHTNING_RESILIENCE_FIRST_LAUNCH"
 
 def main() -> None:
     """Runs ``[-m] script [args...]`` from the command line as ``__main__``."""
+    redirect_streams()
     signals.install()
     # Slurm sends the signal of a time limit to every process of the job. The launch makes SIGTERM of it.
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
@@ -64,10 +67,11 @@ def main() -> None:
     os.environ[WORKER_PID_VARIABLE] = str(pid)
     command = sys.argv[1:]
     run_directory = RunDirectory(os.environ[RUN_DIR_VARIABLE])
+    guard_streams(run_directory.path / NOT_SHOWN)  # the disk may be full, or the process that reads killed
     ledger = Ledger(run_directory.ledger, rank=int(os.environ.get("RANK", "0")))
     _begin_watch(run_directory, ledger.rank or 0)
     if (count := end_what_earlier_ranks_left()) and os.environ.get("LOCAL_RANK", "0") == "0":
-        log_line(f"Terminated {count} remaining processes of earlier ranks on {node_name()}.")
+        log_line(f"Terminated {count} remaining processes of earlier ranks on {node_name()}.", is_detail=True)
     began = time.time()
     fault: dict[str, Any] = {}
     first = newest(run_directory.path / "launches", FIRST)

@@ -13,7 +13,8 @@ RUN_DIR/
   errors/             the errors of the script, each with its whole traceback
   launches/           the launches of this run that are at work now, each with its host and process; one decides
   decision.json       with several nodes: what the first node has decided for all
-  elastic/            the elastic launcher's own files; NODE.log is what it says itself
+  elastic/            the elastic launcher's own files
+  logs/               what the ranks have written (see launch/rank_logs.py); launcher-NODE.log: the elastic launcher
   not-shown.log       output for which there was no terminal any more, or no reader, or no room on its disk
   fit-000/            one folder for every fit of the script, in the order in which the script makes them
     fingerprint.json  what the fit trains: module class and parameter shapes

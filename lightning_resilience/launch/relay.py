@@ -1,0 +1,247 @@
+"""The process of a launch that shows what its workers write, where the launch writes, and keeps it in the run's logs.
+
+It is in a session of its own: neither Ctrl-C nor Ctrl-Z reaches it, and it outlives a launcher that is killed. Ranks
+write into files (see :mod:`~lightning_resilience.launch.rank_output`), from which it reads; who has a terminal writes
+to one that no window takes away.
+
+Imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import stat
+import subprocess
+import sys
+import termios
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_resilience._output import KeptOutput, Line, file_of, send_lines
+from lightning_resilience.launch.rank_logs import LogKeeper
+from lightning_resilience.launch.rank_output import NodeOutput
+
+_TAKES_WITHIN_S = 5.0  # a terminal that is held (Ctrl-S), or a reader that pauses
+_ENDS_WITHIN_S = 10.0
+_KEPT_WITHIN_S = 5.0
+_LOOK_EVERY_S = 0.1
+_CHUNK = 4096  # a pipe that has room takes this much without blocking (PIPE_BUF)
+
+
+class _Channel:
+    """An output of this process, and what others write on its way to it.
+
+    Args:
+        reader: Where that comes from.
+        target: Where it is shown.
+        kept: Takes what comes from the reader and cannot be shown.
+    """
+
+    def __init__(self, reader: int, target: int, kept: KeptOutput) -> None:
+        self._reader = reader
+        self._target = _without_blocking(target)
+        self._kept = kept
+        self._line = Line()
+        self._speaker: object = None
+        self._is_held = False
+        self._is_terminal = os.isatty(target)
+
+    def pass_on(self) -> bytes:
+        """Passes on what comes next, and returns it; nothing at its end."""
+        try:
+            data = os.read(self._reader, 65536)
+        except OSError:  # of a terminal: nobody has it open any more
+            data = b""
+        if self._is_terminal:
+            _copy_size(self._target, self._reader)
+        if data:
+            self.show(data, None)
+        elif self._line.is_bar:  # whatever is written next does not stand behind a progress bar
+            self._show(b"\n", None)
+        return data
+
+    def show(self, data: bytes, speaker: object) -> None:
+        """Shows something; a line that another speaker has not ended, such as a progress bar, is ended first.
+
+        Args:
+            data: What.
+            speaker: Who writes it; ``None``: it comes from the reader. What others write is in a log.
+        """
+        if speaker != self._speaker and self._line.is_open:
+            self._show(b"\n", None)
+            self._line = Line()
+        self._speaker = speaker
+        self._show(self._line.apart(data), self._kept if speaker is None else None)
+
+    def _show(self, data: bytes, kept: KeptOutput | None) -> None:
+        for begin in range(0, len(data), _CHUNK):
+            piece = data[begin : begin + _CHUNK]
+            try:
+                while piece and self._has_room():
+                    piece = piece[os.write(self._target, piece) :]
+            except OSError:
+                pass
+            if piece and kept is not None:
+                kept.write(piece)
+
+    def _has_room(self) -> bool:
+        """Waits for a while, and not again before there is some: training does not wait for a terminal."""
+        poll = select.poll()
+        poll.register(self._target, select.POLLOUT)
+        self._is_held = not poll.poll(0 if self._is_held else _TAKES_WITHIN_S * 1000)
+        return not self._is_held
+
+
+def _without_blocking(target: int) -> int:
+    """A descriptor of one's own, whose writes never wait; the shell's is left as it is."""
+    with suppress(OSError):
+        if not stat.S_ISREG(os.fstat(target).st_mode):
+            return os.open(f"/proc/self/fd/{target}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    return target
+
+
+def _copy_size(of: int, to: int) -> None:
+    with suppress(OSError):
+        size = fcntl.ioctl(of, termios.TIOCGWINSZ, bytes(8))
+        if size != fcntl.ioctl(to, termios.TIOCGWINSZ, bytes(8)):
+            fcntl.ioctl(to, termios.TIOCSWINSZ, size)
+
+
+def _pair(target: int) -> tuple[int, int]:
+    """Two ends: what is written to the second is read from the first. A terminal where the target is one."""
+    if not os.isatty(target):
+        return os.pipe()
+    reader, writer = os.openpty()  # a progress bar asks for its width, and Python writes every line at once
+    modes = termios.tcgetattr(writer)
+    modes[1] &= ~termios.OPOST  # the terminal does that
+    termios.tcsetattr(writer, termios.TCSANOW, modes)
+    _copy_size(target, reader)
+    return reader, writer
+
+
+class Relay:
+    """Has a process of its own read what child processes write, and show it where this process writes.
+
+    Where this process writes to a terminal, the children do so too, to one of their own.
+
+    Args:
+        run_dir: The run directory, for the logs.
+        not_shown: A file in it for what cannot be shown and is in no log.
+        folder: A folder on this node for what ranks write; ``None``: they have no files of their own, and no logs.
+        without: Variables that its environment has not.
+
+    Attributes:
+        stdout: For ``subprocess.Popen``.
+        stderr: The same.
+    """
+
+    def __init__(
+        self, run_dir: Path, not_shown: str, folder: Path | None = None, without: Collection[str] = ()
+    ) -> None:
+        pairs: dict[tuple[int, int], tuple[int, int, int]] = {}  # one stream is one pair, or lines would be mixed up
+        for fd in (1, 2):
+            if (file := file_of(fd)) is not None and file not in pairs:
+                pairs[file] = (*_pair(fd), fd)
+        self.stdout, self.stderr = (None if (file := file_of(fd)) is None else pairs[file][1] for fd in (1, 2))
+        self._writers = [writer for _, writer, _ in pairs.values()]
+        readers = [reader for reader, _, _ in pairs.values()]
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", __name__, os.fspath(run_dir), not_shown, os.fspath(folder or "")),
+                *(f"{reader}:{target}" for reader, _, target in pairs.values()),
+            ],
+            stdin=subprocess.DEVNULL,
+            pass_fds=readers,
+            start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name not in without},
+        )
+        for reader in readers:
+            os.close(reader)
+
+    def __enter__(self) -> Relay:
+        """From here on :func:`~._output.write_line` goes the same way."""
+        send_lines(self.show_line)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """The children have ended: what they have still written is shown."""
+        send_lines(None)
+        for writer in self._writers:
+            os.close(writer)
+        try:
+            self._process.wait(_ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:  # somebody whom nobody knows holds the other end
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):  # it may wait for storage that does not answer
+                self._process.wait(1.0)
+
+    def show_line(self, line: str) -> bool:
+        """A line of this process's own; whether it is on its way."""
+        if self.stderr is None:
+            return False
+        poll = select.poll()
+        poll.register(self.stderr, select.POLLOUT)
+        try:
+            if poll.poll(_TAKES_WITHIN_S * 1000):
+                os.write(self.stderr, f"{line}\n".encode(errors="backslashreplace"))
+                return True
+        except OSError:
+            pass
+        return False
+
+
+def main() -> None:
+    """Run directory, the file in it for what cannot be shown, folder on this node or "", and ``READER:TARGET``s."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)  # a scheduler signals everybody, but this process ends after all others
+    run_dir, not_shown, folder, *pairs = sys.argv[1:]
+    kept = KeptOutput(Path(run_dir, not_shown))
+    poll = select.poll()
+    channels = {}
+    outputs = {}
+    for pair in pairs:
+        reader, target = map(int, pair.split(":"))
+        channels[reader] = outputs[target] = _Channel(reader, target, kept)
+        poll.register(reader, select.POLLIN)
+    target_of = {channel: target for target, channel in outputs.items()}
+    ranks = NodeOutput(Path(folder)) if folder else None
+    keeper = None
+    if ranks is not None:
+        keeper = LogKeeper(Path(run_dir), lambda: ranks.files)
+        keeper.start()
+    is_behind = False
+    while channels:
+        ready = poll.poll(None if ranks is None else 0 if is_behind else _LOOK_EVERY_S * 1000)
+        if ranks is not None:  # what ranks have written before a line of the launcher stands before it
+            is_behind = _show(ranks, outputs)
+        for fd, _ in ready:
+            channel = channels[fd]
+            if not (data := channel.pass_on()):
+                poll.unregister(fd)
+                del channels[fd]
+            elif ranks is not None:
+                ranks.add_from_terminal(target_of[channel], data)
+    if ranks is not None and keeper is not None:
+        while _show(ranks, outputs, is_last=True):
+            pass
+        keeper.end(_KEPT_WITHIN_S)
+    kept.close()
+
+
+def _show(ranks: NodeOutput, outputs: dict[int, _Channel], is_last: bool = False) -> bool:
+    """Shows what ranks have written to files; whether there is more."""
+    ranks.look()
+    more = False
+    for file in ranks.files:
+        if file.target in outputs:
+            channel = outputs[file.target]
+            more |= file.show(lambda data, file=file, channel=channel: channel.show(data, file), is_last)  # type: ignore[misc]
+    return more
+
+
+if __name__ == "__main__":
+    main()

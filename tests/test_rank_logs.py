@@ -1,0 +1,272 @@
+"""What ranks write: shown, kept in the run directory, and read again; nothing that reads it can hold up a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_resilience._output import NAME
+from lightning_resilience.launch import logs, rank_logs
+from lightning_resilience.launch.logs import NoLog, show_logs
+from lightning_resilience.launch.rank_logs import LogKeeper, LogReader, attempts, folder_of, log_of, ranks
+from lightning_resilience.launch.rank_output import OUTPUT_VARIABLE, NodeOutput
+from lightning_resilience.run.events import LaunchExit, LaunchStart
+from lightning_resilience.run.ledger import Ledger
+from lightning_resilience.run.run_directory import RunDirectory
+from tests.terminals import PATIENCE_S
+from tests.test_launch import Launcher, launcher
+
+__all__ = ["launcher"]
+
+PRELUDE = "from lightning_resilience.launch.rank_output import redirect_streams; redirect_streams(); import os, sys\n"
+
+
+class Node:
+    """The output of the ranks of a node, and who reads it, in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir, self.folder = folder / "run", folder / "output"
+        self.run_dir.mkdir()
+        self.folder.mkdir()
+        self.output = NodeOutput(self.folder)
+        self.keeper = LogKeeper(self.run_dir, lambda: self.output.files)
+
+    def start(self, program: str, rank: int = 0, attempt: int = 0) -> subprocess.CompletedProcess[str]:
+        names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        return subprocess.run(
+            [sys.executable, "-c", PRELUDE + program],
+            env=os.environ | names | {OUTPUT_VARIABLE: str(self.folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+
+    def keep(self) -> None:
+        self.output.look()
+        self.keeper._keep(is_last=True)
+
+    def show(self, is_last: bool = False) -> bytes:
+        shown: list[bytes] = []
+        self.output.look()
+        for file in self.output.files:
+            while file.show(shown.append, is_last):
+                pass
+        return b"".join(shown)
+
+    def log(self, rank: int = 0, attempt: int = 1) -> bytes:
+        reader = LogReader(folder_of(self.run_dir, attempt), rank)
+        return b"".join(iter(reader.read, b""))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_the_last_words_of_a_killed_rank_are_kept(node: Node) -> None:
+    done = node.start("print('to stdout'); sys.stderr.write('in the mid'); os.kill(os.getpid(), 9)", rank=1)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+    node.start("print('another rank'); os.write(2, b'native\\n')")
+    node.start("print('restarted')", rank=1, attempt=1)
+    node.keep()
+    assert attempts(node.run_dir) == [1, 2]
+    assert ranks(node.run_dir, 1) == [0, 1]
+    assert node.log(1) == b"to stdout\nin the mid\n"
+    assert node.log(0) == b"another rank\nnative\n"
+    assert node.log(1, attempt=2) == b"restarted\n"
+    assert node.show(is_last=True) == b"to stdout\nin the midanother rank\nnative\nrestarted\n"
+
+
+def test_only_whole_lines_are_shown_unless_a_rank_pauses(node: Node) -> None:
+    (node.folder / f"{'0' * 16}-0-1.out").write_bytes(b"one\ntw")
+    assert node.show() == b"one\n"
+    assert node.show() == b"tw"  # nothing has come meanwhile: a prompt, say
+
+
+def test_a_log_is_text(node: Node) -> None:
+    bar = b"\r 1%\r 2%[lightning-resilience rank 0] Saved.\n\x1b[2K\r\x1b[31m3%\x1b[0m\rdone\r\n"
+    (node.folder / f"{'0' * 16}-0-1.out").write_bytes(bar + b"\x00\xff\xfe\x1b]0;title\x07\n")
+    node.keep()
+    assert node.log() == b" 2%\n[lightning-resilience rank 0] Saved.\ndone\n\xff\xfe\n"
+
+
+def test_output_is_bounded_in_the_run_directory_and_on_the_node(node: Node) -> None:
+    size = 24 << 20
+    (node.folder / f"{'0' * 16}-0-1.out").write_text("".join(f"{number:063}\n" for number in range(size // 64)))
+    assert len(node.show()) == size  # the user's own file has all of it
+    node.keep()
+    node.show()
+    [file] = node.folder.iterdir()
+    assert file.stat().st_size == size
+    assert file.stat().st_blocks * 512 < 10 << 20
+    kept = node.log()
+    assert len(kept) < 13 << 20
+    lines = kept.splitlines()
+    assert int(lines[-1]) == size // 64 - 1
+    assert sum(line.startswith(NAME.encode()) for line in lines) == 1
+
+
+def test_of_a_long_log_the_first_and_the_last_parts_are_there(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_logs, "_PART_BYTES", 100)
+    path = node.folder / f"{'0' * 16}-0-1.out"
+    for number in range(40):
+        with open(path, "ab") as file:
+            file.write(b"%019d\n" % number)
+        node.keep()
+    assert len(list(folder_of(node.run_dir, 1).glob("rank-0.log*"))) == 3
+    lines = node.log().splitlines()
+    assert lines.pop(5).startswith(NAME.encode())
+    assert [int(line) for line in lines] == [*range(5), *range(30, 40)]
+
+
+def test_storage_that_fails_for_a_while_loses_nothing(node: Node) -> None:
+    (node.run_dir / "logs").write_text("no folder can be made here")
+    node.start("print('before')")
+    node.keep()
+    (node.run_dir / "logs").unlink()
+    node.keep()
+    assert node.log() == b"before\n"
+    path = log_of(folder_of(node.run_dir, 1), 0)
+    path.rename(path.with_suffix(".away"))
+    path.symlink_to("/dev/full")
+    node.start("print('while it was full')")
+    node.keep()
+    path.unlink()
+    path.with_suffix(".away").rename(path)
+    node.keep()
+    assert node.log() == b"before\nwhile it was full\n"
+
+
+def test_old_attempts_go(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_logs, "_ATTEMPTS", 2)
+    for number in range(1, 5):
+        (node.folder / f"{number:016x}-0-1.out").write_text(f"{number}\n")
+        node.keep()
+    assert attempts(node.run_dir) == [3, 4]
+    assert node.log(attempt=4) == b"4\n"
+    other = Node.__new__(Node)  # another node of the same attempt
+    other.output, other.keeper = node.output, LogKeeper(node.run_dir, lambda: node.output.files[-1:])
+    (node.folder / f"{4:016x}-1-1.out").write_text("from another node\n")
+    other.keep()
+    assert node.log(rank=1, attempt=4) == b"from another node\n"
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def write_log(run_dir: Path, attempt: int, rank: int, text: str) -> None:
+    path = log_of(folder_of(run_dir, attempt), rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_a_log_is_chosen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(NoLog, match="there are no logs"):
+        show_logs(tmp_path)
+    for attempt in (1, 2):
+        for rank in (0, 1, 3):
+            write_log(tmp_path, attempt, rank, f"{attempt} {rank}\n")
+    for options, expected in [
+        ({}, "2 0\n"),
+        ({"rank": 3}, "2 3\n"),
+        ({"attempt": 1}, "1 0\n"),
+        ({"rank": 1, "attempt": 1}, "1 1\n"),
+    ]:
+        show_logs(tmp_path, **options)  # type: ignore[arg-type]
+        out, err = capfd.readouterr()
+        assert out == expected
+        assert "there are ranks 0, 1, 3 and attempts 1, 2" in err
+    with pytest.raises(NoLog, match="rank 2 has no log"):
+        show_logs(tmp_path, rank=2)
+    with pytest.raises(NoLog, match="no log of attempt 3"):
+        show_logs(tmp_path, attempt=3)
+
+
+def test_a_log_is_followed_over_restarts_to_the_end_of_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(RunDirectory(tmp_path).ledger, rank=None)
+    names = [name for name, is_required in LaunchStart.own_fields.items() if is_required]
+    ledger.record(LaunchStart(**dict.fromkeys(names)))
+    steps: list[Callable[[], Any]] = [  # what happens in each pause of the one who follows
+        lambda: write_log(tmp_path, 1, 0, "first\n"),
+        lambda: write_log(tmp_path, 1, 0, "second\n"),
+        lambda: [write_log(tmp_path, 1, 0, "last words\n"), write_log(tmp_path, 2, 0, "restarted\n")],
+        lambda: ledger.record(LaunchExit(status="finished", exit_code=0, reason="the script ended")),
+    ]
+    monkeypatch.setattr(time, "sleep", lambda seconds: steps.pop(0)())
+    monkeypatch.setattr(logs, "now", lambda history, run_dir: ("running", True))
+    show_logs(tmp_path, follow=True)
+    out, err = capfd.readouterr()
+    assert out == "first\nsecond\nlast words\nrestarted\n"
+    assert [line.partition(",")[0] for line in err.splitlines()[1:]] == [
+        "==> attempt 1",
+        "==> attempt 2",
+        "==> the launch has ended: finished (the script ended) <==",
+    ]
+
+
+# -- real launches -----------------------------------------------------------------------------------------------------
+
+WRITES = """
+ledger.record("ready")
+while not os.path.exists("enough"):
+    time.sleep(0.01)
+for _ in range(20):
+    print("much\\n" * 20000, flush=True)
+print("last")
+ledger.record("written")
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+@pytest.mark.slow_but_for("stopped")
+def test_who_shows_the_output_holds_up_no_rank(launcher: Launcher, signum: signal.Signals) -> None:
+    launcher.script(WRITES)
+    launch = launcher.start("--quiet", "script.py")
+    launcher.wait_for("ready")
+    [relay] = [
+        each for each in psutil.Process(launch.pid).children() if "lightning_resilience.launch.relay" in each.cmdline()
+    ]
+    relay.send_signal(signum)
+    (launcher.folder / "enough").touch()
+    launcher.wait_for("written")
+    if signum == signal.SIGSTOP:
+        relay.send_signal(signal.SIGCONT)
+    assert launch.wait(PATIENCE_S) == 0, launcher.stderr()
+    if signum == signal.SIGSTOP:
+        path = launcher.run_directory.path
+        reader = LogReader(folder_of(path, attempts(path)[-1]), 0)
+        assert b"".join(iter(reader.read, b"")).endswith(b"much\n\nlast\n")
+    # What --quiet leaves: the end.
+    assert [line.split("] ")[1][:9] for line in launcher.stderr().splitlines()] == ["Finished:"], launcher.stderr()
+
+
+def test_why_no_worker_was_started_is_shown(launcher: Launcher) -> None:
+    program = """
+        import functools, sys
+        from lightning_resilience import _nvrx
+        from lightning_resilience.launch import cli
+        def starter(settings, run_id, max_restarts):
+            log = _nvrx.elastic_log(settings.run_dir)
+            log.parent.mkdir(exist_ok=True)
+            return ["bash", "-c", f"echo the rendezvous has failed >> {log}; exit 1"], {}
+        cli.Launch = functools.partial(cli.Launch, starter=starter)
+        cli.main(sys.argv[1:])
+    """
+    launcher.script("")
+    code = launcher.run("--job-retries=0", "script.py", program=textwrap.dedent(program))
+    assert code == 1
+    assert launcher.stderr().count("\n  the rendezvous has failed\n") == 1
