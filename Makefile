@@ -25,7 +25,7 @@ export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-kills test-mutations test-slurm test-nvrx-latest test-nemo-run test-versions check bench docs clean
+.PHONY: help demo test test-all test-gpu test-kills test-mutations test-slurm test-nvrx-latest test-nemo-run test-versions check bench pictures docs clean
 
 help: ## Show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 25
@@ -81,6 +81,12 @@ check: $(READY) ## Check style and types
 
 bench: $(READY) ## Measure what a healthy training step pays
 	@$(BIN)/python benchmarks/overhead.py
+
+pictures: $(READY) runs/demo/run/outcome.json ## Draw the pictures of README and docs: from a recording, the demo's run and the tables (8 minutes)
+	@$(BIN)/python docs/pictures
+
+runs/demo/run/outcome.json:
+	@$(BIN)/python examples/demo.py
 
 docs: .venv/.docs-ready ## Build the documentation in docs/_build (broken links and names are errors)
 	@PYTHONWARNINGS=ignore::FutureWarning $(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --builder html docs docs/_build

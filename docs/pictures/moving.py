@@ -1,0 +1,488 @@
+"""The moving picture: a training in a real terminal, and a second one in which a rank is killed.
+
+What both terminals show is recorded with its time. Of the lines, those of others and of routine are folded; of the
+time, what is between the moments that matter passes faster, with the real clock in sight.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import select
+import shutil
+import socket
+import struct
+import subprocess
+import sysconfig
+import termios
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+from svg import CATEGORIES, FONT, escape
+
+from lightning_resilience.detect.hangs.rank_probe import own_directories
+from lightning_resilience.run.run_directory import RunDirectory
+
+ROOT = Path(__file__).parents[2]
+NODE = "gpu-07"
+"""Shown in place of the name of the machine that records."""
+PROMPT = "$ "
+LAUNCH = "lightning-resilience launch --nproc-per-node 2 train.py"
+PATIENCE_S = 180.0
+KEY_S = 0.025
+
+COLUMNS, ROWS, ROWS_BELOW = 64, 14, 2
+FRAMES_PER_S = 10
+FAST_S = 5.0
+"""How long everything takes that is not shown at its own pace."""
+LAST_S = 3.5
+"""How long the end is shown."""
+
+Output = list[tuple[float, str]]
+"""What was written, and when."""
+
+
+# -- recording ---------------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """A shell in a terminal.
+
+    Args:
+        folder: Where the shell is.
+        start: The moment from which its times count.
+    """
+
+    def __init__(self, folder: Path, start: float) -> None:
+        self.output: Output = []
+        self._start = start
+        self._master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
+        scripts = sysconfig.get_path("scripts")
+        environment = os.environ | {"PS1": PROMPT, "TERM": "xterm", "HISTFILE": "/dev/null", "OMP_NUM_THREADS": "1"}
+        environment["PATH"] = f"{scripts}:{os.environ['PATH']}"
+        self.shell = subprocess.Popen(
+            ["bash", "--norc", "--noprofile", "-i"],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(slave)
+
+    def read(self) -> None:
+        """Takes what has been written by now."""
+        while select.select([self._master], [], [], 0)[0]:
+            data = os.read(self._master, 65536).decode(errors="replace")
+            self.output.append((time.monotonic() - self._start, data))
+
+    @property
+    def text(self) -> str:
+        """All that was written."""
+        return "".join(data for _, data in self.output)
+
+    def type(self, text: str) -> None:
+        """Presses one key after the other."""
+        for key in text:
+            os.write(self._master, key.encode())
+            time.sleep(KEY_S)
+            self.read()
+
+    def close(self) -> None:
+        """Ends the shell and all that it has started."""
+        for process in [*psutil.Process(self.shell.pid).children(recursive=True), psutil.Process(self.shell.pid)]:
+            process.kill()
+        self.shell.wait()
+        os.close(self._master)
+
+
+def record(folder: Path) -> tuple[Output, Output]:
+    """Launches the script of the documentation's first page, kills rank 1 when it can resume, waits for the end.
+
+    Args:
+        folder: Where; what a former recording left there is deleted.
+
+    Returns:
+        What both terminals have shown.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    [script] = re.findall(r"```python\n(.+?)```", (ROOT / "docs" / "index.md").read_text(), re.DOTALL)
+    (folder / "train.py").write_text(script)
+    start = time.monotonic()
+    training, other = Terminal(folder, start), Terminal(folder, start)
+
+    def wait(condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what}: not within {PATIENCE_S:.0f} s. The terminal:\n{training.text[-3000:]}")
+            time.sleep(0.01)
+            training.read()
+            other.read()
+
+    try:
+        wait(lambda: PROMPT in training.text and PROMPT in other.text, "two prompts")
+        training.type(f"{LAUNCH}\n")
+        run_dir = folder / "runs" / "train"
+        wait(lambda: "Epoch 0" in training.text and newest_local_step(run_dir), "the first local checkpoint")
+        time.sleep(0.5)
+        other.type(f"kill -9 {pid_of_rank_1(training.shell.pid)}  # rank 1\n")
+        wait(lambda: training.text.endswith(PROMPT), "the end")
+    finally:
+        training.close()
+        other.close()
+    return tuple([(at, shortened(data, folder)) for at, data in each] for each in (training.output, other.output))
+
+
+def pid_of_rank_1(shell: int) -> int:
+    """The process of rank 1 among those that a shell has started."""
+    for process in psutil.Process(shell).children(recursive=True):
+        if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("RANK") == "1":
+            return process.pid
+    raise LookupError("rank 1 is not there")
+
+
+def newest_local_step(run_dir: Path) -> int:
+    """The step of the newest local checkpoint of both ranks."""
+    folders = [
+        path for own in own_directories() for path in own.glob(f"local_ckpt/*/{RunDirectory(run_dir).identity()}")
+    ]
+    found = (each for path in folders for each in path.glob("fit-*/step-*") if len([*each.glob("*.shard")]) == 2)
+    return max((int(re.findall(r"step-(\d+)", each.name)[0]) for each in found), default=0)
+
+
+def shortened(text: str, folder: Path) -> str:
+    """Without the names of the machine and the folder, which are nobody's business, and what is no text."""
+    text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", NODE, text.replace(f"{folder.resolve()}/", ""))
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+_OURS = re.compile(r"\[lightning-resilience[^]]*\] ")
+_TELLING = {
+    "run": r"Run directory",
+    "fresh": r"Nothing to resume from",
+    "saved": r"Saved step",
+    "restart": r"Restart \d",
+    "killed": r"was killed by SIGKILL\.$",
+    "resumed": r"Resuming from step",
+    "finished": r"Finished",
+}
+"""The lines that are not folded."""
+
+
+_BATCH = re.compile(r"(Epoch \d+):[^\r\n]*? (\d+)/\d+ \[")
+
+
+@dataclass
+class Screen:
+    """The lines of a terminal as they become, each with its kind."""
+
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    current: str = ""
+    folded: int = 0
+
+    def write(self, text: str) -> None:
+        """Shows what a program writes."""
+        for part in re.findall(r"\r\n|\n|\r|[^\r\n]+", text):
+            if part in ("\n", "\r\n"):
+                self._end()
+            else:
+                self.current = "" if part == "\r" else self.current + part
+
+    def _end(self) -> None:
+        line, self.current = self.current, ""
+        kind = kind_of(line)
+        if kind == "bar":
+            while self.lines and self.lines[-1][1] in ("bar", "folded"):  # where it was before
+                self.lines.pop()
+            if any(is_bar == "bar" and batch(earlier) == batch(line) for earlier, is_bar in self.lines):
+                return  # drawn once more when it is closed
+        if kind is not None:
+            self.folded = 0
+            self.lines.append((line, kind))
+        elif line.strip():
+            if self.folded:
+                self.lines.pop()
+            self.folded += 1
+            self.lines.append((f"  … {self.folded} more line{'s' * (self.folded > 1)}", "folded"))
+
+    def shown(self) -> Iterator[tuple[str, str]]:
+        """The lines, that which is being written included."""
+        yield from self.lines
+        if (kind := kind_of(self.current)) is not None:
+            yield self.current, kind
+
+
+def batch(bar: str) -> tuple[str, ...]:
+    """How far a progress bar is."""
+    found = _BATCH.search(bar)
+    return found.groups() if found else ()
+
+
+def kind_of(line: str) -> str | None:
+    """What a line is, or ``None`` if it is folded."""
+    if line.startswith(PROMPT.rstrip()):
+        return "typed"
+    if line.startswith("Epoch "):
+        return "bar"
+    if _OURS.match(line):
+        return next((kind for kind, pattern in _TELLING.items() if re.search(pattern, line)), None)
+    return None
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Story:
+    """When what happened, in seconds since the recording began."""
+
+    launched: float
+    trains: float
+    killed: float
+    found: float
+    restarted: float
+    resumed: float
+    trains_again: float
+    is_back: float
+    finished: float
+    step_killed: int
+    step_resumed: int
+
+
+def story(training: Output, other: Output) -> Story:
+    """Finds it in what the terminals have shown."""
+    text, starts = "", []
+    for at, data in training:
+        starts.append((len(text), at))
+        text += data
+
+    def moment(pattern: str) -> tuple[float, re.Match[str]]:
+        if (match := re.search(pattern, text)) is not None:
+            return next(at for place, at in reversed(starts) if place <= match.start()), match
+        raise LookupError(f"the training has not written {pattern}")
+
+    found, words = moment(r"At step (\d+)[^\n]* was killed")
+    resumed, step = moment(r"Resuming from step (\d+)")
+    bars = [
+        (at, (int(epoch.split()[1]), int(number))) for at, data in training for epoch, number in _BATCH.findall(data)
+    ]
+    furthest = max(place for at, place in bars if at < found)
+    return Story(
+        launched=next(at for at, data in training if "\n" in data),
+        trains=bars[0][0],
+        killed=next(at for at, data in reversed(other) if "\n" in data),
+        found=found,
+        restarted=moment(r"Restart 1")[0],
+        resumed=resumed,
+        trains_again=next(at for at, _ in bars if at > resumed),
+        is_back=next(at for at, place in bars if at > resumed and place > furthest),
+        finished=moment(r"Finished: ")[0],
+        step_killed=int(words[1]),
+        step_resumed=int(step[1]),
+    )
+
+
+def real_times(each: Story, typing: float) -> list[tuple[float, bool]]:
+    """The moment that each frame shows, and whether it passes faster there than it did.
+
+    Args:
+        each: What happened.
+        typing: When somebody begins to type the kill.
+    """
+    own_pace = [
+        (0.0, each.launched + 0.3),
+        (each.trains, each.trains + 0.8),
+        (typing, each.killed + 0.4),
+        (each.found, each.found + 2.0),
+        (each.restarted, each.restarted + 2.0),
+        (each.resumed, each.is_back + 2.0),
+        (each.finished, each.finished),
+    ]
+    bounds = [own_pace[0]]
+    for begin, end in own_pace[1:]:
+        if begin <= bounds[-1][1]:
+            bounds[-1] = bounds[-1][0], max(end, bounds[-1][1])
+        else:
+            bounds.append((begin, end))
+    faster = sum(begin - end for (_, end), (begin, _) in pairwise(bounds)) / FAST_S
+    times, at = [], 0.0
+    while at < bounds[-1][0]:
+        is_fast = not any(begin <= at < end for begin, end in bounds)
+        times.append((at, is_fast))
+        at += (faster if is_fast else 1.0) / FRAMES_PER_S
+    return [*times, *[(each.finished + 0.1, False)] * round(LAST_S * FRAMES_PER_S)]
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+_WIDTH, _LEFT, _ROW, _CHARACTER = 800, 22, 25, 11.8
+_TOP = 46
+_BELOW = _TOP + ROWS * _ROW + 62
+_STRIP = _BELOW + ROWS_BELOW * _ROW + 46
+_HEIGHT = _STRIP + 70
+_COLOURS = {name: dark for name, (_, dark) in CATEGORIES.items()}
+
+
+def rows_of(screen: Screen, count: int) -> list[tuple[str, str]]:
+    """The last rows of a terminal, and the kind of line that each belongs to."""
+    rows = []
+    for line, kind in screen.shown():
+        wrapped = textwrap.wrap(line, COLUMNS, subsequent_indent="  ", drop_whitespace=kind != "typed")
+        rows += [(row, kind) for row in wrapped or [""]]
+    return rows[-count:]
+
+
+def frames(outputs: Sequence[Output], times: Sequence[tuple[float, bool]]) -> list[list[tuple[str, str]]]:
+    """The rows of both terminals in each frame."""
+    screens, found = [Screen(), Screen()], []
+    rest = [list(output) for output in outputs]
+    for moment, _ in times:
+        for screen, output in zip(screens, rest, strict=True):
+            while output and output[0][0] <= moment:
+                screen.write(output.pop(0)[1])
+        upper, lower = (rows_of(screen, count) for screen, count in zip(screens, (ROWS, ROWS_BELOW), strict=True))
+        found.append([*upper, *[("", "")] * (ROWS - len(upper)), *lower, *[("", "")] * (ROWS_BELOW - len(lower))])
+    return found
+
+
+class Player:
+    """Shows elements for some of the frames.
+
+    Args:
+        count: Of frames.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._lengths: set[int] = set()
+
+    def runs(self, states: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+        """Each state that is something, and the attributes that show it while it lasts."""
+        first = 0
+        for state, same in groupby(states):
+            length = len([*same])
+            if state:
+                yield state, self._attributes(first, length)
+            first += length
+
+    def _attributes(self, first: int, length: int) -> str:
+        kind = "l" if first + length == self.count else "f"
+        if length == self.count:
+            return "class='l'"
+        self._lengths.add(length)
+        delay = (first - self.count) / FRAMES_PER_S  # negative: it has been playing since before the page was there
+        return f"class='{kind} k{length}' style='animation-delay:{delay:g}s'"
+
+    def style(self) -> str:
+        """Without motion, for those who want none, the last frame is shown."""
+        seconds = self.count / FRAMES_PER_S
+        names = "".join(
+            f".k{each}{{animation-name:k{each}}}"
+            f"@keyframes k{each}{{0%{{visibility:visible}}{100 * each / self.count:.3f}%,to{{visibility:hidden}}}}"
+            for each in sorted(self._lengths)
+        )
+        play = f".f,.l{{animation:{seconds:g}s step-end infinite}}{names}"
+        return f".f{{visibility:hidden}}@media (prefers-reduced-motion:no-preference){{{play}}}"
+
+
+def picture(training: Output, other: Output) -> str:
+    """The picture as SVG.
+
+    Args:
+        training: What the terminal of the training has shown.
+        other: What the other one has shown.
+    """
+    each = story(training, other)
+    typing = next(at for at, data in other if "k" in data)
+    times = real_times(each, typing)
+    player = Player(len(times))
+    shapes = []
+    for index, states in enumerate(zip(*frames([training, other], times), strict=True)):
+        y = (_TOP if index < ROWS else _BELOW - ROWS * _ROW) + index * _ROW + 19
+        for state, shown in player.runs([state if state[0].strip() else None for state in states]):
+            shapes.append(f"<g {shown}>{_row(*state, y)}</g>")
+    clocks = [f"{int(moment // 60)}:{moment % 60:04.1f}" for moment, _ in times]
+    for clock, shown in player.runs(clocks):
+        shapes.append(f"<g {shown}><text class='n' x='{_WIDTH - _LEFT}' y='30' text-anchor='end'>{clock}</text></g>")
+    for words, shown in player.runs(["▸▸ faster" if is_fast else None for _, is_fast in times]):
+        shapes.append(f"<g {shown}><text class='d' x='{_WIDTH - 120}' y='30' text-anchor='end'>{words}</text></g>")
+    scale = (_WIDTH - 2 * _LEFT) / each.finished
+    for x, shown in player.runs([f"{_LEFT + min(at, each.finished) * scale:.0f}" for at, _ in times]):
+        shapes.append(f"<g {shown}><path class='h' d='M{x} {_STRIP - 5}v32'/></g>")
+    strip = "".join(_strip(each))
+    title = f"A training in a terminal: rank 1 is killed at step {each.step_killed}; the run resumes from step "
+    title += f"{each.step_resumed} and is back {each.is_back - each.killed:.0f} s after the kill"
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">
+<title>{escape(title)}</title>
+<style>{_STYLE}{player.style()}</style>
+<rect class="w" width="{_WIDTH}" height="{_HEIGHT}" rx="12"/>
+<text class="d" x="{_LEFT}" y="30">terminal 1</text>
+<path class="r" d="M0 {_BELOW - 46}h{_WIDTH}"/><text class="d" x="{_LEFT}" y="{_BELOW - 16}">terminal 2</text>
+<path class="r" d="M0 {_STRIP - 24}h{_WIDTH}"/>
+{strip}
+{chr(10).join(shapes)}
+</svg>
+"""
+
+
+def _row(text: str, kind: str, y: int) -> str:
+    """A row; it is as wide as its characters would be in a terminal, whatever font there is."""
+    runs = [(text, kind)]
+    if (prefix := _OURS.match(text)) is not None:
+        runs = [(prefix[0], "d"), (text[prefix.end() :], kind)]
+    found, column = [], 0
+    for run, name in runs:
+        if run.strip():
+            x = _LEFT + _CHARACTER * (column + len(run) - len(run.lstrip()))
+            length = _CHARACTER * len(run.strip())
+            place = f"x='{x:.1f}' y='{y}' textLength='{length:.1f}'"
+            found.append(f"<text class='{name}' {place}>{escape(run.strip())}</text>")
+        column += len(run)
+    return "".join(found)
+
+
+def _strip(each: Story) -> Iterator[str]:
+    """What the time went into."""
+    parts = [
+        (0.0, each.launched, "idle", ""),
+        (each.launched, each.trains, "imports", "starting"),
+        (each.trains, each.killed, "productive", "training"),
+        (each.killed, each.restarted, "detection", ""),
+        (each.restarted, each.trains_again, "imports", "starting"),
+        (each.trains_again, each.is_back, "wasted_progress", ""),
+        (each.is_back, each.finished, "productive", "training"),
+    ]
+    scale = (_WIDTH - 2 * _LEFT) / each.finished
+    for begin, end, category, words in parts:
+        x, width = _LEFT + begin * scale, (end - begin) * scale
+        yield f"<path fill='{_COLOURS[category]}' d='M{x:.1f} {_STRIP}h{width:.1f}v22h-{width:.1f}z'/>"
+        if width > 9 * len(words) > 0:
+            yield f"<text class='i' x='{x + width / 2:.1f}' y='{_STRIP + 16}' text-anchor='middle'>{words}</text>"
+    left, right = _LEFT + each.killed * scale, _LEFT + each.is_back * scale
+    yield f"<path class='m' d='M{left:.1f} {_STRIP + 26}v6H{right:.1f}v-6'/>"
+    said = f"kill to back: {each.is_back - each.killed:.0f} s, {each.step_killed - each.step_resumed} steps done again"
+    yield f"<text class='t' x='{(left + right) / 2:.1f}' y='{_STRIP + 54}' text-anchor='middle'>{said}</text>"
+
+
+_STYLE = (
+    "text{font:19.5px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;white-space:pre;"
+    "fill:#c9d1d9}.w{fill:#14171b;stroke:#3a414b}.r{stroke:#2e343b}.d,.folded{fill:#7d8794}"
+    ".typed{fill:#fff;font-weight:bold}.bar{fill:#9fb6cc}.killed{fill:#ff7a55;font-weight:bold}"
+    ".resumed,.finished{fill:#3fd0a4;font-weight:bold}.restart{fill:#8fc0ee;font-weight:bold}"
+    ".n{fill:#fff;font-size:22px}.h{stroke:#fff;stroke-width:3}.m{stroke:#c9d1d9;fill:none;stroke-width:1.5}"
+    f".t,.i{{fill:#fff;font-family:{FONT}}}.i{{font-size:15px}}"
+)
