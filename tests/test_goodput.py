@@ -26,6 +26,7 @@ from lightning_resilience.run.events import (
     Resumed,
     Saved,
     SignalReceived,
+    Stragglers,
     StragglerStop,
     TimeSpent,
     WorkersStart,
@@ -101,11 +102,11 @@ def assert_in_time(found: Goodput) -> None:
     """Segments have all of the account."""
     seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
     for loss, each in found.seconds.items():
-        seconds[loss.node, loss.category] += each
+        seconds["" if loss.category == "straggler_wait" else loss.node, loss.category] += each
     for segment in found.segments or ():
         assert sum(segment.seconds.values()) == pytest.approx(segment.end - segment.begin, abs=1e-3)
         for category, each in segment.seconds.items():
-            seconds[segment.node, category] -= each
+            seconds["" if category == "straggler_wait" else segment.node, category] -= each
     assert all(abs(each) < 1e-6 for each in seconds.values())
 
 
@@ -155,6 +156,33 @@ def test_a_step_in_which_a_fit_failed_is_of_the_interruption() -> None:
         found = account([launch(0, 0), job(0), workers, event, ended(60)])
         assert found.seconds[Loss(category, cause, "n1")] == 20, event
         assert found.total == 2 * 60
+
+
+def reported(time: float, ranks: list[int], slowest: int | None, waited: float | None) -> Stragglers:
+    return Stragglers(time=time, fit=0, step=3, ranks=ranks, devices=[], reason="", slowest=slowest, waited=waited)
+
+
+def test_what_ranks_wait_for_a_straggler_is_due_to_its_node() -> None:
+    """As far as it was reported, and no more than there is; the straggler itself does not wait."""
+    ranks = [
+        spent(0, 50, 60, ranks=[2 * node, 2 * node + 1], node=f"n{node}", attempt="1", world_size=4) for node in (0, 1)
+    ]
+    reports = [reported(20, [3], 3, 12.0), reported(40, [2, 3], 2, 6.0), reported(45, [1], None, None)]
+    found = account([launch(0, 0), job(0), *ranks, *reports, ended(60)], with_segments=True)
+    assert found.seconds[Loss("straggler_wait", "straggler", "n1")] == 12 * 3 + 6 * 2
+    assert found.by_category["productive"] == 4 * 50 - 48
+    assert (found.total, found.ettr, found.interruptions) == (240, 200 / 240, [])
+    assert_in_time(found)
+    most = account([launch(0, 0), job(0), *ranks, reported(20, [3], 3, 1e6), ended(60)])
+    assert most.by_category["straggler_wait"] == 3 * 50
+    assert most.by_category["productive"] == 50
+
+
+def test_of_what_was_kept_only_older_reports_are_a_part() -> None:
+    kept = [spent(0, 30, 30, "productive", ranks=[rank], node=f"n{rank}", attempt="1") for rank in (0, 1)]
+    reports = [reported(20, [1], 1, 3.0), reported(40, [1], 1, 4.0)]
+    found = account([launch(0, 0), job(0), *reports], kept, now=50)
+    assert found.seconds[Loss("straggler_wait", "straggler", "n1")] == 3
 
 
 def test_stragglers_of_several_nodes_are_of_none() -> None:

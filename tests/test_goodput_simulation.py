@@ -19,7 +19,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_resilience.detect.device_id import DeviceId
+from lightning_resilience.detect.stragglers.stragglers import Period, Report, Straggler
 from lightning_resilience.run import goodput, ledger, time_account
 from lightning_resilience.run.events import (
     AllocationEnd,
@@ -39,6 +42,7 @@ from lightning_resilience.run.events import (
     Rollback,
     Saved,
     ScriptOutcome,
+    Stragglers,
     StragglerStop,
     TimeSpent,
     WorkersStart,
@@ -81,6 +85,8 @@ class Action:
     """The step whose batch begins."""
     step: str = ""
     """What that step is."""
+    report: str = ""
+    """The report that says so, if it is made."""
 
 
 @dataclass
@@ -180,6 +186,9 @@ class Run:
         self.splits_steps = world.chance(0.5)
         self.has_two_fits = world.chance(0.25)
         self.step_s = math.exp(world.some(math.log(0.3), math.log(8)))
+        self.straggler = world.random.randrange(self.world_size) if self.world_size > 1 and world.chance(0.3) else None
+        self.behind_s = self.step_s * world.some(0.3, 1.5)
+        self.reported: dict[str, float] = {}
         self.new_nodes = 0
         self.fit = 0
         self.done: Counter[int] = Counter()
@@ -360,6 +369,9 @@ class Run:
             before = self.before[rank.rank].ended if self.before else self.began if self.has_launcher else math.nan
             self.gap(self.group_began if math.isnan(before) else before, rank.began, rank)
         self.steps_begun: Counter[int] = Counter()
+        if self.straggler is not None:
+            slow = ranks[self.straggler]
+            self.straggler_node = slow.node if slow.truth_node is None else slow.truth_node
         for rank in ranks:
             self.run_rank(rank, plan[rank.rank], end, kept_at[rank.node])
         self.done |= self.steps_begun
@@ -427,7 +439,20 @@ class Run:
         every = world.random.choice([5, 8, 13]), world.random.choice([6, 9, 100])
         rolls_back = step + world.random.randint(8, 30) if world.chance(0.2) else None
         done, saved, is_first = self.planned[fit], step, True
+        period, name = None, ""
+        category, behind_s = "", 0.0 if self.straggler is None else self.behind_s
+        reports_every = world.random.randint(5, 12)
         for _ in range(count):
+            if behind_s and period is not None and period.batches >= reports_every:
+                after = "callbacks" if self.splits_steps else category
+                act = self.both(self.records(0, self.report(fit, step, period)), self.has_begun(fit, step))
+                plan[0].append(Action(at, act, after, False))
+                self.reported[name] = at
+                period = None
+            if not is_first and period is None:
+                period, name = Period(step, done), f"{self.token}-{fit}-{step}-{at}"
+            if period is not None:
+                period.batches += 1
             seconds = self.step_s * some(0.8, 1.2)
             category = "first_step" if is_first else "wasted_progress" if step < done else "productive"
             for rank in ranks:
@@ -437,10 +462,14 @@ class Run:
                     actions.append(Action(at, self.begins_batch(rank, step), loads, True, step, category))
                 loaded = at + seconds * some(0.02, 0.3)
                 actions.append(Action(loaded, own.batch_ready, category, False))
+                if behind_s and category == "productive" and rank.rank != self.straggler:
+                    waits = at + seconds * 0.9
+                    actions.append(Action(waits, int, f"straggler_wait {name}", False, report=name))
+                    actions.append(Action(waits + behind_s, int, category, False, report=name))
                 after = "callbacks" if self.splits_steps and not is_first else category
-                actions.append(Action(at + seconds * 0.95, own.batch_done, after, False))
+                actions.append(Action(at + seconds * 0.95 + behind_s, own.batch_done, after, False))
             is_begun = not is_first
-            at, is_first, step = at + seconds, False, step + 1
+            at, is_first, step = at + seconds + behind_s, False, step + 1
             if not is_begun:
                 continue
             after = "callbacks" if self.splits_steps else category
@@ -464,7 +493,21 @@ class Run:
             if step == rolls_back and saved < step:
                 at = self.plan_rollback(ranks, plan, fit, at, saved, step)
                 done, step, is_first = max(done, step), saved, True
+                period = None
         return at
+
+    def report(self, fit: int, step: int, period: Period) -> Stragglers:
+        """What rank 0 records of the straggler: steps of the others differ, and they wait for each other a little."""
+        assert self.straggler is not None
+        own = self.step_s * torch.tensor([self.world.some(0.98, 1.0) for _ in range(self.world_size)])
+        own[0 if self.straggler else 1], own[self.straggler] = self.step_s, self.step_s + self.behind_s
+        waited = own.max() - own + 0.1 * self.step_s
+        unknown, places = torch.full_like(own, torch.nan), [DeviceId("", "")] * self.world_size
+        scores, sections = [unknown] * 5, [own.unsqueeze(1), unknown.unsqueeze(1), unknown.unsqueeze(1)]
+        made = Report(step, places, *scores, *sections, waited=waited)
+        slowest, seconds = made.waiting([Straggler(self.straggler, places[0], "relative", 0.5, "")]) or (None, 0.0)
+        waited_s = seconds * period.new_batches(step)
+        return of(Stragglers, fit=fit, step=step, ranks=[self.straggler], slowest=slowest, waited=waited_s)
 
     def plan_rollback(
         self, ranks: list[Rank], plan: dict[int, list[Action]], fit: int, at: float, to: int, step: int
@@ -524,6 +567,9 @@ class Run:
     def records(self, rank: int, event: Event) -> Callable[[], object]:
         node = self.nodes[rank // self.per_node]
         return lambda: self.world.record(self.world.now, node, rank, event)
+
+    def has_begun(self, fit: int, step: int) -> Callable[[], object]:
+        return lambda: self.steps_begun.__setitem__(fit, max(self.steps_begun[fit], step))
 
     def saves(self, fit: int, step: int) -> Callable[[], object]:
         return lambda: self.saved.__setitem__(fit, step)
@@ -621,6 +667,8 @@ class Run:
                 kept_truth = self.keep(rank, intervals, written, visible, category)
             if action.time >= until:
                 break
+            if action.report and self.reported.get(action.report, math.inf) >= until:
+                continue
             world.now, world.node = action.time, rank.node
             action.act()
             if action.category == category and not action.is_written:
@@ -694,11 +742,22 @@ class Run:
                 self.record_fit(rank, self.fit)
             *tail, _ = tail
             rank.ended = tail[-1][0] if tail else since
+        newest = since + 1 if kept is not None else math.inf
         for begin, until, what in intervals:
+            if (report := what.removeprefix("straggler_wait ")) != what:
+                self.waits(rank, until - begin, is_known=self.reported[report] <= newest)
+                continue
             self.add(what, until - begin, self.cause_before(rank, what, begin), rank)
         for until, what, cause in tail:
             self.add(what, until - since, cause, rank)
             since = until
+
+    def waits(self, rank: Rank, seconds: float, is_known: bool) -> None:
+        """It waits for the straggler; where that is not known of it, it computes."""
+        if is_known:
+            self.truth[Loss("straggler_wait", "straggler", self.straggler_node)] += seconds
+        else:
+            self.add("productive", seconds, "", rank)
 
     def cause_before(self, rank: Rank, category: str, time: float) -> str:
         """To start, and to do steps again, is due to the interruption before."""
@@ -847,6 +906,9 @@ MISTAKES: dict[str, tuple[object, str, object]] = {
         lambda events: [event for event in events if isinstance(event, Fault)],
     ),
     "the-first-fault-is-the-cause": (goodput, "first_cause", lambda faults: faults[0]),
+    "who-waits-works": (goodput._Group, "find_waits", lambda self: None),
+    "steps-done-again-wait-too": (Period, "new_batches", lambda self, step: self.batches),
+    "what-was-kept-has-waited-since": (goodput, "_CLOCKS_DIFFER_S", math.inf),
     "a-crash-is-a-kill": (goodput, "_kind_of", lambda fault: "killed"),
 }
 

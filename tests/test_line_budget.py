@@ -22,11 +22,11 @@ BUDGET = {
     "detect": 307,
     "detect/hangs": 2365,
     "detect/numerics": 788,
-    "detect/stragglers": 339,
-    "fit": 5126,
-    "launch": 6063,
+    "detect/stragglers": 370,
+    "fit": 5137,
+    "launch": 6065,
     "launch/schedulers": 508,
-    "run": 2825,
+    "run": 2852,
 }
 
 _NO_CODE = (

@@ -69,7 +69,7 @@ def story(text: str = "", nodes: tuple[str, str] = ("n1", "n2")) -> list[Event]:
         *(launch(T, T), of(AllocationStart, 0, slurm_job_id="7", restart_count=0, node_list=[*nodes]), job(T + 2)),
         *(of(Fresh, 15), of(Saved, 30, step=20, seconds=1.5, tier="global", reason=f"every 20{text}")),
         of(Saved, 50, step=40, seconds=0.5, tier="local", reason="local"),
-        of(Stragglers, 55, step=45, ranks=[3], devices=[], reason=f"rank 3 has 0.41{text}"),
+        of(Stragglers, 55, step=45, ranks=[3], devices=[], slowest=3, waited=4.0, reason=f"rank 3 has 0.41{text}"),
         of(Fault, 80, rank=3, kind="hang", step=60, reason=f"rank 3 is stuck{text}", diagnostics=folder),
         *workers(5, 70, 85, nodes, doing="productive", reached=60, seconds=START | STEPS | {"productive": 44.0}),
         *(of(Resumed, 105, step=40), of(Saved, 140, step=80, seconds=1.0, tier="global", reason="every 20")),

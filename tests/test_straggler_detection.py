@@ -37,6 +37,8 @@ from lightning_resilience.detect.stragglers.stragglers import Straggler
 from lightning_resilience.fit import joining, straggler_reports
 from lightning_resilience.fit.straggler_reports import StragglerReports
 from lightning_resilience.launch.nodes import Board, Plan
+from lightning_resilience.run import ledger
+from lightning_resilience.run.goodput import account
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import CONTEXT, Ranks, free_port, result, run, samples
 from tests.ledgers import Ledger, read_ledger
@@ -426,8 +428,12 @@ def test_a_run_that_nothing_starts_again_goes_on_with_its_stragglers(tmp_path: P
     )
     codes, text = to_the_end(config, tmp_path / "run", restarts=0)
     assert codes == [0, 0], text
-    assert found_in(config, "stragglers")[0]["ranks"] == [0]
+    first = found_in(config, "stragglers")[0]
+    assert (first["ranks"], first["slowest"]) == ([0], 0)
+    assert 0 < first["waited"] < first["step"]
     assert found_in(config, "straggler_stop") == []
+    found = account(ledger.read_ledger(RunDirectory(config["run_dir"]).ledger)).by_category
+    assert found["productive"] > found["straggler_wait"] >= first["waited"] - 0.01
     assert text.count("The run is not stopped: nothing would start it again") == 1
 
 
@@ -939,6 +945,7 @@ class Fit:
         strategy = SimpleNamespace(root_device=torch.device(device, 0))
         self.trainer = SimpleNamespace(strategy=strategy, world_size=1, global_step=20, loggers=[], profiler=None)
         self.others, self.rank, self.index = others, 0, 0
+        self.time = SimpleNamespace(reached=0)
         self.ledger = Ledger(tmp / "ledger", 0)
 
     def gather(self, value: Any) -> list[Any]:

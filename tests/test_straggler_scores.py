@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -48,6 +49,8 @@ from lightning_resilience.detect.stragglers.stragglers import (
     Comm,
     History,
     Kernels,
+    Kind,
+    Period,
     Report,
     Straggler,
     Streaks,
@@ -452,6 +455,32 @@ def test_a_rank_is_slow_only_beyond_the_noise_of_its_steps() -> None:
     assert [(each.rank, each.cause) for each in found] == [(0, "compute"), (2, "compute")]
 
 
+def test_the_others_wait_for_the_slowest_straggler() -> None:
+    """For no longer than it is behind the slowest of them, and no longer than they were measured to wait."""
+    totals = [1.0, 1.2, 3.0, 5.0, nan]
+
+    def waiting(waited: Sequence[float], *slow: int, kind: Kind = "relative") -> tuple[int, float] | None:
+        made = replace(report([nan] * 5), seconds=rows(*[[each, 0, 0] for each in totals]), waited=of(*waited))
+        return made.waiting([Straggler(rank, made.device_ids[rank], kind, 0.5, "compute") for rank in slow])
+
+    assert waiting([9, 9, 9, 9, 9], 2, 3) == (3, pytest.approx(3.8))
+    assert waiting([1.8, 1, 9, 9, 9], 2, 3) == (3, pytest.approx(1.4))
+    assert waiting([9, 9, 9, 9, 9], 3) == (3, pytest.approx(2.0)), "than the other slow rank, which is none"
+    assert waiting([9, 9, 9, 9, 9], 0) is None, "only its kernels are slow"
+    assert waiting([9, 9, 9, 9, 9], 3, kind="individual") is None
+    assert waiting([nan, 0, 0, 9, 9], 3) is None
+    assert report([nan] * 5).waiting([Straggler(3, places(1)[0], "relative", 0.5, "compute")]) is None
+
+
+def test_of_the_batches_of_a_period_those_of_new_steps_count() -> None:
+    period = Period(10, reached=16)
+    period.batches = 40
+    assert (period.new_batches(10), period.new_batches(14), period.new_batches(20)) == (0, 0, 16)
+    period = Period(20, reached=16)
+    period.batches = 5
+    assert period.new_batches(25) == 5
+
+
 def test_a_score_that_is_unknown_is_not_below_anything() -> None:
     made = report([nan, 1.0, nan])
     assert made.slow("relative", 1.0) == made.slow("individual", 1.0) == []
@@ -699,8 +728,13 @@ def test_waiting_is_nobodys_own_time(clock: Clock, waiting: CommWaitTimer) -> No
         timed.enter(section)
         clock.sleep(own + 10)
         waiting.seconds += 10
+    timed.enter(NO_SECTION)
+    clock.sleep(5)
+    waiting.seconds += 5  # in a validation
     timed.begin()
-    close(timed.take().typical, of(1, 2, 4))
+    sample = timed.take()
+    close(sample.typical, of(1, 2, 4))
+    assert sample.waited == 30
 
 
 def test_every_third_step(clock: Clock, waiting: CommWaitTimer) -> None:
@@ -973,9 +1007,15 @@ def test_a_device_that_waits_does_not_compute() -> None:
     device.compute(7)
     timed.wait(False)
     device.compute(0.25)
+    timed.enter(NO_SECTION)
+    timed.wait(True)  # in a validation
+    device.compute(100)
+    timed.wait(False)
     timed.begin()
     device.catch_up()
-    close(timed.take().typical, of(1, 9, 0.75))
+    sample = timed.take()
+    close(sample.typical, of(1, 9, 0.75))
+    assert sample.waited == pytest.approx(10 * 3 + 20 * 3 + 7)
 
 
 def test_every_other_step_of_a_device() -> None:

@@ -33,6 +33,7 @@ from lightning_resilience.detect.stragglers.stragglers import (
     Comm,
     History,
     Kernels,
+    Period,
     Report,
     Straggler,
     Streaks,
@@ -133,6 +134,7 @@ class StragglerReports(Participant):
         self._logged: set[str] = set()
         self._due = math.inf
         self._is_cold = True
+        self._period: Period | None = None
 
     def extra_state(self) -> Mapping[str, Stateful]:
         """The history of scores, and on rank 0 what the panels have shown."""
@@ -197,7 +199,11 @@ class StragglerReports(Participant):
         """A step begins."""
         if self._is_cold:
             self._is_cold = False  # the first step is slow in its own way
+            self._period = None
         else:
+            if self._period is None:
+                self._period = Period(self.session.fit.trainer.global_step, self.session.fit.time.reached)
+            self._period.batches += 1
             self._time.begin()
             self._comm_wait.counts = self._time.is_timed
 
@@ -249,6 +255,7 @@ class StragglerReports(Participant):
             self._due = time.monotonic() + self._options.report_time_interval
             self._on_report(report)
             self._publish(report)
+        self._period = None
 
     def _publish(self, report: Report) -> None:
         options, session = self._options, self.session
@@ -261,6 +268,8 @@ class StragglerReports(Participant):
         stragglers, lasting = self._streaks.of(slow), self._lasting.of(slow)
         self._print(report, stragglers)
         if stragglers:
+            slowest, waited = report.waiting(stragglers) or (None, 0.0)
+            batches = 0.0 if self._period is None else self._period.new_batches(report.step)
             session.fit.ledger.record(
                 Stragglers(
                     fit=session.fit.index,
@@ -268,6 +277,8 @@ class StragglerReports(Participant):
                     ranks=sorted({each.rank for each in stragglers})[:_MAX_NAMED],
                     devices=_devices(stragglers)[:_MAX_NAMED],
                     reason=_named(stragglers),
+                    slowest=slowest,
+                    waited=None if slowest is None else round(waited * batches, 3),
                 )
             )
         if options.enable_logging:

@@ -36,6 +36,7 @@ _PHRASES = {
     "data_loading": "waiting for batches",
     "callbacks": "callbacks and loggers",
     "checkpoint_save": "waiting for saves",
+    **dict.fromkeys(("straggler_wait", "straggler"), "waiting for a straggler"),
     "wasted_progress": "steps done again",
     "queue": "waiting for nodes",
     "teardown": "the end of processes",
@@ -158,7 +159,7 @@ def _losses(goodput: Goodput, active: float) -> list[dict[str, Any]]:
             is_start = PART_OF.get(loss.category) in ("start", "restore") and loss.category != "queue"
             name = loss.cause or (_FIRST_START if is_start else loss.category)
             categories[name][loss.category] += seconds
-            if has_nodes and not loss.cause:
+            if has_nodes and (not loss.cause or loss.category == "straggler_wait"):
                 nodes[name][loss.node] += seconds
     for each in goodput.interruptions:
         nodes[each.cause][each.node] += sum(each.seconds.values())

@@ -60,6 +60,7 @@ GROUPS = {
         "callbacks": ("#e3c878", "#e2cb84"),
         "validation": ("#faeaa6", "#f9eeb4"),
         "checkpoint_save": ("#cdbf62", "#cfc35e"),
+        "straggler_wait": ("#a8842c", "#b8964a"),
     },
     "faults and redone steps": {
         "wasted_progress": ("#d4480e", "#ee5a22"),

@@ -518,6 +518,8 @@ class Stragglers(_AtStep, name="stragglers"):
     ranks: Ranks | None
     devices: Devices | None
     reason: Reason | None
+    slowest: Annotated[int, "the rank that the others wait for"] | None = None
+    waited: Annotated[float, "how long each rank not named has waited for it since the report before, s"] | None = None
 
 
 class StragglerStop(_AtStep, name="straggler_stop"):

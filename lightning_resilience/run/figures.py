@@ -43,6 +43,8 @@ def figures_of(events: Sequence[Event], found: Goodput) -> RunFigures | None:
     """
     events = sorted((event for event in events if _tells_something(event)), key=lambda event: event.time)
     seconds = {category: each / max(found.ranks, 1) for category, each in found.by_category.items()}
+    seconds["productive"] += seconds["straggler_wait"]  # of a step it is a part
+    seconds["straggler_wait"] = 0.0
     steps = sum(_reached(events).values())
     new_steps = steps - _new_first_steps(events)
     if new_steps <= 0 or seconds["productive"] <= 0 or not found.lives:
@@ -142,7 +144,9 @@ def _strikes(events: Sequence[Event], account: Goodput, ends_s: Mapping[float, f
         saved = next((each for each in _saved(own, "global") if each.reason in _ORDERLY and each.step == step), None)
         began = next((each for each in own if isinstance(each, (Resumed, Fresh))), None)
         reached = step if began is None else (getattr(began, "step", None) or 0) + 1 + len(rollbacks)
-        reached += (life.seconds["productive"] + life.seconds["wasted_progress"]) / ranks / step_s
+        reached += (
+            sum(life.seconds[each] for each in ("productive", "straggler_wait", "wasted_progress")) / ranks / step_s
+        )
         reached -= sum(each.lost_steps or 0 for each in rollbacks)
         seconds = {name: each / ranks for name, each in life.interruption.seconds.items() if name not in _TRAINED}
         if saved is not None:

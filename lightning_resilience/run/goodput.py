@@ -19,12 +19,20 @@ launcher and scheduler say what happened then:
 ``data_loading``    training waits for a batch; on an accelerator it is part of the step
 ``callbacks``       hooks and loggers between two steps, and the end of an epoch
 ``validation``      validation
+``straggler_wait``  of ``productive``, what a rank waited in collectives for one that a report found slow
 ``checkpoint_save`` training waits for a save
 ``detection``       in a fault, the step that a rank in a fit had begun, or what it went on to last, to the verdict
 ``teardown``        from the verdict, or the end of the last fit, to the end of the launch or the next start of the job
 ``idle``            nobody ran it: the launch had ended, or was killed, and no scheduler had the job
 ``other``           nothing is known: ranks that were killed before anything was kept of them, up to their last event
 ==================  ====================================================================================================
+
+**Waiting for a straggler.** Only ``StragglerDetection`` tells it from work, so without it there is none. Its reports
+say how long the ranks that are no stragglers have waited for the slowest one since the report before: in each new step
+the time by which that is slower than the slowest of them, and no more than they were measured to wait. What equally
+fast ranks wait for each other is part of a step, as is the transfer. What is in no report stays ``productive``: waiting
+for ranks that are slow but not by the callback's threshold, or only for a while, and what comes after the last report.
+The waiting is due to the node of the straggler.
 
 Of a node that went down, the last sign of life is in what was kept, up to 30 s before; if nobody is left to give a
 verdict, its processes end with that. Of a run that goes on, what was kept last goes on until now. Without a launcher an
@@ -63,6 +71,7 @@ from lightning_resilience.run.events import (
     LaunchExit,
     LaunchStart,
     Resumed,
+    Stragglers,
     StragglerStop,
     TimeSpent,
     WorkersStart,
@@ -76,6 +85,7 @@ CATEGORIES = (
     "callbacks",
     "validation",
     "checkpoint_save",
+    "straggler_wait",
     "queue",
     "launch",
     "rendezvous",
@@ -91,7 +101,7 @@ CATEGORIES = (
     "other",
 )
 
-TRAINING = ("productive", "data_loading", "callbacks", "validation", "checkpoint_save")
+TRAINING = ("productive", "data_loading", "callbacks", "validation", "checkpoint_save", "straggler_wait")
 """What ETTR counts as training."""
 
 START = ("launch", "rendezvous", "imports", "script", "setup", "restore", "fast_forward", "first_step")
@@ -104,7 +114,8 @@ class Loss(NamedTuple):
         category: See the module.
         cause: Of the interruption that it belongs to: ``hang``, ``killed``, ...; empty: none. What it takes to start,
             also after a rollback or for another fit, and the steps done again belong to the interruption before.
-        node: Where; empty: everywhere.
+            Without an interruption, waiting for a straggler has it as its cause.
+        node: Where, or whom it waits for; empty: everywhere.
     """
 
     category: str
@@ -214,7 +225,8 @@ class Goodput:
             due_to: The interruption that it belongs to.
             node: Where.
         """
-        self.seconds[Loss(category, "" if due_to is None else due_to.cause, node)] += seconds
+        cause = due_to.cause if due_to is not None else "straggler" if category == "straggler_wait" else ""
+        self.seconds[Loss(category, cause, node)] += seconds
         if self.lives:
             self.lives[-1].seconds[category] += seconds
         if due_to is not None:
@@ -294,6 +306,10 @@ def reached_step(run_dir: Path, events: Iterable[Event], fit: int) -> int:
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
+_CLOCKS_DIFFER_S = 1.0
+"""How much later a report may seem to be than the step that begins after it on another node."""
+
+
 @dataclass
 class _Process:
     """A rank of one group of workers."""
@@ -306,6 +322,8 @@ class _Process:
     seconds: dict[str, float]
     is_kept: bool
     """Whether this is what was kept while it ran."""
+    waits: Counter[str] = field(default_factory=Counter)
+    """What it has waited for stragglers, in seconds by their node; it is no more in ``productive``."""
 
 
 @dataclass
@@ -346,6 +364,20 @@ class _Group:
         for process in self.processes.values():
             if process.is_kept:
                 process.ended = max([process.ended, *ends])
+
+    def find_waits(self) -> None:
+        """Takes what ranks have waited for stragglers from their productive time, of which there may be less."""
+        for event in self.events:
+            if not isinstance(event, Stragglers) or event.slowest not in self.processes:
+                continue
+            node = self.processes[event.slowest].node
+            for rank, process in self.processes.items():
+                productive = process.seconds.get("productive", 0.0)
+                if process.is_kept and event.time > process.since + _CLOCKS_DIFFER_S:
+                    continue  # what was kept of it is older
+                if rank not in (event.ranks or ()) and (waited := min(event.waited or 0.0, productive)) > 0:
+                    process.seconds["productive"] = productive - waited
+                    process.waits[node] += waited  # type: ignore[assignment]
 
     @property
     def interruption(self) -> InterruptionCost | None:
@@ -403,6 +435,7 @@ def account(
     for group in groups:
         is_over = group is not groups[-1] or any(isinstance(event, (JobFailed, LaunchExit)) for event in group.events)
         group.extend(None if is_over else now)
+        group.find_waits()
     due_to: InterruptionCost | None = None
     for before, group in zip([None, *groups], groups, strict=False):
         interruption = group.interruption
@@ -484,7 +517,7 @@ def _process(event: TimeSpent, index: int, is_kept: bool) -> _Process:
 
 
 _ENDS = (Fault, Killed, FitInterrupted, StragglerStop, LauncherKilled, JobFailed, LaunchExit)
-_OF_GROUP = (WorkersStart, Fresh, Resumed, *_ENDS)
+_OF_GROUP = (WorkersStart, Fresh, Resumed, Stragglers, *_ENDS)
 _NAN = ("TrainingDiverged", "RerunElsewhere")
 _DISK = ("StorageFails",)
 
@@ -525,6 +558,8 @@ def _add_process(
             found.add(unfinished, seconds, interruption, process.node)
         else:
             found.add(category, seconds, due_to.get(category), process.node)
+    for node, seconds in process.waits.items():
+        found.add("straggler_wait", seconds, node=node)
     if found.segments is not None:
         found.segments += _segments(process, unfinished)
     if process.ended <= process.since:
@@ -539,7 +574,7 @@ def _add_process(
     found.add_segment("teardown", stopped, process.ended, interruption, process.node)
 
 
-_STEPS = ("productive", "wasted_progress", "data_loading", "callbacks", "validation", "checkpoint_save")
+_STEPS = ("productive", "wasted_progress", *TRAINING[1:])
 _IN_ORDER = (
     *(("imports",), ("script",), ("setup",), ("restore",), ("fast_forward",), ("first_step",)),
     *(_STEPS, ("unfinished_step",), ("teardown",)),
@@ -553,12 +588,10 @@ def _segments(process: _Process, unfinished: str) -> Iterator[Segment]:
         process: The process.
         unfinished: The category of a step that was begun and did not end.
     """
-    begin = process.began
+    begin, spent_on = process.began, process.seconds | {"straggler_wait": sum(process.waits.values())}
     for names in _IN_ORDER:
         seconds = {
-            unfinished if name == "unfinished_step" else name: spent
-            for name in names
-            if (spent := process.seconds.get(name))
+            unfinished if name == "unfinished_step" else name: spent for name in names if (spent := spent_on.get(name))
         }
         if seconds:
             end = begin + sum(seconds.values())

@@ -125,6 +125,11 @@ class TimeAccount:
         """Whether a watchdog reads it."""
         return self._memory is not None
 
+    @property
+    def reached(self) -> int:
+        """The furthest step at which a batch has begun, in any process: those before it are done."""
+        return self._reached
+
     def share(self, path: Path) -> None:
         """Goes on in a file of node memory.
 

@@ -24,7 +24,12 @@ SECTIONS = ("data loading", "compute", "callbacks")
 DATA, COMPUTE, CALLBACKS = range(len(SECTIONS))
 
 NO_SECTION = -1
-"""Time that counts for no section: a validation, and on a device waiting for other ranks."""
+"""Time that counts for no section: a validation."""
+
+_WAITING = -2
+"""Waiting for other ranks, in whatever section."""
+
+_PLACES = len(SECTIONS) + 2
 
 _BLOCK = 32
 _MIN_BLOCKS = 5
@@ -41,11 +46,13 @@ class Sample:
         typical: Seconds of a typical step by section; NaN without steps.
         error: Standard error of the mean of a whole step, in seconds.
         steps: Number of steps.
+        waited: Seconds of waiting for other ranks in a step, on average; NaN where that is not known.
     """
 
     typical: torch.Tensor
     error: torch.Tensor
     steps: int
+    waited: float = math.nan
 
     @property
     def total(self) -> torch.Tensor:
@@ -53,8 +60,12 @@ class Sample:
         return self.typical.sum()
 
     @staticmethod
-    def of(steps: torch.Tensor) -> Sample:
+    def of(steps: torch.Tensor, waits: torch.Tensor | None = None) -> Sample:
         """Computes the statistics of ``steps``, seconds of shape ``(steps, sections)``.
+
+        Args:
+            steps: The rank's own work.
+            waits: Seconds of waiting for other ranks, of each step.
 
         The typical step is the lower quartile of the means of blocks of consecutive steps. The median of single steps
         would miss a data loader of several workers that is late once in several steps. The lower quartile, not the
@@ -68,7 +79,8 @@ class Sample:
         means = means[means.sum(dim=1).argsort(stable=True)]  # as whole steps, so that the sections belong together
         totals = steps.sum(dim=1)
         error = totals.std() / count**0.5 if count > 1 else totals[0]  # unknown for one step
-        return Sample(means[(len(means) - 1) // 4], error, count)
+        waited = math.nan if waits is None else float(waits.mean())
+        return Sample(means[(len(means) - 1) // 4], error, count, waited)
 
 
 class SamplingWindow:
@@ -119,7 +131,7 @@ class HostStepTimer:
         self._clock = clock
         self._steps: deque[tuple[float, ...]] = deque(maxlen=_MAX_STEPS)
         self._section = DATA
-        self._since = 0.0
+        self._since = self._waited = 0.0
         self._spent: list[float] | None = None
 
     def begin(self) -> None:
@@ -129,15 +141,19 @@ class HostStepTimer:
             self._steps.append(tuple(spent[:-1]))
             self._spent = None
         if self._sampling.samples_next():
-            self._section, self._since = DATA, self._clock() - self._comm_wait.seconds
-            self._spent = [0.0] * (len(SECTIONS) + 1)
+            self._waited = self._comm_wait.seconds
+            self._section, self._since = DATA, self._clock() - self._waited
+            self._spent = [0.0] * _PLACES
 
     def enter(self, section: int) -> None:
         """Enters one of :data:`SECTIONS`, by its index, or :data:`NO_SECTION`."""
         if (spent := self._spent) is not None:
-            now = self._clock() - self._comm_wait.seconds
+            waited = self._comm_wait.seconds
+            now = self._clock() - waited
             spent[self._section] += now - self._since
-            self._section, self._since = section, now
+            if self._section != NO_SECTION:
+                spent[_WAITING] += waited - self._waited
+            self._section, self._since, self._waited = section, now, waited
 
     def drop(self) -> None:
         """Discards the current step, for example the first one after a rollback."""
@@ -228,7 +244,8 @@ class DeviceStepTimer:
         before = self._waits
         self._waits += 1 if begins else -1
         if self._marks and bool(before) != bool(self._waits):
-            self._marks.append((self._event(stream), NO_SECTION if begins else self._section))
+            waiting = _WAITING if self._section != NO_SECTION else NO_SECTION
+            self._marks.append((self._event(stream), waiting if begins else self._section))
 
     def drop(self) -> None:
         """Discards the current step."""
@@ -256,7 +273,7 @@ class DeviceStepTimer:
     def _collect(self) -> None:
         while self._in_flight and self._in_flight[0][-1][0].query():
             marks = self._in_flight.popleft()
-            spent = [0.0] * (len(SECTIONS) + 1)  # the last one is NO_SECTION
+            spent = [0.0] * _PLACES
             try:
                 for (begin, section), (end, _) in pairwise(marks):
                     spent[section] += max(begin.elapsed_time(end), 0.0) / 1000
@@ -266,6 +283,6 @@ class DeviceStepTimer:
 
 
 def _drain(steps: deque[tuple[float, ...]]) -> Sample:
-    sample = Sample.of(torch.tensor(list(steps), dtype=torch.float64, device="cpu").reshape(-1, len(SECTIONS)))
+    table = torch.tensor(list(steps), dtype=torch.float64, device="cpu").reshape(-1, _PLACES - 1)
     steps.clear()
-    return sample
+    return Sample.of(table[:, : len(SECTIONS)], table[:, _WAITING + 1])

@@ -66,6 +66,7 @@ class Report:
         individual_lost: Fraction of a step lost in each section relative to the rank's own best in that section.
         of_kernels: Whether kernels were measured on any rank.
         elapsed: Seconds that the report took to make.
+        waited: Seconds of a step in which the rank waits for others, on average; ``None``: not measured.
     """
 
     step: int
@@ -80,6 +81,7 @@ class Report:
     individual_lost: torch.Tensor
     of_kernels: bool = False
     elapsed: float = 0.0
+    waited: torch.Tensor | None = None
 
     @property
     def missing(self) -> list[int]:
@@ -104,6 +106,31 @@ class Report:
             Straggler(rank, self.device_ids[rank], kind, each, SECTIONS[cause])
             for rank, each, cause in zip(ranks.tolist(), worst[ranks].tolist(), causes.tolist(), strict=True)
         ]
+
+    def waiting(self, stragglers: Sequence[Straggler]) -> tuple[int, float] | None:
+        """How long the other ranks wait for the slowest straggler in each step.
+
+        Counted is by how much its step is longer than that of the slowest rank that is no straggler: by that all steps
+        would be shorter without stragglers. Where ranks have waited less than that, they were not kept for so long. All
+        else that ranks wait in collectives is the usual: transfers, and steps that are not equally long.
+
+        Args:
+            stragglers: Those found; only where they are slower than other ranks do these wait.
+
+        Returns:
+            The slowest straggler, and seconds of a step, averaged over the ranks that are none; ``None`` if nobody
+            waits.
+        """
+        seconds = self.seconds.sum(1)
+        slow = [each.rank for each in stragglers if each.kind == "relative"]
+        others = torch.isfinite(seconds)
+        others[slow] = False
+        if not slow or self.waited is None or not others.any():
+            return None
+        slowest = max(slow, key=lambda rank: float(seconds[rank].nan_to_num(nan=0.0)))
+        longer = seconds[slowest] - seconds[others].max()
+        waited = float(self.waited[others].nan_to_num(nan=0.0).clamp(max=longer).mean())
+        return (slowest, waited) if waited > 0 else None
 
 
 @dataclass(frozen=True)
@@ -227,11 +254,12 @@ def make_report(
             scores(kernels.medians, kernels.weights, best_kernels),
         ]
     own = [*kernel_scores, _speed(total, history.total.min_value), sample.error / total]
-    matrix = comm.gather(torch.cat([torch.stack(own), typical, lost(typical, typical, best)]))
+    waited = typical.new_tensor([sample.waited])
+    matrix = comm.gather(torch.cat([torch.stack(own), waited, typical, lost(typical, typical, best)]))
     if matrix is None:
         return None
     relative, individual, step_individual, noise = matrix[:, : len(own)].unbind(1)
-    seconds, individual_lost = matrix[:, len(own) :].reshape(len(matrix), 2, len(SECTIONS)).unbind(1)
+    seconds, individual_lost = matrix[:, len(own) + 1 :].reshape(len(matrix), 2, len(SECTIONS)).unbind(1)
     totals = seconds.sum(1)
     step_relative = _speed(totals, totals.nanmedian())
     of_kernels = not matrix[:, :2].isnan().all()
@@ -248,6 +276,7 @@ def make_report(
         individual_lost=individual_lost,
         of_kernels=of_kernels,
         elapsed=time.perf_counter() - began,
+        waited=matrix[:, len(own)],
     )
 
 
@@ -273,6 +302,28 @@ def _align(kernels: Kernels, comm: Comm) -> Kernels:
 
 def _kernel_id(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+class Period:
+    """The batches from one report to the next, or from the first step of a process or after a rollback.
+
+    Args:
+        step: ``trainer.global_step`` at its beginning.
+        reached: The furthest step that the fit has been at before.
+
+    Attributes:
+        batches: How many there were, to be counted by the caller.
+    """
+
+    def __init__(self, step: int, reached: int) -> None:
+        self._step = step
+        self._reached = reached
+        self.batches = 0
+
+    def new_batches(self, step: int) -> float:
+        """How many of them were for steps never done before; ``step`` is ``trainer.global_step`` at its end."""
+        steps = step - self._step
+        return self.batches * max(step - max(self._step, self._reached), 0) / steps if steps > 0 else 0.0
 
 
 class Streaks:
