@@ -827,7 +827,7 @@ h1{font-size:1.15em;margin:0}h2{font-size:1.05em;margin:1.8em 0 .6em}h3{font-siz
 a{color:inherit}i{font-style:normal}
 header p,.note,footer,small,dt,.times,.labels{color:var(--soft);font-size:.85em}
 header strong{color:var(--ink)}
-.verdict{margin-top:1em}.verdict ul{padding-left:1.2em;margin:.5em 0}
+.verdict{margin-top:1em}section ul{padding-left:1.2em;margin:.5em 0}
 .number{font-size:1.3em;margin:0}.number b{font-size:2.6em;line-height:1.1;letter-spacing:-.02em}
 .bar{display:flex;height:14px;border-radius:3px;overflow:hidden;min-width:3px}.bar i{display:block}
 .verdict .bar{height:18px;margin:.6em 0}
