@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -185,11 +185,9 @@ def _at_random(figures: RunFigures, mtbf_s: float, chance: random.Random) -> Ite
 
 def _play(figures: RunFigures, strikes: Iterator[Strike]) -> Replayed:
     """Replays a run from its first step to its last."""
-    seconds = Counter(figures.once)
+    seconds: defaultdict[str, float] = defaultdict(float, figures.once)
     strike = next(strikes, None)
-    rollbacks = sorted(
-        (each for each in figures.strikes if each.at_step is not None), key=lambda each: each.at_step or 0
-    )
+    rollbacks = figures.rollbacks
     trained_s = position = furthest = saved = saved_locally = 0.0
     interruptions = 0
     while True:
@@ -213,7 +211,8 @@ def _play(figures: RunFigures, strikes: Iterator[Strike]) -> Replayed:
             assert strike is not None
             struck, strike = strike, next(strikes, None)
             interruptions += 1
-        seconds.update(struck.seconds)
+        for category, each in struck.seconds.items():
+            seconds[category] += each
         saved = reached if struck.is_orderly else saved
         saved_locally = saved_locally if struck.keeps_local else 0.0
         position = max(saved, saved_locally) if struck.lost_steps is None else max(reached - struck.lost_steps, 0.0)
@@ -289,7 +288,7 @@ class _Course:
         complete = math.floor((length_s - begin_s - max(saves.write_s, saves.blocked_s)) / period_s)
         return self.step_after(begin_s + complete * period_s) if complete >= 0 else 0.0
 
-    def add_to(self, seconds: Counter[str], length_s: float, reached: float, furthest: float) -> None:
+    def add_to(self, seconds: defaultdict[str, float], length_s: float, reached: float, furthest: float) -> None:
         """Adds what it takes.
 
         Args:
@@ -301,8 +300,8 @@ class _Course:
         steps = reached - self.first
         again = min(max(furthest - self.first, 0.0), steps)
         for category, each in self._figures.step.items():
-            seconds[category] += steps * each  # type: ignore[assignment]
+            seconds[category] += steps * each
         redone_s = again * self._figures.step.get("productive", 0.0)
-        seconds["productive"] -= redone_s  # type: ignore[assignment]
-        seconds["wasted_progress"] += redone_s  # type: ignore[assignment]
-        seconds["checkpoint_save"] += length_s - steps * self._figures.step_s  # type: ignore[assignment]
+        seconds["productive"] -= redone_s
+        seconds["wasted_progress"] += redone_s
+        seconds["checkpoint_save"] += length_s - steps * self._figures.step_s
