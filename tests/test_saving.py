@@ -14,7 +14,7 @@ import torch
 from lightning_resilience.checkpoint import own_state
 from lightning_resilience.checkpoint.safe_serialization import from_safe, pack
 from lightning_resilience.checkpoint.store_messages import StoreMessages
-from lightning_resilience.fit.saving import STATE_KEY
+from lightning_resilience.fit.saving import STATE_KEY, SaidSaves
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, run, samples, undisturbed
 from tests.ledgers import read_ledger
@@ -110,3 +110,14 @@ def test_a_rank_that_dies_before_it_has_sent_is_not_waited_for(tmp_path: Path, a
     assert sorted(path.name for path in folder.iterdir()) == [f"step-{step:012d}.ckpt" for step in saved[-2:]]
     assert run({**config, "fails": []}, tmp_path)[0] == [0, 0]
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
+
+
+def test_saves_are_said_once_a_minute_and_slow_ones_always() -> None:
+    saves, path = SaidSaves(), Path("a.ckpt")
+    lines = [saves.line(step, path, 0.1, "time", now=10.0 * step) for step in range(1, 15)]
+    assert [step for step, line in enumerate(lines, 1) if line is not None] == [1, 7, 13]
+    assert lines[0] == "Saved step 1 to a.ckpt in 0.1 s (time)."
+    assert lines[6] == "Saved step 7 to a.ckpt in 0.1 s (time; 5 more since the last line)."
+    slow = saves.line(15, path, 7.0, "time", now=141.0)
+    assert slow == "Saved step 15 to a.ckpt in 7.0 s, the last one logged in 0.1 s (time; 1 more since the last line)."
+    assert saves.line(16, path, 8.0, "time", now=142.0) is None, "as slow as usual"

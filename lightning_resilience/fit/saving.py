@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 import uuid
@@ -61,7 +62,9 @@ _PATIENCE = 0.8  # of the timeout of the collective in which the other ranks wai
 _Reporter: TypeAlias = "Callable[[Outcome, list[str]], None]"
 
 _COLLECTIVE_TIMEOUT_S = 1800.0  # torch's default
-_LOG_SAVED_EVERY_S = 600.0  # a line for every save would fill the log of a long run
+_LOG_SAVED_EVERY_S = 60.0  # a line for every save would fill the log of a long run
+_SLOW_S = 5.0
+_SLOW_FACTOR = 3
 _LOGGED_ELSEWHERE = ("preemption", "straggler", "before the end")
 _LAST_SAVE_S = 120.0  # for a write in progress when a fit ends
 
@@ -106,6 +109,34 @@ class _Collected:
         return checkpoint
 
 
+class SaidSaves:
+    """Which saves are logged: the first, then one a minute at most, and each that takes much longer than that one."""
+
+    def __init__(self) -> None:
+        self._next_at = -math.inf
+        self._unsaid = 0
+        self._last_s = math.inf
+
+    def line(self, step: int, path: Path, seconds: float, reason: str, now: float) -> str | None:
+        """What is logged of a save; ``None``: nothing.
+
+        Args:
+            step: Its step.
+            path: Of the checkpoint.
+            seconds: How long it took.
+            reason: What has asked for it.
+            now: In seconds of any clock.
+        """
+        is_slow = seconds > max(_SLOW_S, _SLOW_FACTOR * self._last_s)
+        if now < self._next_at and not is_slow:
+            self._unsaid += 1
+            return None
+        slow = f", the last one logged in {self._last_s:.1f} s" if is_slow else ""
+        more = f"; {self._unsaid} more since the last line" if self._unsaid else ""
+        self._next_at, self._unsaid, self._last_s = now + _LOG_SAVED_EVERY_S, 0, seconds
+        return f"Saved step {step} to {path} in {seconds:.1f} s{slow} ({reason}{more})."
+
+
 class Saver:
     """Saves for one fit.
 
@@ -127,7 +158,7 @@ class Saver:
         self._lost: Callable[[], None] = lambda: None
         self._no_memory: str | None = None
         self._warned: set[str] = set()
-        self._log_saved_at = 0.0
+        self._said = SaidSaves()
         self._read_back = True
 
     @contextmanager
@@ -564,9 +595,8 @@ class Saver:
         fit.ledger.record(
             Saved(fit=fit.index, step=step, path=str(path), seconds=seconds, reason=reason, tier="global")
         )
-        if reason not in _LOGGED_ELSEWHERE and now >= self._log_saved_at:
-            self._log_saved_at = now + _LOG_SAVED_EVERY_S
-            log.info("Saved step %d to %s in %.1f s (%s).", step, path, seconds, reason)
+        if reason not in _LOGGED_ELSEWHERE and (line := self._said.line(step, path, seconds, reason, now)) is not None:
+            log.info("%s", line)
         self.report_left_out(left_out)
         return True
 
