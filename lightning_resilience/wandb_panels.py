@@ -1,14 +1,17 @@
-"""Shows stragglers in Weights & Biases, beyond the scalars that every logger gets."""
+"""What Weights & Biases shows of a run and of its stragglers, beyond the scalars that every logger gets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 
+from lightning_resilience._formatting import timestamp
 from lightning_resilience.detect.stragglers.step_timer import SECTIONS
 from lightning_resilience.detect.stragglers.stragglers import Report, Straggler
+from lightning_resilience.run.goodput import PARTS
 
 STATE_KEY = "straggler panels"
 """Key of the panels' state in a checkpoint."""
@@ -18,6 +21,9 @@ _MAX_REPORTS = 200
 _MAX_NODES_SHOWN = 20
 _MAX_NODES_KEPT = 100
 _MAX_ROWS = 1000
+_MAX_INTERRUPTIONS = 200
+_ALERT_AGAIN_AFTER_S = 600
+_STEP = "trainer/global_step"
 
 
 class Panels:
@@ -50,13 +56,10 @@ class Panels:
         if self._not_shown < _EVERY and self._shown == {each.rank for each in stragglers}:
             return
         self._not_shown, self._shown = 0, {each.rank for each in stragglers}
-        for logger in loggers:
-            if not any(each.__name__ == "WandbLogger" for each in type(logger).__mro__):
-                continue
+        for run in _runs(loggers):
             import wandb
 
             nodes = sorted(self._nodes, key=self._latest)[:_MAX_NODES_SHOWN]
-            run = logger.experiment
             run.log(
                 {
                     "stragglers/ranks": wandb.Table(columns=_COLUMNS, data=_rows(report, stragglers)),
@@ -103,6 +106,97 @@ class Panels:
         self._steps = [int(step) for step in state["steps"]]
         nodes = {str(node): list(scores) for node, scores in state["nodes"].items()}
         self._nodes = {node: scores for node, scores in nodes.items() if len(scores) == len(self._steps)}
+
+
+class RunPanels:
+    """Logs a table of the interruptions of a run and where its time went, and sends alerts."""
+
+    def begin(self, loggers: Sequence[Any], interruptions: Sequence[Mapping[str, Any]], ranks: int, step: int) -> None:
+        """Training begins.
+
+        Args:
+            loggers: The Trainer's loggers.
+            interruptions: Those of the run so far, as ``report --json`` has them.
+            ranks: How many ranks the run has.
+            step: Step to log at.
+        """
+        for run in _runs(loggers):
+            import wandb
+
+            if not run.settings.sync_tensorboard:  # else WandbLogger logs by another axis
+                # WandbLogger does so for all metrics, but not if the script has begun the W&B run itself.
+                run.define_metric(_STEP)
+                run.define_metric("resilience/*", step_metric=_STEP)
+            shown = interruptions[-_MAX_INTERRUPTIONS:]
+            if shown:
+                rows = [_interruption_row(each, ranks) for each in shown]
+                table = wandb.Table(columns=_INTERRUPTION_COLUMNS, data=rows)
+                run.log({"resilience/interruptions": table, _STEP: step})
+            run.summary["interruptions"] = [*map(in_words, shown)]
+
+    def end(self, loggers: Sequence[Any], scalars: Mapping[str, float], step: int) -> None:
+        """The fit ends.
+
+        Args:
+            loggers: The Trainer's loggers.
+            scalars: The last scalars of the run.
+            step: Step to log at.
+        """
+        prefix = "resilience/seconds/"
+        largest_first = sorted(scalars.items(), key=itemgetter(1), reverse=True)
+        seconds = [[name.removeprefix(prefix), value] for name, value in largest_first if name.startswith(prefix)]
+        for run in _runs(loggers):
+            import wandb
+
+            table = wandb.Table(columns=["category", "seconds"], data=seconds)
+            chart = wandb.plot.bar(table, "category", "seconds", title="Where the time of a rank went")
+            run.log({"resilience/time": chart, **scalars, _STEP: step})
+
+    def alert(self, loggers: Sequence[Any], title: str, text: str, level: str) -> None:
+        """Sends an alert; W&B sends one of a title every ten minutes at most.
+
+        Args:
+            loggers: The Trainer's loggers.
+            title: At most 64 characters.
+            text: What has happened.
+            level: ``INFO``, ``WARN`` or ``ERROR``.
+        """
+        for run in _runs(loggers):
+            run.alert(title=title, text=text, level=level, wait_duration=_ALERT_AGAIN_AFTER_S)
+
+
+def in_words(interruption: Mapping[str, Any]) -> str:
+    """An interruption in a line.
+
+    Args:
+        interruption: As ``report --json`` has it.
+    """
+    where = f" on {interruption['node']}" if interruption["node"] else ""
+    steps = interruption["steps_lost"]
+    lost = "" if steps is None else f"; {steps} steps done again"
+    return f"{interruption['cause']}{where}: {interruption['reason']}{lost}"
+
+
+def _runs(loggers: Sequence[Any]) -> Iterator[Any]:
+    """The W&B runs of every ``WandbLogger``."""
+    for logger in loggers:
+        if any(each.__name__ == "WandbLogger" for each in type(logger).__mro__):
+            yield logger.experiment
+
+
+_INTERRUPTION_COLUMNS: list[str | int] = [
+    *("time", "cause", "node", "reason", "steps lost", "from step"),
+    *(f"{part} (s)" for part in PARTS),
+]
+
+
+def _interruption_row(interruption: Mapping[str, Any], ranks: int) -> list[Any]:
+    parts = [interruption[part] for part in PARTS]
+    return [
+        timestamp(interruption["time"]),
+        *(interruption[name] for name in ("cause", "node", "reason", "steps_lost", "resumed_step")),
+        *(None if seconds is None else round(seconds / ranks, 1) for seconds in parts),
+    ]
 
 
 _COLUMNS: list[str | int] = [

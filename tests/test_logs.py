@@ -90,7 +90,12 @@ def logged(tmp: Path, killed_at: list[int], **options: Any) -> Path:
 def rows(folder: Path) -> list[dict[str, str]]:
     (file,) = (folder / "CSVLogger").glob("*/metrics.csv")
     with open(file, newline="") as opened:
-        return list(csv.DictReader(opened))
+        return [of_the_training(row) for row in csv.DictReader(opened)]
+
+
+def of_the_training(logged: dict[str, Any]) -> dict[str, Any]:
+    """Without what is logged of the run, which is about time."""
+    return {name: value for name, value in logged.items() if not name.startswith("resilience/")}
 
 
 @pytest.mark.parametrize(("devices", "version"), [(1, 0), (2, None)], ids=["fixed version", "2 ranks"])
@@ -110,11 +115,25 @@ def shown(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+def assert_of_one_run(folder: Path) -> None:
+    """What is logged of the run goes on over its interruptions."""
+    run = {tag.removeprefix("resilience/"): points for tag, points in shown(folder).items() if "resilience/" in tag}
+    assert {"goodput", "ettr", "restarts", "steps_redone", "seconds/start"} <= run.keys()
+    for name, points in run.items():
+        steps, values = zip(*points, strict=True)
+        assert list(steps) == sorted(set(steps)), "each step once"
+        if name in ("restarts", "steps_redone"):
+            assert list(values) == sorted(values)
+    assert run["restarts"][-1][1] == len(KILLED_AT)
+    assert all(0 <= value < 1 for _, value in run["goodput"])
+
+
 def test_tensorboard_shows_each_step_once_and_nothing_is_hidden(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     killed, undisturbed = (logged(tmp_path, steps, tensorboard=True) for steps in (KILLED_AT, []))
     assert len(shown(undisturbed)["loss"]) == 32
-    assert shown(killed) == shown(undisturbed)
+    assert of_the_training(shown(killed)) == of_the_training(shown(undisturbed))
+    assert_of_one_run(killed)
 
 
 def test_steps_on_another_axis_are_not_hidden(tmp_path: Path) -> None:
@@ -142,8 +161,9 @@ def fit(folder: Path, run: Path, version: int | None = 0) -> CSVLogger:
 
 def test_a_fixed_version_does_not_delete_what_another_run_has_logged(tmp_path: Path) -> None:
     folder = Path(fit(tmp_path, tmp_path / "one").log_dir)
-    before = (folder / "metrics.csv").read_text()
-    fit(tmp_path, tmp_path / "two")
-    fit(tmp_path, tmp_path / "three")
-    assert [(folder / f"metrics-{number}.csv").read_text() for number in (1, 2)] == [before, before]
+    before = []
+    for run in ("two", "three"):
+        before.append((folder / "metrics.csv").read_text())
+        fit(tmp_path, tmp_path / run)
+    assert [(folder / f"metrics-{number}.csv").read_text() for number in (1, 2)] == before
     assert (folder / "metrics.csv").exists()

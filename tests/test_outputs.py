@@ -87,7 +87,8 @@ def stopped(start: Callable[[], Any]) -> None:
 
 def rows(path: Path) -> list[dict[str, str]]:
     with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+        rows = list(csv.DictReader(file))
+    return [{name: value for name, value in row.items() if not name.startswith("resilience/")} for row in rows]
 
 
 def best() -> ModelCheckpoint:

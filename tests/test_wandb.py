@@ -71,6 +71,8 @@ class OfflineRun:
         self.history: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
         self.config: dict[str, Any] = {}
+        self.alerts: list[tuple[str, str, str]] = []
+        self.axes: dict[str, str] = {}
         for record in records(file):
             kind = record.WhichOneof("record_type")
             if kind == "run":
@@ -80,6 +82,10 @@ class OfflineRun:
                 self.config.update({name_of(item): json.loads(item.value_json) for item in record.config.update})
             elif kind == "history":
                 self.history.append({name_of(item): json.loads(item.value_json) for item in record.history.item})
+            elif kind == "alert":
+                self.alerts.append((record.alert.level, record.alert.title, record.alert.text))
+            elif kind == "metric":
+                self.axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
             elif kind == "summary":
                 self.summary.update({name_of(item): json.loads(item.value_json) for item in record.summary.update})
 
@@ -204,6 +210,29 @@ def test_a_restarted_run_is_one_run_with_all_that_is_known_of_its_ranks(end: str
     assert all(0 < row[name] <= 1 for row in scored for name in SCORES)
     losses = [row["trainer/global_step"] for row in history if "train_loss_step" in row]
     assert losses == list(range(0 if end == "error" else KILLED_AT, STEPS))
+
+    assert all(run.axes["resilience/*"] == "trainer/global_step" for run in (first, second))
+    scalars = {"goodput", "ettr", "restarts", "steps_redone", "last_save_step", "seconds/start", "seconds/productive"}
+    assert {f"resilience/{name}" for name in scalars} <= second.summary.keys()
+    assert second.summary["resilience/restarts"] == 1
+    assert 0 < second.summary["resilience/goodput"] < second.summary["resilience/ettr"] < 1
+    (shown,) = [row for row in second.history if "resilience/interruptions/path" in row]
+    interruptions = second.table({"path": shown["resilience/interruptions/path"]})
+    ((_, cause, _, reason, *_, start, _, _),) = interruptions["data"]
+    assert interruptions["columns"][-3:] == ["start (s)", "restore (s)", "redo (s)"]
+    assert start > 0
+    assert (cause, reason) == (("crash", "RuntimeError: on purpose") if end == "error" else ("killed", reason))
+    (summed_up,) = second.summary["interruptions"]
+    assert summed_up.startswith(cause)
+    charts = [row for row in second.history if "resilience/time_table/path" in row]
+    bars = second.table({"path": charts[-1]["resilience/time_table/path"]})["data"]
+    assert bars == sorted(bars, key=lambda bar: -bar[1])
+    assert {"start", "productive"} <= {name for name, _ in bars}
+    assert second.config["_wandb/visualize/resilience/time"]["panel_config"]["panelDefId"] == "wandb/bar/v0"
+    went_on, *slow_ranks = second.alerts
+    assert went_on == ("WARN", "Went on at step 20 after an interruption", summed_up)
+    assert {(level, title) for level, title, _ in slow_ranks} == {("WARN", "Stragglers")}
+    assert not [alert for alert in first.alerts if alert[1] != "Stragglers"]
 
     tabled = [row for row in second.history if "stragglers/ranks/path" in row]
     assert [row["trainer/global_step"] for row in tabled] == [24, 32, 40]

@@ -85,6 +85,36 @@ def unopened_csv(logger: Any) -> str | None:
     return os.path.join(logger.log_dir, "metrics.csv") if is_unopened else None
 
 
+def add_to_logged_steps(trainer: Trainer, patches: Patches, more: Callable[[], dict[str, float]]) -> None:
+    """Gives loggers more metrics of each training step that Lightning logs, in the same row.
+
+    Lightning calls ``log_metrics`` every ``log_every_n_steps``, also if the module logs nothing; other steps cost
+    nothing. What is added reaches neither the progress bar, nor ``trainer.callback_metrics``, by which
+    ``ModelCheckpoint`` chooses, nor ``trainer.logged_metrics``, which are the same on all ranks.
+
+    Args:
+        trainer: The Trainer.
+        patches: What undoes it.
+        more: Called for each such step.
+    """
+    connector = trainer._logger_connector
+    log_metrics: Callable[[Any, int | None], None] = connector.log_metrics
+    stage: Any = trainer.state.stage
+    training = type(stage).TRAINING
+
+    def log_more(metrics: Any, step: int | None = None) -> None:
+        # Of a validation and of the end of an epoch nothing is added: a step has been logged right before.
+        if trainer.state.stage is not training or connector._first_loop_iter is None:
+            log_metrics(metrics, step)
+            return
+        added = more()
+        log_metrics({**metrics, **added}, step)
+        for name in added:
+            connector._logged_metrics.pop(name, None)
+
+    patches.set(connector, "log_metrics", log_more)
+
+
 def log_metrics(trainer: Trainer, metrics: dict[str, float]) -> None:
     """Gives metrics to all loggers, at the step at which Lightning logs now; on rank 0 only."""
     if trainer.is_global_zero:

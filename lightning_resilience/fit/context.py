@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -23,7 +23,7 @@ from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.fit import checkpoint_io
 from lightning_resilience.fit.participant import Participant, Participants
 from lightning_resilience.launch.job_info import log_job_info
-from lightning_resilience.run import time_account
+from lightning_resilience.run import events, time_account
 from lightning_resilience.run.events import DivergenceFound
 from lightning_resilience.run.ledger import Ledger, node_name
 from lightning_resilience.run.run_directory import LAUNCHED, RUN_DIR_VARIABLE, RunDirectory, StorageFails
@@ -102,7 +102,7 @@ class FitContext:
         self.index = fits_begun.get(self.run.path, 0)
         fits_begun[self.run.path] = self.index + 1
         self.folder = self.run.fit(self.index)
-        self.ledger = Ledger(self.run.ledger, self.rank)
+        self.ledger = Ledger(self.run.ledger, self.rank, on_record=self._on_record)
         self.nodes = nodes_of(self.gather(neighbourhood()))
         """The ranks of every node, that of rank 0 first."""
         self.previous_outcome = self.from_rank_0(self.folder.begin)
@@ -177,6 +177,18 @@ class FitContext:
                 "every node."
             )
 
+    def time_spent(self, spent: Mapping[int, time_account.Spent]) -> events.TimeSpent:
+        """What ranks have spent their time on, as an event.
+
+        Args:
+            spent: By rank.
+        """
+        event, restart_count = time_account.time_spent(spent, {}), os.environ.get("TORCHELASTIC_RESTART_COUNT")
+        event.fit, event.attempt, event.world_size = self.index, self.token, self.trainer.world_size
+        event.elastic_run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+        event.restart_count = None if restart_count is None else int(restart_count)
+        return event
+
     def report_progress_to(self, progress: Progress) -> None:
         """Reports sections and positions to ``progress`` from now on: a watchdog reads it."""
         self.progress = progress
@@ -249,6 +261,10 @@ class FitContext:
     def _on_event(self, event: Event) -> None:
         for on_event_known in self.participants.implement(Participant.on_event_known):
             on_event_known(event)
+
+    def _on_record(self, event: events.Event) -> None:
+        for on_record in self.participants.implement(Participant.on_record):
+            on_record(event)
 
     @property
     def saves_paused(self) -> bool:

@@ -24,7 +24,7 @@ End
     ``before_end``, the final save, ``after_final_save``, ``on_train_end`` of all callbacks, ``on_event_at_end``,
     ``after_save``, ``leave``, ``left``.
 
-``tests/test_order.py`` holds that order.
+At any time ``on_event_known``, ``on_record``. ``tests/test_order.py`` holds that order.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from lightning_resilience.agreement_protocol import Event
     from lightning_resilience.detect.numerics.divergence import Divergence
+    from lightning_resilience.run import events
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -81,6 +82,9 @@ class Participant:
 
     def on_event_known(self, event: Event) -> None:
         """An event is known, its boundary is still to come; in the agreement's thread."""
+
+    def on_record(self, event: events.Event) -> None:
+        """This rank has recorded an event in the ledger; in any thread. Must not raise."""
 
     def after_batch(self, window_complete: bool) -> None:
         """A training boundary; ``window_complete``: no accumulated gradients wait for a step."""

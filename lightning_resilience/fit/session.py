@@ -34,6 +34,7 @@ from lightning_resilience.fit.identity import FitIdentity
 from lightning_resilience.fit.outcome import FitOutcome
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.restore import Restorer
+from lightning_resilience.fit.run_metrics import RunMetrics
 from lightning_resilience.fit.saving import Saver
 from lightning_resilience.run import time_account
 from lightning_resilience.run.events import Fault, RunRefused
@@ -84,7 +85,9 @@ class FitSession:
         self._identity = FitIdentity(fit, self.outcome, self.exact)
         self._restorer = Restorer(fit, self._identity, self.exact, self.selector, self.saver)
         self._ending = EndOfFit(fit, self.outcome, self.exact, self.selector, self.saver)
-        fit.participants.add(self._ending)
+        self._metrics = RunMetrics(fit)
+        for participant in (self._ending, self._metrics):
+            fit.participants.add(participant)
         self.members: list[Any] = []
         """The callbacks that take part."""
         self.interrupted_by: Callable[[], BaseException | None] = lambda: None
@@ -177,6 +180,8 @@ class FitSession:
             self._optimizer_layout = lightning_loops.optimizer_layout(fit.trainer)
         with fit.time.during(time_account.FAST_FORWARD):
             self.exact.start(is_first=not fit.has_rolled_back)
+        if not fit.has_rolled_back:
+            self._metrics.begin()
         self._begin_training_time()
 
     def _begin_training_time(self) -> None:
@@ -466,7 +471,7 @@ class FitSession:
         fit.time.end_fit(fit.failing)
         with ExitStack() as steps:  # in reverse order, also if one raises
             if not fit.time.is_shared:  # else the watchdog records it
-                steps.callback(self._record_time)
+                steps.callback(lambda: fit.ledger.record(fit.time_spent({fit.rank: fit.time.close()})))
             if fit.rank == 0:
                 steps.callback(fit.run.left)
             steps.callback(begin_another, *(wandb_run_id(fit.run_id, fit.index + more) for more in (0, 1)))
@@ -479,14 +484,6 @@ class FitSession:
             steps.callback(self.exact.restore_after_finished)
             steps.callback(self.saver.close)
             steps.callback(_each, fit.participants.implement(Participant.leave))
-
-    def _record_time(self) -> None:
-        fit, restart_count = self.fit, os.environ.get("TORCHELASTIC_RESTART_COUNT")
-        event = time_account.time_spent({fit.rank: fit.time.close()}, {})
-        event.fit, event.attempt, event.world_size = fit.index, fit.token, fit.trainer.world_size
-        event.elastic_run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-        event.restart_count = None if restart_count is None else int(restart_count)
-        fit.ledger.record(event)
 
     def _release(self) -> None:
         self.exact.loading.undo()

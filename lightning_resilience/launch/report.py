@@ -44,6 +44,7 @@ _PHRASES = {
     "other": "unrecorded time of killed workers",
 }
 _FIRST_START = "first start"
+_ROUNDED_S = 0.001  # times of accounts are
 _SHOWN_LOSSES = 3
 _SHOWN_INTERRUPTIONS = 5
 _SHOWN_SHARE = 0.001
@@ -195,7 +196,7 @@ def all_interruptions(costs: Sequence[InterruptionCost], recorded: Sequence[Inte
     of: dict[int, Interruption] = {}
     found = []
     for each in recorded:
-        index = bisect.bisect_right(times, each.time) - 1
+        index = bisect.bisect_right(times, each.time + _ROUNDED_S) - 1
         if index < 0 or index in of:
             found.append(_interruption(None, each))
         else:

@@ -27,7 +27,7 @@ import platform
 import re
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,11 +53,19 @@ class Ledger:
         path: The ledger's folder; it is created.
         rank: Written into every event; ``None`` for the launcher, which is no rank.
         only_reads: Whether nothing is recorded through it: another thread may record meanwhile.
+        on_record: Called with every event that this object has appended, in the thread that has recorded it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], rank: int | None = 0, only_reads: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        rank: int | None = 0,
+        only_reads: bool = False,
+        on_record: Callable[[Event], None] = lambda event: None,
+    ) -> None:
         self.path = Path(path).absolute()
         self.rank = rank
+        self._on_record = on_record
         self._warned = False
         self._ahead_s = 0.0  # of this host's clock
         self._reader = _Reader(self.path, moves_order=not only_reads)
@@ -90,6 +98,7 @@ class Ledger:
                     "The ledger %s cannot be written (%s); events are only logged from here on.", self.path, error
                 )
             log.warning("Ledger event: %s", data.decode())
+        self._on_record(event)
 
     def _next(self, now: float) -> float:
         latest = _latest.get(os.fspath(self.path), -math.inf)

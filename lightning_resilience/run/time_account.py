@@ -158,6 +158,10 @@ class TimeAccount:
         self._begin_anew()
         return spent
 
+    def read(self) -> Spent:
+        """What it holds now."""
+        return _spent(*self._content())
+
     def forked(self) -> None:
         """A forked child is another process: what its parent has spent is not its own, nor is the memory for that."""
         self._begin_anew()
