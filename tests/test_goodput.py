@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience.launch.report import report
+from lightning_resilience.launch.report import all_interruptions, report
 from lightning_resilience.run import goodput, time_account
 from lightning_resilience.run.events import (
     AllocationEnd,
@@ -33,6 +33,7 @@ from lightning_resilience.run.events import (
     parse,
 )
 from lightning_resilience.run.goodput import CATEGORIES, PARTS, Goodput, Loss, account
+from lightning_resilience.run.interruptions import interruptions
 
 
 def launch(began: float, recorded: float) -> LaunchStart:
@@ -386,6 +387,16 @@ def test_an_interruption_that_only_the_ledger_knows_is_shown_as_well(run_dir: Pa
     assert (crash["cause"], crash["rank_seconds"], crash["redo"]) == ("crash", None, None)
     assert (crash["steps_lost"], crash["is_lower_bound"], crash["resumed_step"]) == (2, True, 6)
     assert "Interruptions: 1 hang, 1 crash. Steps lost: at least 2." in report(run_dir)
+
+
+def test_an_interruption_is_shown_once_though_times_of_accounts_are_rounded() -> None:
+    resumed: dict[str, Any] = dict.fromkeys(Resumed.own_fields) | {"fit": 0, "step": 6}
+    stop = FitInterrupted(time=9.9, fit=0, step=6, reason="signal 15")
+    before = [Resumed(time=1, **resumed), stop, spent(0, 10, 10.001, attempt="one")]
+    before[-1].time = 10.0006  # when it is recorded; rounded, it has ended later
+    events = [*before, Resumed(time=20, **resumed), spent(11, 30, 30, attempt="two")]
+    (shown,) = all_interruptions(account(events).interruptions, interruptions(events))
+    assert (shown["cause"], shown["steps_lost"]) == ("preempted", 0)
 
 
 def test_a_run_that_is_killed_ends_with_its_last_sign_of_life(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
