@@ -140,7 +140,7 @@ def test_the_first_fault_is_no_mere_consequence(reasons: list[str], expected: st
         {"event": "fault", "rank": rank, "reason": reason, "elastic_run_id": "job", "restart_count": 2}
         for rank, reason in enumerate(reasons)
     ]
-    fault = cause_of_end(events_of([{**faults[0], "elastic_run_id": "other"}, *faults] if faults else []), "job", 2)
+    fault = cause_of_end(events_of([{**faults[0], "elastic_run_id": "other"}, *faults] if faults else []), "job")
     assert fault is None if expected is None else str(fault).startswith(expected)
 
 
@@ -174,6 +174,8 @@ LAUNCH = {"event": "launch", "command": ["train.py"]}
         ([LAUNCH, *_group(0, mistake="file"), *_group(1, mistake="file")], False),
         ([LAUNCH, *_group(0, AT_6), LAUNCH, *_group(0, mistake="file"), *_group(1, mistake="file")], True),
         ([LAUNCH, *_group(0), LAUNCH, *_group(0)], True),
+        ([LAUNCH, *_group(0), {**_group(1)[-1], "rank": 1}], True),  # of one group: nodes count restarts apart
+        ([LAUNCH, *_group(0), *_group(0)], False),
     ],
 )
 def test_which_mistakes_are_not_tried_again(events: list[dict[str, Any]], is_tried_again: bool) -> None:
@@ -223,14 +225,38 @@ def test_the_one_rank_that_has_said_nothing_was_killed(world_size: int, who: str
     ids = {"elastic_run_id": "job", "restart_count": 2}
     start = {"event": "start", "world_size": world_size, **ids}
     fault = {"event": "fault", "rank": 0, "reason": "RuntimeError: Connection closed by peer", **ids}
-    assert str(cause_of_end(events_of([start, fault]), "job", 2)).startswith(f"{who} was killed (rank 0: RuntimeError")
+    assert str(cause_of_end(events_of([start, fault]), "job")).startswith(f"{who} was killed (rank 0: RuntimeError")
+
+
+def test_the_last_group_is_found_although_nodes_count_restarts_apart() -> None:
+    """The elastic launcher does not count on a node what has failed on another one only."""
+
+    def at(node: str, restart_count: int, **fields: Any) -> dict[str, Any]:
+        return {"node": node, "elastic_run_id": "job", "restart_count": restart_count, **fields}
+
+    lost = {"event": "fault", "rank": 0, "kind": "RuntimeError", "reason": "RuntimeError: Connection closed by peer"}
+    died = {"event": "fault", "rank": 1, "kind": "died"}
+    first = [
+        at("n1", 0, event="start"),
+        at("n2", 0, **died, reason="rank 1 was killed by SIGKILL"),
+        at("n1", 0, **lost),
+    ]
+    second = [
+        at("n1", 0, event="start"),
+        at("n1", 0, **lost),
+        at("n2", 1, **died, reason="rank 1 was killed by SIGSEGV"),
+    ]
+    assert cause_of_end(events_of(first), "job") == "rank 1 was killed by SIGKILL"
+    assert cause_of_end(events_of([*first, *second]), "job") == "rank 1 was killed by SIGSEGV"
+    too_soon = at("n2", 2, **died, reason="rank 1 was killed by SIGBUS")  # before rank 0 could record its start
+    assert cause_of_end(events_of([*first, *second, too_soon]), "job") == "rank 1 was killed by SIGBUS"
 
 
 def test_a_death_that_was_seen_is_the_failure_and_not_what_its_peers_ran_into() -> None:
     ids = {"event": "fault", "elastic_run_id": "job", "restart_count": 0}
     lost = {"rank": 0, "kind": "RuntimeError", "reason": "RuntimeError: Connection closed by peer", **ids}
     died = {"rank": 1, "kind": "died", "step": 20, "reason": "rank 1 was killed by SIGSEGV", **ids}
-    assert cause_of_end(events_of([lost, died]), "job", 0) == "rank 1 was killed by SIGSEGV"
+    assert cause_of_end(events_of([lost, died]), "job") == "rank 1 was killed by SIGSEGV"
     assert str(Failure.of(events_of([lost, died]))) == "died at step 20"
 
 

@@ -477,7 +477,7 @@ def test_no_odd_line_keeps_a_reader_from_the_others(tmp_path: Path, monkeypatch:
             history = read_history(tmp_path / "ledger")
             assert len(history.events) >= len(story) - 1
             Budget().decide(history, time.time())
-            cause_of_end(history.events, "a", 0)
+            cause_of_end(history.events, "a")
             history.not_restored(0, 1)
             reports.add(report(tmp_path))
             assert status(tmp_path)

@@ -24,6 +24,7 @@ from lightning_resilience.detect.hangs.evidence import Frame, ProcessEvidence, R
 from lightning_resilience.detect.hangs.progress import read_progress
 from lightning_resilience.detect.hangs.rank_probe import RankProbe, node_directory, probe_of_worker
 from lightning_resilience.detect.hangs.verdict import diagnose
+from lightning_resilience.launch import worker as launched
 from lightning_resilience.launch.view import ranks_now
 from lightning_resilience.run import exit_codes
 from tests.test_launch import Launcher
@@ -188,3 +189,18 @@ def test_the_fits_of_a_launched_worker_are_watched_by_the_same_watchdog(
     expected = [("start", None), (fits[0], first), ("start", first), (fits[1], last), ("start", last)]
     assert seen == expected
     assert " start " in ranks_now(run_dir)
+
+
+def test_all_nodes_mean_the_same_start_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The elastic launcher does not count on a node what has failed on another one only."""
+
+    def token(restart_count: int, port: int, nodes: int = 2) -> str:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart_count))
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        return launched._token_of_group(nodes)
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("MASTER_ADDR", "n1")
+    assert token(0, port=2000) == token(1, port=2000)
+    assert len({token(0, port=1000), token(0, port=2000), token(1, port=3000)}) == 3
+    assert token(0, port=1000, nodes=1) != token(1, port=1000, nodes=1)

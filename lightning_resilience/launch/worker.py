@@ -131,9 +131,8 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
     limits, elastic_run_id = os.environ.get(SECTION_TIMEOUTS_VARIABLE), os.environ.get("TORCHELASTIC_RUN_ID")
     if sys.platform != "linux" or not limits or not elastic_run_id or os.environ.get(RECIPE_VARIABLE) == NO_RECIPE:
         return
-    restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    token = hashlib.sha256(f"{elastic_run_id} {restart_count}".encode()).hexdigest()[:32]  # the same on all nodes
     nodes, world_size = int(os.environ.get("GROUP_WORLD_SIZE", "1")), int(os.environ.get("WORLD_SIZE", "1"))
+    token = _token_of_group(nodes)
     about = describe_rank(run_directory.path, None, token, nodes, world_size, is_started_again=True)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
@@ -143,6 +142,14 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
         start_soon(directory, local_rank and FIRST_STARTS_WATCHDOG_WITHIN_S + local_rank)
     except OSError as error:
         log_line(f"Rank {rank} is not watched before its first fit ({error}).")
+
+
+def _token_of_group(nodes: int) -> str:
+    """The same for all workers of one start on all nodes, and another one for those that replace them."""
+    # The restart count says so on a single node only: where another node has failed, it is not counted. Every start of
+    # several nodes has a store of its own, at a port that rank 0's node has chosen then.
+    names = ["TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", *["TORCHELASTIC_RESTART_COUNT"][: nodes == 1]]
+    return hashlib.sha256(" ".join(os.environ.get(name, "") for name in names).encode()).hexdigest()[:32]
 
 
 def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
@@ -174,10 +181,12 @@ def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:
         )
     )
     # The elastic launcher has decided this, not the launch, which may end it here.
-    if info["restart_count"] > 0 and history.why_not_again is None:
-        cause = cause_of_end(history.events, info["elastic_run_id"], info["restart_count"] - 1)
+    earlier = sum(each.elastic_run_id == info["elastic_run_id"] for each in history.of(WorkersStart))
+    restarts = max(info["restart_count"], earlier)  # a node does not count what has failed on another one only
+    if restarts and history.why_not_again is None:
+        cause = cause_of_end(history.events, info["elastic_run_id"])
         safe = "no checkpoint yet" if step is None else f"step {step} is safe"
-        line = f"Restart {info['restart_count']} inside the job, {safe}. Before: {cause or 'a worker was killed'}."
+        line = f"Restart {restarts} inside the job, {safe}. Before: {cause or 'a worker was killed'}."
         if again := read_history(run_directory.ledger).failures.recurrence:
             line += f" This is {again}."
         log_line(line)

@@ -130,19 +130,26 @@ def first_cause(faults: Iterable[F]) -> F | None:
     return None
 
 
-def cause_of_end(events: Iterable[Event], elastic_run_id: str | None, restart_count: int | None = None) -> str | None:
-    """Why a group of workers ended, in a few words; ``None`` if nothing was recorded about it.
+def cause_of_end(events: Iterable[Event], elastic_run_id: str | None) -> str | None:
+    """Why the last group of workers of a job ended, in a few words; ``None`` if nothing was recorded about it.
 
     Args:
         events: The run's ledger, oldest first.
         elastic_run_id: Id of the rendezvous.
-        restart_count: Number of restarts inside the job before the group started; default: of the last group.
     """
-    kinds = (WorkersStart, JobInfo, Fault, Killed)
-    job = [event for event in events if isinstance(event, kinds) and event.elastic_run_id == elastic_run_id]
-    if restart_count is None:
-        restart_count = max((event.restart_count or 0 for event in job), default=0)
-    group = [event for event in job if event.restart_count == restart_count]
+    group: list[WorkersStart | JobInfo | Fault | Killed] = []
+    restarts: dict[str | None, int] = {}  # each node counts its own
+    for event in events:
+        if isinstance(event, (WorkersStart, JobInfo, Fault, Killed)) and event.elastic_run_id == elastic_run_id:
+            count = event.restart_count or 0
+            if isinstance(event, WorkersStart):
+                group.clear()
+                restarts.clear()
+            elif count > restarts.get(event.node, count):  # a group that died before it could record its start
+                group.clear()
+            restarts[event.node] = max(count, restarts.get(event.node, 0))
+            if count == restarts[event.node]:
+                group.append(event)
     faults = [event for event in group if isinstance(event, Fault)]
     if not faults:
         return next((str(event.reason) for event in group if isinstance(event, Killed)), None)
@@ -192,9 +199,10 @@ class RepeatedMistake:
         self.verdict: str | None = None
         self._command: list[str] | None = None
         self._has_begun = False  # a training, with this command
+        self._group = 0  # of workers
         self._steps: dict[int | None, int] = {}  # at which each fit of this group of workers began
         self._has_advanced = False  # this group
-        self._found: dict[tuple[str, str | None, str], set[tuple[str | None, int | None]]] = {}
+        self._found: dict[tuple[str, str | None, str], set[int]] = {}
 
     def add(self, event: Event) -> None:
         """Takes the next event into account."""
@@ -205,6 +213,7 @@ class RepeatedMistake:
                 self._has_begun = self._has_begun and event.command == self._command
                 self._command = event.command
             case WorkersStart():
+                self._group += 1
                 self._steps.clear()
                 self._has_advanced = False
             case Fresh() | Resumed():
@@ -222,7 +231,7 @@ class RepeatedMistake:
         groups = self._found.setdefault((str(fault.kind), fault.place, normalised(reason)), set())
         if self._has_advanced:
             groups.clear()
-        groups.add((fault.elastic_run_id, fault.restart_count))
+        groups.add(self._group)
         is_mistake = fault.mistake == "code" or (fault.mistake == "file" and not self._has_begun)
         if reason == REFUSED_ARGUMENTS:
             self.verdict = f"{reason}, which says that it was called in a wrong way"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lightning_resilience.run.goodput import account
 from lightning_resilience.run.history import Allocation, read_history
 from lightning_resilience.run.interruptions import interruptions
 from tests import harness
@@ -34,8 +35,10 @@ class Chain:
         self.folder.mkdir()
         self.run_dir = self.folder / "run"
         self.jobs: list[str] = []
+        self.step_s = 0.0
 
     def config(self, **changes: Any) -> dict[str, Any]:
+        self.step_s = changes.get("step_s", self.step_s)
         return config(self.folder, **changes)
 
     def script(self, *options: str, **changes: Any) -> str:
@@ -103,11 +106,35 @@ class Chain:
         """The oracle: what came out is bitwise what comes out when nothing happens."""
         assert harness.weights(self.config()) == undisturbed(self.folder.parent), self.output()
 
+    def check_account(self, *causes: str) -> None:
+        """At least 99 % of the rank-seconds are explained, interruptions have their causes, and steps what they take.
+
+        Args:
+            causes: Of the interruptions, in their order.
+        """
+        found = account(read_history(self.run_dir / "ledger").events)
+        seconds = found.by_category
+        explained = found.total - seconds["other"] - seconds["idle"]
+        slots = found.ranks * (found.ended - found.began)
+        told = f"{found.ranks} ranks, {slots:.1f} s: { {name: round(each, 2) for name, each in seconds.items()} }"
+        assert found.ranks == 2, told
+        assert abs(found.total - slots) <= 0.01 * slots, told
+        assert explained >= 0.99 * slots, told
+        assert [each.cause for each in found.interruptions] == list(causes), told
+        step_s, steps = self.step_s, self.steps()
+        assert seconds["productive"] >= found.ranks * step_s * (len(set(steps)) - 1), told
+        if step_s and len(steps) == len(set(steps)):
+            assert seconds["wasted_progress"] < found.ranks * step_s, told
+
+    def steps(self) -> list[int]:
+        """The steps that rank 0 has done, those done again too."""
+        return [json.loads(line)[1] for line in Path(f"{self.config()['log']}.0").read_text().splitlines()]
+
     def note(self, scenario: str) -> None:
         """Writes down what an interruption has cost."""
         if (path := os.environ.get(TABLE_VARIABLE)) is None:
             return
-        steps = [json.loads(line)[1] for line in Path(f"{self.config()['log']}.0").read_text().splitlines()]
+        steps = self.steps()
         found = interruptions(read_history(self.run_dir / "ledger").events)
         seconds = " + ".join(f"{each.seconds_lost:.0f}" for each in found if each.seconds_lost is not None)
         with open(path, "a") as file:

@@ -31,6 +31,7 @@ def test_a_crash_is_restarted_inside_the_job(chain: Chain) -> None:
     job_id = chain.submit(events=[{"at": "train", "step": 23, "rank": 1, "do": "SIGKILL", "once": True}])
     chain.wait_for_end(job_id, "COMPLETED")
     chain.check_weights()
+    chain.check_account("killed")
     assert ends(chain) == ["finished"]
     assert len(chain.events("start")) == 2
     chain.note("a rank is killed")
@@ -43,6 +44,7 @@ def test_a_hang_is_found_and_restarted_inside_the_job(chain: Chain) -> None:
     )
     chain.wait_for_end(job_id, "COMPLETED")
     chain.check_weights()
+    chain.check_account("hang")
     assert ends(chain) == ["finished"]
     assert "hang" in {event.get("kind") for event in chain.events("fault")}
     chain.note("a rank hangs (limit 4 s)")
@@ -55,6 +57,7 @@ def test_a_signal_to_the_job_saves_and_requeues(chain: Chain, signum: str) -> No
     chain.cluster.call("scancel", f"--signal={signum}", job_id)
     job = chain.wait_for_end(job_id, "COMPLETED")
     chain.check_weights()
+    chain.check_account("preempted")
     assert ends(chain) == ["told to stop", "finished"]
     assert retries(chain) == [False, False]
     assert job["Restarts"] == "1"
@@ -69,6 +72,7 @@ def test_a_preempted_run_goes_on_when_its_nodes_are_free_again(chain: Chain) -> 
     chain.jobs.append(other)
     chain.wait_for_end(job_id, "COMPLETED")
     chain.check_weights()
+    chain.check_account("preempted")
     assert ends(chain) == ["preempted", "finished"]
     assert retries(chain) == [False, False]
     chain.note("preemption")
@@ -85,6 +89,7 @@ def test_a_run_that_keeps_failing_is_retried_in_new_jobs_and_given_up_as_failed(
     assert retries(chain) == [False, True, True]
     assert "no progress in 3 jobs" in job["Comment"]
     assert "on purpose" in job["Comment"]
+    chain.check_account("script", "script", "script")
 
 
 @pytest.mark.parametrize("number", [1, pytest.param(0, marks=pytest.mark.campaign)])  # 0 runs the batch script
@@ -100,6 +105,7 @@ def test_a_lost_node_costs_what_was_done_since_the_last_save(chain: Chain, numbe
         chain.cluster.start_node(lost)
         wait_until(lambda: lost in chain.cluster.call("sinfo", "-h", "-N", "-t", "idle"), chain.cluster.logs)
     chain.check_weights()
+    chain.check_account("killed")
     assert ends(chain) == [f"{lost} lost" if number else None, "finished"]
     assert retries(chain) == [False, False]
     assert lost not in chain.allocations()[-1].nodes
@@ -116,6 +122,7 @@ def test_a_slow_node_is_not_given_to_the_run_again(chain: Chain) -> None:
     )
     job = chain.wait_for_end(job_id, "COMPLETED")
     chain.check_weights()
+    chain.check_account("straggler")
     assert chain.allocations()[0].nodes == ["n1", "n2"]
     assert chain.allocations()[0].excluded == ["n2"]
     assert chain.allocations()[-1].nodes == ["n1", "n3"]
@@ -161,6 +168,7 @@ def test_the_time_limit_cuts_a_run_into_allocations(chain: Chain) -> None:
     job_id = chain.submit("--time=2", "--preempt-time=40", step_s=3.0)
     chain.wait_for_end(job_id, "COMPLETED", within_s=500.0)
     chain.check_weights()
+    chain.check_account(*["preempted"] * (len(ends(chain)) - 1))
     assert set(ends(chain)[:-1]) == {"time limit"}
     assert ends(chain)[-1] == "finished"
     assert retries(chain) == [False] * len(ends(chain))
@@ -179,6 +187,7 @@ def test_ten_preemptions_spend_no_retry(chain: Chain) -> None:
         wait_until(lambda number=number: chain.cluster.job(job_id)["Restarts"] == str(number + 1), chain.output)
     chain.wait_for_end(job_id, "COMPLETED")
     chain.check_weights()
+    chain.check_account(*["preempted"] * 10)
     assert ends(chain) == ["preempted"] * 10 + ["finished"]
     assert retries(chain) == [False] * 11
 
