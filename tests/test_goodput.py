@@ -270,8 +270,10 @@ def test_a_node_that_went_down_has_what_was_kept_of_it() -> None:
 
 
 def test_a_node_that_went_down_before_anything_was_kept_of_it() -> None:
+    """Its rank has done what the other one has."""
     found = account([launch(0, 0), job(0), spent(0, 50, 50, ranks=[0]), ended(60)])
-    assert found.by_category["other"] == 50
+    assert found.by_category["productive"] == 50 + 50
+    assert found.by_category["other"] == 0
     assert found.total == 120
 
 

@@ -196,6 +196,7 @@ class Run:
         self.token = 0
         self.elastic_run_id = ""
         self.restart_count = 0
+        self.is_known_in_full = True  # else nothing was kept of a node, and its ranks are taken to be as the others
         self.requeues = 0
         self.before: list[Rank] = []
         self.cause = ""
@@ -651,8 +652,9 @@ class Run:
         for node in self.nodes:
             is_kept = node in self.lost or (self.has_launcher and self.world.chance(0.2))
             kept[node] = min(end.at, self.over) - self.world.some(0, KEPT_EVERY_S) if is_kept else math.inf
-        if end.kind in ("look", "node lost") and len(self.nodes) > 1 and self.world.chance(0.15):
+        if end.kind == "node lost" and len(self.nodes) > 1 and self.world.chance(0.15):
             kept[self.nodes[-1]] = -math.inf
+            self.is_known_in_full = False
         return kept
 
     def run_rank(self, rank: Rank, actions: list[Action], end: End, kept_at: float) -> None:
@@ -687,8 +689,8 @@ class Run:
             kept_truth = self.keep(rank, intervals, written, visible, category)
         if rank.node not in self.lost:
             kept_truth = None
-        elif kept_at == -math.inf:
-            kept_truth = [(rank.began, rank.began, "other")]
+        elif kept_at == -math.inf:  # a peer is there
+            kept_truth = None
         self.finish(rank, end, intervals, written, since, category, kept_truth, kept_at)
 
     def keep(
@@ -868,7 +870,7 @@ def check(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> Run:
     run.found = found = run.play()
     for names in (("category",), ("category", "cause", "node")):
         accounted, truth = summed(found.seconds, *names), summed(run.truth, *names)
-        assert share_right(accounted, truth) >= 0.995, f"seed {seed}, by {names}:\n{difference(accounted, truth)}"
+        assert share_right(accounted, truth) >= (0.995 if run.is_known_in_full else 0.99), f"seed {seed}, by {names}:\n{difference(accounted, truth)}"
     wall = found.ended - found.began
     assert abs(found.total - run.world_size * wall) < 0.02 * run.world_size * run.token * run.has_two_fits + 0.5
     causes = [(each.cause, each.node) for each in found.interruptions]

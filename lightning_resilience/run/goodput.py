@@ -24,7 +24,7 @@ launcher and scheduler say what happened then:
 ``detection``       in a fault, the step that a rank in a fit had begun, or what it went on to last, to the verdict
 ``teardown``        from the verdict, or the end of the last fit, to the end of the launch or the next start of the job
 ``idle``            nobody ran it: the launch had ended, or was killed, and no scheduler had the job
-``other``           nothing is known: ranks that were killed before anything was kept of them, up to their last event
+``other``           nothing is known: workers that were all killed before anything was kept, up to their last event
 ==================  ====================================================================================================
 
 **Waiting for a straggler.** Only ``StragglerDetection`` tells it from work, so without it there is none. Its reports
@@ -35,7 +35,7 @@ for ranks that are slow but not by the callback's threshold, or only for a while
 The waiting is due to the node of the straggler.
 
 Of a node that went down, the last sign of life is in what was kept, up to 30 s before; if nobody is left to give a
-verdict, its processes end with that. Of a run that goes on, what was kept last goes on until now. Without a launcher an
+verdict, its processes end with that. If nothing was kept yet, its ranks have done what the others have. Of a run that goes on, what was kept last goes on until now. Without a launcher an
 account ends with its fit, a fit that fails is an interruption, and what is between two accounts is ``idle``.
 
 **Goodput** is the share of ``productive`` in all but ``idle``. **ETTR**, the effective training time ratio of Meta's
@@ -479,15 +479,34 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
             group.processes |= {rank: _process(event, index, is_kept) for index, rank in enumerate(event.ranks or ())}
     found = sorted((group for group in groups.values() if group.processes), key=lambda group: group.began)
     for group in found:
-        began, ended = group.began, group.ended
-        for rank in set(range(group.world_size)) - group.processes.keys():  # of a node that went down too soon
-            group.processes[rank] = _Process("", began, began, ended, "other", {}, is_kept=True)
+        lost = set(range(group.world_size)) - group.processes.keys()  # their node went down before anything was kept
+        group.processes |= dict.fromkeys(lost, _mean(list(group.processes.values())))
     found = sorted([*found, *_unaccounted(events, found)], key=lambda group: group.began)
     starts = [group.began for group in found]
     for each in events:
         if isinstance(each, _OF_GROUP) and (index := bisect.bisect_right(starts, each.time) - 1) >= 0:
             found[index].events.append(each)
     return found
+
+
+def _mean(processes: Sequence[_Process]) -> _Process:
+    """What a rank has done of which nothing is known: ranks train in step."""
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(processes)
+
+    return _Process(
+        node="",
+        began=mean(each.began for each in processes),
+        since=mean(each.since for each in processes),
+        ended=mean(each.ended for each in processes),
+        doing=Counter(each.doing for each in processes).most_common(1)[0][0],
+        seconds={
+            category: mean(each.seconds.get(category, 0.0) for each in processes)
+            for category in {category for each in processes for category in each.seconds}
+        },
+        is_kept=all(each.is_kept for each in processes),
+    )
 
 
 def _unaccounted(events: Iterable[Event], groups: Sequence[_Group]) -> Iterator[_Group]:
