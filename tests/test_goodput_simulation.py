@@ -687,9 +687,7 @@ class Run:
                 visible, written = action.time, len(intervals)
         if kept_truth is None and kept_at < math.inf:
             kept_truth = self.keep(rank, intervals, written, visible, category)
-        if rank.node not in self.lost:
-            kept_truth = None
-        elif kept_at == -math.inf:  # a peer is there
+        if rank.node not in self.lost or kept_at == -math.inf:
             kept_truth = None
         self.finish(rank, end, intervals, written, since, category, kept_truth, kept_at)
 
@@ -870,7 +868,9 @@ def check(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> Run:
     run.found = found = run.play()
     for names in (("category",), ("category", "cause", "node")):
         accounted, truth = summed(found.seconds, *names), summed(run.truth, *names)
-        assert share_right(accounted, truth) >= (0.995 if run.is_known_in_full else 0.99), f"seed {seed}, by {names}:\n{difference(accounted, truth)}"
+        assert share_right(accounted, truth) >= (0.995 if run.is_known_in_full else 0.99), (
+            f"seed {seed}, by {names}:\n{difference(accounted, truth)}"
+        )
     wall = found.ended - found.began
     assert abs(found.total - run.world_size * wall) < 0.02 * run.world_size * run.token * run.has_two_fits + 0.5
     causes = [(each.cause, each.node) for each in found.interruptions]

@@ -26,6 +26,7 @@ from lightning_resilience import _processes
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience._processes import describe_process, is_running
 from lightning_resilience.detect.hangs import watchdog
+from lightning_resilience.detect.hangs.abandoned import remove_abandoned
 from lightning_resilience.detect.hangs.deaths import is_stopped
 from lightning_resilience.detect.hangs.process_probe import probe_process
 from lightning_resilience.detect.hangs.progress import ProgressRecord
@@ -34,7 +35,6 @@ from lightning_resilience.detect.hangs.rank_probe import (
     RankProbe,
     node_directory,
     own_directories,
-    remove_abandoned,
 )
 from lightning_resilience.detect.hangs.verdict import diagnose
 from lightning_resilience.launch.view import diagnoses, ranks_now
@@ -497,6 +497,50 @@ def test_only_dead_ranks_of_this_namespace_are_cleaned_away(run_dir: Path) -> No
     assert [name for name, folder in folders.items() if not folder.exists()] == ["dead"]
     for folder in (own, *folders.values()):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_what_ranks_spent_whose_watchdog_was_killed_with_them_is_recorded_by_who_comes_next(run_dir: Path) -> None:
+    job = Job(run_dir)
+    job.start(0, seconds=60)
+    record = job.directory() / "watchdog.json"
+    await_that(lambda: (read_json(record) or {}).get("pid") is not None)
+    watcher, [rank] = read_json(record), job.processes
+    assert watcher is not None
+    RunDirectory(run_dir).ledger.mkdir()
+    remove_abandoned(run_dir=run_dir)  # they run
+    assert job.directory().exists()
+    os.kill(watcher["pid"], signal.SIGKILL)
+    rank.kill()
+    rank.join()
+    await_that(lambda: not is_running(watcher))
+    remove_abandoned(run_dir=run_dir / "another")
+    remove_abandoned(own=record.parent)
+    assert list(read_ledger(RunDirectory(run_dir).ledger)) == []
+    remove_abandoned(run_dir=run_dir)
+    [event] = read_ledger(RunDirectory(run_dir).ledger)
+    assert (event["event"], event["ranks"], event["attempt"]) == ("time_spent", [0], job.token)
+    assert event["began"][0] <= event["since"][0] <= event["ended"][0] <= time.time()
+    assert not record.parent.exists()
+
+
+@pytest.mark.parametrize("spoiled", ["rank-00000.time", "watchdog.beat", "rank-00000.json", ""])
+def test_what_was_left_and_cannot_be_read_is_removed(run_dir: Path, spoiled: str) -> None:
+    job = Job(run_dir)
+    RunDirectory(run_dir).ledger.mkdir()
+    dead = {**describe_process(), "process_started": "another boot"}
+    about = {"run_dir": str(run_dir), "rank": 0, "token": job.token, "world_size": 1, "node": "n"}
+    about |= {"fit": 0, "elastic_run_id": None, "restart_count": 0}
+    write_json(job.directory() / "rank-00000.json", {**dead, **about})
+    time_account.TimeAccount().share(job.directory() / "rank-00000.time")
+    (job.directory() / "watchdog.beat").write_bytes(bytes(8))
+    folder = job.directory()
+    if spoiled.endswith("json"):
+        write_json(folder / spoiled, {**dead, "rank": "x", "run_dir": str(run_dir)})
+    elif spoiled:
+        (folder / spoiled).write_bytes(b"x")
+    remove_abandoned(run_dir=run_dir)
+    assert not folder.exists()
+    assert len(list(read_ledger(RunDirectory(run_dir).ledger))) == (not spoiled)
 
 
 def test_a_process_is_known_by_its_start() -> None:

@@ -25,7 +25,8 @@ from lightning_resilience._files import is_abandoned, is_temporary, load_json, m
 from lightning_resilience._output import log_line
 from lightning_resilience.checkpoint.capacity import format_bytes
 from lightning_resilience.checkpoint.local_folders import Origin, base_folder, memory_bases, read_origin, remove_empty
-from lightning_resilience.detect.hangs.rank_probe import abandoned, own_directories
+from lightning_resilience.detect.hangs.abandoned import abandoned
+from lightning_resilience.detect.hangs.rank_probe import own_directories
 from lightning_resilience.launch.json_output import to_json
 from lightning_resilience.launch.listing import runs_below
 from lightning_resilience.launch.record import FIRST, Record, records

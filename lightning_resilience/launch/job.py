@@ -18,6 +18,7 @@ from lightning_resilience import _nvrx, signals
 from lightning_resilience._files import Patience
 from lightning_resilience._output import log_line, write_line
 from lightning_resilience._processes import process_age
+from lightning_resilience.detect.hangs.abandoned import remove_abandoned
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.launch import budget
 from lightning_resilience.launch.budget import Budget
@@ -714,6 +715,8 @@ class Launch:
                     end_processes(self.launch_id)
             time.sleep(_POLL_S)
         end_processes(self.launch_id, deadlines.LEFTOVERS_PATIENCE_S)
+        if not self._record.is_lost:
+            remove_abandoned(run_dir=self._run_directory.path)  # of a watchdog that had to be killed
         return exit_code
 
     def _defaults(self) -> dict[str, str]:

@@ -35,8 +35,9 @@ for ranks that are slow but not by the callback's threshold, or only for a while
 The waiting is due to the node of the straggler.
 
 Of a node that went down, the last sign of life is in what was kept, up to 30 s before; if nobody is left to give a
-verdict, its processes end with that. If nothing was kept yet, its ranks have done what the others have. Of a run that goes on, what was kept last goes on until now. Without a launcher an
-account ends with its fit, a fit that fails is an interruption, and what is between two accounts is ``idle``.
+verdict, its processes end with that. If nothing was kept yet, its ranks have done what the others have. Of a run that
+goes on, what was kept last goes on until now. Without a launcher an account ends with its fit, a fit that fails is an
+interruption, and what is between two accounts is ``idle``.
 
 **Goodput** is the share of ``productive`` in all but ``idle``. **ETTR**, the effective training time ratio of Meta's
 "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (2024), has the same denominator (all time in

@@ -12,6 +12,7 @@ from typing import Any
 from lightning_resilience.run.goodput import account
 from lightning_resilience.run.history import Allocation, read_history
 from lightning_resilience.run.interruptions import interruptions
+from lightning_resilience.run.time_account import kept
 from tests import harness
 from tests.ledgers import read_ledger
 from tests.slurm.cluster import Cluster, wait_until
@@ -112,7 +113,7 @@ class Chain:
         Args:
             causes: Of the interruptions, in their order.
         """
-        found = account(read_history(self.run_dir / "ledger").events)
+        found = account(read_history(self.run_dir / "ledger").events, kept(self.run_dir))
         seconds = found.by_category
         explained = found.total - seconds["other"] - seconds["idle"]
         slots = found.ranks * (found.ended - found.began)

@@ -89,7 +89,7 @@ def test_a_run_that_keeps_failing_is_retried_in_new_jobs_and_given_up_as_failed(
     assert retries(chain) == [False, True, True]
     assert "no progress in 3 jobs" in job["Comment"]
     assert "on purpose" in job["Comment"]
-    chain.check_account("script", "script", "script")
+    chain.check_account("crash", "crash", "crash")
 
 
 @pytest.mark.parametrize("number", [1, pytest.param(0, marks=pytest.mark.campaign)])  # 0 runs the batch script

@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import platform
-import shutil
 import signal
 import socket
 import stat
@@ -25,8 +24,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_resilience._files import matching, read_json, write_json
-from lightning_resilience._processes import describe_process, is_running, pid_namespace
+from lightning_resilience._files import read_json, write_json
+from lightning_resilience._processes import describe_process
 from lightning_resilience.detect.hangs import terminal_input
 from lightning_resilience.detect.hangs.progress import Progress, Section
 from lightning_resilience.run import exit_codes, time_account
@@ -73,29 +72,6 @@ def node_directory(token: str, node_rank: int) -> Path:
                 return directory
     places = " nor ".join(map(str, own_directories()))
     raise OSError(f"neither {places} can be made a folder that only this user may enter")
-
-
-def abandoned(own: Path) -> list[Path]:
-    """The folders of :func:`node_directory` whose ranks and watchdog are all gone: those of killed jobs.
-
-    Args:
-        own: The folder for this user in which they are.
-    """
-    here = pid_namespace()
-    found = []
-    for folder in matching(own, "*"):
-        records = [read_json(path) or {} for path in matching(folder, "*.json")]
-        # Of what lives in another container nothing is known here.
-        if records and all(record.get("namespace") == here and not is_running(record) for record in records):
-            found.append(folder)
-    return found
-
-
-def remove_abandoned(directory: Path) -> None:
-    """Removes the folders beside ``directory`` that are :func:`abandoned`."""
-    for other in abandoned(directory.parent):
-        if other != directory:
-            shutil.rmtree(other, ignore_errors=True)
 
 
 def pids(directory: Path) -> list[int]:

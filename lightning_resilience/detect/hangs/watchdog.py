@@ -17,7 +17,6 @@ import os
 import platform
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -35,12 +34,13 @@ from typing import Any, TypeVar
 from lightning_resilience import _output
 from lightning_resilience._files import create_json, load_json, publish, read_json, write_json
 from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE, describe_process, is_running, pid_namespace
+from lightning_resilience.detect.hangs.abandoned import BEAT, BEATS, kept_name, read_beat, remove_abandoned
 from lightning_resilience.detect.hangs.deaths import Death, ExitWatcher, MemoryShortage, is_ending, is_stopped
 from lightning_resilience.detect.hangs.evidence import RankEvidence
 from lightning_resilience.detect.hangs.flight_recorder import shorten
 from lightning_resilience.detect.hangs.process_probe import Usage, probe_process, usage, usage_of_tree
 from lightning_resilience.detect.hangs.progress import ProgressRecord, read_record
-from lightning_resilience.detect.hangs.rank_probe import EXIT_SIGNAL, remove_abandoned
+from lightning_resilience.detect.hangs.rank_probe import EXIT_SIGNAL
 from lightning_resilience.detect.hangs.verdict import Verdict, diagnose
 from lightning_resilience.run import deadlines, exit_codes, time_account
 from lightning_resilience.run.events import Fault, Killed, TimeSpent
@@ -51,8 +51,6 @@ from lightning_resilience.run.time_account import Spent, read_account
 T = TypeVar("T")
 
 _RECORD = "watchdog.json"
-_BEAT = "watchdog.beat"
-_BEATS = struct.Struct("<d")  # seconds of ``time.monotonic()``, which all processes of a node share
 _VERDICT = "verdict.json"
 _COLLECTIVES_KEPT = 128
 _WRITES_FROM = 1e6  # bytes in one check: less may be a log
@@ -257,7 +255,7 @@ class Watchdog:
         Raises:
             OSError: If that cannot be written: nobody would know of this watchdog.
         """
-        fd = os.open(self.directory / _BEAT, os.O_RDWR | os.O_CREAT, 0o600)
+        fd = os.open(self.directory / BEAT, os.O_RDWR | os.O_CREAT, 0o600)
         self._beats = FileIO(fd, "r+")
         self._beat(time.monotonic())
         write_json(self.directory / _RECORD, describe_process())
@@ -266,12 +264,11 @@ class Watchdog:
         """Shows that it works: a process that runs may be stopped, or fail in every round."""
         if self._beats is not None and now - self._beaten >= deadlines.WATCHDOG_BEAT_S:
             self._beaten = now
-            os.pwrite(self._beats.fileno(), _BEATS.pack(now), 0)
+            os.pwrite(self._beats.fileno(), BEATS.pack(now), 0)
 
     def run(self) -> None:
         """Watches until no rank is left."""
-        with suppress(OSError):  # another watchdog may be doing the same
-            remove_abandoned(self.directory)
+        self._storage.begin(lambda: remove_abandoned(self.directory))
         started = last = succeeded = time.monotonic()
         has_failed = is_over = False
         while not is_over and (self.ranks or last - started < deadlines.FIRST_RANK_WITHIN_S):
@@ -376,7 +373,7 @@ class Watchdog:
 
     @property
     def _name(self) -> str:
-        return f"{self.directory.name}-{platform.node()}"
+        return kept_name(self.directory, platform.node())
 
     def _time_spent(self) -> TimeSpent:
         ranks = sorted((rank for rank in self.ranks.values() if rank.spent is not None), key=lambda rank: rank.rank)
@@ -848,8 +845,8 @@ def is_alive(directory: Path, record: dict[str, Any]) -> bool:
         return False
     for pause_s in (2 * deadlines.WATCHDOG_BEAT_S, 0.0):  # all may have been frozen, and it wakes up after its caller
         try:
-            beat: float = _BEATS.unpack((directory / _BEAT).read_bytes())[0]
-        except (OSError, struct.error):
+            beat = read_beat(directory)
+        except OSError:
             return True
         if time.monotonic() - beat < deadlines.WATCHDOG_STALLED_AFTER_S:
             return True

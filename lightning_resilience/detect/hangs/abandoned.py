@@ -1,0 +1,97 @@
+"""What a watchdog that was killed has left in node memory: its folder, with the accounts of the time of its ranks."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning_resilience._files import matching, read_json
+from lightning_resilience._processes import is_running, pid_namespace
+from lightning_resilience.detect.hangs.rank_probe import own_directories
+from lightning_resilience.run.events import TimeSpent
+from lightning_resilience.run.ledger import Ledger, node_name
+from lightning_resilience.run.run_directory import RunDirectory
+from lightning_resilience.run.time_account import forget, read_account, time_spent
+
+BEAT = "watchdog.beat"
+BEATS = struct.Struct("<d")  # seconds of ``time.monotonic()``, which all processes of a node share
+
+
+def read_beat(directory: Path) -> float:
+    """When the watchdog of a folder has shown last that it works, in seconds of ``time.monotonic()``.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    try:
+        beat: float = BEATS.unpack((directory / BEAT).read_bytes())[0]
+    except struct.error as error:
+        raise OSError(f"{directory / BEAT} holds no time") from error
+    return beat
+
+
+def kept_name(directory: Path, node: str) -> str:
+    """Under which name the accounts of the ranks of a folder are kept while they run.
+
+    Args:
+        directory: The folder.
+        node: The name of its host.
+    """
+    return f"{directory.name}-{node}"
+
+
+def remove_abandoned(own: Path | None = None, run_dir: Path | None = None) -> None:
+    """Removes the folders of killed jobs, after it has recorded what their ranks have spent their time on.
+
+    Args:
+        own: Of the caller, which stays.
+        run_dir: Only folders of this run; default: of all runs.
+    """
+    for directory in (each for parent in own_directories() for each in abandoned(parent)):
+        registrations = [read_json(path) or {} for path in matching(directory, "rank-*.json")]
+        run_dirs = {str(each.get("run_dir")) for each in registrations}
+        if directory == own or run_dirs - ({str(run_dir)} if run_dir else run_dirs):
+            continue
+        try:
+            if registrations:
+                _record(directory, registrations)
+        except (OSError, TypeError, ValueError, KeyError):  # a run that is gone, or a folder of another version
+            pass
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def abandoned(parent: Path) -> list[Path]:
+    """The folders of :func:`.rank_probe.node_directory` whose ranks and watchdog are all gone: those of killed jobs.
+
+    Args:
+        parent: The folder for this user in which they are.
+    """
+    here = pid_namespace()
+    found = []
+    for folder in matching(parent, "*"):
+        records = [read_json(path) or {} for path in matching(folder, "*.json")]
+        # Of what lives in another container nothing is known here.
+        if records and all(each.get("namespace") == here and not is_running(each) for each in records):
+            found.append(folder)
+    return found
+
+
+def _record(directory: Path, registrations: list[dict[str, Any]]) -> None:
+    accounts = {}
+    for registration in registrations:
+        with open(directory / f"rank-{registration['rank']:05d}.time", "rb", buffering=0) as file:
+            spent = read_account(file)
+        if spent is not None and spent.since <= time.monotonic():  # else the node has been started again
+            accounts[int(registration["rank"])] = spent
+    run, about = RunDirectory(registrations[0]["run_dir"]), registrations[0]
+    if not accounts or not run.ledger.is_dir():
+        return
+    beat = read_beat(directory)  # they were killed with it
+    event: TimeSpent = time_spent(accounts, {rank: max(beat, spent.since) for rank, spent in accounts.items()})
+    event.node, event.attempt, event.world_size = node_name(), about["token"], about["world_size"]
+    event.fit, event.elastic_run_id, event.restart_count = about["fit"], about["elastic_run_id"], about["restart_count"]
+    Ledger(run.ledger, None).record(event)
+    forget(run.path, kept_name(directory, about["node"]))
