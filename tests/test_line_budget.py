@@ -20,13 +20,13 @@ BUDGET = {
     "checkpoint": 4820,
     "contrib": 225,
     "detect": 307,
-    "detect/hangs": 2365,
+    "detect/hangs": 2408,
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "fit": 5321,
-    "launch": 6066,
+    "launch": 6074,
     "launch/schedulers": 508,
-    "run": 2862,
+    "run": 2885,
 }
 
 _NO_CODE = (
