@@ -94,11 +94,11 @@ def test_what_takes_no_run_is_drawn_as_it_is_now(pictures: Any) -> None:
     assert not old, "run: make pictures, or python docs/pictures bars survives"
 
 
-def told(moving: ModuleType) -> tuple[list[tuple[float, str]], list[tuple[float, str]]]:
+def told(launch: str) -> tuple[list[tuple[float, str]], list[tuple[float, str]]]:
     """A short story in two terminals."""
     ours = "[lightning-resilience 12:00:00 rank 0]"
     bar = "\rEpoch 0:  {0}%|#| {0}/100 [00:01<00:01, 9it/s]"
-    training = [(0.0, "$ "), (1.0, f"{moving.LAUNCH}\r\n"), (1.5, "GPU available\r\nTPU available\r\n")]
+    training = [(0.0, "$ "), (1.0, f"{launch}\r\n"), (1.5, "GPU available\r\nTPU available\r\n")]
     training += [(10 + each, bar.format(each)) for each in range(5)]
     training += [(20.1, f"\r\nTraceback <&>\r\n{ours} At step 4 (section step) rank 1 was killed by SIGKILL.\r\n")]
     training += [(22.0, f"{ours} Restart 1 inside the job, step 2 is safe.\r\n")]
@@ -109,11 +109,11 @@ def told(moving: ModuleType) -> tuple[list[tuple[float, str]], list[tuple[float,
 
 def test_the_moving_picture_tells_what_was_recorded(pictures: Any) -> None:
     moving = pictures("moving")
-    story = moving.story(*told(moving))
+    story = moving.story(*told(pictures("recording").LAUNCH))
     assert (story.killed, story.resumed, story.is_back, story.finished) == (20.0, 30.0, 32.0, 60.0)
     times = [moment for moment, _ in moving.real_times(story, 19.0)]
     assert times == sorted(times)
-    text = moving.picture(*told(moving))
+    text = moving.picture(*told(pictures("recording").LAUNCH))
     drawn = ET.fromstring(text)
     assert "kill to back: 12 s, 2 steps done again" in {each.text for each in drawn.iter(f"{SVG}text")}
     assert "  … 2 more lines".strip() in {(each.text or "").strip() for each in drawn.iter(f"{SVG}text")}
@@ -123,7 +123,7 @@ def test_the_moving_picture_tells_what_was_recorded(pictures: Any) -> None:
 def test_the_moving_picture_is_one_of_a_kill(pictures: Any) -> None:
     text = (IMAGES / "kill-to-back.svg").read_text()
     words = "\n".join(each.text or "" for each in ET.fromstring(text).iter(f"{SVG}text"))
-    assert f"$ {pictures('moving').LAUNCH}" in words
+    assert f"$ {pictures('recording').LAUNCH}" in words
     for said in (r"kill -9 \d+", "was killed by SIGKILL", r"Resuming from step \d+", r"Epoch \d", "Finished"):
         assert re.search(said, words), said
     [seconds] = {float(each) for each in re.findall(r"animation:([\d.]+)s", text)}

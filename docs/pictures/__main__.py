@@ -10,6 +10,7 @@ import bars
 import drawing
 import moving
 import page
+import recording
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
@@ -18,7 +19,7 @@ RUNS = ROOT / "runs"
 
 def kill_to_back() -> None:
     """Records a training that is killed, and draws the recording (about 2 minutes)."""
-    (IMAGES / "kill-to-back.svg").write_text(moving.picture(*moving.record(RUNS / "pictures")))
+    (IMAGES / "kill-to-back.svg").write_text(moving.picture(*recording.record(RUNS / "pictures")))
 
 
 def bars_of_tables() -> None:

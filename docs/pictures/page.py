@@ -9,14 +9,12 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from recording import NODE
 from svg import CATEGORIES, card, text
 
 from lightning_resilience._formatting import duration
 from lightning_resilience.launch import report_page
 from lightning_resilience.launch.report import extent, interruption_counts, percent, read_run
-
-NODE = "gpu-07"
-"""Shown in place of the name of the machine on which the demo ran."""
 
 _WIDTH, _LEFT, _ROW = 820, 20, 46
 _DESKTOP, _PHONE, _HEIGHT = 900, 390, 1060
