@@ -178,7 +178,7 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
             raise RuntimeError("on purpose")
         if what == "exit":
             os._exit(3)
-        if what == "skip":  # a collective
+        if what == "skip":  # a collective, or the step
             return True
         if what == "sleep":
             time.sleep(event["seconds"])
@@ -413,7 +413,8 @@ class Module(L.LightningModule):
         if self.config["log"]:
             with open(f"{self.config['log']}.{rank}", "a") as file:
                 file.write(json.dumps([self.config["fit"], step, batch["id"].tolist()]) + "\n")
-        do(self.config, "train", step, rank)
+        if do(self.config, "train", step, rank):
+            return None
         flip(self.config, step, rank, self)
         if self.config["late"]:
             numerics._send.now += 1

@@ -26,19 +26,26 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_resilience import AutoResume, NaNGuard, recipes
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.fit import context
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
-from tests.harness import CONTEXT, run, samples, undisturbed
+from tests.harness import CONTEXT, run, samples, undisturbed, weights
 from tests.ledgers import read_ledger
 from tests.test_checkpoint_file import in_child
 from tests.test_exact_resume import killed_and_resumed, make
 from tests.test_hangs import LIMITS, hanging, the_culprit
-from tests.test_preemption import TERM, TWO, requeued_from_the_boundary, slurm_job, stop_and_resume
+from tests.test_preemption import (
+    TERM,
+    TWO,
+    requeued_from_the_boundary,
+    signalled_as_a_group,
+    slurm_job,
+    stop_and_resume,
+)
 from tests.test_slurm import SAVED, Batch, exits
 
 PAGE = Path(__file__).parents[1] / "docs" / "is-it-my-issue.md"
@@ -101,6 +108,8 @@ def train(
     folder: Path,
     *callbacks: Any,
     model: dict[str, Any] | None = None,
+    kind: type[Model] = Model,
+    loader: Callable[[], Any] = lambda: DataLoader(Data(), 4, shuffle=True),
     ckpt_path: str | Path | None = None,
     validates: bool = False,
     **options: Any,
@@ -108,7 +117,7 @@ def train(
     """What a script does when it is started, which is what happens when it is started again."""
     context.fits_begun.clear()
     L.seed_everything(1, verbose=False)
-    module = Model(**(model or {}))
+    module = kind(**(model or {}))
     trainer = L.Trainer(
         callbacks=list(callbacks),
         **{
@@ -125,7 +134,7 @@ def train(
     )
     validation = DataLoader(Data(), 4) if validates else None
     with contextlib.suppress(Crash):
-        trainer.fit(module, DataLoader(Data(), 4, shuffle=True), validation, ckpt_path=ckpt_path)
+        trainer.fit(module, loader(), validation, ckpt_path=ckpt_path)
     return module
 
 
@@ -175,6 +184,20 @@ def ours_9567(tmp: Path) -> None:
     assert fit.outcome is not None
     assert fit.outcome.step > 20
     assert resume.step_of(resume.checkpoints(fit.checkpoints)[0]) == fit.outcome.step
+
+
+def plain_17899(tmp: Path) -> None:
+    """SIGTERM to all processes: the data-loader workers die of it, and so does the step, with an error."""
+    config = make(tmp, "plain", callbacks=[], workers=2, step_s=0.5)
+    ranks = signalled_as_a_group(config, tmp / "plain", Path(f"{config['log']}.0").exists)
+    assert ranks.wait() == [1]
+    assert re.search(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)", ranks.text())
+
+
+def ours_17899(tmp: Path) -> None:
+    config = make(tmp, "ours", workers=2, step_s=0.5)
+    ranks = signalled_as_a_group(config, tmp / "ours", Path(f"{config['log']}.0").exists)
+    assert ranks.wait() == [75], ranks.text()
 
 
 # --- Slurm ---
@@ -351,6 +374,53 @@ def ours_19549(tmp: Path) -> None:
     before = train(tmp, auto_resume(tmp), model={"crash_in_validation": 8}, **every)
     after = train(tmp, auto_resume(tmp), **every)
     assert before.validated + after.validated == train(tmp, **every).validated
+
+
+def in_turns() -> DataLoader[Any]:
+    """Another order in each epoch, by the sampler that DDP gives a loader; with a worker."""
+    return DataLoader(Data(), 4, sampler=DistributedSampler(Data(), 1, 0, seed=3), num_workers=1)
+
+
+def plain_21938(tmp: Path) -> None:
+    """With workers, the first epoch of a resume has the order of epoch 0."""
+    train(tmp, saver(tmp, every=STEPS), loader=in_turns, model={"crash_at": STEPS})
+    after = train(tmp, loader=in_turns, ckpt_path=tmp / "step=8.ckpt")
+    first_epoch = train(tmp, loader=in_turns, max_epochs=1)
+    assert list(after.trained.values()) == list(first_epoch.trained.values())
+
+
+def ours_21938(tmp: Path) -> None:
+    train(tmp, auto_resume(tmp), loader=in_turns, model={"crash_at": STEPS})
+    after = train(tmp, auto_resume(tmp), loader=in_turns)
+    assert min(after.trained) == STEPS
+    assert after.trained.items() <= train(tmp, loader=in_turns).trained.items()
+
+
+class Reloads(Model):
+    """Notes the epochs in which it is asked for its data."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        self.validated.append(self.trainer.current_epoch)
+        return DataLoader(Data(), 4, shuffle=True)
+
+
+RELOADS: dict[str, Any] = {
+    "kind": Reloads,
+    "loader": lambda: None,
+    "max_epochs": 5,
+    "reload_dataloaders_every_n_epochs": 2,
+}
+
+
+def plain_21492(tmp: Path) -> None:
+    """Of the epochs 0, 2 and 4, the last one goes on with the data of the epoch before."""
+    train(tmp, saver(tmp, every=STEPS), model={"crash_at": 2 * STEPS + 2}, **RELOADS)
+    assert 4 not in train(tmp, ckpt_path=tmp / "step=16.ckpt", **RELOADS).validated
+
+
+def ours_21492(tmp: Path) -> None:
+    train(tmp, auto_resume(tmp), model={"crash_at": 2 * STEPS + 2}, **RELOADS)
+    assert train(tmp, auto_resume(tmp), **RELOADS).validated == [2, 4]
 
 
 # --- checkpoints ---
@@ -558,6 +628,24 @@ def ours_4956(tmp: Path) -> None:
     assert torch.isfinite(model.weights()).all()
 
 
+def plain_5243(tmp: Path) -> None:
+    """``training_step`` of one rank returns None where its loss is no number."""
+    codes, text = in_ddp(tmp, events=[{"at": "train", "step": 20, "rank": 1, "do": "skip"}])
+    assert 0 not in codes
+    assert "Skipping the `training_step` by returning None in distributed training is not supported" in text
+
+
+def ours_5243(tmp: Path) -> None:
+    """It returns the loss as it is."""
+    spoils = [{"step": 20, "what": "loss", "rank": 1}]
+    config = make(tmp, "ours", trainer={"devices": 2}, callbacks=["auto_resume", "nan_guard"], spoils=spoils)
+    codes, text = run(config, tmp / "ours")
+    assert codes == [0, 0], text
+    found = [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "bad_step"]
+    assert {each["step"] for each in found} == {20}
+    assert len(set(weights(config))) == 1
+
+
 # --- all of them ---
 
 NOT_SOLVED = {20967, 16815}
@@ -566,9 +654,9 @@ NOT_READ = {10226}
 """Named with the others, but not to be had."""
 MENDED = {19549: "2.5.0", 20953: "2.5.4"}
 """By which version of Lightning; what ``plain_N`` shows is what is left."""
-PROCESSES = {20806, 9567, 21406, 20542, 20550, 20187, 19487, 13524, 19970}
+PROCESSES = {20806, 9567, 17899, 21938, 5243, 21406, 20542, 20550, 20187, 19487, 13524, 19970}
 """They need processes of their own, and so they are slow."""
-LONG = {16639, 19549, 21431}
+LONG = {16639, 19549, 21431, 21492}
 """With this package: what other tests show as well."""
 
 

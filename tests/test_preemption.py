@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -106,15 +107,21 @@ def test_one_process_without_a_process_group(tmp_path: Path) -> None:
     assert result(config) == undisturbed(tmp_path)[0]
 
 
-@pytest.mark.slow
-def test_a_signal_to_the_process_group_spares_the_data_loader_workers(tmp_path: Path) -> None:
-    config = make(tmp_path, "run", **{**TWO, "workers": 2, "save_every": 4, "step_s": 0.05})
-    ranks = Ranks(config, tmp_path / "run")
-    fit = RunDirectory(config["run_dir"]).fit(0)
-    while not resume.checkpoints(fit.checkpoints):
+def signalled_as_a_group(config: dict[str, Any], tmp: Path, begun: Callable[[], Any]) -> Ranks:
+    """Ranks that get SIGTERM with all processes of theirs, as by ``scancel``."""
+    ranks = Ranks(config, tmp)
+    while not begun():
         time.sleep(0.02)
     for process in ranks.processes:
         os.killpg(process.pid, signal.SIGTERM)
+    return ranks
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_process_group_spares_the_data_loader_workers(tmp_path: Path) -> None:
+    config = make(tmp_path, "run", **{**TWO, "workers": 2, "save_every": 4, "step_s": 0.05})
+    fit = RunDirectory(config["run_dir"]).fit(0)
+    ranks = signalled_as_a_group(config, tmp_path / "run", lambda: resume.checkpoints(fit.checkpoints))
     assert ranks.wait(60) == [0, 0], ranks.text()
     assert not Path(config["out"]).exists()
     assert "DataLoader worker" not in ranks.text()
