@@ -36,7 +36,9 @@ from lightning_resilience.run.events import (
     JobStart,
     LaunchExit,
     LaunchStart,
+    RestoredInPlace,
     Resumed,
+    Rollback,
     Saved,
     Stragglers,
     TimeSpent,
@@ -46,7 +48,7 @@ from lightning_resilience.run.goodput import Goodput, account
 from lightning_resilience.run.replay import RunFigures, Saves, Strike, replay
 from lightning_resilience.run.time_account import TimeAccount
 from lightning_resilience.run.what_if import SETTINGS, parse, predict
-from tests.test_goodput import run_with
+from tests.test_goodput import launch, run_with, spent
 from tests.test_goodput_simulation import of
 
 RUNS = 100
@@ -385,14 +387,72 @@ def test_steps_of_saves_are_multiples() -> None:
     assert replay(by_steps).seconds["wasted_progress"] == pytest.approx(51 + 90, abs=2)
 
 
+def test_local_saves_may_be_lost_with_their_node() -> None:
+    local = replace(STEADY, local_saves=Saves(every_s=10.0, write_s=1.0))
+    for keeps_local, least, most in ((True, 1, 12), (False, 80, 110)):
+        strike = Strike(500.0, keeps_local=keeps_local)
+        assert least < replay(replace(local, strikes=[strike])).seconds["wasted_progress"] < most
+
+
+def test_rollbacks_come_at_their_steps() -> None:
+    """Whatever is saved: less is done again with more saves, and what is recorded of it is no more true."""
+    strike = Strike(math.inf, at_step=360, seconds={"restore": 3.0}, lost_steps=70)
+    found = predict(replace(STEADY, strikes=[strike]), "save_every=25")
+    assert found.replayed.seconds["wasted_progress"] == pytest.approx(70, abs=1)
+    assert 1 < found.predicted.seconds["wasted_progress"] < 35
+    assert found.predicted.seconds["restore"] == 3
+    assert found.predicted.interruptions == 0
+
+
+def test_rollbacks_of_a_ledger() -> None:
+    """A start in the same process, and each has its part of what all have cost."""
+    seconds = {"imports": 9.0, "first_step": 4.0, "restore": 2.0, "productive": 59.0, "wasted_progress": 19.0}
+    events = [
+        launch(0, 0),
+        of(Fresh, fit=0, time=9.0),
+        of(Saved, fit=0, time=40.0, step=30, seconds=1.0, reason="interval"),
+        of(Rollback, fit=0, time=63.0, step=50),
+        of(RestoredInPlace, fit=0, time=65.0, step=30),
+        spent(0, 93, 95, seconds=seconds, reached=61),
+        of(LaunchExit, time=95.0, status="finished"),
+    ]
+    found = figures_of(events, account(events))
+    assert found is not None
+    [strike] = found.strikes
+    assert (strike.at_step, strike.lost_steps, strike.seconds["restore"], strike.seconds["first_step"]) == (
+        50,
+        20,
+        2,
+        2,
+    )
+    assert (found.steps, found.step["productive"]) == (61, pytest.approx(1, abs=0.05))
+    assert found.once["first_step"] == 2
+    assert replay(found).seconds["wasted_progress"] == pytest.approx(19, abs=1)
+
+
+def test_when_a_run_was_interrupted() -> None:
+    """After how much training, of which what is saved because of it is no part."""
+    course = Course(2)
+    course.validation, course.blocked_s = (10**6, 0.0), 5 * course.step_s[0]
+    course.strikes = [(100.0, "preempted"), (150.0, "hang")]
+    found = figures(Played(course, course.options)).strikes
+    assert [each.is_orderly for each in found] == [True, False]
+    assert [each.after_s for each in found] == pytest.approx([100, 150], abs=3 * course.step_s[0])
+
+
 def test_odd_ledgers() -> None:
     """Values that no writer has meant, and a save without a start of a fit."""
     course = Course(2)
+    course.strikes = [(100.0, "hang")]
     played = Played(course, course.options)
     for event in played.events:
         if isinstance(event, Saved):
             event.seconds = math.inf
+        if isinstance(event, Fault):
+            event.limit = math.inf
     assert figures(played).saves is None
+    with pytest.raises(ValueError, match=r"^hang_limit: "):
+        predict(figures(played), "hang_limit=10")
     alone = [event for event in Played(course, course.options).events if isinstance(event, (Saved, TimeSpent))]
     only_save = next(event for event in alone if isinstance(event, Saved))
     kept = [event for event in alone if event is only_save or isinstance(event, TimeSpent)]
