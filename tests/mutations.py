@@ -645,6 +645,58 @@ GUARDS = [
         "if False:",
         "tests/test_store_messages.py::test_who_says_nothing_is_not_waited_for",
     ),
+    Guard(
+        "a counter of interruptions waits until it is known what followed",
+        "launch/metrics.py",
+        'if each["time"] < settled_until]',
+        "]",
+        "tests/test_monitoring.py::test_a_counter_waits_until_it_is_known_what_followed",
+    ),
+    Guard(
+        "an error of monitoring does not end its thread",
+        "launch/monitor.py",
+        """        except Exception as error:
+            if who not in self._said:""",
+        """        except ImportError as error:
+            if who not in self._said:""",
+        "tests/test_monitoring.py::test_a_port_in_use_is_said_once_and_tried_again",
+    ),
+    Guard(
+        "a command of --on-event has a time limit",
+        "launch/on_event.py",
+        "return now > began + self._limit_s or (ending is not None and now > ending[0])",
+        "return False",
+        "tests/test_on_event.py::test_one_that_hangs_is_killed_with_what_it_has_started",
+    ),
+    Guard(
+        "a command of --on-event leaves no process behind",
+        "launch/on_event.py",
+        """        _kill(process)
+        with suppress(subprocess.TimeoutExpired):""",
+        """        with suppress(subprocess.TimeoutExpired):""",
+        "tests/test_on_event.py::test_one_that_ends_leaves_nothing_behind",
+    ),
+    Guard(
+        "at the end, commands that hang leave the last event its time",
+        "launch/on_event.py",
+        "(ending is not None and now > ending[0])",
+        "False",
+        "tests/test_on_event.py::test_the_end_of_the_run_is_told_although_those_before_hang",
+    ),
+    Guard(
+        "an event is told once",
+        "launch/notices.py",
+        "self._seen.add(key)",
+        "pass",
+        "tests/test_on_event.py::test_each_event_is_told_once_also_if_it_turns_up_late",
+    ),
+    Guard(
+        "a thread that only reads a ledger does not move the order of what another one records",
+        "run/ledger.py",
+        "if new and self._moves_order:",
+        "if new:",
+        "tests/test_ledger.py::test_what_is_only_read_moves_no_order",
+    ),
 ]
 
 

@@ -46,6 +46,18 @@ def test_events_come_back_in_order_with_who_and_where(tmp_path: Path) -> None:
     assert second["event"] == "finished"
 
 
+def test_what_is_only_read_moves_no_order(tmp_path: Path) -> None:
+    """Another thread of the process records meanwhile, and has its own view of the order."""
+    ahead = time.time() + 1e6
+    (tmp_path / "other.jsonl").write_text(json.dumps({"event": "saved", "time": ahead, "order": ahead}) + "\n")
+    assert len(Ledger(tmp_path, only_reads=True).events()) == 1
+    writer = Ledger(tmp_path)
+    writer.record("before")  # of the other host's clock nothing is known here yet
+    assert [event.name for event in writer.events()] == ["before", "saved"]
+    writer.record("after")
+    assert [event.name for event in writer.events()] == ["before", "saved", "after"]
+
+
 def test_a_missing_ledger_is_empty(tmp_path: Path) -> None:
     assert list(read_ledger(tmp_path / "missing")) == []
 

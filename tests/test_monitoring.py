@@ -23,12 +23,14 @@ from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.metrics import CAUSES, METRICS, STATES, Figures, measure, state_of
 from lightning_resilience.launch.monitor import Monitor, MonitorSettings
 from lightning_resilience.launch.report import all_interruptions
+from lightning_resilience.run import time_account
+from lightning_resilience.run.events import Fault, WorkersStart
 from lightning_resilience.run.goodput import CATEGORIES, account
 from lightning_resilience.run.history import History
 from lightning_resilience.run.interruptions import interruptions
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.ledgers import history_of
-from tests.test_goodput import HUNG, launch, run_with, spent
+from tests.test_goodput import HUNG, ended, job, launch, run_with, spent
 
 pytest.importorskip("prometheus_client")
 
@@ -95,12 +97,26 @@ def test_what_the_account_says() -> None:
     assert (found["rank_time"]["productive"], found["lost_rank_time"]["hang"]) == (190, 88)
 
 
+def test_the_longest_time_without_progress_is_that_of_ranks_that_live(tmp_path: Path, lines: list[str]) -> None:
+    now = time.time()
+    run_dir = run_with(tmp_path / "run", launch(now - 1000, now - 1000))
+    time_account.keep(run_dir, "hangs", spent(now - 900, now - 700, now - 10))
+    time_account.keep(run_dir, "node that is gone", spent(now - 900, now - 890, now - 100))
+    with running(run_dir, prometheus=str(tmp_path / "run.prom")):
+        wait_until((tmp_path / "run.prom").exists)
+        found = parsed((tmp_path / "run.prom").read_text())
+    assert found["lightning_resilience_progress_age_seconds"] == {(("run_dir", str(run_dir)),): pytest.approx(690)}
+    assert found["lightning_resilience_goodput_ratio"]
+
+
 def test_a_counter_waits_until_it_is_known_what_followed() -> None:
     """What is first taken for one cause may turn out to be another, and a counter cannot go back."""
-    counts = [sum(figures_of(history_of(LINES[:end]), 25.0)["interruptions"].values()) for end in (12, 13, 14)]
-    assert counts == [0, 1, 1]
-    ended = [*LINES[:12], {"event": "exit", "time": 21.0, "status": "failed", "exit_code": 1}]
-    assert sum(figures_of(history_of(ended))["interruptions"].values()) == 1
+    [first, second] = [event for event in history_of(LINES).events if isinstance(event, WorkersStart)]
+    fault = Fault(time=70, rank=1, kind="hang", fit=0, step=6, reason="stuck")
+    events = [launch(0, 0), job(1), first, spent(2, 50, 60, "productive"), fault]
+    second.time = 80.0
+    for end, expected in (([], 0), ([second], 1), ([ended(75)], 1)):
+        assert figures_of(History([*events, *end]), 90.0)["interruptions"]["hang"] == expected
 
 
 def test_the_state_of_a_run() -> None:

@@ -218,18 +218,18 @@ def test_of_too_many_events_the_oldest_are_dropped_and_counted(command: Any, log
     lines = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
     assert [each["number"] for each in lines] == [0, *range(6, 26)]
     assert [each["dropped"] for each in lines] == [0, *[5] * 20]
-    assert logged == ["--on-event: 5 events were dropped: the command was too slow."]
+    assert logged == ["--on-event: the command was too slow; events dropped: 5."]
 
 
 def test_the_end_of_the_run_is_told_although_those_before_hang(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(on_event, "OTHERS_END_WITHIN_S", 0.1)
+    monkeypatch.setattr(on_event, "HURRIED_OTHERS_END_WITHIN_S", 0.1)
     told = command("read line; case $line in *run_ended*) echo $line > told;; *) sleep 1000;; esac")
     for _ in range(3):
         told.put(content())
     told.put(content("run_ended"))
-    told.end()
+    told.end(in_hurry=True)
     assert json.loads((tmp_path / "told").read_text()) == {"event": "run_ended", "dropped": 2}
 
 

@@ -23,6 +23,7 @@ from lightning_resilience.launch.on_event import EventCommand
 from lightning_resilience.launch.prometheus import Prometheus
 from lightning_resilience.launch.report import all_interruptions
 from lightning_resilience.run import time_account
+from lightning_resilience.run.deadlines import KEEP_TIME_EVERY_S
 from lightning_resilience.run.events import Fresh, Resumed
 from lightning_resilience.run.goodput import account, reached_step
 from lightning_resilience.run.history import History, LiveHistory
@@ -171,7 +172,9 @@ class Monitor:
             for content in self._notices.look(history, recorded, step, now):
                 self._command.put(content)
         if self._exporters:
-            figures = measure(history, goodput, recorded, [] if has_ended else kept, self._budget)
+            alive_since = now - 3 * KEEP_TIME_EVERY_S
+            alive = [event for event in kept if not has_ended and max(event.ended or (), default=0) > alive_since]
+            figures = measure(history, goodput, recorded, alive, self._budget)
             figures |= {"run_info": {self._run_id: 1.0}, "update_timestamp": {"": now}}
             figures |= {name: {"": value} for name, value in (("step", step), ("goal_step", goal)) if value is not None}
             for exporter in self._exporters:

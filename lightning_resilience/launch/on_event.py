@@ -113,7 +113,7 @@ class EventCommand:
         if self._process is not None and self._process.returncode is None and self._thread.is_alive():
             _kill(self._process)
         if self._dropped:
-            self._log(f"--on-event: {self._dropped} events were dropped: the command was too slow.")
+            self._log(f"--on-event: the command was too slow; events dropped: {self._dropped}.")
 
     def _drop(self) -> None:
         self._waiting.popleft()
