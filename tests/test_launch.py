@@ -208,7 +208,10 @@ def test_a_crash_is_restarted_inside_the_job(launcher: Launcher) -> None:
         "start",
         "exit",
     ]
-    assert "Restart 1 inside the job, no checkpoint yet. Before: rank 0: RuntimeError: boom." in launcher.stderr()
+    assert (
+        "Restart 1 inside the job, no checkpoint in the run directory yet. Before: rank 0: RuntimeError: boom."
+        in launcher.stderr()
+    )
     traceback = launcher.stderr().split("Traceback")[1]
     assert "runpy" not in traceback
     assert "launch/worker.py" not in traceback

@@ -433,7 +433,7 @@ class Launch:
                 budget=asdict(self.settings.budget),
             )
         )
-        safe = "no checkpoint yet" if step is None else f"step {step} is safe"
+        safe = "no checkpoint in the run directory yet" if step is None else f"step {step} is safe"
         state = f"continuing, {safe}" if events else "new run"
         log_line(
             f"Run directory {self._run_directory.path} ({state}). The same command again resumes it.", is_detail=True

@@ -129,7 +129,11 @@ class Notices:
                 killed = "; the launcher before was killed" if isinstance(before, LauncherKilled) else ""
                 yield "run_began", ("new run" if step is None else f"continuing, step {step} is safe") + killed
             case WorkersStart() if any(start.time < event.time for start in history.of(WorkersStart)):
-                safe = "no checkpoint yet" if event.verified_step is None else f"step {event.verified_step} is safe"
+                safe = (
+                    "no checkpoint in the run directory yet"
+                    if event.verified_step is None
+                    else f"step {event.verified_step} is safe"
+                )
                 yield "restart", f"the workers were started again, {safe}"
             case Rollback():
                 yield "rollback", f"rolled back: {event.reason}"

@@ -185,7 +185,7 @@ def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:
     restarts = max(info["restart_count"], earlier)  # a node does not count what has failed on another one only
     if restarts and history.why_not_again is None:
         cause = cause_of_end(history.events, info["elastic_run_id"])
-        safe = "no checkpoint yet" if step is None else f"step {step} is safe"
+        safe = "no checkpoint in the run directory yet" if step is None else f"step {step} is safe"
         line = f"Restart {restarts} inside the job, {safe}. Before: {cause or 'a worker was killed'}."
         if again := read_history(run_directory.ledger).failures.recurrence:
             line += f" This is {again}."
