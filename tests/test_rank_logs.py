@@ -270,3 +270,15 @@ def test_why_no_worker_was_started_is_shown(launcher: Launcher) -> None:
     code = launcher.run("--job-retries=0", "script.py", program=textwrap.dedent(program))
     assert code == 1
     assert launcher.stderr().count("\n  the rendezvous has failed\n") == 1
+
+
+@pytest.mark.slow
+def test_a_run_directory_that_hangs_holds_up_no_rank(launcher: Launcher) -> None:
+    """Nobody writes into the pipe, so who looks for the attempt's folder there waits for ever."""
+    launcher.script(WRITES)
+    attempt = launcher.run_directory.path / "logs" / "attempt-1"
+    attempt.mkdir(parents=True)
+    os.mkfifo(attempt / "attempt.json")
+    (launcher.folder / "enough").touch()
+    assert launcher.run() == 0, launcher.stderr()
+    assert attempts(launcher.run_directory.path) == [1]
