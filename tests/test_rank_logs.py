@@ -41,8 +41,13 @@ class Node:
         self.output = NodeOutput(self.folder)
         self.keeper = LogKeeper(self.run_dir, lambda: self.output.files)
 
-    def start(self, program: str, rank: int = 0, attempt: int = 0) -> subprocess.CompletedProcess[str]:
-        names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    def start(
+        self, program: str, rank: int = 0, attempt: int = 0, restarts: int = 0
+    ) -> subprocess.CompletedProcess[str]:
+        names = {
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "n1", "MASTER_PORT": str(attempt)},
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        }
         return subprocess.run(
             [sys.executable, "-c", PRELUDE + program],
             env=os.environ | names | {OUTPUT_VARIABLE: str(self.folder)},
@@ -77,7 +82,7 @@ def node(tmp_path: Path) -> Node:
 def test_the_last_words_of_a_killed_rank_are_kept(node: Node) -> None:
     done = node.start("print('to stdout'); sys.stderr.write('in the mid'); os.kill(os.getpid(), 9)", rank=1)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
-    node.start("print('another rank'); os.write(2, b'native\\n')")
+    node.start("print('another rank'); os.write(2, b'native\\n')", restarts=1)  # another node, which counts for itself
     node.start("print('restarted')", rank=1, attempt=1)
     node.keep()
     assert attempts(node.run_dir) == [1, 2]
