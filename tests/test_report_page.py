@@ -14,6 +14,7 @@ from urllib.parse import unquote
 import pytest
 
 from lightning_resilience._formatting import duration
+from lightning_resilience.launch import report_page
 from lightning_resilience.launch.cli import main
 from lightning_resilience.launch.report import percent, phrase, report
 from lightning_resilience.launch.report_page import GROUPS, write_page
@@ -122,6 +123,19 @@ def test_the_page_says_what_the_json_says(tmp_path: Path) -> None:
         assert f"{duration(each['rank_seconds'] / ranks)} of each rank" in words(told)
         assert f"Steps lost: {each['steps_lost']}" in words(told)
     assert [each["cause"] for each in found["interruptions"]] == ["hang", "killed", "preempted", "preempted"]
+
+
+def test_what_to_change_is_shown_and_what_gains_little_is_folded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_page, "_LARGE_GAIN", 0.05)
+    _, page, found = shown(tmp_path, *story())
+    folded = " ".join(words(each) for each in page.iter("details"))
+    assert [(each["text"][1:] in words(page), each["text"][1:] in folded) for each in found["advice"]] == [
+        (True, False),
+        (True, True),
+        (True, True),
+    ]
 
 
 def test_the_page_has_every_category_that_occurs_and_no_other(tmp_path: Path) -> None:

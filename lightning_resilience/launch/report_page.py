@@ -105,6 +105,7 @@ _MAX_ROWS = 24
 _MAX_LOSSES = 60
 _OPEN_LOSSES = 10
 _MAX_NODES = 3
+_LARGE_GAIN = 0.01
 _MAX_INTERRUPTIONS = 100
 _MAX_REPORTS = 20
 _LONGEST_PAUSE = 0.08
@@ -228,13 +229,16 @@ def _verdict(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _advice(found: Mapping[str, Any]) -> Iterator[str]:
-    """What to change."""
+    """What to change; what would have gained little is folded, but for the first."""
     if not found["advice"]:
         return
-    yield "<section><h2>What to change</h2><ul>"
-    for each in found["advice"]:
-        yield f"<li>{_text(sentence(each))} <small>{_text(gain(each))}</small></li>"
-    yield "</ul></section>"
+    lines = [f"<li>{_text(sentence(each))} <small>{_text(gain(each))}</small></li>" for each in found["advice"]]
+    large = max(sum(each["share"] >= _LARGE_GAIN for each in found["advice"]), 1)
+    yield f"<section><h2>What to change</h2><ul>{''.join(lines[:large])}</ul>"
+    if smaller := lines[large:]:
+        yield f"<details><summary>{len(smaller)} that would have gained less</summary>"
+        yield f"<ul>{''.join(smaller)}</ul></details>"
+    yield "</section>"
 
 
 def group_shares(found: Mapping[str, Any]) -> list[tuple[str, str, float]]:
