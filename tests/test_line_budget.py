@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "fit": 5321,
-    "launch": 6085,
+    "launch": 6089,
     "launch/schedulers": 508,
     "run": 2885,
 }
