@@ -123,6 +123,7 @@ def elastic_launcher(
     section_timeouts: Mapping[Section, float],
     run_dir: Path,
     version: tuple[int, ...] | None,
+    is_preview: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
     """The start of the elastic launcher's command line, and what it needs in its environment.
 
@@ -135,10 +136,12 @@ def elastic_launcher(
             ranks that report their sections, and for no others.
         run_dir: The run directory.
         version: NVRx's, see :func:`installed_version`.
+        is_preview: Whether nothing is written, since it is not to be run.
     """
     directory, log = run_dir / "elastic", elastic_log(run_dir)
-    for folder in (directory, log.parent):
-        folder.mkdir(parents=True, exist_ok=True)
+    if not is_preview:
+        for folder in (directory, log.parent):
+            folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "lightning_resilience._nvrx"]
     common = [f"--max-restarts={max_restarts}", f"--log-dir={directory}"]
     log_to = {_LOG_VARIABLE: str(log)}
@@ -159,7 +162,8 @@ def elastic_launcher(
         "rank_out_of_section_timeout": _nvrx_limit(section_timeouts["out_of_section"]),
         "workload_check_interval": _CHECK_EVERY_S,
     }
-    write_json(config, {"fault_tolerance": settings})  # JSON is YAML
+    if not is_preview:
+        write_json(config, {"fault_tolerance": settings})  # JSON is YAML
     command += [_NVRX_LAUNCHER, *common, f"--ft-cfg-path={config}", "--ft-log-level=WARNING"]
     command += [f"--term-timeout={term_timeout_s:.0f}", f"--workers-stop-timeout={WORKERS_STOP_TIMEOUT_S}"]
     if version < (0, 5):

@@ -55,9 +55,14 @@ class Needed:
 
 def in_node_memory(directory: str | os.PathLike[str], proc: Path = _PROC) -> bool:
     """Whether files in the existing ``directory`` are in memory; false if unknown, which is slower but safe."""
+    return any(kind in _MEMORY_FILE_SYSTEMS for kind in file_systems(directory, proc))
+
+
+def file_systems(directory: str | os.PathLike[str], proc: Path = _PROC) -> list[str]:
+    """The kind of the file system of an existing directory, such as ``nfs4``; empty if unknown."""
     status = os.stat(directory)
     device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
-    return any(mount.device == device and mount.kind in _MEMORY_FILE_SYSTEMS for mount in _mounts(proc))
+    return [mount.kind for mount in _mounts(proc) if mount.device == device]
 
 
 def available_bytes(directory: str | os.PathLike[str], proc: Path = _PROC) -> Available:

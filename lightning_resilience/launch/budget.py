@@ -61,7 +61,7 @@ class Budget:
         """
         counts = history.failures
         again = f", {counts.recurrence}" if counts.recurrence else ""
-        today = sum(count for time, count in counts.at.items() if time > now - _DAY_S)
+        today = failures_today(history, now)
         if today > self.max_failures_per_day:
             reason = (
                 f"{today} failures within 24 hours are more than --max-failures-per-day={self.max_failures_per_day}"
@@ -86,3 +86,13 @@ class Budget:
         retry = counts.job_retries + 1
         reason = f"starting the job again, retry {retry} of {self.job_retries}: the last one made no progress"
         return Decision("retry", min(self.in_job_restarts, left), retry, reason)
+
+
+def failures_today(history: History, now: float) -> int:
+    """How many failures a run has had within 24 hours.
+
+    Args:
+        history: Its history.
+        now: Seconds since the epoch.
+    """
+    return sum(count for time, count in history.failures.at.items() if time > now - _DAY_S)

@@ -29,6 +29,7 @@ from lightning_resilience.launch.logs import NoLog, show_logs
 from lightning_resilience.launch.lookup import why_not_found
 from lightning_resilience.launch.monitor import MonitorSettings
 from lightning_resilience.launch.on_event import LIMIT_S, checked_command
+from lightning_resilience.launch.preview import plan
 from lightning_resilience.launch.prometheus import checked_target
 from lightning_resilience.launch.report import report
 from lightning_resilience.launch.report_page import write_page
@@ -135,6 +136,8 @@ def _run(options: argparse.Namespace) -> None:
         os.execv(sys.executable, [sys.executable, *settings.command])
     if options.quiet:
         os.environ[QUIET_VARIABLE] = "1"
+    if options.plan:
+        _show_plan(options, settings)
     if options.fresh:
         settings = replace(settings, run_dir=_begin_afresh(options))
     if not settings.is_single_node:
@@ -152,8 +155,8 @@ def _why_no_run(path: Path) -> str | None:
     """Why a path is not a run directory; ``None`` if it is."""
     if not path.is_dir():
         return f"{path} is not a directory; a run directory was expected"
-    if is_run(path):
-        return None
+    if is_run(path) or any((path / made).exists() for made in _SCHEDULERS):
+        return None  # a job may be waiting for its first launch
     runs = [str(run) for run in runs_below(path)[0]]
     those = f"; these are: {', '.join(runs[:5])}" if runs else ""
     return f"{path} is no run directory: there is no ledger in it{those}"
@@ -207,6 +210,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         # One argument for both, or argparse would take the first "--" of the script's for its own.
         script, *options.args = options.command[1:] if options.command[0] == "--" else options.command
         options.script = script
+        if options.json and not options.plan:
+            options.parser.error("--json goes with --plan; options of the script stand behind it")
         ours = _options_of(options.parser) - {"--help"}
         if late := [word for word in options.args if word.partition("=")[0] in ours]:
             log_line(
@@ -430,7 +435,11 @@ def _parser() -> argparse.ArgumentParser:
     cleaned.add_argument(
         "--local-dir", type=Path, metavar="DIR", help="the --local-dir of the launches, if they had one"
     )
-    for name in KEYS:
+    for name in ("launch", *_SCHEDULERS):
+        action = actions.choices[name]
+        action.add_argument("--plan", action="store_true", help="show what would be done and check it, and do nothing")
+        action.add_argument("--json", action="store_true", help="with --plan: for programs, in a line")
+    for name in KEYS.keys() - {"launch"}:
         actions.choices[name].add_argument("--json", action="store_true", help="print the same for programs, in a line")
     for action in actions.choices.values():
         action.set_defaults(parser=action)
@@ -541,9 +550,24 @@ def _begin_afresh(options: argparse.Namespace) -> Path:
     return path
 
 
+def _show_plan(options: argparse.Namespace, settings: LaunchSettings, batch_script: str | None = None) -> NoReturn:
+    if options.fresh:
+        settings = replace(settings, run_dir=naming.next_afresh(_directory(options)))
+    text, is_good = plan(settings, batch_script, options.json)
+    print(text)
+    sys.exit(0 if is_good else 1)
+
+
 def _batch(options: argparse.Namespace, scheduler: Scheduler) -> None:
     """Prints the batch script, or submits it."""
     run_dir, script = _batch_script(options, scheduler)
+    if options.plan:
+        settings = _settings(argparse.Namespace(**vars(options) | _ONE_NODE))
+        several: dict[str, Any] = {"nnodes": str(options.nodes), "node_rank": 0, "rdzv_endpoint": "FIRST_NODE:PORT"}
+        settings = replace(settings, run_dir=run_dir, retries_in_new_job=True)
+        if (given := re.search(r"--grace-period[= ]([0-9.]+)", script)) is not None:
+            settings = replace(settings, grace_period_s=float(given[1]))
+        _show_plan(options, replace(settings, **several) if options.nodes > 1 else settings, script)
     path = run_dir / scheduler.name / "job.sbatch"
     make_directory(path.parent)  # Slurm does not, and a job without the folder of its output fails without a word
     if not options.submit:
@@ -562,7 +586,7 @@ def _batch_script(options: argparse.Namespace, scheduler: Scheduler) -> tuple[Pa
         options.nproc_per_node = str(options.gpus_per_node)
     settings = _settings(argparse.Namespace(**vars(options) | _ONE_NODE))  # says what is wrong with them
     if settings.is_default_run_dir and (other := other_command(settings)) is not None:
-        raise Refused("; ".join(other))  # launch would not: the batch script names the run directory
+        raise Refused(*other)  # launch would not: the batch script names the run directory
     grace_period_s = options.grace_period
     if grace_period_s is None and settings.grace_period_s < options.preempt_time - AFTER_GRACE_S:
         grace_period_s = settings.grace_period_s  # the recipe's, which is shorter than what the scheduler leaves
@@ -578,7 +602,9 @@ def _batch_script(options: argparse.Namespace, scheduler: Scheduler) -> tuple[Pa
         script = render(settings.run_dir)
     except ValueError as error:
         parser.error(str(error))
-    return render(_begin_afresh(options)) if options.fresh else script
+    if not options.fresh:
+        return script
+    return render(naming.next_afresh(_directory(options)) if options.plan else _begin_afresh(options))
 
 
 _ONE_NODE = {"nnodes": "1", "node_rank": None, "spare": False, "rdzv_endpoint": None, "retries_in_new_job": False}

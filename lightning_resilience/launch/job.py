@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from lightning_resilience import _nvrx, signals
-from lightning_resilience._files import Patience
+from lightning_resilience._files import Patience, read_json
 from lightning_resilience._output import log_line, write_line
 from lightning_resilience._processes import process_age
 from lightning_resilience.detect.hangs.abandoned import remove_abandoned
@@ -28,7 +28,7 @@ from lightning_resilience.launch.nodes import AnotherLaunch, Board, FirstNodeMis
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
 from lightning_resilience.launch.rank_logs import LOGS
 from lightning_resilience.launch.rank_output import OUTPUT_VARIABLE
-from lightning_resilience.launch.record import InUse, LaunchRecord, Spares, TakenOver, records
+from lightning_resilience.launch.record import InUse, LaunchRecord, Record, Spares, TakenOver, records
 from lightning_resilience.launch.relay import Relay
 from lightning_resilience.launch.schedulers import current_scheduler
 from lightning_resilience.launch.temporary import launch_folder
@@ -52,7 +52,7 @@ from lightning_resilience.run.events import (
     WorkersStart,
 )
 from lightning_resilience.run.failures import cause_of_end
-from lightning_resilience.run.history import LiveHistory, troubles
+from lightning_resilience.run.history import History, LiveHistory, troubles
 from lightning_resilience.run.ledger import Ledger, node_name
 from lightning_resilience.run.run_directory import (
     LAUNCHED,
@@ -138,7 +138,9 @@ Starter = Callable[[LaunchSettings, str, int], tuple[list[str], dict[str, str]]]
 command needs in its environment."""
 
 
-def elastic_command(settings: LaunchSettings, run_id: str, max_restarts: int) -> tuple[list[str], dict[str, str]]:
+def elastic_command(
+    settings: LaunchSettings, run_id: str, max_restarts: int, is_preview: bool = False
+) -> tuple[list[str], dict[str, str]]:
     """The command that runs the workers under NVRx's launcher, or under torch's where NVRx is not installed."""
     command, environment = _nvrx.elastic_launcher(
         max_restarts,
@@ -146,6 +148,7 @@ def elastic_command(settings: LaunchSettings, run_id: str, max_restarts: int) ->
         settings.section_timeouts.by_section(),
         settings.run_dir,
         _nvrx.installed_version(),
+        is_preview,
     )
     command += [f"--nnodes={settings.nnodes}", f"--nproc-per-node={settings.nproc_per_node}", "--rdzv-backend=c10d"]
     environment |= {_nvrx.RUN_ID_VARIABLE: run_id}
@@ -160,7 +163,46 @@ def elastic_command(settings: LaunchSettings, run_id: str, max_restarts: int) ->
 
 
 class Refused(Exception):
-    """The launch can't begin."""
+    """The launch can't begin.
+
+    Args:
+        reason: Why.
+        then: What to do.
+    """
+
+    def __init__(self, reason: str, then: str) -> None:
+        super().__init__(f"{reason}; {then}")
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a launch would do if it began now.
+
+    Attributes:
+        refusal: Why it would be refused; ``None``: it would not.
+        finished: How the run has finished, if there is nothing to do.
+        decision: What the budget allows.
+        history: What has happened so far.
+        is_resumed: Whether it asks for nothing new.
+        changes: What differs from the last start.
+        watched: The launch on another host whose record it would watch first.
+        command: The command line of the elastic launcher.
+        environment: What its processes get, but for ids that are made at the start.
+    """
+
+    refusal: str | None
+    finished: Outcome | None
+    decision: budget.Decision
+    history: History
+    is_resumed: bool
+    changes: str
+    watched: Record | None
+    command: list[str]
+    environment: dict[str, str]
+
+
+_MADE_AT_START = (LAUNCH_ID_VARIABLE, FIRST_LAUNCH_VARIABLE, _nvrx.RUN_ID_VARIABLE)
 
 
 class _StopRequest:
@@ -234,6 +276,9 @@ class Launch:
                 finally:
                     end_processes(self.launch_id, deadlines.LEFTOVERS_PATIENCE_S)
                     reaper.dismiss()
+        except Refused as refused:
+            self._ledger.record(RunRefused(reason=refused.reason))
+            raise
         except TakenOver as lost:
             # Not even an exit is recorded: what is in the ledger, and in the run directory, is the other's.
             self._ledger.record(RunRefused(reason=str(lost)))
@@ -241,6 +286,41 @@ class Launch:
             return 1
         finally:
             self._record.release()
+
+    def preview(self) -> Preview:
+        """What :meth:`run` would do now. Nothing is written, started or waited for."""
+        history = self._history.now()
+        if self._launch_was_killed(history):
+            history = History([*history.events, LauncherKilled(time=time.time())])
+        decision = self.settings.budget.decide(history, time.time())
+        record = read_json(self._run_directory.path / "run.json") or {}
+        self._identity = str(record.get("id", ""))
+        refusal, finished = None, None
+        try:
+            finished = self._finished_before()
+            if (holder := self._record.held_by) is not None and holder.is_here:
+                raise self._in_use(f"{holder} runs {self._run_directory.path} already")
+            self._check_run_directory()
+        except Refused as refused:
+            refusal = str(refused)
+        self._is_resumed = self._asks_for_nothing_new()
+        plan = self._plan("", decision)
+        command, environment = elastic_command(self.settings, "", decision.max_restarts, is_preview=True)
+        environment |= self._environment(plan)
+        if self._identity:
+            environment |= {name: os.environ.get(name, value) for name, value in self._defaults().items()}
+        found, edited = self._changed()
+        return Preview(
+            refusal,
+            finished,
+            decision,
+            history,
+            self._is_resumed,
+            _describe_all(found, edited),
+            holder if refusal is None else None,
+            command,
+            {name: value for name, value in environment.items() if name not in _MADE_AT_START},
+        )
 
     # The node that decides
 
@@ -383,7 +463,7 @@ class Launch:
         if not found:
             return None if edited else outcome
         if is_another_run(found) and not self.settings.continue_anyway:
-            raise self._refused(
+            raise Refused(
                 f"the run in {self._run_directory.path} has finished with other arguments: {describe_changes(found)}",
                 "give this one another --run-dir, or --fresh for a new run beside it; --continue-anyway runs the "
                 "script again in this one, where what has finished stays as it is",
@@ -409,13 +489,20 @@ class Launch:
         fits = [fit.outcome for fit in self._run_directory.fits]
         return outcome if all(fit is not None and fit.status == "finished" for fit in fits) else None
 
+    def _asks_for_nothing_new(self) -> bool:
+        """Whether this is the same command again, by a scheduler for example."""
+        return bool(self._history.now().events) and not (any(self._changed()) or self._finished())
+
+    def _launch_was_killed(self, history: History) -> bool:
+        """Whether the last launch has not recorded its end."""
+        return isinstance(next(iter(history.since(LaunchStart, LaunchExit)), None), LaunchStart)
+
     def _describe(self) -> None:
         history = self._history.now()
         events, step = list(history.events), history.verified_step  # before this launch
         found, edited = self._changed()
-        # The same command again, by a scheduler for example, asks for nothing new.
-        self._is_resumed = bool(events) and not (found or edited or self._finished())
-        if isinstance(next(iter(history.since(LaunchStart, LaunchExit)), None), LaunchStart):
+        self._is_resumed = self._asks_for_nothing_new()
+        if self._launch_was_killed(history):
             self._ledger.record(LauncherKilled())
         scheduler = current_scheduler()
         self._ledger.record(
@@ -440,11 +527,7 @@ class Launch:
         )
         log_line(f"Logs: {self._run_directory.path / LOGS} (lightning-resilience logs shows them).", is_detail=True)
         if found or edited:
-            edits = f"edited: {', '.join(edited)}" if edited else ""
-            log_line(
-                f"Changed since the last start: {'; '.join(filter(None, (describe_changes(found), edits)))}.",
-                is_detail=True,
-            )
+            log_line(f"Changed since the last start: {_describe_all(found, edited)}.", is_detail=True)
         with suppress(OSError):  # helps to find a run among many
             (self._run_directory.path / "command.txt").write_text(shlex.join(self.settings.command) + "\n")
         if _nvrx.installed_version() is None:
@@ -564,7 +647,7 @@ class Launch:
                 self._record.update(ended={"run_id": plan.run_id, "exit_code": exit_code})
                 plan = self._board.wait_for(plan, deadlines.OWNER_LOST_AFTER_S, lambda: self._stop.now)
         except AnotherLaunch as other:
-            raise self._refused(str(other), "wait for it, stop it, or use another --run-dir") from None
+            raise Refused(str(other), "wait for it, stop it, or use another --run-dir") from None
         except FirstNodeMissing as missing:
             # Whether the run has failed is the first node's to say: with a new one it goes on.
             log_line(f"Interrupted: {missing} (exit code {exit_codes.INTERRUPTED})")
@@ -609,22 +692,26 @@ class Launch:
             if not self._record.take(lambda: self._stop, log_line):
                 return False
         except InUse as in_use:
-            raise self._refused(str(in_use), "wait for it, stop it with SIGTERM, or use another --run-dir") from None
-        if self.settings.is_default_run_dir and (other := other_command(self.settings)) is not None:
-            raise self._refused(*other)
+            raise self._in_use(str(in_use)) from None
+        self._check_run_directory()
         for record in records(self._launches):
             if record.is_dead and (count := end_processes(record.launch_id)):
                 log_line(f"Terminated {count} remaining processes of a dead launch.", is_detail=True)
             if record.is_dead or self._record.follows(record):
                 record.path.unlink(missing_ok=True)
-        if (pid := self._run_directory.trained_by(LAUNCHED)) is not None:
-            reason = f"process {pid} on this host, which no launch has started, trains in {self._run_directory.path}"
-            raise self._refused(reason, "wait for it, stop it with SIGTERM, or use another --run-dir")
         return True
 
-    def _refused(self, reason: str, then: str) -> Refused:
-        self._ledger.record(RunRefused(reason=reason))
-        return Refused(f"{reason}; {then}")
+    def _check_run_directory(self) -> None:
+        """Refuses that of another command, and one in which a process trains that no launch has started."""
+        if self.settings.is_default_run_dir and (other := other_command(self.settings)) is not None:
+            raise Refused(*other)
+        if (pid := self._run_directory.trained_by(LAUNCHED)) is not None:
+            raise self._in_use(
+                f"process {pid} on this host, which no launch has started, trains in {self._run_directory.path}"
+            )
+
+    def _in_use(self, reason: str) -> Refused:
+        return Refused(reason, "wait for it, stop it with SIGTERM, or use another --run-dir")
 
     def _run_workers(self, plan: Plan, must_go: Callable[[str], bool]) -> int:
         """Runs the workers to their end and returns the exit code of their launcher.
@@ -637,21 +724,7 @@ class Launch:
             return 0
         self._over_since = None
         command, environment = self._starter(replace(self.settings, nnodes=plan.nnodes), plan.run_id, plan.max_restarts)
-        environment |= {
-            RUN_DIR_VARIABLE: str(self._run_directory.path),
-            RECIPE_VARIABLE: self.settings.recipe,
-            signals.GRACE_PERIOD_VARIABLE: str(self.settings.grace_period_s),
-            SECTION_TIMEOUTS_VARIABLE: str(self.settings.section_timeouts),
-            LAUNCH_ID_VARIABLE: self.launch_id,
-            JOB_ATTEMPT_VARIABLE: str(plan.job_attempt),
-            FIRST_LAUNCH_VARIABLE: plan.owner,
-        }
-        if self._folder is not None:
-            environment[_nvrx.FOLDER_VARIABLE] = str(self._folder)
-        if self.settings.continue_anyway or self._is_resumed:
-            environment[CONTINUE_VARIABLE] = "1"
-        if self.settings.local_dir is not None:
-            environment[LOCAL_DIR_VARIABLE] = str(self.settings.local_dir)
+        environment |= self._environment(plan)
         output = None
         if self._folder is not None:
             with suppress(OSError):  # a full disk: no logs, then
@@ -666,6 +739,25 @@ class Launch:
         if exit_code != 0 and not self._stop:
             self._show_failed_start(plan.run_id, log, begin)
         return exit_code
+
+    def _environment(self, plan: Plan) -> dict[str, str]:
+        """What this launch tells its workers."""
+        environment = {
+            RUN_DIR_VARIABLE: str(self._run_directory.path),
+            RECIPE_VARIABLE: self.settings.recipe,
+            signals.GRACE_PERIOD_VARIABLE: str(self.settings.grace_period_s),
+            SECTION_TIMEOUTS_VARIABLE: str(self.settings.section_timeouts),
+            LAUNCH_ID_VARIABLE: self.launch_id,
+            JOB_ATTEMPT_VARIABLE: str(plan.job_attempt),
+            FIRST_LAUNCH_VARIABLE: plan.owner,
+        }
+        if self._folder is not None:
+            environment[_nvrx.FOLDER_VARIABLE] = str(self._folder)
+        if self.settings.continue_anyway or self._is_resumed:
+            environment[CONTINUE_VARIABLE] = "1"
+        if self.settings.local_dir is not None:
+            environment[LOCAL_DIR_VARIABLE] = str(self.settings.local_dir)
+        return environment
 
     def _show_failed_start(self, run_id: str, log: Path, begin: int) -> None:
         """What the elastic launcher says is in its log, and shown only where no rank can say what was wrong."""
@@ -722,6 +814,11 @@ class Launch:
     def _defaults(self) -> dict[str, str]:
         """What the user's own environment goes before: Weights & Biases goes on with one run over all restarts."""
         return {RUN_ID_VARIABLE: wandb_run_id(self._identity), "WANDB_RESUME": "allow"}
+
+
+def _describe_all(found: list[Change], edited: list[str]) -> str:
+    edits = f"edited: {', '.join(edited)}" if edited else ""
+    return "; ".join(filter(None, (describe_changes(found), edits)))
 
 
 def other_command(settings: LaunchSettings) -> tuple[str, str] | None:

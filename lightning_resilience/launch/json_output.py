@@ -10,6 +10,43 @@ SCHEMA = 1
 """Version of what ``--json`` prints. New keys do not change it; another meaning of a key would."""
 
 KEYS = {
+    "launch": {
+        "schema": "version of this format",
+        "would": "`begin`, `resume`, `nothing` (the run has finished) or `refuse` (or end at once)",
+        "run_dir": "the run directory",
+        "safe_step": "step of the newest verified checkpoint; `null`: none yet",
+        "starts": "how often its workers were started so far",
+        "changes": "what differs from the last start; `null`: nothing",
+        "script": "the script with its arguments",
+        "command": "command line of the elastic launcher",
+        "environment": "variables that its workers get, but for ids made at the start; and those of yours that matter, "
+        "without secrets",
+        "recipe": "the recipe",
+        "nodes": "nodes: a number or `MIN:MAX`",
+        "ranks_per_node": "workers on each node: a number or `auto`",
+        "devices": "NVIDIA devices of this node",
+        "limits": "the budget, as the options of `launch`",
+        "used": "what of it is used up, as the ledger says",
+        "max_restarts": "restarts that the elastic launcher would get",
+        "deadlines": "seconds from a signal on: `grace_period`, `elastic_launcher_ends_workers`, `launch_ends_all`; "
+        "and how long the `last_save` took, or `null`",
+        "section_timeouts": "timeouts of hangs, as `--section-timeouts` takes them",
+        "directories": "where it would write",
+        "directories[].name": "what for",
+        "directories[].path": "where",
+        "directories[].exists": "whether it is there",
+        "directories[].file_system": "its kind, such as `nfs4`; `null`: not known",
+        "directories[].free": "bytes",
+        "directories[].is_writable": "whether this user may write there",
+        "versions": "of Python, packages and drivers",
+        "scheduler": "in whose job it was called; `null`: none",
+        "job_id": "id of that job; `null`: none",
+        "batch_options": "options of the job that would be submitted",
+        "checks": "what was checked",
+        "checks[].name": "what",
+        "checks[].level": "`ok`, `warn` (it may not be what is wanted) or `fail` (it could not work)",
+        "checks[].text": "what was found, and what to do",
+    },
     "report": {
         "schema": "version of this format",
         "run_dir": "the run directory",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from lightning_resilience._files import load_json, sync_directory, write_json
@@ -65,24 +66,30 @@ def newest(path: Path) -> Path:
     return next((beside for beside in reversed(begun) if beside.is_dir()), path)
 
 
-def begin_afresh(path: Path) -> Path:
-    """Makes a run directory beside one that is in use: ``runs/gpt-2`` beside ``runs/gpt``.
+def next_afresh(path: Path) -> Path:
+    """The run directory that :func:`begin_afresh` would make now.
 
     Args:
         path: The run directory that the command has or names; it is taken itself where no run has begun in it.
     """
     if not _fresh(path) and last_launch(path) is None:
         return path
-    path.mkdir(parents=True, exist_ok=True)
-    number = 2
-    while True:
-        beside = path.with_name(f"{path.name}-{number}")
+    return next(beside for number in count(2) if not (beside := path.with_name(f"{path.name}-{number}")).exists())
+
+
+def begin_afresh(path: Path) -> Path:
+    """Makes a run directory beside one that is in use: ``runs/gpt-2`` beside ``runs/gpt``.
+
+    Args:
+        path: As :func:`next_afresh`.
+    """
+    while (beside := next_afresh(path)) != path:
+        path.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             beside.mkdir()
+            write_json(_index(path), {"fresh": [*_fresh(path), beside.name]})
+            sync_directory(path.parent)
             break
-        number += 1
-    write_json(_index(path), {"fresh": [*_fresh(path), beside.name]})
-    sync_directory(path.parent)
     return beside
 
 

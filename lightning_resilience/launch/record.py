@@ -210,6 +210,12 @@ class LaunchRecord:
             time.sleep(_POLL_S)
         return False
 
+    @property
+    def held_by(self) -> Record | None:
+        """The launch that has the role now, if it is not known to be dead."""
+        found = newest(self._folder, self._role)
+        return None if found is None or found.is_dead else found
+
     def _stands_still(self, found: Record, stop: Callable[[], object], log_line: Callable[[str], None]) -> bool:
         if found.is_here:
             raise InUse(f"{found} runs {self._folder.parent} already")
