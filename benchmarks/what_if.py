@@ -24,6 +24,7 @@ from typing import Any
 
 from lightning_resilience.launch.report import read_run
 from lightning_resilience.run.figures import figures_of
+from lightning_resilience.run.goodput import START, TRAINING, share_of
 from lightning_resilience.run.what_if import predict
 
 PROGRAM = Path(__file__).with_name("what_if_program.py")
@@ -134,8 +135,8 @@ def train(drill: Drill, run: str, run_dir: Path) -> None:
     (run_dir / "done").touch()
 
 
-def outcome(drill: Drill, folder: Path) -> tuple[float, float, float]:
-    """The ETTR of A, that which its ledger predicts for B, and that of B.
+def outcome(drill: Drill, folder: Path) -> tuple[float, float, float, float]:
+    """The ETTR of A, what its ledger predicts for B, that with starts and ends that took as long as in B, and B's.
 
     Args:
         drill: The drill.
@@ -144,7 +145,10 @@ def outcome(drill: Drill, folder: Path) -> tuple[float, float, float]:
     recorded, truth = read_run(folder / "a"), read_run(folder / "b")
     figures = figures_of(recorded.events, recorded.goodput)
     assert figures is not None
-    return recorded.goodput.ettr, predict(figures, drill.change).predicted.ettr, truth.goodput.ettr
+    predicted = predict(figures, drill.change).predicted
+    own = {name: seconds / truth.goodput.ranks for name, seconds in truth.goodput.by_category.items()}
+    known = {**predicted.seconds, **{name: own[name] for name in (*START, "teardown")}}
+    return recorded.goodput.ettr, predicted.ettr, share_of(known, TRAINING), truth.goodput.ettr
 
 
 def environment() -> dict[str, str]:
@@ -172,12 +176,13 @@ def main() -> None:
             time.sleep(options.apart)  # else faults at the same times have all of them start again at once
         for each in runs:
             each.result()
-    print("| drill | what if | ETTR of A | predicted for B | B | difference |\n|---|---|---|---|---|---|")
+    print("| drill | what if | ETTR of A | predicted for B | B | difference | with the starts of B |")
+    print("|---|---|---|---|---|---|---|")
     for name in options.only:
         drill, folder = DRILLS[name], options.dir / name.replace(" ", "-")
-        shares = [100 * each for each in outcome(drill, folder)]
-        numbers = " | ".join(f"{each:.2f} %" for each in shares)
-        print(f"| {name} | `{drill.change}` | {numbers} | {shares[1] - shares[2]:+.2f} |")
+        recorded, predicted, known, truth = (100 * each for each in outcome(drill, folder))
+        numbers = f"{recorded:.2f} % | {predicted:.2f} % | {truth:.2f} %"
+        print(f"| {name} | `{drill.change}` | {numbers} | {predicted - truth:+.2f} | {known - truth:+.2f} |")
 
 
 if __name__ == "__main__":
