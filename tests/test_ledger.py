@@ -405,6 +405,18 @@ def test_a_run_without_our_launcher_has_interruptions_too(tmp_path: Path) -> Non
     assert [each.resumed_step for each in found] == [10, 15, 15]
 
 
+def test_the_steps_of_a_fit_that_others_come_before_are_counted(tmp_path: Path) -> None:
+    """The script goes through those first, and restores what they have finished with."""
+    events = [
+        *({"event": "start"}, {"event": "fresh", "fit": 0}, {"event": "saved", "fit": 0, "step": 100}),
+        *({"event": "finished", "fit": 0, "step": 100}, {"event": "fresh", "fit": 1}),
+        {"event": "fault", "fit": 1, "step": 45, "reason": "rank 1 was killed by SIGKILL"},
+        *({"event": "start"}, {"event": "resumed", "fit": 0, "step": 100}, {"event": "fresh", "fit": 1}),
+    ]
+    (found,) = interruptions(read_history(ledger_of(tmp_path, *events) / "ledger").events)
+    assert (found.resumed_step, found.reached_step, found.steps_lost) == (0, 45, 45)
+
+
 def attempt(restart_count: int, *events: dict[str, Any]) -> list[dict[str, Any]]:
     start = {"event": "start", "elastic_run_id": "job", "restart_count": restart_count, "verified_step": 30}
     return [start, {"event": "resumed", "fit": 0, "step": 30}, *events]

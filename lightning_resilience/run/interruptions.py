@@ -70,7 +70,10 @@ def interruptions(events: Iterable[Event]) -> list[Interruption]:
         states |= {event.step: event.time for event in before if isinstance(event, (Saved, Resumed))}
         if not _was_interrupted(before, after):
             continue
-        began = next((event for event in after if isinstance(event, (Resumed, Fresh))), None)
+        interrupted = [event.fit for event in before if isinstance(event, (Resumed, Fresh))][-1:]
+        starts = [event for event in after if isinstance(event, (Resumed, Fresh))]
+        # A script with several fits goes through those before it first.
+        began = next((event for event in starts if event.fit in interrupted), starts[0] if starts else None)
         resumed = (began.step if isinstance(began, Resumed) else 0) if began is not None else None
         fit = None if began is None else began.fit
         steps = [(event, step) for event, step in _with_steps(before) if getattr(event, "fit", None) == fit]
