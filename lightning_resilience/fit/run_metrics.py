@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ from lightning_resilience.run.events import (
     TimeSpent,
     Unhealthy,
 )
-from lightning_resilience.run.goodput import START, TRAINING, account, share_of
+from lightning_resilience.run.goodput import START, TRAINING, Goodput, account, share_of
 from lightning_resilience.run.interruptions import interruptions
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE
 
@@ -90,8 +90,7 @@ class RunMetrics(Participant):
         fit = self._fit
         spent = fit.time.read()
         own = fit.time_spent(dict.fromkeys(range(fit.trainer.world_size), spent))
-        kept = [each for each in time_account.kept(fit.run.path) if not _are_of_one_group(each, own)]
-        run = account(events, [*kept, own], time.time())
+        run = account_until_now(events, time_account.kept(fit.run.path), own, RUN_DIR_VARIABLE in os.environ)
         ranks = fit.trainer.world_size
         now = _until_now(spent)
         self._before = {name: seconds / ranks - now.get(name, 0.0) for name, seconds in run.by_category.items()}
@@ -195,12 +194,24 @@ def _harmless(consequence: str) -> Iterator[None]:
         log.exception(consequence)
 
 
-def _are_of_one_group(one: TimeSpent, other: TimeSpent) -> bool:
-    if one.attempt == other.attempt:
-        return True
-    # The watchdog of launched workers began before their fits, with a token of its own.
-    is_launched = RUN_DIR_VARIABLE in os.environ
-    return is_launched and (one.elastic_run_id, one.restart_count) == (other.elastic_run_id, other.restart_count)
+def account_until_now(
+    events: Sequence[Event], running: Iterable[TimeSpent], own: TimeSpent, is_launched: bool
+) -> Goodput:
+    """The account of a run that goes on.
+
+    Args:
+        events: Its ledger.
+        running: What was kept of ranks that run, these or others (:func:`~.time_account.kept`).
+        own: What these ranks have spent until now.
+        is_launched: Whether these ranks are launched workers, whose watchdog began before their fit, with a token of
+            its own.
+    """
+
+    def is_own(kept: TimeSpent) -> bool:
+        is_of_group = (kept.elastic_run_id, kept.restart_count) == (own.elastic_run_id, own.restart_count)
+        return kept.attempt == own.attempt or (is_launched and is_of_group)
+
+    return account(events, [*(kept for kept in running if not is_own(kept)), own], time.time())
 
 
 def _until_now(spent: time_account.Spent) -> dict[str, float]:
