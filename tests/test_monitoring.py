@@ -261,7 +261,10 @@ def test_a_port_in_use_is_said_once_and_tried_again(run_dir: Path, lines: list[s
     assert found["lightning_resilience_run_info"] == {(("run_dir", str(run_dir)), ("run_id", "0123")): 1}
 
 
-def test_the_end_is_in_the_file(run_dir: Path, lines: list[str], tmp_path: Path) -> None:
+def test_the_end_is_in_the_file(
+    run_dir: Path, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "EVERY_S", 1000.0)
     path = tmp_path / "run.prom"
     live = run_with(run_dir, launch(0, 0), spent(0, 50, 50))
     with running(live, prometheus=str(path)):

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_resilience._formatting import shortened
 from lightning_resilience.launch import on_event
 from lightning_resilience.launch.notices import EVENTS, KEYS, SCHEMA, Notices
 from lightning_resilience.launch.on_event import EventCommand, checked_command
@@ -162,7 +163,7 @@ def test_it_gets_the_events_in_order(command: Any, logged: list[str], tmp_path: 
 def test_one_that_hangs_is_killed_with_what_it_has_started(command: Any, logged: list[str], tmp_path: Path) -> None:
     """Also what ignores signals, and a child that holds its output open."""
     told = command("trap '' TERM; sleep 1000 & echo $! >> pids; echo $$ >> pids; echo hung; wait; sleep 1000", 0.5)
-    told.put(content())
+    told.put(content(text="x" * 1_000_000))  # more than a pipe holds, and it reads nothing
     told.put(content("run_ended"))
     told.end()
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
@@ -179,12 +180,17 @@ def test_one_that_ends_leaves_nothing_behind(command: Any, tmp_path: Path) -> No
     wait_until(lambda: not runs(int((tmp_path / "pid").read_text())))
 
 
-def test_one_that_writes_without_end_is_cut_short(command: Any, logged: list[str]) -> None:
+def test_one_that_writes_without_end_is_cut_short(
+    command: Any, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(on_event, "shortened", lambda text, length: kept.append(len(text)) or shortened(text, length))
     told = command("yes", 0.3)
     told.put(content("run_ended"))
     told.end()
     assert logged[0].startswith("--on-event: the command has exceeded its time and was killed, at run_ended: y y y")
     assert len(logged[0]) < 400
+    assert kept == [4096]
 
 
 def test_one_that_fails_is_said_once(command: Any, logged: list[str]) -> None:
@@ -234,7 +240,7 @@ def test_the_end_of_the_run_is_told_although_those_before_hang(
 
 
 def test_a_second_signal_ends_the_waiting(command: Any) -> None:
-    told = command("sleep 1000")
+    told = command("sleep 1000", 1000.0)
     told.put(content("run_ended"))
     told.end(must_go=lambda: told._process is not None)
     told._thread.join()
