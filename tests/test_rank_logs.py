@@ -46,7 +46,7 @@ class Node:
     ) -> subprocess.CompletedProcess[str]:
         names = {
             **{"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "n1", "MASTER_PORT": str(attempt)},
-            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            **{"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": str(restarts)},
         }
         return subprocess.run(
             [sys.executable, "-c", PRELUDE + program],

@@ -24,8 +24,8 @@ from lightning_resilience.detect.hangs.evidence import Frame, ProcessEvidence, R
 from lightning_resilience.detect.hangs.progress import read_progress
 from lightning_resilience.detect.hangs.rank_probe import RankProbe, node_directory, probe_of_worker
 from lightning_resilience.detect.hangs.verdict import diagnose
-from lightning_resilience.launch import worker as launched
 from lightning_resilience.launch.view import ranks_now
+from lightning_resilience.launch.worker_group import worker_group
 from lightning_resilience.run import exit_codes
 from tests.test_launch import Launcher
 from tests.test_launch import launcher as launcher
@@ -196,8 +196,9 @@ def test_all_nodes_mean_the_same_start_of_the_workers(monkeypatch: pytest.Monkey
 
     def token(restart_count: int, port: int, nodes: int = 2) -> str:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart_count))
+        monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
         monkeypatch.setenv("MASTER_PORT", str(port))
-        return launched._token_of_group(nodes)
+        return worker_group()
 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("MASTER_ADDR", "n1")

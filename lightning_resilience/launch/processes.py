@@ -19,7 +19,7 @@ import psutil
 
 from lightning_resilience._output import log_line
 from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE
-from lightning_resilience.launch.rank_output import GROUP_VARIABLES
+from lightning_resilience.launch.worker_group import worker_group
 from lightning_resilience.run.deadlines import LEFTOVERS_PATIENCE_S
 
 LAUNCH_ID_VARIABLE = "LIGHTNING_RESILIENCE_LAUNCH_ID"
@@ -63,7 +63,7 @@ def left_by_earlier_ranks() -> list[psutil.Process]:
         for process in processes_of(launch_id):
             with suppress(psutil.Error, OSError):  # gone meanwhile
                 environment = process.environ()
-                is_of_mine = all(environment.get(name) == os.environ.get(name) for name in GROUP_VARIABLES)
+                is_of_mine = worker_group(environment) == worker_group()
                 if is_of_mine or process in living or OUTLIVES_RANKS_VARIABLE in environment:
                     continue
                 if process.create_time() < me.create_time():

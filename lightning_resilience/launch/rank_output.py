@@ -9,7 +9,6 @@ Imports neither torch nor Lightning.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import re
 import sys
@@ -19,12 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_resilience._output import NAME, file_of
+from lightning_resilience.launch.worker_group import worker_group
 
 OUTPUT_VARIABLE = "LIGHTNING_RESILIENCE_OUTPUT"
 """Environment variable with the folder on this node for what ranks write."""
-
-GROUP_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables that tell one start of the workers on a node from another."""
 
 _FILE = re.compile(r"([0-9a-f]{16})-([0-9]+)-([12])\.(out|terminal)")
 _CHUNK = 1 << 16
@@ -40,7 +37,7 @@ def redirect_streams() -> None:
     """Has this rank write into files of its own, if its launcher has a folder for them; never raises."""
     if (folder := os.environ.pop(OUTPUT_VARIABLE, None)) is None:
         return
-    group, rank = hashlib.sha256(_group().encode()).hexdigest()[:16], os.environ.get("RANK", "0")
+    group, rank = worker_group()[:16], os.environ.get("RANK", "0")
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     streams: dict[tuple[int, int], list[int]] = {}
     for fd in (1, 2):
@@ -57,14 +54,6 @@ def redirect_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # last words are not left in a buffer
-
-
-def _group() -> str:
-    """Which start of the workers this rank belongs to, the same on all nodes: each of them counts restarts alone."""
-    names = (
-        GROUP_VARIABLES if "MASTER_PORT" not in os.environ else set(GROUP_VARIABLES) - {"TORCHELASTIC_RESTART_COUNT"}
-    )
-    return " ".join(str(os.environ.get(name)) for name in sorted(names))
 
 
 class RankFile:

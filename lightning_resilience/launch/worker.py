@@ -6,7 +6,6 @@ Imports neither torch nor Lightning, so that signals are noticed from the script
 from __future__ import annotations
 
 import builtins
-import hashlib
 import io
 import os
 import runpy
@@ -31,6 +30,7 @@ from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.rank_output import redirect_streams
 from lightning_resilience.launch.record import FIRST, newest
 from lightning_resilience.launch.script_errors import describe, show, what_to_change
+from lightning_resilience.launch.worker_group import worker_group
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.deadlines import ENDED_WITHIN_S, FIRST_STARTS_WATCHDOG_WITHIN_S
@@ -132,7 +132,7 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
     if sys.platform != "linux" or not limits or not elastic_run_id or os.environ.get(RECIPE_VARIABLE) == NO_RECIPE:
         return
     nodes, world_size = int(os.environ.get("GROUP_WORLD_SIZE", "1")), int(os.environ.get("WORLD_SIZE", "1"))
-    token = _token_of_group(nodes)
+    token = worker_group()
     about = describe_rank(run_directory.path, None, token, nodes, world_size, is_started_again=True)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
@@ -142,14 +142,6 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
         start_soon(directory, local_rank and FIRST_STARTS_WATCHDOG_WITHIN_S + local_rank)
     except OSError as error:
         log_line(f"Rank {rank} is not watched before its first fit ({error}).")
-
-
-def _token_of_group(nodes: int) -> str:
-    """The same for all workers of one start on all nodes, and another one for those that replace them."""
-    # The restart count says so on a single node only: where another node has failed, it is not counted. Every start of
-    # several nodes has a store of its own, at a port that rank 0's node has chosen then.
-    names = ["TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", *["TORCHELASTIC_RESTART_COUNT"][: nodes == 1]]
-    return hashlib.sha256(" ".join(os.environ.get(name, "") for name in names).encode()).hexdigest()[:32]
 
 
 def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
