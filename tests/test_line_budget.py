@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "fit": 5322,
-    "launch": 6580,
+    "launch": 6608,
     "launch/schedulers": 508,
     "run": 2887,
 }

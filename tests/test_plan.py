@@ -14,7 +14,7 @@ import pytest
 
 from lightning_resilience import _nvrx
 from lightning_resilience.checkpoint import capacity
-from lightning_resilience.launch import preflight
+from lightning_resilience.launch import otel, preflight, trainjob
 from lightning_resilience.launch.cli import main
 from lightning_resilience.run.run_directory import OFF_VARIABLE, Outcome, RunDirectory
 from tests.test_goodput import HUNG, launch, run_with
@@ -164,6 +164,28 @@ def test_several_nodes(here: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert (exit_code, levels["rendezvous"], levels["storage"]) == (0, "ok", "ok")
     monkeypatch.setattr(preflight, "file_systems", lambda folder: ["xfs"])
     assert planned(capsys, *arguments)[2]["storage"] == "warn"
+
+
+def test_monitoring(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong with it does not fail the run."""
+    pytest.importorskip("prometheus_client")
+    names = ("--prometheus", "--on-event", "OpenTelemetry", "TrainJob")
+
+    def found(prometheus: str) -> list[str | None]:
+        options = [f"--prometheus={prometheus}", "--on-event=tee -a told"]
+        exit_code, _, levels = planned(capsys, *options, "train.py")
+        assert exit_code == 0
+        return [levels.get(name) for name in names]
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert found(f"127.0.0.1:{port}") == ["warn", "ok", None, None]
+    assert found(f"127.0.0.1:{port}") == ["ok", "ok", None, None]
+    for name in (trainjob.URL_VARIABLE, trainjob.CA_CERT_VARIABLE, trainjob.TOKEN_VARIABLE, otel.ENDPOINTS[0]):
+        monkeypatch.setenv(name, "there")
+    assert found("run.prom") == ["ok", "ok", "ok", "ok"]
+    monkeypatch.setattr(preflight, "_is_installed", lambda name: False)
+    assert found("missing/run.prom") == ["warn", "ok", "warn", "ok"]
 
 
 def test_the_environment(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

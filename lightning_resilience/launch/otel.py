@@ -16,7 +16,9 @@ from lightning_resilience.launch.metrics import METRICS, Figures, Metric
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Observation
 
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+"""The environment variables that say whereto, the first that is set."""
+
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _UNITS = {"seconds": "s", "ratio": "1", "": "1"}
 _ENDS_WITHIN_MS = 2000
@@ -28,7 +30,7 @@ def endpoint() -> str | None:
     is_off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     if is_off or os.environ.get("OTEL_METRICS_EXPORTER", "otlp") != "otlp":
         return None
-    return next(filter(None, map(os.environ.get, _ENDPOINTS)), None)
+    return next(filter(None, map(os.environ.get, ENDPOINTS)), None)
 
 
 class _Once(logging.Handler):

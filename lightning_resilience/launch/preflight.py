@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import netrc
 import os
+import shlex
 import socket
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -21,7 +22,10 @@ from lightning_resilience import _nvrx
 from lightning_resilience._formatting import duration
 from lightning_resilience.checkpoint.capacity import available_bytes, file_systems, format_bytes, needed_bytes
 from lightning_resilience.checkpoint.local_folders import base_folder
+from lightning_resilience.launch import otel, trainjob
 from lightning_resilience.launch.job import LaunchSettings, Preview
+from lightning_resilience.launch.monitor import MonitorSettings
+from lightning_resilience.launch.prometheus import endpoint_of
 from lightning_resilience.recipes import JOBS, NO_RECIPE
 from lightning_resilience.run.run_directory import OFF_VARIABLE, RunDirectory, is_turned_off
 
@@ -85,6 +89,7 @@ def checks(settings: LaunchSettings, preview: Preview, nodes: int) -> Iterator[C
     yield _nvrx_there()
     yield _grace_period(settings, preview)
     yield _wandb()
+    yield from _monitoring(settings.monitoring)
     if nodes > 1 or settings.spare:
         yield _rendezvous(settings)
         yield _clock()
@@ -299,13 +304,38 @@ def _rendezvous(settings: LaunchSettings) -> Check:
         return Check("rendezvous", "ok", f"the nodes meet at {settings.rdzv_endpoint}, which is another node")
     if not (port := settings.rdzv_endpoint.rpartition(":")[2]).isdecimal():
         return Check("rendezvous", "ok", "the job chooses where its nodes meet")
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
+    if (problem := _why_not_bound("", int(port))) is not None:
+        return Check("rendezvous", "fail", f"{problem}: choose another")
+    return Check("rendezvous", "ok", f"port {port} is free here")
+
+
+def _why_not_bound(host: str, port: int) -> str | None:
+    with closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", int(port)))
+            probe.bind((host, port))
         except OSError as error:
-            return Check("rendezvous", "fail", f"port {port} cannot be used here ({error.strerror}): choose another")
-    return Check("rendezvous", "ok", f"port {port} is free here")
+            return f"port {port} cannot be used here ({error.strerror})"
+    return None
+
+
+def _monitoring(asked: MonitorSettings) -> Iterator[Check]:
+    """None of it would fail the run."""
+    if asked.prometheus is not None:
+        folder = Path(asked.prometheus).parent
+        if (endpoint := endpoint_of(asked.prometheus)) is not None:
+            problem = _why_not_bound(*endpoint)
+        else:
+            problem = why_not_writable(folder) if folder.is_dir() else f"there is no folder {folder}"
+        yield Check("--prometheus", "warn" if problem else "ok", problem or f"metrics at {asked.prometheus}")
+    if asked.on_event:
+        yield Check("--on-event", "ok", f"at important events: {shlex.join(asked.on_event)}")
+    if (collector := otel.endpoint()) is not None:
+        is_there = _is_installed("opentelemetry.sdk.metrics")
+        text = f"metrics go to {collector}" if is_there else "pip install 'lightning-resilience[metrics]'"
+        yield Check("OpenTelemetry", "ok" if is_there else "warn", text)
+    if (server := trainjob.server()) is not None:
+        yield Check("TrainJob", "ok", f"its progress goes to {server}")
 
 
 def _clock() -> Check:

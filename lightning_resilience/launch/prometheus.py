@@ -37,6 +37,16 @@ def checked_target(text: str) -> str:
     return os.path.abspath(os.path.expanduser(text))
 
 
+def endpoint_of(target: str) -> tuple[str, int] | None:
+    """Host (empty: all addresses) and port, if that is what a target is.
+
+    Args:
+        target: As :func:`checked_target` returns it.
+    """
+    found = _ENDPOINT.fullmatch(target)
+    return None if found is None else (found["host"].strip("[]"), int(found["port"]))
+
+
 class Prometheus:
     """Shows metrics in a file or at an endpoint.
 
@@ -83,11 +93,11 @@ class Prometheus:
         from prometheus_client import start_http_server, write_to_textfile
 
         self._figures = figures
-        if (found := _ENDPOINT.fullmatch(self._target)) is None:
+        if (endpoint := endpoint_of(self._target)) is None:
             write_to_textfile(self._target, self._registry)
         elif self._server is None:
-            host = found["host"].strip("[]") or "0.0.0.0"
-            self._server, _ = start_http_server(int(found["port"]), host, self._registry)
+            host, port = endpoint[0] or "0.0.0.0", endpoint[1]
+            self._server, _ = start_http_server(port, host, self._registry)
             log_line(f"Metrics for Prometheus at http://{host}:{self._server.server_port}/metrics.")
 
     def end(self) -> None:
