@@ -211,7 +211,7 @@ def test_a_restarted_run_is_one_run_with_all_that_is_known_of_its_ranks(end: str
     losses = [row["trainer/global_step"] for row in history if "train_loss_step" in row]
     assert losses == list(range(0 if end == "error" else KILLED_AT, STEPS))
 
-    assert all(run.axes["resilience/*"] == "trainer/global_step" for run in (first, second))
+    assert second.axes["resilience/*"] == "trainer/global_step"
     scalars = {"goodput", "ettr", "restarts", "steps_redone", "last_save_step", "seconds/start", "seconds/productive"}
     assert {f"resilience/{name}" for name in scalars} <= second.summary.keys()
     assert second.summary["resilience/restarts"] == 1
@@ -220,8 +220,8 @@ def test_a_restarted_run_is_one_run_with_all_that_is_known_of_its_ranks(end: str
     interruptions = second.table({"path": shown["resilience/interruptions/path"]})
     ((_, cause, _, reason, *_, start, _, _),) = interruptions["data"]
     assert interruptions["columns"][-3:] == ["start (s)", "restore (s)", "redo (s)"]
-    assert start > 0
-    assert (cause, reason) == (("crash", "RuntimeError: on purpose") if end == "error" else ("killed", reason))
+    assert (cause, reason) == ("crash", "RuntimeError: on purpose" if end == "error" else "a worker was killed")
+    assert start is None if end == "killed" else start > 0, "without a watchdog nobody knows what killed ranks did"
     (summed_up,) = second.summary["interruptions"]
     assert summed_up.startswith(cause)
     charts = [row for row in second.history if "resilience/time_table/path" in row]
