@@ -246,6 +246,17 @@ def test_without_anything_asked_for_there_is_no_thread(run_dir: Path) -> None:
         assert threading.active_count() == before
 
 
+def test_a_node_that_is_out_of_threads_has_no_monitoring(
+    run_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with running(run_dir, prometheus=":1"):
+        assert lines[0].startswith("monitoring: can't start new thread. The run is not affected")
+
+
 def test_a_port_in_use_is_said_once_and_tried_again(run_dir: Path, lines: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"

@@ -106,7 +106,7 @@ class Monitor:
     def __enter__(self) -> None:
         is_asked_for = self._settings != MonitorSettings() or otel.endpoint() is not None or trainjob.server()
         if is_asked_for:
-            self._thread.start()
+            self._attempt("monitoring", self._thread.start)  # a node may be out of threads
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
