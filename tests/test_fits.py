@@ -23,15 +23,17 @@ import torch
 from lightning_resilience import AutoResume, Preemption
 from lightning_resilience._files import write_json
 from lightning_resilience.checkpoint import resume
+from lightning_resilience.detect.hangs.rank_probe import own_directories
 from lightning_resilience.fit import context, joining
 from lightning_resilience.fit.joining import SessionCallback
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 from lightning_resilience.launch.report import report
 from lightning_resilience.launch.status import status
+from lightning_resilience.run.goodput import account
 from lightning_resilience.run.run_directory import AnotherFit, RunDirectory
 from tests.harness import Ranks, result, run, run_command
-from tests.ledgers import read_ledger
+from tests.ledgers import events_of, read_ledger
 from tests.test_exact_resume import killed_and_resumed, make, undisturbed
 
 THREE = {"fits": 3, "trainer": {"max_epochs": 2}}
@@ -181,6 +183,27 @@ def test_raising_the_limit_goes_on_as_the_longer_run(
     codes, text = run({**config, "trainer": long}, tmp_path / "run")
     assert codes == [0], text
     assert result(config) == undisturbed(tmp_path, trainer=long, workers=workers)[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="keeps its account in node memory")
+def test_the_time_of_a_rank_that_was_killed_without_a_watchdog_is_in_the_account(tmp_path: Path) -> None:
+    """The next start finds it in node memory; it then knows, too, which steps it does again."""
+    config = make(
+        tmp_path, "run", events=[{"at": "train", "step": 27, "do": "SIGKILL", "once": True}], step_s=0.02, save_every=15
+    )
+    assert run(config, tmp_path / "run")[0] == [-signal.SIGKILL]
+    ledger = RunDirectory(config["run_dir"]).ledger
+    assert not [event for event in read_ledger(ledger) if event["event"] == "time_spent"]
+    assert run(config, tmp_path / "run")[0] == [0]
+    killed, other = [event for event in read_ledger(ledger) if event["event"] == "time_spent"]
+    assert (killed["killed"], killed["ranks"], killed["fit"]) == (True, [0], 0)
+    assert "killed" not in other
+    assert 20 < killed["reached"] <= 27
+    [cost] = account(list(events_of(read_ledger(ledger)))).interruptions
+    assert (cost.cause, cost.reason) == ("killed", "its processes were killed")
+    assert cost.seconds["wasted_progress"] > 0
+    about = [path.read_text() for own in own_directories() for path in own.glob("accounts/*.about")]
+    assert not [text for text in about if killed["attempt"] in text]
 
 
 def test_an_explicit_checkpoint_wins(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ class End:
 
     Attributes:
         kind: ``finished``, ``look`` (it runs), ``preempted``, ``straggler``, ``killed`` (all at once), ``fault``,
-            ``node lost`` or ``all lost``.
+            ``node lost``, ``all lost`` or ``killed, unwatched`` (all at once, without a watchdog).
         cause: As the account names it.
         fault: Its fields.
         rank: That which it is due to.
@@ -255,6 +255,7 @@ class Run:
         if not self.has_launcher:
             self.base = "idle"
             self.at += some(5, 60)
+            self.record_killed()
             return True
         if end.kind == "node lost":
             self.new_nodes += 1
@@ -376,6 +377,8 @@ class Run:
         for rank in ranks:
             self.run_rank(rank, plan[rank.rank], end, kept_at[rank.node])
         self.done |= self.steps_begun
+        if end.kind == "killed, unwatched" and not any(rank.file for rank in ranks):
+            end.cause = ""  # between two fits: nobody knows
         self.record_end(ranks, end, kept_at)
         self.stories.append(end.kind)
         self.before, self.cause = ranks, end.cause
@@ -430,6 +433,7 @@ class Run:
                 actions.append(Action(restore, self.records(0, of(Fresh, fit=fit)), "setup", False))
             between = first - 1, first, "fast_forward", "first_step"
             actions += self.during(rank, time_account.FAST_FORWARD, *between)
+            actions[-2].act = self.both(self.keeps(rank, fit), actions[-2].act)
             actions[-1].act = self.both(actions[-1].act, self.begins_training(rank, fit, begun))
         return first
 
@@ -552,6 +556,14 @@ class Run:
 
         return act
 
+    def keeps(self, rank: Rank, fit: int) -> Callable[[], object]:
+        def act() -> None:
+            if not self.has_launcher:
+                rank.file = self.run_dir / f"{self.token}-{rank.rank}-{fit}.time"
+                rank.account.share(rank.file)
+
+        return act
+
     @staticmethod
     def begins_batch(rank: Rank, step: int) -> Callable[[], object]:
         return lambda: rank.account.begin_batch(step)
@@ -601,7 +613,18 @@ class Run:
         return act
 
     def record_fit(self, rank: Rank, fit: int) -> None:
-        event = time_account.time_spent({rank.rank: rank.account.close()}, {})
+        self.record_account(rank, fit, rank.account.close(), was_killed=False)
+
+    def record_killed(self) -> None:
+        """The next start records those of which a file is left."""
+        for rank in self.before:
+            self.world.now, self.world.node = self.at, rank.node
+            if rank.file is not None:
+                self.record_account(rank, rank.fit, self.read(rank), was_killed=True)
+
+    def record_account(self, rank: Rank, fit: int, spent: Spent, was_killed: bool) -> None:
+        event = time_account.time_spent({rank.rank: spent}, {rank.rank: spent.since} if was_killed else {})
+        event.killed, rank.file = was_killed or None, None
         rank.number_recorded += 1
         event.fit, event.attempt = fit, f"{self.token}-{rank.number_recorded}"
         event.world_size = self.world_size
@@ -620,6 +643,8 @@ class Run:
         kinds = ["fault"] * 5 + ["preempted"] * 2 + ["straggler"]
         if self.has_launcher:
             kinds += ["killed", "all lost"] + ["node lost"] * (2 if len(self.nodes) > 1 else 0)
+        else:
+            kinds += ["killed, unwatched"] * 3
         kind = world.random.choice(kinds)
         due_to = world.random.choice(ranks)
         everyone, some_of_them = {rank.rank for rank in ranks}, {rank.rank for rank in ranks if world.chance(0.3)}
@@ -639,7 +664,9 @@ class Run:
             end = End(kind, at, kind, {}, at + 3, at + 3 + some(1, 9), due_to.rank, due_to.node, everyone)
         else:
             end = End(kind, at, "killed", {}, math.nan, at + (some(0.1, 3) if kind == "killed" else 0))
-        if not self.has_launcher:
+        if kind == "killed, unwatched":
+            end.node = self.nodes[0] if len(self.nodes) == 1 else ""
+        elif not self.has_launcher:
             end.failing = everyone
         return end
 
@@ -687,7 +714,9 @@ class Run:
                 visible, written = action.time, len(intervals)
         if kept_truth is None and kept_at < math.inf:
             kept_truth = self.keep(rank, intervals, written, visible, category)
-        if rank.node not in self.lost or kept_at == -math.inf:
+        if end.kind == "killed, unwatched":
+            kept_truth = self.found_of_killed(rank, intervals, written, visible, category)
+        elif rank.node not in self.lost or kept_at == -math.inf:
             kept_truth = None
         self.finish(rank, end, intervals, written, since, category, kept_truth, kept_at)
 
@@ -700,6 +729,15 @@ class Run:
         if doing == "data_loading":  # a step has begun
             doing = rank.step
         return [*intervals[:written], (visible, visible, doing)]
+
+    def found_of_killed(
+        self, rank: Rank, intervals: list[tuple[float, float, str]], written: int, visible: float, category: str
+    ) -> list[tuple[float, float, str]]:
+        """What the next start knows; of what it has done between two fits, nothing."""
+        if rank.file is not None:
+            return self.keep(rank, intervals, written, visible, category)
+        ended, _ = rank.fits[-1]
+        return [*(each for each in intervals if each[1] <= ended), (ended, ended, "script")]
 
     def finish(
         self,
@@ -727,7 +765,10 @@ class Run:
         tail: list[tuple[float, str, str]]
         if end.kind == "all lost":
             rank.ended = kept_at
-        if end.kind in ("finished", "look") or category in ("script", "other"):
+        is_unwatched = end.kind == "killed, unwatched"
+        if is_unwatched:
+            rank.ended, tail = since, []
+        elif end.kind in ("finished", "look") or category in ("script", "other"):
             tail = [(rank.ended, category, before)]
         elif category == "teardown":
             tail = [(rank.ended, category, end.cause)]
@@ -737,12 +778,12 @@ class Run:
             tail = self.stop(rank, end, category, before)
         else:
             tail = [(end.verdict, "detection", end.cause), (end.ended, "teardown", end.cause)]
-        if not self.has_launcher:  # its account ends with its fit
+        if not self.has_launcher and not is_unwatched:  # its account ends with its fit
             if tail[0][1] != "teardown":
                 self.record_fit(rank, self.fit)
             *tail, _ = tail
             rank.ended = tail[-1][0] if tail else since
-        newest = since + 1 if kept is not None else math.inf
+        newest = since + 1 if kept is not None and not is_unwatched else math.inf
         for begin, until, what in intervals:
             if (report := what.removeprefix("straggler_wait ")) != what:
                 self.waits(rank, until - begin, is_known=self.reported[report] <= newest)
@@ -894,6 +935,7 @@ def test_every_second_is_in_its_category() -> None:
         assert_in_time(run.found)
     assert stories.keys() == {
         *("finished", "look", "preempted", "straggler", "killed", "fault", "node lost", "all lost"),
+        "killed, unwatched",
     }
 
 

@@ -20,13 +20,13 @@ BUDGET = {
     "checkpoint": 4822,
     "contrib": 225,
     "detect": 307,
-    "detect/hangs": 2408,
+    "detect/hangs": 2410,
     "detect/numerics": 788,
     "detect/stragglers": 370,
-    "fit": 5322,
+    "fit": 5387,
     "launch": 6608,
     "launch/schedulers": 508,
-    "run": 2887,
+    "run": 2899,
 }
 
 _NO_CODE = (

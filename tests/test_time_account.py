@@ -228,6 +228,18 @@ def test_what_follows_a_fit_is_its_end_only_if_no_other_fit_follows(account: Tim
     assert spent(account) == {"imports": 5, "script": 3, "teardown": 4}
 
 
+def test_what_a_person_does_before_a_fit_is_no_part_of_it(account: TimeAccount, clock: Clock) -> None:
+    """In a notebook, of every fit."""
+    for _ in range(2):
+        clock.now += 3600
+        account.begin_fit(is_interactive=True)
+        began = clock.now
+        clock.now += 2
+        account.end_fit(failed=False)
+        found = account.close()
+        assert (found.began, sum(found.seconds.values()), found.seconds["setup"]) == (1e9 + began, 2, 2)
+
+
 def test_it_is_read_whatever_becomes_of_the_process(account: TimeAccount, clock: Clock, tmp_path: Path) -> None:
     clock.now += 1
     account.imported()

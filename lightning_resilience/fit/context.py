@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -60,7 +61,7 @@ class FitContext:
         self.progress: Progress | None = None
         """Where this rank reports what it is doing, if it is watched."""
         self.time = time_account.OF_PROCESS
-        self.time.begin_fit()
+        self.time.begin_fit(is_interactive=hasattr(sys, "ps1"))
         self.replicas_agreed = False
         """Whether replicas were compared and were equal; known on rank 0."""
         self.final_path: Path | None = None

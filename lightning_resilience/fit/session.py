@@ -32,6 +32,7 @@ from lightning_resilience.fit.end_of_fit import EndOfFit
 from lightning_resilience.fit.exact_state import ExactState
 from lightning_resilience.fit.identity import FitIdentity
 from lightning_resilience.fit.outcome import FitOutcome
+from lightning_resilience.fit.own_account import OwnAccount, record_killed
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.restore import Restorer
 from lightning_resilience.fit.run_metrics import RunMetrics
@@ -104,6 +105,9 @@ class FitSession:
         self._in_batch = False
         self._unwatched: rank_probe.RankProbe | None = None
         """The launcher's probe of this rank, where no participant has one."""
+        self._own_account = OwnAccount(fit)
+        if trainer.local_rank == 0:
+            record_killed(fit)
         self._install()
         _native_threads.guard()
 
@@ -172,6 +176,8 @@ class FitSession:
             fit.time.close()  # its watchdog, which ends when all ranks have left, records no more
             launched.progress.enter("left")  # no participant reports sections
             self._unwatched = launched
+        if not fit.has_rolled_back and not fit.time.is_shared:  # else a watchdog records it
+            self._own_account.keep()
         fit.patience = Patience(fit.advanced)
         self.selector.begin()
         if not fit.has_rolled_back:
@@ -470,8 +476,8 @@ class FitSession:
         fit = self.fit
         fit.time.end_fit(fit.failing)
         with ExitStack() as steps:  # in reverse order, also if one raises
-            if not fit.time.is_shared:  # else the watchdog records it
-                steps.callback(lambda: fit.ledger.record(fit.time_spent({fit.rank: fit.time.close()})))
+            if self._own_account.is_kept or not fit.time.is_shared:  # else the watchdog records it
+                steps.callback(self._own_account.record)
             if fit.rank == 0:
                 steps.callback(fit.run.left)
             steps.callback(begin_another, *(wandb_run_id(fit.run_id, fit.index + more) for more in (0, 1)))

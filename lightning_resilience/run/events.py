@@ -331,9 +331,10 @@ class Killed(Event, name="killed"):
 
 
 class TimeSpent(Event, name="time_spent"):
-    """What ranks have spent their time on; recorded by their watchdog when they have ended, else at a fit's end.
+    """What ranks have spent their time on.
 
-    The lists are by rank, in the order of ``ranks``.
+    It is recorded by their watchdog when they have ended, else at a fit's end, or, if they were killed, by the next
+    start. The lists are by rank, in the order of ``ranks``.
     """
 
     fit: Fit | None
@@ -348,6 +349,7 @@ class TimeSpent(Event, name="time_spent"):
     doing: Annotated[list[str], "what they did last"] | None
     seconds: Annotated[dict[str, Any], "seconds by category until `since`, each a list by rank"] | None
     reached: Annotated[int, "the furthest `trainer.global_step` of the last fit"] | None
+    killed: Annotated[bool, "whether they were killed, and the next start has recorded it"] | None = None
 
 
 class ScriptOutcome(Event, name="outcome"):

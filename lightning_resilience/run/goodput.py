@@ -36,8 +36,19 @@ The waiting is due to the node of the straggler.
 
 Of a node that went down, the last sign of life is in what was kept, up to 30 s before; if nobody is left to give a
 verdict, its processes end with that. If nothing was kept yet, its ranks have done what the others have. Of a run that
-goes on, what was kept last goes on until now. Without a launcher an account ends with its fit, a fit that fails is an
-interruption, and what is between two accounts is ``idle``.
+goes on, what was kept last goes on until now.
+
+Without a launcher an account ends with its fit, a fit that fails is an interruption, and what is between two accounts
+is ``idle``. In an interactive session (a notebook) an account also begins with its fit: what a person does before is no
+part of the run. A rank that was killed where no watchdog reads its account has it in node memory, where the next start
+on the node finds it: until the last step that it had begun. If node memory is gone, nothing is known, and the time is
+``idle``.
+
+**On an accelerator** the time of a step is that from one training boundary to the next, by the clock of the host, less
+validation and saves. The host waits there for data and runs hooks while the device computes, or the device waits for
+the host: its queue alone knows, and to ask for that at every step would be a sync. So ``productive`` has them in it.
+How much of a step the device had nothing to do is measured by ``StragglerDetection`` with events, in the steps that it
+times; its reports name ``data loading`` where a rank is slow because of it.
 
 **Goodput** is the share of ``productive`` in all but ``idle``. **ETTR**, the effective training time ratio of Meta's
 "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (2024), has the same denominator (all time in
@@ -323,7 +334,7 @@ class _Process:
     seconds: dict[str, float]
     is_kept: bool
     """Whether this is what was kept while it ran."""
-    waits: Counter[str] = field(default_factory=Counter)
+    waits: dict[str, float] = field(default_factory=dict)
     """What it has waited for stragglers, in seconds by their node; it is no more in ``productive``."""
 
 
@@ -335,6 +346,8 @@ class _Group:
     events: list[Event] = field(default_factory=list)
     elastic_run_id: str | None = None
     world_size: int = 0
+    killed: list[int] = field(default_factory=list)
+    """Ranks without a watchdog of which the next start has recorded that they were killed."""
 
     @property
     def began(self) -> float:
@@ -372,19 +385,21 @@ class _Group:
             if not isinstance(event, Stragglers) or event.slowest not in self.processes:
                 continue
             node = self.processes[event.slowest].node
-            for rank, process in self.processes.items():
+            for rank, process in list(self.processes.items()):
                 productive = process.seconds.get("productive", 0.0)
                 if process.is_kept and event.time > process.since + _CLOCKS_DIFFER_S:
                     continue  # what was kept of it is older
                 if rank not in (event.ranks or ()) and (waited := min(event.waited or 0.0, productive)) > 0:
-                    process.seconds["productive"] = productive - waited
-                    process.waits[node] += waited  # type: ignore[assignment]
+                    seconds = process.seconds | {"productive": productive - waited}
+                    waits = process.waits | {node: process.waits.get(node, 0.0) + waited}
+                    self.processes[rank] = replace(process, seconds=seconds, waits=waits)
 
     @property
     def interruption(self) -> InterruptionCost | None:
         """Why it ended before the run had; ``None`` if it did not."""
         faults = self.faults
         ranks: Sequence[int | None] = ()
+        reason = "the launcher was killed, and its workers with it"
         first = {type(event): event for event in reversed(self.events)}
         if isinstance(stop := first.get(StragglerStop), StragglerStop):
             cause, ranks = "straggler", stop.ranks or ()
@@ -396,13 +411,15 @@ class _Group:
             cause = "killed"
         elif (stop := first.get(FitInterrupted)) is not None:
             cause = "preempted"
+        elif self.killed:
+            cause, ranks, reason = "killed", self.killed, "its processes were killed"
         else:
             return None
         nodes = {self.processes[rank].node for rank in ranks if rank in self.processes}
         return InterruptionCost(
-            time=stop.time if faults else self.ended,
+            time=stop.time if faults and stop is not None else self.ended,
             cause=cause,
-            reason=str(getattr(stop, "reason", None) or "the launcher was killed, and its workers with it"),
+            reason=str(getattr(stop, "reason", None) or reason),
             node=nodes.pop() if len(nodes) == 1 else "",
         )
 
@@ -476,6 +493,7 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
         group.elastic_run_id = event.elastic_run_id
         group.world_size = max(group.world_size, event.world_size or 0)
         is_kept = number >= len(recorded)
+        group.killed += event.ranks or () if event.killed else ()
         with suppress(IndexError, TypeError):  # not as this package writes it
             group.processes |= {rank: _process(event, index, is_kept) for index, rank in enumerate(event.ranks or ())}
     found = sorted((group for group in groups.values() if group.processes), key=lambda group: group.began)
@@ -491,7 +509,10 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
 
 
 def _mean(processes: Sequence[_Process]) -> _Process:
-    """What a rank has done of which nothing is known: ranks train in step."""
+    """What a rank that was killed has done, of which nothing is known: ranks train in step, and most end alike."""
+    within = [each for each in processes if each.doing != "teardown"]
+    [(doing, _)] = Counter(each.doing for each in within or processes).most_common(1)
+    processes = [each for each in processes if each.doing == doing]
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(processes)
@@ -501,7 +522,7 @@ def _mean(processes: Sequence[_Process]) -> _Process:
         began=mean(each.began for each in processes),
         since=mean(each.since for each in processes),
         ended=mean(each.ended for each in processes),
-        doing=Counter(each.doing for each in processes).most_common(1)[0][0],
+        doing=doing,
         seconds={
             category: mean(each.seconds.get(category, 0.0) for each in processes)
             for category in {category for each in processes for category in each.seconds}

@@ -212,9 +212,15 @@ class TimeAccount:
 
     # -- a fit ---------------------------------------------------------------------------------------------------------
 
-    def begin_fit(self) -> None:
-        """A fit begins; what has followed the one before it was no end."""
+    def begin_fit(self, is_interactive: bool = False) -> None:
+        """A fit begins; what has followed the one before it was no end.
+
+        Args:
+            is_interactive: Whether a person types the commands, as in a notebook: the account begins with the fit.
+        """
         self._go_on(SETUP)
+        if is_interactive and not self.is_shared:
+            self._begin_anew()
         seconds = self._seconds
         seconds[SCRIPT], seconds[TEARDOWN] = seconds[SCRIPT] + seconds[TEARDOWN], 0.0
         self._reached = 0

@@ -62,12 +62,24 @@ def node_directory(token: str, node_rank: int) -> Path:
     Raises:
         OSError: If there is no place for it.
     """
+    return node_folder(f"{token[:12]}-{node_rank}")
+
+
+def node_folder(name: str) -> Path:
+    """A folder in the first of :func:`own_directories` that works.
+
+    Args:
+        name: Its name.
+
+    Raises:
+        OSError: If there is no place for it.
+    """
     for own in own_directories():
         with contextlib.suppress(OSError):
             own.mkdir(mode=0o700, exist_ok=True)
             status = own.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
-                directory = own / f"{token[:12]}-{node_rank}"
+                directory = own / name
                 directory.mkdir(mode=0o700, exist_ok=True)
                 return directory
     places = " nor ".join(map(str, own_directories()))
