@@ -290,7 +290,7 @@ MISTAKES: dict[str, tuple[object, str, object]] = {
 def test_mistakes_are_found(mistake: tuple[object, str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*mistake)
     with pytest.raises(AssertionError):
-        check([*errors(30)])
+        check([*errors(20)])
 
 
 def test_interruptions_at_random() -> None:
