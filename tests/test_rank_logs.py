@@ -57,9 +57,9 @@ class Node:
             timeout=PATIENCE_S,
         )
 
-    def keep(self) -> None:
+    def keep(self, is_last: bool = True) -> None:
         self.output.look()
-        self.keeper._keep(is_last=True)
+        self.keeper._keep(is_last)
 
     def show(self, is_last: bool = False) -> bytes:
         shown: list[bytes] = []
@@ -84,7 +84,7 @@ def test_the_last_words_of_a_killed_rank_are_kept(node: Node) -> None:
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
     node.start("print('another rank'); os.write(2, b'native\\n')", restarts=1)  # another node, which counts for itself
     node.start("print('restarted')", rank=1, attempt=1)
-    node.keep()
+    node.keep(is_last=False)
     assert attempts(node.run_dir) == [1, 2]
     assert ranks(node.run_dir, 1) == [0, 1]
     assert node.log(1) == b"to stdout\nin the mid\n"
@@ -208,7 +208,8 @@ def test_a_log_is_followed_over_restarts_to_the_end_of_the_run(
     steps: list[Callable[[], Any]] = [  # what happens in each pause of the one who follows
         lambda: write_log(tmp_path, 1, 0, "first\n"),
         lambda: write_log(tmp_path, 1, 0, "second\n"),
-        lambda: [write_log(tmp_path, 1, 0, "last words\n"), write_log(tmp_path, 2, 0, "restarted\n")],
+        lambda: write_log(tmp_path, 2, 0, "restarted\n"),
+        lambda: write_log(tmp_path, 1, 0, "last words\n"),
         lambda: ledger.record(LaunchExit(status="finished", exit_code=0, reason="the script ended")),
     ]
     monkeypatch.setattr(time, "sleep", lambda seconds: steps.pop(0)())

@@ -17,6 +17,7 @@ from lightning_resilience.run.ledger import Ledger
 from lightning_resilience.run.run_directory import RunDirectory
 
 _POLL_S = 0.3
+_SETTLES_S = 2.0
 _LOOK_FOR_END_EVERY_S = 15.0
 
 
@@ -111,6 +112,9 @@ def _follow(directory: Path, rank: int | None, attempt: int | None) -> None:
                 print(f"Waiting: {error}.", file=sys.stderr, flush=True)
                 has_said = True
         if log is not None:
+            _print_all(log)
+        if later and log is not None:  # one node may be a little behind another one with the last words
+            time.sleep(_SETTLES_S)
             _print_all(log)
         if later and attempt is None:
             number, log = later[0], None

@@ -219,7 +219,7 @@ class LogKeeper(threading.Thread):
                     self._logs[name] = _Log(self._folders[file.group], file.rank)
                 text = self._texts.setdefault(file.path, _Text(self._logs[name].append))
                 file.keep(text.write)
-                text.note_rest(is_last)
+                text.note_rest(is_last or file.group != files[-1].group)  # a rank that has ended ends its line, too
         for path in self._texts.keys() - {file.path for file in files}:
             del self._texts[path]
 
