@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "fit": 5387,
-    "launch": 6608,
+    "launch": 6612,
     "launch/schedulers": 508,
     "run": 2899,
 }
