@@ -173,7 +173,9 @@ GONE: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "removed and begun anew": (lambda run: (shutil.rmtree(run), RunDirectory(run).identity()), None),
     "it is there": (lambda run: None, ""),
     "moved": (lambda run: run.rename(run.with_name("b")), "has been moved"),
-    "its parent is gone too": (lambda run: shutil.rmtree(run.parent), "cannot be seen here"),
+    "its parent is gone too": (lambda run: shutil.rmtree(run.parent), None),
+    "moved with its parent": (lambda run: run.parent.rename(run.parent.with_name("archive")), "has been moved"),
+    "moved and removed": (lambda run: shutil.rmtree(run.rename(run.with_name("b"))), None),
     "its identity is not readable": (lambda run: (run / "run.json").write_text("{"), "cannot be seen here"),
 }
 

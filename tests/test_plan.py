@@ -15,7 +15,9 @@ import pytest
 from lightning_resilience import _nvrx
 from lightning_resilience.checkpoint import capacity
 from lightning_resilience.launch import otel, preflight, trainjob
+from lightning_resilience.launch.cleaning import find_leftovers
 from lightning_resilience.launch.cli import main
+from lightning_resilience.launch.listing import list_runs
 from lightning_resilience.run.run_directory import OFF_VARIABLE, Outcome, RunDirectory
 from tests.test_goodput import HUNG, launch, run_with
 from tests.test_json_output import parsed
@@ -78,8 +80,12 @@ def planned(
     return int(end.value.code or 0), found, {each["name"]: each["level"] for each in found["checks"]}
 
 
+def states(folder: Path) -> list[str]:
+    return [each["state"] for each in json.loads(list_runs(folder, as_json=True))["runs"]]
+
+
 def test_a_launch_does_what_its_plan_said(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
-    """At first, and with what is left of the budget after a failure."""
+    """At first, and with what is left of the budget after a failure. While it runs, it is listed and not cleaned."""
     launcher.script(FAILS_ONCE)
     arguments = ["--in-job-restarts=5", "--max-failures-per-day=9", "--grace-period=7", "script.py", "--lr", "0.1"]
     used = []
@@ -96,8 +102,13 @@ def test_a_launch_does_what_its_plan_said(launcher: Launcher, capsys: pytest.Cap
         last = launcher.events("job_start")[-1]
         assert last["max_restarts"] == plan["max_restarts"]
         assert f"--max-restarts={plan['max_restarts']}" in plan["command"]
+        assert states(launcher.folder) == ["running"]
+        found = find_leftovers(launcher.folder)
+        assert launcher.run_directory.path in [path for path, _ in found.kept]
+        assert not [each for each in found.leftovers if launcher.folder in each.path.parents]
         started.send_signal(signal.SIGTERM)
         assert started.wait(PATIENCE_S) == 75
+        assert states(launcher.folder) == ["stopped"]
     assert [(each["in_job_restarts"], each["max_failures_per_day"]) for each in used] == [(0, 0), (1, 1)]
     assert launcher.events("launch")[0]["budget"] == plan["limits"]
 

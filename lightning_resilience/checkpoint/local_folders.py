@@ -45,12 +45,14 @@ class Origin:
     device: int
 
     @property
-    def has_gone(self) -> bool:
-        """Whether the run directory is not there, although the storage is that on which it was."""
-        try:
-            return not os.path.lexists(self.run_dir) and os.stat(self.run_dir.parent).st_dev == self.device
-        except OSError:
-            return False
+    def gone_from(self) -> Path | None:
+        """The nearest folder that is left above the run directory; ``None``: it is there, or its storage is not."""
+        if os.path.lexists(self.run_dir):
+            return None
+        left = next(each for each in self.run_dir.parents if os.path.lexists(each))
+        with contextlib.suppress(OSError):
+            return left if os.stat(left).st_dev == self.device else None
+        return None
 
 
 def note_origin(run_folder: Path, run_dir: Path) -> None:

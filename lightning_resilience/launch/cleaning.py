@@ -352,10 +352,9 @@ def _why_not_gone(origin: Origin, name: str) -> str | None:
     """
     if (now := _name_of(origin.run_dir)) is not None:
         return "" if now == name else None
-    if not origin.has_gone:
+    if (left := origin.gone_from) is None:
         return f"its run directory {origin.run_dir} cannot be seen here"
-    beside = (path.parent for path in origin.run_dir.parent.glob("*/run.json"))
-    moved = next((path for path in beside if _name_of(path) == name), None)
+    moved = next((path for path in runs_below(left)[0] if _name_of(path) == name), None)
     return None if moved is None else f"its run has been moved to {moved}"
 
 
@@ -450,4 +449,10 @@ def _text(found: Found) -> list[str]:
         lines += [f"{format_bytes(each.size):>10}  {each.kind}  {each.path}", f"{'':12}{each.why}"]
     if not lines:
         lines.append("There is nothing to remove.")
-    return lines + [f"{'kept':>10}  {path}\n{'':12}{why}" for path, why in found.kept]
+    alike: dict[str, list[Path]] = {}
+    for path, why in found.kept:
+        alike.setdefault(why, []).append(path)
+    for why, paths in alike.items():
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        lines += [f"{'kept':>10}  {paths[0]}{more}", f"{'':12}{why}"]
+    return lines
