@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 from recording import COLUMNS, PROMPT, Output
@@ -48,7 +49,6 @@ class Screen:
 
     lines: list[tuple[str, str]] = field(default_factory=list)
     current: str = ""
-    folded: int = 0
 
     def write(self, text: str) -> None:
         """Shows what a program writes."""
@@ -62,24 +62,28 @@ class Screen:
         line, self.current = self.current, ""
         kind = kind_of(line)
         if kind == "bar":
-            while self.lines and self.lines[-1][1] in ("bar", "folded"):  # where it was before
-                self.lines.pop()
-            if any(is_bar == "bar" and batch(earlier) == batch(line) for earlier, is_bar in self.lines):
+            line = line[: line.rindex("]") + 1] if "]" in line else line  # Lightning's last line is glued behind it
+            if any(same == "bar" and batch(earlier) == batch(line) for earlier, same in self.lines):
                 return  # drawn once more when it is closed
+            since = next(
+                (index for index, (_, kind) in enumerate(self.lines[::-1]) if kind not in ("bar", "folded")), 0
+            )
+            begin = len(self.lines) - since
+            self.lines[begin:] = [each for each in self.lines[begin:] if each[1] != "bar"]  # where it was before
         if kind is not None:
-            self.folded = 0
             self.lines.append((line, kind))
         elif line.strip():
-            if self.folded:
-                self.lines.pop()
-            self.folded += 1
-            self.lines.append((f"  … {self.folded} more line{'s' * (self.folded > 1)}", "folded"))
+            self.lines.append((line, "folded"))
 
     def shown(self) -> Iterator[tuple[str, str]]:
         """The lines, that which is being written included."""
-        yield from self.lines
-        if (kind := kind_of(self.current)) is not None:
-            yield self.current, kind
+        current = (self.current, kind_of(self.current) or "")
+        for kind, lines in groupby([*self.lines, current], key=itemgetter(1)):
+            if kind == "folded":
+                count = len([*lines])
+                yield f"  … {count} more line{'s' * (count > 1)}", kind
+            elif kind:
+                yield from lines
 
 
 def batch(bar: str) -> tuple[str, ...]:
@@ -248,7 +252,7 @@ class Player:
         seconds = self.count / FRAMES_PER_S
         names = "".join(
             f".k{each}{{animation-name:k{each}}}"
-            f"@keyframes k{each}{{0%{{visibility:visible}}{100 * each / self.count:.3f}%,to{{visibility:hidden}}}}"
+            f"@keyframes k{each}{{0%{{visibility:visible}}{100 * each / self.count:.6f}%,to{{visibility:hidden}}}}"
             for each in sorted(self._lengths)
         )
         play = f".f,.l{{animation:{seconds:g}s step-end infinite}}{names}"

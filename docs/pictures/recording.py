@@ -29,6 +29,8 @@ PROMPT = "$ "
 LAUNCH = "lightning-resilience launch --nproc-per-node 2 train.py"
 PATIENCE_S = 180.0
 KEY_S = 0.025
+LOSES_S = 1.5
+"""How long the training goes on after its last checkpoint."""
 
 Output = list[tuple[float, str]]
 """What was written, and when."""
@@ -117,8 +119,9 @@ def record(folder: Path) -> tuple[Output, Output]:
         wait(lambda: PROMPT in training.text and PROMPT in other.text, "two prompts")
         training.type(f"{LAUNCH}\n")
         run_dir = folder / "runs" / "train"
-        wait(lambda: "Epoch 0" in training.text and newest_local_step(run_dir), "the first local checkpoint")
-        time.sleep(0.5)
+        wait(lambda: newest_local_step(run_dir) > last_epoch(training.text), "a local checkpoint within an epoch")
+        go_on = time.monotonic() + LOSES_S
+        wait(lambda: time.monotonic() > go_on, "steps to lose")
         other.type(f"kill -9 {pid_of_rank_1(training.shell.pid)}  # rank 1\n")
         wait(lambda: training.text.endswith(PROMPT), "the end")
     finally:
@@ -142,6 +145,12 @@ def newest_local_step(run_dir: Path) -> int:
     ]
     found = (each for path in folders for each in path.glob("fit-*/step-*") if len([*each.glob("*.shard")]) == 2)
     return max((int(re.findall(r"step-(\d+)", each.name)[0]) for each in found), default=0)
+
+
+def last_epoch(text: str) -> int:
+    """The step at which the present epoch began, after which a checkpoint was saved on shared storage."""
+    bars = re.findall(r"Epoch (\d+): [^\r\n]*?/(\d+) \[", text[-1000:])
+    return int(bars[-1][0]) * int(bars[-1][1]) if bars else 0
 
 
 def shortened(text: str, folder: Path) -> str:
