@@ -90,7 +90,7 @@ KEYS = {
         "advice[].text": "what to do, and why",
         "advice[].rank_seconds": "what it would have saved",
         "advice[].share": "the same as a share of the run's time, 0 to 1",
-        "advice[].ettr": "by how much the ETTR would have been higher",
+        "advice[].goodput": "by how much the goodput would have been higher",
         "advice[].what_if": "the same for `--what-if`; `null`: it is no setting of that",
         "advice[].is_bound": "whether it would have saved that at most",
         "what_if": "what `--what-if` predicts; `null`: nothing was asked",

@@ -229,7 +229,7 @@ def _advice(found: Advice, goodput: Goodput) -> dict[str, Any]:
         "text": found.text,
         "rank_seconds": found.saved_s * goodput.ranks,
         "share": found.share,
-        "ettr": found.ettr,
+        "goodput": found.goodput,
         "what_if": found.what_if,
         "is_bound": found.is_bound,
     }
@@ -419,8 +419,8 @@ def gain(advice: dict[str, Any]) -> str:
         advice: Of the content.
     """
     saved = f"{'up to ' * advice['is_bound']}{percent(advice['share'])} of the time ({hours(advice['rank_seconds'])})"
-    points = 100 * advice["ettr"]
-    return f"Would have saved {saved}{f', ETTR {points:+.1f} points' if abs(points) >= 0.05 else ''}."
+    points = 100 * advice["goodput"]
+    return f"Would have saved {saved}{f', goodput {points:+.1f} points' if abs(points) >= 0.05 else ''}."
 
 
 def hours(rank_seconds: float) -> str:

@@ -44,7 +44,7 @@ class Advice:
         text: What to do, and why.
         saved_s: Seconds that every rank would have saved.
         share: The same as a share of all time.
-        ettr: By how much the ETTR would have been higher.
+        goodput: By how much the goodput would have been higher.
         what_if: The same for ``report --what-if``; ``None``: it is no setting of that.
         is_bound: Whether it is what could be gained at most.
     """
@@ -52,7 +52,7 @@ class Advice:
     text: str
     saved_s: float
     share: float
-    ettr: float
+    goodput: float
     what_if: str | None = None
     is_bound: bool = False
 
@@ -76,7 +76,7 @@ def advice(figures: RunFigures | None, events: Sequence[Event], found: Goodput) 
 
 def _gain(text: str, before: Replayed, after: Replayed, what_if: str | None = None, is_bound: bool = False) -> Advice:
     saved_s = before.total_s - after.total_s
-    return Advice(text, saved_s, saved_s / before.total_s, after.ettr - before.ettr, what_if, is_bound)
+    return Advice(text, saved_s, saved_s / before.total_s, after.goodput - before.goodput, what_if, is_bound)
 
 
 def _times(number: int) -> str:
