@@ -79,7 +79,8 @@ class Toggle(L.Callback):
             self.cpu[self.on].append(now[1] - self.last[1])
         if batch_idx % TOGGLE == 0:
             self.on = not self.on
-            trainer.callbacks = [self, *(self.others if self.on else [])]
+            if self.others:
+                trainer.callbacks = [self, *(self.others if self.on else [])]
             self.set_on(trainer, self.on)
         self.last = time.perf_counter(), time.thread_time()
 
@@ -135,7 +136,7 @@ def account_on(trainer: L.Trainer, on: bool) -> None:
 
 def measure(make: Callable[[], list[L.Callback]], steps: int, set_on: Callable[[L.Trainer, bool], None]) -> Toggle:
     callbacks = make()
-    toggle = Toggle(callbacks, set_on)
+    toggle = Toggle([] if set_on is account_on else callbacks, set_on)
     data = DataLoader(TensorDataset(torch.randn(steps * 4, 64)), 4)
     with tempfile.TemporaryDirectory() as directory:
         trainer = L.Trainer(
