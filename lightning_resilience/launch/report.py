@@ -420,7 +420,7 @@ def gain(advice: dict[str, Any]) -> str:
     """
     saved = f"{'up to ' * advice['is_bound']}{percent(advice['share'])} of the time ({hours(advice['rank_seconds'])})"
     points = 100 * advice["goodput"]
-    return f"Would have saved {saved}{f', goodput {points:+.1f} points' if abs(points) >= 0.05 else ''}."
+    return f"Would have saved {saved}{f', goodput {points:+.1f} points' if points >= 0.05 else ''}."
 
 
 def hours(rank_seconds: float) -> str:
