@@ -44,6 +44,27 @@ class Guard(NamedTuple):
 
 GUARDS = [
     Guard(
+        "clean removes only the very files that it has listed",
+        "launch/cleaning.py",
+        "if _seen(path.lstat()) == seen:",
+        "if True:",
+        "tests/test_clean.py::test_what_has_changed_since_it_was_listed_stays",
+    ),
+    Guard(
+        "clean touches no run that an attempt has taken over meanwhile",
+        "launch/cleaning.py",
+        "if self.directory.attempt != self.token:",
+        "if False:",
+        "tests/test_clean.py::test_a_run_in_use_is_not_touched",
+    ),
+    Guard(
+        "clean does not take storage that is not mounted for runs that are gone",
+        "checkpoint/local_folders.py",
+        "return left if os.stat(left).st_dev == self.device else None",
+        "return left",
+        "tests/test_clean.py::test_storage_that_is_not_mounted_is_not_gone",
+    ),
+    Guard(
         "a checkpoint file whose bytes have changed is not loaded",
         "checkpoint/checkpoint_file.py",
         "if trailer[-_DIGEST_SIZE - len(_CLOSING) :] != hasher.hexdigest().encode() + _CLOSING:",

@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "fit": 5387,
-    "launch": 6617,
+    "launch": 6621,
     "launch/schedulers": 508,
     "run": 2899,
 }

@@ -179,7 +179,11 @@ def _clean(options: argparse.Namespace) -> NoReturn:
     def agrees(question: str) -> bool:
         if options.yes or options.json or not sys.stdin.isatty():
             return bool(options.yes)
-        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        try:
+            return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        except (EOFError, KeyboardInterrupt):  # Ctrl-D, Ctrl-C
+            print()
+            return False
 
     sys.exit(clean(options.run_dir, options.local_dir, options.json, agrees))
 
