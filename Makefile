@@ -85,7 +85,7 @@ bench: $(READY) ## Measure what a healthy training step pays
 pictures: $(READY) runs/demo/run/outcome.json ## Draw the pictures of README and docs: from a recording, the demo's run and the tables (8 minutes)
 	@$(BIN)/python docs/pictures
 
-runs/demo/run/outcome.json:
+runs/demo/run/outcome.json: | $(READY)
 	@$(BIN)/python examples/demo.py
 
 docs: .venv/.docs-ready ## Build the documentation in docs/_build (broken links and names are errors)
