@@ -523,10 +523,28 @@ def test_what_ranks_spent_whose_watchdog_was_killed_with_them_is_recorded_by_who
     assert not record.parent.exists()
 
 
-@pytest.mark.parametrize("spoiled", ["rank-00000.time", "watchdog.beat", "rank-00000.json", ""])
+def test_storage_of_another_run_that_hangs_leaves_that_of_this_run_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(watchdog, "remove_abandoned", lambda own: answers.wait(60))
+    monkeypatch.setattr(deadlines, "FIRST_RANK_WITHIN_S", 0.0)
+    own = watchdog.Watchdog(tmp_path / "own")
+    own.run()
+    try:
+        assert own._store(lambda: "recorded") == "recorded"
+    finally:
+        answers.set()
+
+
+@pytest.mark.parametrize("spoiled", ["rank-00000.time", "watchdog.beat", "rank-00000.json", "the run", ""])
 def test_what_was_left_and_cannot_be_read_is_removed(run_dir: Path, spoiled: str) -> None:
     job = Job(run_dir)
     RunDirectory(run_dir).ledger.mkdir()
+    RunDirectory(run_dir).identity()
+    if spoiled == "the run":  # another one has begun in its place
+        later = time.time() + 60
+        os.utime(run_dir / "run.json", (later, later))
     dead = {**describe_process(), "process_started": "another boot"}
     about = {"run_dir": str(run_dir), "rank": 0, "token": job.token, "world_size": 1, "node": "n"}
     about |= {"fit": 0, "elastic_run_id": None, "restart_count": 0}
@@ -536,7 +554,7 @@ def test_what_was_left_and_cannot_be_read_is_removed(run_dir: Path, spoiled: str
     folder = job.directory()
     if spoiled.endswith("json"):
         write_json(folder / spoiled, {**dead, "rank": "x", "run_dir": str(run_dir)})
-    elif spoiled:
+    elif spoiled and spoiled != "the run":
         (folder / spoiled).write_bytes(b"x")
     remove_abandoned(run_dir=run_dir)
     assert not folder.exists()

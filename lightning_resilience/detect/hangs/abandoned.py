@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import struct
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,9 @@ def _record(directory: Path, registrations: list[dict[str, Any]]) -> None:
         return
     beat = read_beat(directory)  # they were killed with it
     event: TimeSpent = time_spent(accounts, {rank: max(beat, spent.since) for rank, spent in accounts.items()})
+    with suppress(FileNotFoundError):
+        if max(event.ended or ()) < (run.path / "run.json").stat().st_mtime:
+            return  # the run was removed, and another one has begun in its place
     event.node, event.attempt, event.world_size = node_name(), about["token"], about["world_size"]
     event.fit, event.elastic_run_id, event.restart_count = about["fit"], about["elastic_run_id"], about["restart_count"]
     Ledger(run.ledger, None).record(event)

@@ -268,7 +268,7 @@ class Watchdog:
 
     def run(self) -> None:
         """Watches until no rank is left."""
-        self._storage.begin(lambda: remove_abandoned(self.directory))
+        _Storage().begin(lambda: remove_abandoned(self.directory))  # of other runs, whose storage may hang
         started = last = succeeded = time.monotonic()
         has_failed = is_over = False
         while not is_over and (self.ranks or last - started < deadlines.FIRST_RANK_WITHIN_S):
