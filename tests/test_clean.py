@@ -72,6 +72,7 @@ def a_run(path: Path, finished: bool = True) -> Path:
     time_account.keep(path, "node-that-went-down", spent(200, 210, 220))
     for attempt in (9, 10):
         write(path / "logs" / f"attempt-{attempt}" / "rank-0.log")
+    write(path / "logs" / "attempt-9 by hand" / "rank-0.log")
     return path
 
 
@@ -152,6 +153,19 @@ def test_node_memory_of_a_fit_that_may_go_on_stays(tmp_path: Path, node: Path) -
         for each in found.leftovers:
             assert remove(each) is None
         assert tree(local) == {"run.json", "fit-000/step-000000000012-1a2b3c4d/rank-00000.shard"}
+
+
+def test_node_memory_of_a_run_that_may_go_on_stays_though_a_copy_of_it_has_finished(tmp_path: Path, node: Path) -> None:
+    run = a_run(tmp_path / "run")
+    local = local_ckpt(node, run)
+    shutil.copytree(run, tmp_path / "run-backup")
+    RunDirectory(run).fit(0).outcome = Outcome("failed", "it was gone on with, to a later end")
+    for folder in (tmp_path, tmp_path / "run-backup"):
+        found = find_leftovers(folder)
+        for each in found.leftovers:
+            assert remove(each) is None
+        assert "fit-000/step-000000000012-1a2b3c4d/rank-00000.shard" in tree(local)
+    assert "is a copy" in why_kept(found, local)
 
 
 def test_a_run_on_local_disk(tmp_path: Path) -> None:

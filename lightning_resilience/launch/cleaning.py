@@ -29,6 +29,7 @@ from lightning_resilience.detect.hangs.abandoned import abandoned
 from lightning_resilience.detect.hangs.rank_probe import own_directories
 from lightning_resilience.launch.json_output import to_json
 from lightning_resilience.launch.listing import runs_below
+from lightning_resilience.launch.rank_logs import attempts, folder_of
 from lightning_resilience.launch.record import FIRST, Record, records
 from lightning_resilience.launch.status import kept_lately, standing
 from lightning_resilience.launch.temporary import abandoned_folders
@@ -247,9 +248,7 @@ def _of_run(run: _Run, found: Found) -> None:
         event = parse(read_json(path) or {})
         if isinstance(event, TimeSpent) and (event.attempt, event.node) in run.recorded:
             found.add("time of ended ranks", path, "the ledger has it", run.in_use, [path])
-    attempts = {int(path.name.partition("-")[2]): path for path in matching(run.path / "logs", "attempt-[0-9]*")}
-    for number in sorted(attempts)[:-1]:
-        path = attempts[number]
+    for path in [folder_of(run.path, number) for number in attempts(run.path)[:-1]]:
         found.add("log files", path, "of an attempt that others have followed", run.in_use, [path])
     for parent, folders, files in os.walk(run.path):
         for path in [Path(parent, name) for name in (*folders, *files)]:
@@ -318,8 +317,13 @@ def _unless_in(folder: Path, those: Callable[[], Iterable[Path]]) -> str | None:
 
 def _of_run_folder(folder: Path, run: _Run | None, found: Found) -> None:
     """The local checkpoints of one run on this node."""
+    origin = read_origin(folder)
+    owner = folder if origin is None else origin.run_dir
+    if run is not None and owner != run.path and _name_of(owner) == folder.name:
+        found.kept.append((folder, f"it belongs to the run in {owner}, of which {run.path} is a copy"))
+        return
     if run is None:
-        if (origin := read_origin(folder)) is None:
+        if origin is None:
             found.kept.append((folder, "it is not known to which run it belongs: name its run directory"))
         elif (why := _why_not_gone(origin, folder.name)) is None:
             in_use = _first_of(partial(_why_not_gone, origin, folder.name), partial(_writer_in, folder))
