@@ -179,6 +179,13 @@ def test_what_ranks_wait_for_a_straggler_is_due_to_its_node() -> None:
     assert most.by_category["productive"] == 50
 
 
+def test_ranks_of_which_nothing_is_known_have_waited_as_long_as_the_others() -> None:
+    known = spent(0, 50, 60, ranks=[0, 1], attempt="1", world_size=5)
+    found = account([launch(0, 0), job(0), known, reported(20, [1], 1, 12.0), ended(60)])
+    assert found.by_category["straggler_wait"] == 12 * 4
+    assert found.by_category["productive"] == 5 * 50 - 48
+
+
 def test_of_what_was_kept_only_older_reports_are_a_part() -> None:
     kept = [spent(0, 30, 30, "productive", ranks=[rank], node=f"n{rank}", attempt="1") for rank in (0, 1)]
     reports = [reported(20, [1], 1, 3.0), reported(40, [1], 1, 4.0)]

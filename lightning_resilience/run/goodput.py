@@ -499,7 +499,8 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
     found = sorted((group for group in groups.values() if group.processes), key=lambda group: group.began)
     for group in found:
         lost = set(range(group.world_size)) - group.processes.keys()  # their node went down before anything was kept
-        group.processes |= dict.fromkeys(lost, _mean(list(group.processes.values())))
+        mean = _mean(list(group.processes.values()))
+        group.processes |= {rank: replace(mean, seconds=dict(mean.seconds), waits={}) for rank in lost}
     found = sorted([*found, *_unaccounted(events, found)], key=lambda group: group.began)
     starts = [group.began for group in found]
     for each in events:
