@@ -235,8 +235,25 @@ def test_the_end_of_the_run_is_told_although_those_before_hang(
     for _ in range(3):
         told.put(content())
     told.put(content("run_ended"))
-    told.end(in_hurry=True)
+    told.end(in_hurry=lambda: True)
     assert json.loads((tmp_path / "told").read_text()) == {"event": "run_ended", "dropped": 2}
+
+
+def test_a_signal_while_the_last_command_runs_hurries_it(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_event, "HURRIED_LIMIT_S", 0.1)
+    told = command("sleep 1000", 1000)
+    told.put(content("run_ended"))
+    wait_until(lambda: told._process is not None)
+    signals = iter([False])  # when the end begins, and from then on
+    told.end(in_hurry=lambda: next(signals, True))
+    assert not told._thread.is_alive()
+
+
+def test_what_is_told_is_json_also_of_numbers_that_are_not_finite(command: Any, tmp_path: Path) -> None:
+    told = command("cat > told")
+    told.put(content(details={"limit": float("inf")}))
+    told.end()
+    assert "Infinity" not in (tmp_path / "told").read_text()
 
 
 def test_a_second_signal_ends_the_waiting(command: Any) -> None:

@@ -237,13 +237,17 @@ def to_json(content: dict[str, Any]) -> str:
     Args:
         content: With the keys in :data:`KEYS`.
     """
-    return json.dumps(_without_nan({"schema": SCHEMA, **content}), allow_nan=False)
+    return json.dumps(without_nan({"schema": SCHEMA, **content}), allow_nan=False)
 
 
-def _without_nan(value: Any) -> Any:
-    """JSON has no numbers that are not finite, and a ledger of Python's may have."""
+def without_nan(value: Any) -> Any:
+    """A value with ``None`` for numbers that are not finite: JSON has none, and a ledger of Python's may have.
+
+    Args:
+        value: JSON-serialisable otherwise.
+    """
     if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
+        return {key: without_nan(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_nan(each) for each in value]
+        return [without_nan(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -113,9 +113,12 @@ class Monitor:
     ) -> None:
         if self._thread.ident is None:
             return
-        in_hurry = kind is not None or bool(self._is_told_to_stop())
+
+        def in_hurry() -> bool:
+            return kind is not None or bool(self._is_told_to_stop())
+
         self._ending.set()
-        deadline = time.monotonic() + (_HURRIED_END_S if in_hurry else _ENDS_WITHIN_S)
+        deadline = time.monotonic() + (_HURRIED_END_S if in_hurry() else _ENDS_WITHIN_S)
         while self._thread.is_alive() and time.monotonic() < deadline and not self._must_go():
             self._thread.join(0.1)
         if self._command is not None:

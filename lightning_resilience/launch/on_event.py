@@ -22,6 +22,7 @@ from typing import Any
 
 from lightning_resilience._formatting import shortened
 from lightning_resilience._output import log_line
+from lightning_resilience.launch.json_output import without_nan
 from lightning_resilience.launch.notices import LAST
 
 LIMIT_S = 30.0
@@ -95,25 +96,35 @@ class EventCommand:
                 self._drop()
             self._changed.notify()
 
-    def end(self, in_hurry: bool = False, must_go: Callable[[], object] = lambda: False) -> None:
+    def end(
+        self, in_hurry: Callable[[], object] = lambda: False, must_go: Callable[[], object] = lambda: False
+    ) -> None:
         """Waits for those that are left, within limits.
 
         Args:
-            in_hurry: Whether the limits are those of a run that a signal has ended.
+            in_hurry: Whether the limits are those of a run that a signal has ended; it may come while this waits.
             must_go: Ends the waiting.
         """
-        others_s = HURRIED_OTHERS_END_WITHIN_S if in_hurry else OTHERS_END_WITHIN_S
-        last_s = min(self._limit_s, HURRIED_LIMIT_S) if in_hurry else self._limit_s
-        with self._changed:
-            self._ending = time.monotonic() + others_s, last_s
-            self._changed.notify()
-        deadline = time.monotonic() + others_s + last_s + _KILLED_WITHIN_S
+        is_hurried = bool(in_hurry())
+        deadline = self._begin_to_end(is_hurried)
         while self._thread.is_alive() and time.monotonic() < deadline and not must_go():
+            if not is_hurried and in_hurry():
+                is_hurried, deadline = True, self._begin_to_end(True)
             self._thread.join(_POLL_S)
         if self._process is not None and self._process.returncode is None and self._thread.is_alive():
             _kill(self._process)
         if self._dropped:
             self._log(f"--on-event: the command was too slow; events dropped: {self._dropped}.")
+
+    def _begin_to_end(self, is_hurried: bool) -> float:
+        """Sets the limits of the end, and returns until when it may take."""
+        others_s = HURRIED_OTHERS_END_WITHIN_S if is_hurried else OTHERS_END_WITHIN_S
+        last_s = min(self._limit_s, HURRIED_LIMIT_S) if is_hurried else self._limit_s
+        now = time.monotonic()
+        with self._changed:
+            self._ending = now + others_s, last_s
+            self._changed.notify()
+        return now + others_s + last_s + _KILLED_WITHIN_S
 
     def _drop(self) -> None:
         self._waiting.popleft()
@@ -152,7 +163,7 @@ class EventCommand:
         )
         assert process.stdin is not None
         assert process.stdout is not None
-        left = memoryview(json.dumps(content, default=str).encode() + b"\n")
+        left = memoryview(json.dumps(without_nan(content), default=str).encode() + b"\n")
         stdin, stdout = process.stdin.fileno(), process.stdout.fileno()
         os.set_blocking(stdin, False)
         os.set_blocking(stdout, False)
