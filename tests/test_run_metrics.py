@@ -115,6 +115,22 @@ def test_fast_steps_do_not_log_them_all_the_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("every_row")
+def test_scalars_that_cannot_be_computed_end_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*args: object) -> float:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(run_metrics, "share_of", fails)
+    logger, module = Rows(), Worsens()
+    trainer = make(module, tmp_path, [], logger=logger, enable_checkpointing=False, log_every_n_steps=1)
+    trainer.fit(module)
+    assert trainer.global_step == 32
+    assert (len(logger.rows) > 0, logger.told) == (True, [])
+    assert caplog.text.count("no scalars of the run") == 1
+
+
+@pytest.mark.usefixtures("every_row")
 def test_steps_done_again_after_a_rollback_are_counted_and_alerts_are_sent(tmp_path: Path) -> None:
     logger = WandbLogger()
     bad = Model(dict.fromkeys(range(6, 500), constant_nan))

@@ -44,6 +44,7 @@ PREFIX = "resilience"
 """Scalars are ``resilience/...``."""
 
 _EVERY_S = 1.0
+_NO_SCALARS = "The loggers get no scalars of the run."
 _NOT_SHOWN = "Weights & Biases could not show something of the run."
 _ALERTS = {
     Rollback: ("Rolled back", "WARN"),
@@ -77,7 +78,7 @@ class RunMetrics(Participant):
         fit = self._fit
         if fit.rank > 0 or not fit.trainer.loggers:
             return
-        with _harmless("The loggers get no scalars of the run."):
+        with _harmless(_NO_SCALARS):
             events = fit.ledger.events()
             self._fold(events)
             lightning_loggers.add_to_logged_steps(fit.trainer, fit.patches, self._scalars_if_due)
@@ -105,8 +106,12 @@ class RunMetrics(Participant):
         now = time.monotonic()
         if now < self._logged_at + _EVERY_S:  # where every step is logged, a dozen scalars would be slow
             return {}
-        self._logged_at = now
-        return self._scalars()
+        self._logged_at = math.inf  # if it fails, not again
+        found: dict[str, float] = {}
+        with _harmless(_NO_SCALARS):
+            found = self._scalars()
+            self._logged_at = now
+        return found
 
     def _scalars(self) -> dict[str, float]:
         seconds = self._seconds()
