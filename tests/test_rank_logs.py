@@ -20,6 +20,7 @@ from lightning_resilience.launch import logs, rank_logs
 from lightning_resilience.launch.logs import NoLog, show_logs
 from lightning_resilience.launch.rank_logs import LogKeeper, LogReader, attempts, folder_of, log_of, ranks
 from lightning_resilience.launch.rank_output import OUTPUT_VARIABLE, NodeOutput
+from lightning_resilience.launch.relay import Relay
 from lightning_resilience.run.events import LaunchExit, LaunchStart
 from lightning_resilience.run.ledger import Ledger
 from lightning_resilience.run.run_directory import RunDirectory
@@ -133,6 +134,58 @@ def test_of_a_long_log_the_first_and_the_last_parts_are_there(node: Node, monkey
     lines = node.log().splitlines()
     assert lines.pop(5).startswith(NAME.encode())
     assert [int(line) for line in lines] == [*range(5), *range(30, 40)]
+
+
+def test_a_disk_that_takes_a_part_loses_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short:
+        """A file on a disk that has room for five bytes more, which raises only at the next write."""
+
+        def __init__(self, path: Path, *args: Any, **options: Any) -> None:
+            self._file, self._room = open(path, *args, **options), 5
+
+        def write(self, data: Any) -> int:
+            if not self._room:
+                raise OSError(28, "No space left on device")
+            written, self._room = self._file.write(data[: self._room]), 0
+            return int(written)
+
+        def __enter__(self) -> Short:
+            return self
+
+        def __exit__(self, *exc_info: object) -> None:
+            self._file.close()
+
+    node.start("print('a line of twenty bytes')")
+    with monkeypatch.context() as full:
+        full.setattr(rank_logs, "open", Short, raising=False)
+        node.keep()
+    node.keep()
+    assert node.log() == b"a line of twenty bytes\n"
+
+
+def test_a_line_of_another_thread_goes_nowhere_once_the_output_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has waited for room in the pipe meanwhile, whose number another file may have by then."""
+    relay = Relay(tmp_path, "not-shown.log")
+    assert relay.stderr is not None
+    fd = relay.stderr
+
+    class Poll:
+        def register(self, *args: Any) -> None: ...
+
+        def poll(self, timeout: float) -> bool:
+            relay.__exit__()
+            with open(tmp_path / "ledger", "wb") as ledger:
+                os.dup2(ledger.fileno(), fd)
+            return True
+
+    monkeypatch.setattr("lightning_resilience.launch.relay.select.poll", Poll)
+    try:
+        assert not relay.show_line("a line")
+    finally:
+        os.close(fd)
+    assert (tmp_path / "ledger").read_bytes() == b""
 
 
 def test_storage_that_fails_for_a_while_loses_nothing(node: Node) -> None:

@@ -732,7 +732,9 @@ class Launch:
                 output.mkdir()
                 environment[OUTPUT_VARIABLE] = str(output)
         log = _nvrx.elastic_log(self._run_directory.path)
-        begin = log.stat().st_size if log.exists() else 0
+        begin = 0
+        with suppress(OSError):  # there is none yet, or the storage fails for a while
+            begin = log.stat().st_size
         with Relay(self._run_directory.path, NOT_SHOWN, output, without=[LAUNCH_ID_VARIABLE]) as relay:
             exit_code = self._wait_for_workers(command, environment, relay, plan.run_id, must_go)
         self._record.check()

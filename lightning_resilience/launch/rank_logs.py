@@ -136,8 +136,9 @@ class _Log:
         path = log_of(self._folder, self._rank, self._part)
         try:
             with open(path, "ab", buffering=0) as file:
-                for begin in range(0, len(data), _PART_BYTES):
-                    file.write(data[begin : begin + _PART_BYTES])
+                left = memoryview(data)
+                while left:  # a disk that is nearly full takes a part, and fails with the next one
+                    left = left[file.write(left[:_PART_BYTES]) :]
         except OSError:
             with suppress(OSError):
                 os.truncate(path, self._size)

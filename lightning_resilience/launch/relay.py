@@ -17,6 +17,7 @@ import stat
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -148,6 +149,8 @@ class Relay:
                 pairs[file] = (*_pair(fd), fd)
         self.stdout, self.stderr = (None if (file := file_of(fd)) is None else pairs[file][1] for fd in (1, 2))
         self._writers = [writer for _, writer, _ in pairs.values()]
+        self._closing = threading.RLock()
+        self._is_closed = False
         readers = [reader for reader, _, _ in pairs.values()]
         self._process = subprocess.Popen(
             [
@@ -170,8 +173,10 @@ class Relay:
     def __exit__(self, *exc_info: object) -> None:
         """The children have ended: what they have still written is shown."""
         send_lines(None)
-        for writer in self._writers:
-            os.close(writer)
+        with self._closing:
+            self._is_closed = True
+            for writer in self._writers:
+                os.close(writer)
         try:
             self._process.wait(_ENDS_WITHIN_S)
         except subprocess.TimeoutExpired:  # somebody whom nobody knows holds the other end
@@ -187,8 +192,10 @@ class Relay:
         poll.register(self.stderr, select.POLLOUT)
         try:
             if poll.poll(_TAKES_WITHIN_S * 1000):
-                os.write(self.stderr, f"{line}\n".encode(errors="backslashreplace"))
-                return True
+                with self._closing:  # other threads log as well, and the number may be another file's after that
+                    if not self._is_closed:
+                        os.write(self.stderr, f"{line}\n".encode(errors="backslashreplace"))
+                        return True
         except OSError:
             pass
         return False
