@@ -34,6 +34,7 @@ from lightning_resilience.run.events import (
     Fresh,
     GiveUp,
     JobStart,
+    Killed,
     LaunchExit,
     LaunchStart,
     RestoredInPlace,
@@ -430,6 +431,28 @@ def test_rollbacks_of_a_ledger() -> None:
     assert replay(found).seconds["wasted_progress"] == pytest.approx(19, abs=1)
 
 
+def test_a_rollback_after_a_start_that_nothing_had_interrupted_makes_no_interruption_cheaper() -> None:
+    """The workers between have ended, and others were started, without a word why."""
+    steps = {"productive": 20.0, "first_step": 5.0}
+    events = [
+        launch(0, 0),
+        of(Fresh, fit=0, time=1.0),
+        of(Killed, time=29.0, reason="killed"),
+        spent(0, 25, 30, seconds=steps, reached=10),
+        of(Resumed, fit=0, time=41.0, step=5),
+        spent(40, 65, 70, seconds={"productive": 20.0}, reached=20),
+        of(Resumed, fit=0, time=81.0, step=15),
+        of(Rollback, fit=0, time=90.0, step=25),
+        of(RestoredInPlace, fit=0, time=91.0, step=20),
+        spent(80, 110, 112, seconds=steps, reached=30),
+        of(LaunchExit, time=112.0, status="finished"),
+    ]
+    found = figures_of(events, account(events))
+    assert found is not None
+    assert len(found.strikes) == 2
+    assert all(each >= 0 for strike in found.strikes for each in strike.seconds.values())
+
+
 def test_when_a_run_was_interrupted() -> None:
     """After how much training, of which what is saved because of it is no part."""
     course = Course(2)
@@ -527,6 +550,8 @@ def test_advice_from_events() -> None:
     [advice_on_devices] = advice(None, reports, found)
     assert "most often n1:GPU-7" in advice_on_devices.text
     assert advice_on_devices.saved_s == pytest.approx(150)
+    before_accounts = account([launch(0, 0), *reports, of(LaunchExit, time=700.0, status="finished")])
+    assert advice(None, reports, before_accounts) == []
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------

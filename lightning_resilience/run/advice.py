@@ -226,7 +226,7 @@ def _stragglers(events: Iterable[Event], found: Goodput) -> Iterator[Advice]:
     if len(worst) < 2 or active_s <= 0:
         return
     score = statistics.median(worst)
-    slow_s = min(reports[-1].time - reports[0].time, found.by_category["productive"] / found.ranks)
+    slow_s = min(reports[-1].time - reports[0].time, found.by_category["productive"] / max(found.ranks, 1))
     saved_s = slow_s * max(1 - score, 0.0)
     named = Counter(device for event in reports for device in event.devices or ())
     names = ", ".join(name for name, _ in named.most_common(3))

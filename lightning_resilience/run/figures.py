@@ -134,7 +134,7 @@ def _strikes(events: Sequence[Event], account: Goodput, ends_s: Mapping[float, f
         if found and found[-1].at_step is None:  # what they have cost is in its cost
             cost = found[-1].seconds
             for each in rollbacks:
-                cost = {name: seconds - each.seconds.get(name, 0.0) for name, seconds in cost.items()}
+                cost = {name: max(seconds - each.seconds.get(name, 0.0), 0.0) for name, seconds in cost.items()}
             found[-1] = replace(found[-1], seconds=cost)
         found += rollbacks
         if life.interruption is None or after is None:
