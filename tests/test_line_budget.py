@@ -20,13 +20,13 @@ BUDGET = {
     "checkpoint": 4824,
     "contrib": 225,
     "detect": 307,
-    "detect/hangs": 2410,
+    "detect/hangs": 2414,
     "detect/numerics": 788,
     "detect/stragglers": 370,
-    "fit": 5387,
-    "launch": 6621,
+    "fit": 5392,
+    "launch": 6645,
     "launch/schedulers": 508,
-    "run": 2899,
+    "run": 2900,
 }
 
 _NO_CODE = (
