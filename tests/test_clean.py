@@ -392,7 +392,7 @@ def test_it_asks_and_says_what_stays(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("checks", [True, False], ids=["checked", "the check comes too early"])
-@pytest.mark.slow_but_for("the check comes too early")
+@pytest.mark.slow
 def test_cleaning_while_a_run_goes_on_changes_nothing(
     tmp_path: Path, checks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
