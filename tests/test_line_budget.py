@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "fit": 5392,
-    "launch": 6645,
+    "launch": 6647,
     "launch/schedulers": 508,
     "run": 2900,
 }

@@ -208,6 +208,7 @@ def test_storage_that_fails_for_a_while_loses_nothing(node: Node) -> None:
 
 def test_old_attempts_go(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_logs, "_ATTEMPTS", 2)
+    folder_of(node.run_dir, 1).mkdir(parents=True)  # another node has just begun to make it
     for number in range(1, 5):
         (node.folder / f"{number:016x}-0-1.out").write_text(f"{number}\n")
         node.keep()

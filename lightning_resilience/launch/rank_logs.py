@@ -228,11 +228,13 @@ class LogKeeper(threading.Thread):
 def _folder_of_group(run_dir: Path, group: str) -> Path:
     """The folder of the attempt that a group of ranks is; the first of its nodes makes it, and removes old ones."""
     numbers = attempts(run_dir)
-    for number in reversed(numbers[-_ATTEMPTS:]):
-        if (read_json(folder_of(run_dir, number) / "attempt.json") or {}).get("group") == group:
-            return folder_of(run_dir, number)
-    number = max(numbers, default=0) + 1
-    while True:
+    number = next(iter(numbers[-_ATTEMPTS:]), 1)
+    for each in reversed(numbers[-_ATTEMPTS:]):
+        if (found := read_json(folder_of(run_dir, each) / "attempt.json")) is not None:
+            if found.get("group") == group:
+                return folder_of(run_dir, each)
+            number = max(number, each + 1)
+    while True:  # a folder of which nobody has said whose it is may be one that another node makes now
         folder = folder_of(run_dir, number)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "attempt.json"
