@@ -209,6 +209,7 @@ NOT_LIGHTNING = {
     "_actions",  # argparse: the options of a parser
     "_launch_ended",  # a file of nemo_run.py
     "_injected",  # our callbacks: whether the launch has added it
+    "_asdict",  # of a NamedTuple
     "_exit",  # os: ends the process at once
     "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone
     "_comm_hooks",  # torch: see reduction_order.py
