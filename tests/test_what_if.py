@@ -440,7 +440,7 @@ def test_a_rollback_after_a_start_that_nothing_had_interrupted_makes_no_interrup
         of(Killed, time=29.0, reason="killed"),
         spent(0, 25, 30, seconds=steps, reached=10),
         of(Resumed, fit=0, time=41.0, step=5),
-        spent(40, 65, 70, seconds={"productive": 20.0}, reached=20),
+        spent(40, 65, 70, seconds={"productive": 20.0, "first_step": 0.5}, reached=20),
         of(Resumed, fit=0, time=81.0, step=15),
         of(Rollback, fit=0, time=90.0, step=25),
         of(RestoredInPlace, fit=0, time=91.0, step=20),
