@@ -18,10 +18,13 @@ import pytest
 from lightning_resilience._files import temporary_path
 from lightning_resilience._processes import describe_process
 from lightning_resilience.checkpoint import local_folders
+from lightning_resilience.detect.hangs.rank_probe import describe_rank
 from lightning_resilience.launch import cleaning, temporary
 from lightning_resilience.launch.cleaning import Found, clean, find_leftovers, remove
 from lightning_resilience.launch.cli import main
 from lightning_resilience.run import time_account
+from lightning_resilience.run.events import TimeSpent
+from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import Outcome, RunDirectory
 from tests.harness import Ranks, result, samples
 from tests.test_goodput import HUNG, run_with, spent
@@ -430,3 +433,15 @@ def test_cleaning_while_a_run_goes_on_changes_nothing(
     assert (result(config), samples(config)) == reference(tmp_path)
     assert not parts_in(tmp_path / "local")
     assert not tree(tmp_path / "local"), "the note to which run it belonged has gone with it"
+
+
+def test_what_ranks_of_a_killed_watchdog_have_spent_is_recorded_first(tmp_path: Path, node: Path) -> None:
+    run, folder = a_run(tmp_path / "run"), node / "0123456789ab-0"
+    folder.mkdir()
+    about = describe_rank(run, 0, "token", 1, 1, False) | describe_process() | {"process_started": "then", "rank": 0}
+    write(folder / "rank-00000.json", json.dumps(about))
+    time_account.TimeAccount().share(folder / "rank-00000.time")
+    (folder / "watchdog.beat").write_bytes(bytes(8))
+    main(["clean", "--yes", str(run)])
+    assert not folder.exists()
+    assert [each.attempt for each in read_ledger(run) if isinstance(each, TimeSpent)][-1] == "token"

@@ -20,11 +20,11 @@ BUDGET = {
     "checkpoint": 4824,
     "contrib": 225,
     "detect": 307,
-    "detect/hangs": 2414,
+    "detect/hangs": 2415,
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "fit": 5392,
-    "launch": 6647,
+    "launch": 6650,
     "launch/schedulers": 508,
     "run": 2900,
 }

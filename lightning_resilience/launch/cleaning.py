@@ -25,7 +25,7 @@ from lightning_resilience._files import is_abandoned, is_temporary, load_json, m
 from lightning_resilience._output import log_line
 from lightning_resilience.checkpoint.capacity import format_bytes
 from lightning_resilience.checkpoint.local_folders import Origin, base_folder, memory_bases, read_origin, remove_empty
-from lightning_resilience.detect.hangs.abandoned import abandoned
+from lightning_resilience.detect.hangs.abandoned import abandoned, record_account
 from lightning_resilience.detect.hangs.rank_probe import own_directories
 from lightning_resilience.launch.json_output import to_json
 from lightning_resilience.launch.listing import runs_below
@@ -40,6 +40,7 @@ from lightning_resilience.run.run_directory import LAUNCHED, FitDirectory, RunDi
 
 _LOCAL = "local checkpoints"
 _QUARANTINE = "quarantine"
+_OF_WATCHDOG = "files of a watchdog"
 
 _Seen = tuple[int, ...]  # of a file: which it is, and that it has not changed
 
@@ -138,6 +139,8 @@ def remove(leftover: Leftover) -> str | None:
     try:
         if (why := leftover.in_use()) is not None:
             return why
+        if leftover.kind == _OF_WATCHDOG:
+            record_account(leftover.path)
         for path, seen in leftover.files.items():
             with suppress(FileNotFoundError):
                 if _seen(path.lstat()) == seen:
@@ -290,7 +293,7 @@ def _of_node(runs: Collection[_Run], local_dir: Path | None, found: Found) -> No
     for own in map(_resolved, own_directories()):
         for folder in abandoned(own) if _is_own(own) else []:
             in_use = partial(_unless_in, folder, partial(abandoned, own))
-            found.add("files of a watchdog", folder, "all its processes are gone", in_use, [folder])
+            found.add(_OF_WATCHDOG, folder, "all its processes are gone", in_use, [folder])
     for folder in map(_resolved, abandoned_folders()):
         found.add("sockets", folder, "its launch is gone", partial(_unless_in, folder, abandoned_folders), [folder])
 

@@ -56,12 +56,20 @@ def remove_abandoned(own: Path | None = None, run_dir: Path | None = None) -> No
         run_dirs = {str(each.get("run_dir")) for each in registrations}
         if directory == own or run_dirs - ({str(run_dir)} if run_dir else run_dirs):
             continue
-        try:
-            if registrations:
-                _record(directory, registrations)
-        except (OSError, TypeError, ValueError, KeyError):  # a run that is gone, or a folder of another version
-            pass
+        record_account(directory)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def record_account(directory: Path) -> None:
+    """Records what the ranks of an abandoned folder have spent their time on, if that is known and their run is there.
+
+    Args:
+        directory: The folder.
+    """
+    registrations = [read_json(path) or {} for path in matching(directory, "rank-*.json")]
+    with suppress(OSError, TypeError, ValueError, KeyError):  # a run that is gone, or a folder of another version
+        if registrations:
+            _record(directory, registrations)
 
 
 def abandoned(parent: Path) -> list[Path]:
