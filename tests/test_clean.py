@@ -442,6 +442,7 @@ def test_what_ranks_of_a_killed_watchdog_have_spent_is_recorded_first(tmp_path: 
     write(folder / "rank-00000.json", json.dumps(about))
     time_account.TimeAccount().share(folder / "rank-00000.time")
     (folder / "watchdog.beat").write_bytes(bytes(8))
-    main(["clean", "--yes", str(run)])
+    with pytest.raises(SystemExit):
+        main(["clean", "--yes", str(run)])
     assert not folder.exists()
     assert [each.attempt for each in read_ledger(run) if isinstance(each, TimeSpent)][-1] == "token"
