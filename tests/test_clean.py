@@ -219,11 +219,37 @@ def test_storage_that_is_not_mounted_is_not_gone(tmp_path: Path, node: Path) -> 
     run = a_run(tmp_path / "mount" / "a")
     local = local_ckpt(node, run)
     content = json.loads((local / "run.json").read_text())
-    (local / "run.json").write_text(json.dumps({**content, "device": content["device"] + 1}))
+    (local / "run.json").write_text(
+        json.dumps({**content, "above": [[dev + 1, inode] for dev, inode in content["above"]]})
+    )
     shutil.rmtree(run)
     assert "cannot be seen here" in why_kept(find_leftovers(tmp_path / "mount"), local)
     (local / "run.json").unlink()
     assert "not known" in why_kept(find_leftovers(tmp_path / "mount"), local)
+
+
+@pytest.mark.parametrize("has_its_own", [False, True], ids=["none", "a run"])
+def test_another_folder_of_the_same_name_does_not_say_what_is_gone(
+    tmp_path: Path, node: Path, has_its_own: bool
+) -> None:
+    """Containers with the node memory of their host, and each with its own project in /workspace."""
+    run = a_run(tmp_path / "workspace" / "runs" / "a")
+    local = local_ckpt(node, run)
+    (tmp_path / "workspace").rename(tmp_path / "of another container")
+    (tmp_path / "workspace" / "runs").mkdir(parents=True)
+    if has_its_own:
+        a_run(run)
+    found = find_leftovers(tmp_path / "workspace")
+    assert "cannot be seen here" in why_kept(found, local)
+
+
+def test_a_run_that_was_put_aside_is_not_gone_though_another_is_in_its_place(tmp_path: Path, node: Path) -> None:
+    run = a_run(tmp_path / "runs" / "a")
+    local = local_ckpt(node, run)
+    run.rename(tmp_path / "runs" / "a-old")
+    a_run(run)
+    (tmp_path / "other").mkdir()
+    assert "has been moved to" in why_kept(find_leftovers(tmp_path / "other"), local)
 
 
 def test_it_comes_back_before_it_is_removed(tmp_path: Path, node: Path) -> None:

@@ -37,22 +37,30 @@ class Origin:
 
     Args:
         run_dir: Its run directory.
-        device: Number of the file system of the run directory's parent, on this node; another one may be mounted there
-            later, or none.
+        above: The folders above it, the nearest first, as :func:`_place` has them on this node. Another storage may be
+            mounted there later, or none; and in a container which has the same node memory, another folder.
     """
 
     run_dir: Path
-    device: int
+    above: list[list[int]]
 
     @property
-    def gone_from(self) -> Path | None:
-        """The nearest folder that is left above the run directory; ``None``: it is there, or its storage is not."""
-        if os.path.lexists(self.run_dir):
-            return None
-        left = next(each for each in self.run_dir.parents if os.path.lexists(each))
-        with contextlib.suppress(OSError):
-            return left if os.stat(left).st_dev == self.device else None
+    def nearest_above(self) -> Path | None:
+        """The nearest folder that is left above the run directory; ``None``: another one is there than was."""
+        for path, place in zip(self.run_dir.parents, self.above, strict=False):
+            try:
+                return path if _place(path) == place else None
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError:
+                break
         return None
+
+
+def _place(folder: Path) -> list[int]:
+    """Tells a folder from another one of the same name."""
+    about = os.stat(folder)
+    return [about.st_dev, about.st_ino]
 
 
 def note_origin(run_folder: Path, run_dir: Path) -> None:
@@ -64,7 +72,7 @@ def note_origin(run_folder: Path, run_dir: Path) -> None:
     """
     with contextlib.suppress(OSError):  # node memory is full: the saves say so
         path = Path(os.path.realpath(run_dir))
-        content = {"run_dir": str(path), "device": os.stat(path.parent).st_dev}
+        content = {"run_dir": str(path), "above": [_place(each) for each in path.parents]}
         if read_json(run_folder / _ORIGIN) != content:
             write_json(run_folder / _ORIGIN, content)
 
@@ -76,8 +84,8 @@ def read_origin(run_folder: Path) -> Origin | None:
         run_folder: The folder.
     """
     content = read_json(run_folder / _ORIGIN) or {}
-    run_dir, device = content.get("run_dir"), content.get("device")
-    return Origin(Path(run_dir), device) if isinstance(run_dir, str) and isinstance(device, int) else None
+    run_dir, above = content.get("run_dir"), content.get("above")
+    return Origin(Path(run_dir), above) if isinstance(run_dir, str) and isinstance(above, list) else None
 
 
 def remove_empty(run_folder: Path) -> None:

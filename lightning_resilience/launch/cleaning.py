@@ -357,9 +357,10 @@ def _why_not_gone(origin: Origin, name: str) -> str | None:
         origin: Where it was.
         name: Its identity.
     """
-    if (now := _name_of(origin.run_dir)) is not None:
-        return "" if now == name else None
-    if (left := origin.gone_from) is None:
+    now, left = _name_of(origin.run_dir), origin.nearest_above
+    if now == name:
+        return ""
+    if left is None or (now is None and os.path.lexists(origin.run_dir)):
         return f"its run directory {origin.run_dir} cannot be seen here"
     moved = next((path for path in runs_below(left)[0] if _name_of(path) == name), None)
     return None if moved is None else f"its run has been moved to {moved}"
