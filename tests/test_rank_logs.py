@@ -188,6 +188,17 @@ def test_a_line_of_another_thread_goes_nowhere_once_the_output_is_closed(
     assert (tmp_path / "ledger").read_bytes() == b""
 
 
+def test_the_last_words_of_ranks_are_kept_though_who_shows_them_was_killed(node: Node) -> None:
+    relay = Relay(node.run_dir, "not-shown.log", node.folder)
+    with relay:
+        relay._process.kill()
+        relay._process.wait()
+        node.start("print('last words of 0', end='')")
+        node.start("print('last words of 1')", rank=1)
+    kept = (node.run_dir / "not-shown.log").read_text()
+    assert sorted(kept.splitlines()) == ["last words of 0", "last words of 1"]
+
+
 def test_storage_that_fails_for_a_while_loses_nothing(node: Node) -> None:
     (node.run_dir / "logs").write_text("no folder can be made here")
     node.start("print('before')")

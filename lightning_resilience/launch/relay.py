@@ -22,13 +22,15 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_resilience._output import KeptOutput, Line, file_of, send_lines
+from lightning_resilience._files import matching
+from lightning_resilience._output import KeptOutput, Line, file_of, log_line, send_lines
 from lightning_resilience.launch.rank_logs import LogKeeper
 from lightning_resilience.launch.rank_output import NodeOutput
 
 _TAKES_WITHIN_S = 5.0  # a terminal that is held (Ctrl-S), or a reader that pauses
 _ENDS_WITHIN_S = 10.0
 _KEPT_WITHIN_S = 5.0
+_LEFT_BYTES = 8 << 20  # of each rank
 _LOOK_EVERY_S = 0.1
 _CHUNK = 4096  # a pipe that has room takes this much without blocking (PIPE_BUF)
 
@@ -149,6 +151,7 @@ class Relay:
                 pairs[file] = (*_pair(fd), fd)
         self.stdout, self.stderr = (None if (file := file_of(fd)) is None else pairs[file][1] for fd in (1, 2))
         self._writers = [writer for _, writer, _ in pairs.values()]
+        self._not_shown, self._folder = run_dir / not_shown, folder
         self._closing = threading.RLock()
         self._is_closed = False
         readers = [reader for reader, _, _ in pairs.values()]
@@ -178,11 +181,21 @@ class Relay:
             for writer in self._writers:
                 os.close(writer)
         try:
-            self._process.wait(_ENDS_WITHIN_S)
+            if self._process.wait(_ENDS_WITHIN_S) != 0:
+                self._keep_what_is_left()
         except subprocess.TimeoutExpired:  # somebody whom nobody knows holds the other end
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):  # it may wait for storage that does not answer
                 self._process.wait(1.0)
+
+    def _keep_what_is_left(self) -> None:
+        """The process was killed: nobody has read what ranks have written since, nor knows what had been read."""
+        kept = KeptOutput(self._not_shown)
+        for path in matching(self._folder, "*") if self._folder is not None else []:
+            with suppress(OSError), open(path, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _LEFT_BYTES))
+                kept.write(file.read().strip(b"\0").rstrip(b"\n") + b"\n")  # a hole is what had been read
+        log_line(f"Who shows the output was killed; the end of what ranks have written is in {kept.path}.", True)
 
     def show_line(self, line: str) -> bool:
         """A line of this process's own; whether it is on its way."""
