@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "fit": 5392,
-    "launch": 6651,
+    "launch": 6662,
     "launch/schedulers": 508,
     "run": 2900,
 }
