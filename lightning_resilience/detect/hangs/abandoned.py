@@ -96,7 +96,7 @@ def _record(directory: Path, registrations: list[dict[str, Any]]) -> None:
         if spent is not None and spent.since <= time.monotonic():  # else the node has been started again
             accounts[int(registration["rank"])] = spent
     run, about = RunDirectory(registrations[0]["run_dir"]), registrations[0]
-    if not accounts or not run.ledger.is_dir():
+    if not accounts or not run.path.is_dir():
         return
     beat = read_beat(directory)  # they were killed with it
     event: TimeSpent = time_spent(accounts, {rank: max(beat, spent.since) for rank, spent in accounts.items()})
