@@ -501,12 +501,12 @@ def test_only_dead_ranks_of_this_namespace_are_cleaned_away(run_dir: Path) -> No
 
 def test_what_ranks_spent_whose_watchdog_was_killed_with_them_is_recorded_by_who_comes_next(run_dir: Path) -> None:
     job = Job(run_dir)
+    RunDirectory(run_dir).identity()
     job.start(0, seconds=60)
     record = job.directory() / "watchdog.json"
     await_that(lambda: (read_json(record) or {}).get("pid") is not None)
     watcher, [rank] = read_json(record), job.processes
     assert watcher is not None
-    RunDirectory(run_dir).ledger.mkdir()
     remove_abandoned(run_dir=run_dir)  # they run
     assert job.directory().exists()
     os.kill(watcher["pid"], signal.SIGKILL)
@@ -537,7 +537,9 @@ def test_storage_of_another_run_that_hangs_leaves_that_of_this_run_usable(
         answers.set()
 
 
-@pytest.mark.parametrize("spoiled", ["rank-00000.time", "watchdog.beat", "rank-00000.json", "the run", ""])
+@pytest.mark.parametrize(
+    "spoiled", ["rank-00000.time", "watchdog.beat", "rank-00000.json", "the run", "the run directory", ""]
+)
 def test_what_was_left_and_cannot_be_read_is_removed(run_dir: Path, spoiled: str) -> None:
     job = Job(run_dir)
     RunDirectory(run_dir).ledger.mkdir()
@@ -545,6 +547,8 @@ def test_what_was_left_and_cannot_be_read_is_removed(run_dir: Path, spoiled: str
     if spoiled == "the run":  # another one has begun in its place
         later = time.time() + 60
         os.utime(run_dir / "run.json", (later, later))
+    elif spoiled == "the run directory":  # that of something else is there
+        (run_dir / "run.json").unlink()
     dead = {**describe_process(), "process_started": "another boot"}
     about = {"run_dir": str(run_dir), "rank": 0, "token": job.token, "world_size": 1, "node": "n"}
     about |= {"fit": 0, "elastic_run_id": None, "restart_count": 0}
@@ -554,7 +558,7 @@ def test_what_was_left_and_cannot_be_read_is_removed(run_dir: Path, spoiled: str
     folder = job.directory()
     if spoiled.endswith("json"):
         write_json(folder / spoiled, {**dead, "rank": "x", "run_dir": str(run_dir)})
-    elif spoiled and spoiled != "the run":
+    elif spoiled and not spoiled.startswith("the run"):
         (folder / spoiled).write_bytes(b"x")
     remove_abandoned(run_dir=run_dir)
     assert not folder.exists()

@@ -96,13 +96,13 @@ def _record(directory: Path, registrations: list[dict[str, Any]]) -> None:
         if spent is not None and spent.since <= time.monotonic():  # else the node has been started again
             accounts[int(registration["rank"])] = spent
     run, about = RunDirectory(registrations[0]["run_dir"]), registrations[0]
-    if not accounts or not run.path.is_dir():
+    if not accounts:
         return
+    run_began = (run.path / "run.json").stat().st_mtime  # raises where there is no run: nothing is written there
     beat = read_beat(directory)  # they were killed with it
     event: TimeSpent = time_spent(accounts, {rank: max(beat, spent.since) for rank, spent in accounts.items()})
-    with suppress(FileNotFoundError):
-        if max(event.ended or ()) < (run.path / "run.json").stat().st_mtime:
-            return  # the run was removed, and another one has begun in its place
+    if max(event.ended or ()) < run_began:
+        return  # the run was removed, and another one has begun in its place
     event.node, event.attempt, event.world_size = node_name(), about["token"], about["world_size"]
     event.fit, event.elastic_run_id, event.restart_count = about["fit"], about["elastic_run_id"], about["restart_count"]
     Ledger(run.ledger, None).record(event)
