@@ -188,7 +188,7 @@ def test_full_node_memory_does_not_hinder_the_training(
     assert not said("Hangs are found by")
     assert not said("hung run is ended")
     assert not watchdogs(tmp_path)
-    assert not list(places[0].iterdir())
+    assert not [each for each in places[0].rglob("*") if each.is_file()]
 
 
 def test_node_memory_that_is_full_in_between_leaves_nothing_behind(
@@ -206,7 +206,7 @@ def test_node_memory_that_is_full_in_between_leaves_nothing_behind(
     for signum in (rank_probe.STACKS_SIGNAL, rank_probe.EXIT_SIGNAL):
         assert not process_probe._handles(os.getpid(), signum)
     assert not watchdogs(tmp_path)
-    assert not list(places[0].iterdir())
+    assert not [each for each in places[0].rglob("*") if each.is_file()]
 
 
 def failing_witnesses(tmp: Path) -> None:

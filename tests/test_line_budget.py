@@ -23,7 +23,7 @@ BUDGET = {
     "detect/hangs": 2415,
     "detect/numerics": 788,
     "detect/stragglers": 370,
-    "fit": 5392,
+    "fit": 5397,
     "launch": 6662,
     "launch/schedulers": 508,
     "run": 2900,

@@ -23,7 +23,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def pictures(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports a module of ``docs/pictures``."""
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "pictures"))
-    names = [path.stem for path in (ROOT / "docs" / "pictures").glob("*.py")]
+    names = {path.stem for path in (ROOT / "docs" / "pictures").glob("*.py")} - {"__main__"}  # which is pytest's
     yield importlib.import_module
     for name in names:
         sys.modules.pop(name, None)

@@ -46,11 +46,16 @@ class OwnAccount:
         if sys.platform == "linux":
             with suppress(OSError):
                 path = node_folder(_FOLDER) / f"{fit.token}-{fit.rank:05d}.about"
-                fit.time.share(path.with_suffix(".time"))
+                try:
+                    fit.time.share(path.with_suffix(".time"))
+                    own = fit.time_spent({})
+                    about = {name: getattr(own, name) for name in _OF_FIT}
+                    write_json(path, {**about, **describe_process(), "run": fit.run_id, "rank": fit.rank})
+                except OSError:  # it is full
+                    fit.time.unshare()
+                    _remove(path)
+                    raise
                 self._path = path
-                own = fit.time_spent({})
-                about = {name: getattr(own, name) for name in _OF_FIT}
-                write_json(path, {**about, **describe_process(), "run": fit.run_id, "rank": fit.rank})
 
     def record(self) -> None:
         """Records what the process has spent its time on, up to now."""
