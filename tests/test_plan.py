@@ -84,6 +84,7 @@ def states(folder: Path) -> list[str]:
     return [each["state"] for each in json.loads(list_runs(folder, as_json=True))["runs"]]
 
 
+@pytest.mark.slow  # launches for real, twice
 def test_a_launch_does_what_its_plan_said(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
     """At first, and with what is left of the budget after a failure. While it runs, it is listed and not cleaned."""
     launcher.script(FAILS_ONCE)
