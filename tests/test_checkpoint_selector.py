@@ -172,7 +172,7 @@ def test_a_layer_that_is_not_initialized_yet_fails_no_save(tmp_path: Path, caplo
     trainer = L.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=tmp_path,
-        callbacks=[LocalCheckpoint(tmp_path / "local", every_n_train_steps=2, run_dir=run_dir)],
+        callbacks=[LocalCheckpoint(tmp_path / "local", every_n_train_steps=2, async_save=False, run_dir=run_dir)],
     )  # fmt: skip
     trainer.fit(Lazy(), DataLoader(TensorDataset(torch.randn(16, 4)), 2))
     assert trainer.global_step == 8

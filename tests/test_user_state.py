@@ -172,7 +172,7 @@ def fit(
         "none": [],
         "global": [AutoResume(run, every_n_train_steps=1, async_save=False)],
         "behind": [AutoResume(run, every_n_train_steps=1)],
-        "local": [LocalCheckpoint(tmp / "node", every_n_train_steps=1, run_dir=run), AutoResume(run)],
+        "local": [LocalCheckpoint(tmp / "node", every_n_train_steps=1, async_save=False, run_dir=run), AutoResume(run)],
     }
     trainer = L.Trainer(
         max_steps=steps, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
