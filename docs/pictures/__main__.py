@@ -41,6 +41,8 @@ def main() -> None:
     }
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(pictures)} (default: all)")
     options = parser.parse_args()
+    if unknown := set(options.names) - pictures.keys():
+        parser.error(f"there is no picture {', '.join(sorted(unknown))}")
     for name in options.names or pictures:
         pictures[name]()
         print(f"docs/images: {name}")
