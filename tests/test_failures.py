@@ -248,6 +248,8 @@ def test_the_last_group_is_found_although_nodes_count_restarts_apart() -> None:
     ]
     assert cause_of_end(events_of(first), "job") == "rank 1 was killed by SIGKILL"
     assert cause_of_end(events_of([*first, *second]), "job") == "rank 1 was killed by SIGSEGV"
+    silent = [at("n1", 0, event="start", world_size=3), at("n1", 0, **lost), at("n2", 1, **{**lost, "rank": 1})]
+    assert str(cause_of_end(events_of([*first, *silent]), "job")).startswith("rank 2 was killed")
     too_soon = at("n2", 2, **died, reason="rank 1 was killed by SIGBUS")  # before rank 0 could record its start
     assert cause_of_end(events_of([*first, *second, too_soon]), "job") == "rank 1 was killed by SIGBUS"
 

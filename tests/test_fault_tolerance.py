@@ -111,7 +111,8 @@ def test_a_hang_under_launch_is_restarted_inside_the_job(tmp_path: Path) -> None
     assert [fault["kind"] for fault in events(config, "fault")] == ["hang"]
     assert "Restart 1 inside the job" in output.read_text()
     assert "rank 1" in command_line("diagnose", config)
-    [report] = parsed("report", command_line("report", config, "--json"))
+    predicted = command_line("report", config, "--json", "--what-if", "save_every=9")
+    report, _ = parsed("report", command_line("report", config, "--json"), predicted)
     [hang] = report["interruptions"]
     assert (hang["cause"], hang["resumed_step"], hang["steps_lost"], hang["is_lower_bound"]) == ("hang", 12, 2, False)
     assert (report["outcome"], report["ranks"], report["is_ongoing"]) == ("finished", 2, False)

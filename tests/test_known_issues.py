@@ -507,7 +507,7 @@ class Held:
     """Holds back the file of step 8 until step 10 is done, and notes which files there are then."""
 
     def __init__(self) -> None:
-        self.go = threading.Event()
+        self.go, self.has_written = threading.Event(), threading.Event()
         self.present: list[str] = []
 
     def hold(self, path: Path) -> None:
@@ -521,7 +521,8 @@ class LetGo(L.Callback):
         self.held = held
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 7:  # the file of step 4 is complete: no save is skipped because of it
+        if trainer.global_step == 7:  # the file of step 4 is complete: no save is skipped because of it, nor its removal
+            assert self.held.has_written.wait(60)
             for thread in threading.enumerate():
                 if thread.name == "background-checkpoint":
                     thread.join()
@@ -536,6 +537,7 @@ class SlowWriter(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         self.held.hold(Path(path))
         super().save_checkpoint(checkpoint, path, storage_options)
+        self.held.has_written.set()
 
 
 def weights_in(path: Path) -> torch.Tensor:
@@ -557,7 +559,9 @@ def ours_20953(tmp: Path) -> None:
 
     def slow(state: Any, path: Path, *args: Any, **options: Any) -> Any:
         held.hold(Path(path))
-        return save(state, path, *args, **options)
+        saved = save(state, path, *args, **options)
+        held.has_written.set()
+        return saved
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_file, "save", slow)

@@ -20,7 +20,7 @@ BUDGET = {
     "checkpoint": 4829,
     "contrib": 225,
     "detect": 307,
-    "detect/hangs": 2415,
+    "detect/hangs": 2416,
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "fit": 5397,

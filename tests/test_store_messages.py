@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lightning_resilience.checkpoint import store_messages
 from lightning_resilience.checkpoint.store_messages import StoreMessages
+from lightning_resilience.detect.hangs.deaths import is_stopped
 from tests.harness import CONTEXT, free_port
 
 KEYS = [f"own/1/{rank}" for rank in range(600)]
@@ -107,6 +108,8 @@ def test_a_store_that_does_not_answer_is_not_waited_for(server: tuple[int, Calla
     messages = StoreMessages(lambda: next(clients))
     messages.send(KEYS[0], b"")
     os.kill(pid, signal.SIGSTOP)
+    while not is_stopped(pid):  # until then it may still answer
+        time.sleep(0.001)
     begun = time.monotonic()
     messages.send(KEYS[1], bytes(16 << 10))
     with pytest.raises(TimeoutError):

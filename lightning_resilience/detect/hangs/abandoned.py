@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import struct
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from lightning_resilience._files import matching, read_json
 from lightning_resilience._processes import is_running, pid_namespace
 from lightning_resilience.detect.hangs.rank_probe import own_directories
 from lightning_resilience.run.events import TimeSpent
-from lightning_resilience.run.ledger import Ledger, node_name
+from lightning_resilience.run.ledger import Ledger
 from lightning_resilience.run.run_directory import RunDirectory
-from lightning_resilience.run.time_account import forget, read_account, time_spent
+from lightning_resilience.run.time_account import Spent, forget, read_account, time_spent
 
 BEAT = "watchdog.beat"
 BEATS = struct.Struct("<d")  # seconds of ``time.monotonic()``, which all processes of a node share
@@ -32,6 +33,21 @@ def read_beat(directory: Path) -> float:
     except struct.error as error:
         raise OSError(f"{directory / BEAT} holds no time") from error
     return beat
+
+
+def spent_by(about: Mapping[str, Any], accounts: Mapping[int, Spent], ended: Mapping[int, float]) -> TimeSpent:
+    """What the ranks of a folder have spent their time on, as an event.
+
+    Args:
+        about: What one of them has registered.
+        accounts: By rank.
+        ended: When processes were seen to be gone; see :func:`.time_account.time_spent`.
+    """
+    event = time_spent(accounts, ended)
+    event.attempt, event.world_size = about["token"], about["world_size"]
+    for name in ("fit", "elastic_run_id", "restart_count"):
+        setattr(event, name, about[name])
+    return event
 
 
 def kept_name(directory: Path, node: str) -> str:
@@ -100,10 +116,8 @@ def _record(directory: Path, registrations: list[dict[str, Any]]) -> None:
         return
     run_began = (run.path / "run.json").stat().st_mtime  # raises where there is no run: nothing is written there
     beat = read_beat(directory)  # they were killed with it
-    event: TimeSpent = time_spent(accounts, {rank: max(beat, spent.since) for rank, spent in accounts.items()})
+    event = spent_by(about, accounts, {rank: max(beat, spent.since) for rank, spent in accounts.items()})
     if max(event.ended or ()) < run_began:
         return  # the run was removed, and another one has begun in its place
-    event.node, event.attempt, event.world_size = node_name(), about["token"], about["world_size"]
-    event.fit, event.elastic_run_id, event.restart_count = about["fit"], about["elastic_run_id"], about["restart_count"]
     Ledger(run.ledger, None).record(event)
     forget(run.path, kept_name(directory, about["node"]))

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 from lightning_resilience import _output
 from lightning_resilience._files import create_json, load_json, publish, read_json, write_json
 from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE, describe_process, is_running, pid_namespace
-from lightning_resilience.detect.hangs.abandoned import BEAT, BEATS, kept_name, read_beat, remove_abandoned
+from lightning_resilience.detect.hangs.abandoned import BEAT, BEATS, kept_name, read_beat, remove_abandoned, spent_by
 from lightning_resilience.detect.hangs.deaths import Death, ExitWatcher, MemoryShortage, is_ending, is_stopped
 from lightning_resilience.detect.hangs.evidence import RankEvidence
 from lightning_resilience.detect.hangs.flight_recorder import shorten
@@ -377,15 +377,11 @@ class Watchdog:
 
     def _time_spent(self) -> TimeSpent:
         ranks = sorted((rank for rank in self.ranks.values() if rank.spent is not None), key=lambda rank: rank.rank)
-        event = time_account.time_spent(
+        return spent_by(
+            self._about,
             {rank.rank: rank.spent for rank in ranks if rank.spent is not None},
             {rank.rank: rank.ended for rank in ranks if rank.ended is not None},
         )
-        about = self._about
-        event.node, event.attempt, event.world_size = node_name(), about["token"], about["world_size"]
-        for name in ("fit", "elastic_run_id", "restart_count"):
-            setattr(event, name, about[name])
-        return event
 
     def _record_time(self) -> None:
         """Records it when they have ended."""
