@@ -135,7 +135,7 @@ def test_left_overs_of_a_save_that_was_killed_are_removed(tmp_path: Path) -> Non
 
 @pytest.mark.also_as_on_gpu("4-2")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
-@pytest.mark.slow_but_for("cpu-2-1", "as on a GPU-4-2")
+@pytest.mark.slow_but_for("cpu-2-1")
 def test_another_world_size_goes_on_and_says_that_it_is_not_exact(tmp_path: Path, before: int, after: int) -> None:
     config = killed(tmp_path, trainer={"devices": before})
     codes, text = run({**config, "trainer": {"devices": after}}, tmp_path / "run")

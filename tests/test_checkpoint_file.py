@@ -803,6 +803,7 @@ def test_quarantine_to_another_file_system_stays_on_this_one(tmp_path: Path) -> 
         assert checkpoint_file.quarantine(bad, Path(elsewhere), "bad") == place
 
 
+@pytest.mark.slow
 def test_needs_no_lightning() -> None:
     code = (
         "import sys, lightning_resilience.checkpoint.checkpoint_file;"

@@ -152,6 +152,7 @@ def test_a_bad_global_state_ends_the_run_when_none_is_left(run: Run) -> None:
 
 
 @pytest.mark.parametrize("max_rollbacks", [1, 2])
+@pytest.mark.slow_but_for("2")
 def test_going_back_to_local_states_leaves_the_global_one_a_try(run: Run, max_rollbacks: int) -> None:
     with_bad_local_ones(run)
     guard = NaNGuard("rollback", max_rollbacks=max_rollbacks)

@@ -98,6 +98,7 @@ TRAINERS = {
     "options", some(TRAINERS, "manual optimization", "early stopping", "max_steps", "hooks that draw")
 )
 @pytest.mark.parametrize("step", [pytest.param(17, marks=pytest.mark.campaign), 31])
+@pytest.mark.slow_but_for("31-accumulation", "31-plateau on the training loss", "31-loaders made anew")
 def test_what_the_trainer_does_beside(tmp_path: Path, options: dict[str, Any], step: int) -> None:
     events = [{"at": "train", "step": step}]
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)

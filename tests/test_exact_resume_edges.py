@@ -173,7 +173,9 @@ CHANGES: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("local", [False, True], ids=["run directory", "node"])
-@pytest.mark.slow_but_for(*(f"run directory-{change}" for change in CHANGES), "node-averaged", "node-pruned")
+@pytest.mark.slow_but_for(
+    "run directory-averaged", "run directory-pruned, and masks that are kept", "run directory-float64", "node-pruned"
+)
 def test_what_is_trained_changes_on_the_way(tmp_path: Path, change: str, local: bool) -> None:
     """Killed twice in one epoch, and again in the last."""
     callbacks, options = CHANGES[change]

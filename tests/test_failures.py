@@ -101,6 +101,7 @@ def test_what_advances_elsewhere_does_not_keep_a_failure_alive(launcher: Launche
     assert clause(launcher, "6th") + "; what has advanced meanwhile has not helped" in last_line
 
 
+@pytest.mark.slow
 def test_a_failure_is_known_again_in_the_next_launch(launcher: Launcher) -> None:
     launcher.script(ALWAYS)
     options = ["--in-job-restarts=0", "--job-retries=1", "script.py"]

@@ -22,7 +22,7 @@ def gone_back(tmp: Path, step: int, says: str = "Resuming from step", **options:
 
 
 @pytest.mark.parametrize("options", LOADERS, ids=lambda o: "-".join(str(v) for v in o.values()))
-@pytest.mark.slow_but_for("shuffle-2", "iterable-2", "stateful-False-2")
+@pytest.mark.slow_but_for("stateful-False-2")
 def test_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
     assert gone_back(tmp_path, 27, **options) == undisturbed(tmp_path, **options)
 
@@ -51,7 +51,7 @@ LOCAL: dict[str, Any] = {
 @pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize("options", some(RANKS, "four"))
 @pytest.mark.parametrize("tier", ["global", "local"])
-@pytest.mark.slow_but_for("cpu-local-sharded ranks", "as on a GPU-global-ranks")
+@pytest.mark.slow_but_for("as on a GPU-global-ranks")
 def test_ranks(tmp_path: Path, options: dict[str, Any], tier: str) -> None:
     local = {**LOCAL, "local": {"every_n_train_steps": 4, "dir": str(tmp_path / "local")}} if tier == "local" else {}
     assert gone_back(tmp_path, 27, **options, **local) == undisturbed(tmp_path, **options, **local)

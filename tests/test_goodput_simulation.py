@@ -928,9 +928,10 @@ def runs(number: int) -> Iterator[Run]:
                 yield check(seed, Path(folder), patch)
 
 
-def test_every_second_is_in_its_category() -> None:
+@pytest.mark.parametrize("number", [80, pytest.param(RUNS, marks=pytest.mark.slow)])
+def test_every_second_is_in_its_category(number: int) -> None:
     stories: Counter[str] = Counter()
-    for run in runs(RUNS):
+    for run in runs(number):
         stories.update(run.stories)
         assert_in_time(run.found)
     assert stories.keys() == {

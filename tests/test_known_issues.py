@@ -521,7 +521,7 @@ class LetGo(L.Callback):
         self.held = held
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 7:  # the file of step 4 is complete: no save is skipped because of it, nor its removal
+        if trainer.global_step == 7:  # the file of step 4 is complete: no save or removal is skipped because of it
             assert self.held.has_written.wait(60)
             for thread in threading.enumerate():
                 if thread.name == "background-checkpoint":

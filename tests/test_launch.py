@@ -903,6 +903,7 @@ def test_real_a_crash_of_one_rank_restarts_all_of_them(launcher: Launcher) -> No
     ],
 )
 @pytest.mark.slow_but_for("15")
+@pytest.mark.slow
 def test_real_a_scheduler_that_signals_every_process_does_not_cut_the_grace_period_short(
     launcher: Launcher, signum: signal.Signals
 ) -> None:

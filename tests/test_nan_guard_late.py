@@ -406,7 +406,7 @@ def test_the_smallest_parameter_tells(removed: list[StepGuard]) -> None:
     [({}, [1, 5]), ({"sharded": True, "trainer": {"gradient_clip_val": math.inf}}, [5, 1])],
     ids=["ddp", "sharded and clipped"],
 )
-@pytest.mark.slow_but_for("sharded and clipped")
+@pytest.mark.slow
 def test_ranks_that_learn_at_different_times_skip_the_same_steps(
     options: dict[str, Any], late: list[int], tmp_path: Path
 ) -> None:

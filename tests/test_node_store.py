@@ -1339,6 +1339,7 @@ def test_quarantine_that_does_not_take_it(place: Path, monkeypatch: pytest.Monke
     assert path.exists()
 
 
+@pytest.mark.slow
 def test_needs_no_lightning() -> None:
     code = (
         "import sys, lightning_resilience.checkpoint.node_store;"

@@ -597,6 +597,7 @@ def test_real_a_hang_is_ended_and_who_is_not_watched_is_not(tmp_path: Path) -> N
 
 
 @pytest.mark.nvrx
+@pytest.mark.slow
 def test_real_a_node_excludes_itself(tmp_path: Path) -> None:
     pytest.importorskip("nvidia_resiliency_ext.fault_tolerance")
     code, output = run_launcher(tmp_path, 'monitor.send("exclude_this_node", "ECC errors")\nsys.exit(1)', 1)

@@ -73,11 +73,9 @@ def stop_and_resume(tmp: Path, events: list[dict[str, Any]], **options: Any) -> 
 @pytest.mark.also_as_on_gpu("rank 0 only", "rank 1 while rank 0 is blocked in a collective", "end of the epoch")
 @pytest.mark.parametrize("events", SCENARIOS.values(), ids=SCENARIOS.keys())
 @pytest.mark.slow_but_for(
-    "cpu-rank 1 only",
     "cpu-rank 1 while rank 0 is blocked in a collective",
     "cpu-validation of the last epoch",
     "cpu-sanity check",
-    "cpu-setup",
     "as on a GPU-end of the epoch",
 )
 def test_stops_all_ranks_and_resumes_exactly(
@@ -232,6 +230,7 @@ def test_the_end_of_the_grace_period_ends_the_run(tmp_path: Path) -> None:
     assert "interrupted" in events
 
 
+@pytest.mark.slow
 def test_warns_when_a_save_does_not_fit_into_the_grace_period(tmp_path: Path) -> None:
     config = make(tmp_path, "run", trainer={"max_epochs": 1})
     run_dir = RunDirectory(config["run_dir"])

@@ -77,6 +77,7 @@ def steps(config: dict[str, Any], event: str) -> list[int]:
         *(pytest.param(*case, marks=pytest.mark.campaign) for case in ((True, False), (True, True), (False, True))),
     ],
 )
+@pytest.mark.slow
 def test_what_does_not_come_fails_the_save_and_is_gathered_from_then_on(
     tmp_path: Path, async_save: bool, sharded: bool
 ) -> None:

@@ -1003,7 +1003,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("case", ["zero", "fsdp2", "tensor_parallel", "fsdp1"])
-@pytest.mark.slow_but_for("fsdp2")
+@pytest.mark.slow
 def test_ranks(case: str, job: dict[str, list[dict[str, Any]]]) -> None:
     assert_resumed_exactly(job[case])
 

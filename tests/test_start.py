@@ -86,6 +86,7 @@ def test_one_that_is_stopped_before_its_first_fit_is_found(run_dir: Path) -> Non
     assert "start:SECONDS" in run_dir.with_suffix(".log").read_text()
 
 
+@pytest.mark.slow
 def test_one_that_waits_while_another_is_at_work_is_left_alone(run_dir: Path) -> None:
     assert run(run_dir, "waits", "computes in a child") == [0, 0]
     assert not hangs(run_dir)

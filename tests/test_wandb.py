@@ -197,6 +197,7 @@ def services() -> set[int]:
 
 
 @pytest.mark.parametrize(("end", "code"), [("error", 1), pytest.param("killed", -9, marks=pytest.mark.campaign)])
+@pytest.mark.slow
 def test_a_restarted_run_is_one_run_with_all_that_is_known_of_its_ranks(end: str, code: int, tmp_path: Path) -> None:
     before = services()
     assert run(tmp_path, end) == [code] * RANKS, (tmp_path / "output").read_text()

@@ -298,6 +298,7 @@ def _never_begins(job: Job) -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_a_rank_that_takes_long_to_die_is_judged_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(run_dir)
     rank = _FORK.Process(target=_never_begins, args=(job,))
