@@ -163,13 +163,18 @@ class Agreement:
         self._wake.set()
         self._wait(self._member.arrived)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, peer_is_lost: bool = False) -> None:
         """Tells every rank that this one raises, and stops. All others get a :class:`PeerLost` that names the reason.
 
         Never raises, and returns after a few seconds even if the store does not answer.
+
+        Args:
+            reason: Why.
+            peer_is_lost: Whether because another rank is gone. Then nobody is waited for, and what the others get may
+                say instead that the store is gone.
         """
         with self._lock:
-            self._member.abort(reason)
+            self._member.abort(reason, peer_is_lost)
         self._wake.set()
         with self._moved:
             self._moved.wait_for(lambda: self._is_over() or self._stopped, self._STORE_PATIENCE_S)

@@ -418,9 +418,9 @@ class Member:
         self._raise_failure()
         return tuple(event for _, event in self._pending) if self.over else None
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, peer_is_lost: bool) -> None:
         """Posts that this rank gives up."""
-        self._posts.append(self._give_up(f"rank {self._rank} stopped: {reason}"))
+        self._posts.append(self._give_up(f"{_PEER_IS_LOST * peer_is_lost}rank {self._rank} stopped: {reason}"))
 
     def lose_touch(self, error: BaseException) -> None:
         """Takes note of an error that ended the watcher: nearly always, the store is gone."""
@@ -562,14 +562,18 @@ class Member:
         yield from self._fail_last(reason if posted is None else posted.decode())
 
     def _fail_last(self, reason: str) -> Watching[None]:
-        """A store may die with the process of the relay, so the others get a few polls to read the reason before."""
+        """A store may die with the process of the relay, so the others get a few polls to read the reason before.
+
+        That a rank is gone, all that it leaves notice for themselves: then they need no reason.
+        """
         until = self._clock() + self._linger
-        while self._index == 0 and self._clock() < until:
+        while self._index == 0 and not reason.startswith(_PEER_IS_LOST) and self._clock() < until:
             yield Sleep(self._pace.shortest)
         self._fail(reason)
 
 
 _ALTHOUGH = "although a rank has finished already"
+_PEER_IS_LOST = "a rank is gone: "
 
 
 def _answers_within(answer_timeout: float, at_the_end: bool) -> float:

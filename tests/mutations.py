@@ -319,7 +319,7 @@ GUARDS = [
     Guard(
         "what follows from a lost peer is no cause",
         "run/failures.py",
-        'if fault.kind == "hang" or not (_LOST_PEER.search(reason) or (hung and _TIMED_OUT.search(reason))):',
+        'if fault.kind == "hang" or not (says_peer_is_lost(reason) or (hung and _TIMED_OUT.search(reason))):',
         "if True:",
         "tests/test_failures.py::test_a_diagnosed_hang_is_the_failure_and_not_what_its_peers_ran_into",
     ),

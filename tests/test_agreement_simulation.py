@@ -250,7 +250,7 @@ class Simulation:
             self.errors[rank], self.told_at[rank] = error, self.now
             member = self.done[rank][-1].member
             yield from self.saves_end(rank, self.done[rank][-1])
-            member.abort(str(error))
+            member.abort(str(error), peer_is_lost=isinstance(error, CollectiveBroken))
             self.wake(rank)
             while not self.is_over(self.done[rank][-1]):
                 yield self.until_moved(rank)
@@ -722,6 +722,16 @@ def test_the_largest_position_is_found_and_so_is_who_is_missing(size: int, silen
         run_all(_meet("round/0", index, size, json.dumps(training(index)), publish))
     assert published == [json.dumps(training(size - 1))]
     assert store.num_keys() == 0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_where_a_rank_is_gone_the_owner_of_the_store_waits_for_nobody(first: int) -> None:
+    for peer_is_lost in (True, False):
+        ranks, watches, _ = two_and_a_relay(LocalStore())
+        ranks[first].abort("it is not to be had", peer_is_lost)
+        watches[first].pause()
+        watches[0].pause()
+        assert ranks[0].over == peer_is_lost, "else it leaves the others time to read why"
 
 
 def test_what_several_ranks_ask_for_is_one_event() -> None:

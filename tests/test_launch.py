@@ -200,7 +200,22 @@ def test_local_dir_reaches_the_workers(launcher: Launcher) -> None:
 
 
 def test_a_crash_is_restarted_inside_the_job(launcher: Launcher) -> None:
-    launcher.script("if restart_count == 0: raise RuntimeError('boom')")
+    launcher.script("""
+        import atexit, ctypes, threading
+        class Remains:
+            def __del__(self, note=os.mkdir): note("cleared_away")
+        def note(what): os.write(order, what.encode())
+        if restart_count == 0:
+            remains, rows = Remains(), open("rows", "w")
+            rows.write("not flushed")
+            order = os.open("order", os.O_WRONLY | os.O_CREAT)
+            atexit.register(note, "atexit ")
+            atexit.register(sys.exit, "of no concern")
+            threading.Thread(target=lambda: (threading.main_thread().join(), note("thread "))).start()
+            os.dup2(os.open("of_c", os.O_WRONLY | os.O_CREAT), 1)
+            ctypes.CDLL(None).printf(b"not flushed")
+            raise RuntimeError('boom')
+    """)
     assert launcher.run("--prometheus=run.prom", "--on-event=tee -a told", "script.py") == 0, launcher.stderr()
     assert [event["event"] for event in launcher.events("job_start", "start", "failure", "exit")] == [
         "job_start",
@@ -215,6 +230,9 @@ def test_a_crash_is_restarted_inside_the_job(launcher: Launcher) -> None:
     traceback = launcher.stderr().split("Traceback")[1]
     assert "runpy" not in traceback
     assert "launch/worker.py" not in traceback
+    assert (launcher.folder / "order").read_text() == "thread atexit ", "as at every end of Python"
+    assert [(launcher.folder / name).read_text() for name in ("rows", "of_c")] == ["not flushed"] * 2
+    assert not (launcher.folder / "cleared_away").exists(), "for that, nobody waits"
 
     told = [json.loads(line) for line in (launcher.folder / "told").read_text().splitlines()]
     assert [each["event"] for each in told] == ["run_began", "interruption", "restart", "run_ended"]

@@ -1710,6 +1710,27 @@ def test_a_rank_whose_thread_dies_stops_no_other(job: Job, monkeypatch: pytest.M
     until(lambda: published(job)[2] == [12, 16])
 
 
+@pytest.mark.parametrize("peer_is_lost", [True, False])
+def test_who_has_lost_a_peer_ends_no_round_but_publishes_its_own(
+    job: Job, monkeypatch: pytest.MonkeyPatch, peer_is_lost: bool
+) -> None:
+    job.train(13)
+    for rank in job.ranks:
+        until(lambda rank=rank: rank.saves._planned is not None and rank.saves._planned.step == 16)
+    alive, waits = job.ranks[:3], []
+    for _ in range(4):
+        for rank in alive:
+            rank.step()
+    monkeypatch.setattr(local_saves, "_LAST_ROUND_S", 0.01)
+    for rank in alive:
+        with monkeypatch.context() as patch:
+            wait_for = rank.saves._wait_for
+            patch.setattr(rank.saves, "_wait_for", lambda what, s, f=wait_for: (waits.append(s), f(what, s))[1])
+            rank.saves.stop(5.0, peer_is_lost)
+    assert waits == [5.0, *[0.01] * (not peer_is_lost)] * 3
+    assert [steps[-1] for steps in published(job)[:3]] == [16] * 3
+
+
 def test_the_end_waits_for_no_round_that_is_still_to_come(tmp_path: Path) -> None:
     job = Job(tmp_path, every=1000)
     job.train(6)

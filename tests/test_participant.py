@@ -11,7 +11,7 @@ import lightning.pytorch as L
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_resilience.agreement_protocol import Event, Needs
+from lightning_resilience.agreement_protocol import Event, Needs, PeerLost
 from lightning_resilience.fit import context
 from lightning_resilience.fit.joining import SessionCallback
 from lightning_resilience.fit.participant import Participant, Participants
@@ -132,3 +132,28 @@ def test_output_is_put_back_before_the_handlers_of_signals(fails: bool) -> None:
     else:
         StopOnSignal.leave(stop)
     assert calls == ["output", "handlers"]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.1.1]:4242"), True),
+        (PeerLost("rank 0 lost touch with the other ranks"), True),
+        (ConnectionResetError(104, "Connection reset by peer"), False),  # of object storage, say
+        (RuntimeError("boom"), False),
+    ],
+)
+def test_a_failure_says_whether_others_are_to_be_waited_for(error: Exception, is_lost: bool) -> None:
+    told: list[bool] = []
+    fit = SimpleNamespace(
+        index=0,
+        trainer=SimpleNamespace(global_step=1),
+        ledger=SimpleNamespace(record=lambda event: None),
+        participants=Participants(),
+        agreement=SimpleNamespace(abort=lambda reason, peer_is_lost: told.append(peer_is_lost)),
+    )
+    outcome = SimpleNamespace(is_halted=lambda: True)
+    selector, ending = SimpleNamespace(verdict=lambda error: None), SimpleNamespace(is_over=False)
+    session: Any = SimpleNamespace(fit=fit, outcome=outcome, selector=selector, _ending=ending)
+    FitSession._record_failure(session, error)
+    assert [fit.peer_is_lost, *told] == [is_lost] * 2

@@ -382,12 +382,19 @@ class LocalSaves:
         if self._fence is not None:
             self._fence.now()
 
-    def stop(self, timeout_s: float) -> None:
-        """Stops the thread; waits ``timeout_s`` seconds for a save in progress to be published."""
+    def stop(self, timeout_s: float, peer_is_lost: bool = False) -> None:
+        """Stops the thread.
+
+        Args:
+            timeout_s: Seconds to wait for a save in progress to be published on this node.
+            peer_is_lost: Whether a rank is gone, so that others cannot end their round. What they have published makes
+                a generation even so; only copies on other nodes, which may be on their way, are waited for.
+        """
         self.fence()
         with self._changed:
             self._wait_for(lambda: not self._writing, timeout_s)
-            self._wait_for(lambda: not self._busy, _LAST_ROUND_S)  # after a failure the round may never end
+            if self._replicas is not None or not peer_is_lost:
+                self._wait_for(lambda: not self._busy, _LAST_ROUND_S)  # after a failure the round may never end
             self._stopping = True
             self._changed.notify_all()
         if self._coordinator is not None:

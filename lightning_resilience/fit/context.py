@@ -68,6 +68,8 @@ class FitContext:
         """The checkpoint of the final state, if there is one."""
         self.failing = False
         """Whether the fit ends with an exception: other ranks may be gone."""
+        self.peer_is_lost = False
+        """Whether it fails because another rank is gone, which nobody need wait for."""
         self.counted_before = 0
         """``steps_counted`` at the last rollback."""
         self._has_logged_divergence = False

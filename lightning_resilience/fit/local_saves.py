@@ -444,7 +444,7 @@ class LocalSavePolicy(Participant):
 
     def _stop(self, timeout_s: float) -> None:
         if self._saves is not None:
-            self._saves.stop(timeout_s)
+            self._saves.stop(timeout_s, self.session.fit.peer_is_lost)
             self._saves = None
 
     def clear(self) -> None:

@@ -39,6 +39,7 @@ from lightning_resilience.fit.run_metrics import RunMetrics
 from lightning_resilience.fit.saving import Saver
 from lightning_resilience.run import time_account
 from lightning_resilience.run.events import Fault, RunRefused
+from lightning_resilience.run.failures import says_peer_is_lost
 from lightning_resilience.run.goodput import reached_step
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, AnotherFit, StaleAttempt
 from lightning_resilience.run.wandb_runs import begin_another, wandb_run_id
@@ -455,6 +456,8 @@ class FitSession:
     def _record_failure(self, exception: BaseException) -> None:
         kind = type(exception).__name__
         reason = f"{kind}: {exception}"
+        # An OSError is that of another connection, such as one to storage.
+        self.fit.peer_is_lost = says_peer_is_lost(reason) and not isinstance(exception, OSError)
         # A launch counts faults; without one, a refused run is unchanged.
         is_refused = isinstance(exception, AnotherFit) and RUN_DIR_VARIABLE not in os.environ
         event = RunRefused if is_refused else Fault
@@ -466,7 +469,7 @@ class FitSession:
         if verdicts:
             # Before the other ranks learn of the failure: they must not retry.
             self.outcome.write("halted", verdicts[0], {"exit_code": getattr(exception, "exit_code", 1)})
-        self.fit.agreement.abort(reason)
+        self.fit.agreement.abort(reason, self.fit.peer_is_lost)
         if not verdicts and not self._ending.is_over and not self.outcome.is_halted():
             self.outcome.write("failed", reason)
 

@@ -5,19 +5,24 @@ Imports neither torch nor Lightning, so that signals are noticed from the script
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import ctypes
+import gc
 import io
 import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 import types
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_resilience import signals
 from lightning_resilience._output import guard_streams, log_line, write_line
@@ -49,6 +54,8 @@ from lightning_resilience.run.run_directory import (
 
 JOB_ATTEMPT_VARIABLE = "LIGHTNING_RESILIENCE_JOB_ATTEMPT"
 """Environment variable with the number of the job retry: 0 is the first job."""
+
+_FLUSHED_WITHIN_S = 5.0
 
 FIRST_LAUNCH_VARIABLE = "LIGHTNING_RESILIENCE_FIRST_LAUNCH"
 """Environment variable with the id of the launch that decides for all workers of a run."""
@@ -123,7 +130,38 @@ def main() -> None:
             if said.status == "halted" or (said.status == "interrupted" and outcome.status == "finished"):
                 outcome = said
     _record_end(run_directory, ledger, outcome, fault, command)
-    sys.exit(1 if outcome.status == "failed" else 0)  # the launcher would restart whatever does not end with 0
+    if outcome.status == "failed":
+        _end_at_once()
+    sys.exit(0)  # the launcher would restart whatever does not end with 0
+
+
+def _end_at_once() -> NoReturn:
+    """Ends a failed worker, for whose end the restart waits, without clearing away what it has imported: over a second.
+
+    As at every end of Python, threads that are no daemons are waited for, functions of ``atexit`` are called (those
+    that end child processes, too), and what was written to files that are open is passed on. What does not happen:
+    ``__del__`` of objects that are still there, destructors and ``atexit`` functions of C and C++, and the end of
+    daemon threads.
+    """
+    for end in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        try:
+            end()
+        except BaseException:  # of a function of the user's, or a signal: it ends all the same
+            traceback.print_exc()
+    flush = threading.Thread(target=_flush_files, daemon=True)
+    flush.start()
+    flush.join(_FLUSHED_WITHIN_S)  # nobody may read what a pipe holds, and storage hang
+    os._exit(1)
+
+
+def _flush_files() -> None:
+    buffered = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    for each in [sys.stdout, sys.stderr, *(each for each in gc.get_objects() if type(each) in buffered)]:
+        with suppress(Exception):  # it may be closed, or the disk full
+            each.flush()
+    with suppress(Exception):
+        libc = ctypes.CDLL(None)
+        libc.fflush(ctypes.c_void_p.in_dll(libc, "stdout"))
 
 
 def _begin_watch(run_directory: RunDirectory, rank: int) -> None:

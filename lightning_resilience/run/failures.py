@@ -96,6 +96,15 @@ class Failure:
         )
 
 
+def says_peer_is_lost(reason: str) -> bool:
+    """Whether a rank failed because another one was gone.
+
+    Args:
+        reason: Class and message of its exception.
+    """
+    return _LOST_PEER.search(reason) is not None
+
+
 def faults_of(group: Iterable[Event]) -> list[Fault]:
     """The faults that may have ended a group of workers.
 
@@ -125,7 +134,7 @@ def first_cause(faults: Iterable[F]) -> F | None:
     hung = any(fault.kind == "hang" for fault in faults)
     for fault in faults:
         reason = str(fault.reason)
-        if fault.kind == "hang" or not (_LOST_PEER.search(reason) or (hung and _TIMED_OUT.search(reason))):
+        if fault.kind == "hang" or not (says_peer_is_lost(reason) or (hung and _TIMED_OUT.search(reason))):
             return fault
     return None
 
