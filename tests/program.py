@@ -207,6 +207,8 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
             go_back(event.get("until"))
         elif what == "kill_watchdog":
             record = node_directory(str(RunDirectory(config["run_dir"]).attempt), 0) / "watchdog.json"
+            while not record.exists():
+                time.sleep(0.01)  # it starts beside the training
             os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
         elif what in ("hold_gil", "block"):  # the latter as whoever waits for a device: no exception gets there
             libc = (ctypes.PyDLL if what == "hold_gil" else ctypes.CDLL)(None)
@@ -818,7 +820,7 @@ def sabotage(config: dict[str, Any]) -> None:
         deadlines.LONGEST_PING_S = config["ping_within_s"]
     if config["sick_rank"] == rank:
         found = health.HealthReport((health.Check(*config["sickness"]),))
-        health.check_node = lambda *args: found
+        health.begin_node_check = lambda *args, **options: lambda: found
     if config["trace"]:
         enter = progress.Progress.enter
 

@@ -685,13 +685,18 @@ def test_a_collective_that_is_given_up_before_the_step_is_overdue(
     assert ("torch gives a collective up after 180 s" in runs(config)) == is_too_short
 
 
-def test_a_sick_node_is_named_before_it_joins(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restarts", ["0", "1"], ids=["started", "restarted"])
+@pytest.mark.also_as_on_gpu("restarted")
+@pytest.mark.slow_but_for("cpu-started", "cpu-restarted")
+def test_a_sick_node_is_named_before_it_joins(tmp_path: Path, restarts: str) -> None:
     config = watched(tmp_path, sick_rank=1, trainer={"devices": 2})
-    output = fails(config)
+    output = fails(config, environment={"TORCHELASTIC_RESTART_COUNT": restarts})
+    assert ("on_train_start" in output) == (restarts == "1"), "it is set up meanwhile"
     reason = "rank 1 on .* is not fit to train: unhealthy: 1 word of 4 came back changed"
     assert re.search(f"RuntimeError: {reason}", output)
     (unhealthy,) = events(config, "unhealthy")
     assert re.fullmatch(reason, unhealthy["reason"])
+    assert not events(config, "saved")
     nothing_left(config)
 
 

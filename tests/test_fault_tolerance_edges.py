@@ -16,6 +16,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -26,11 +27,13 @@ from typing import Any
 import lightning.pytorch as L
 import psutil
 import pytest
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_resilience import AutoResume, FaultTolerance, report_progress
 from lightning_resilience._files import read_json
 from lightning_resilience._processes import is_running
+from lightning_resilience.detect import health
 from lightning_resilience.detect.hangs import process_probe, rank_probe, watchdog
 from lightning_resilience.detect.hangs.progress import Progress, read_progress
 from lightning_resilience.detect.hangs.rank_probe import RankProbe, node_directory
@@ -60,12 +63,20 @@ class Seen(L.Callback):
         self.directories.add(self.probe.directory if self.probe is not None else None)
 
 
+def folder_when_watched(trainer: L.Trainer) -> Path:
+    """The folder in node memory of a fit, once its watchdog, which starts beside the training, is there."""
+    watch: HangWatch = trainer.callbacks[0]._participant
+    watch._starter.join()
+    assert watch.probe is not None
+    return watch.probe.directory
+
+
 class KillsWatchdog(L.Callback):
     """Ends the watchdog after the first step."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == 1:
-            record = read_json(trainer.callbacks[0]._participant.probe.directory / "watchdog.json")
+            record = read_json(folder_when_watched(trainer) / "watchdog.json")
             assert record is not None
             os.kill(record["pid"], signal.SIGKILL)
             while is_running(record):
@@ -365,6 +376,33 @@ def test_a_watchdog_that_does_not_start_at_first(
     assert not said("Hangs are found by")
 
 
+def test_a_fit_begins_while_its_watchdog_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, has_begun, waited = watchdog.start, threading.Event(), []
+
+    def slow(directory: Path) -> Any:
+        waited.append(has_begun.wait(30))
+        return start(directory)
+
+    monkeypatch.setattr(watchdog, "start", slow)
+    fit(tmp_path, LambdaCallback(on_train_start=lambda *_: has_begun.set()))
+    assert waited == [True]
+
+
+def test_a_failure_names_the_node_that_has_not_been_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarted ranks look at their nodes while they are set up."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    sick = health.HealthReport((health.Check("memory", False, "1 word of 4 came back changed"),))
+    monkeypatch.setattr(health, "begin_node_check", lambda *args, **options: lambda: sick)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        fit(tmp_path, LambdaCallback(on_fit_start=fail))
+    found = [event["event"] for event in read_ledger(RunDirectory(tmp_path / "run").ledger)]
+    assert "unhealthy" in found
+
+
 @pytest.mark.parametrize("why", ["no folder", "no program"])
 def test_a_watchdog_that_cannot_watch_does_not_pretend_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
@@ -396,7 +434,7 @@ class CleansUp(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == 1:
-            directory = trainer.callbacks[0]._participant.probe.directory
+            directory = folder_when_watched(trainer)
             self.watchdog = read_json(directory / "watchdog.json") or {}
             shutil.rmtree(directory)
 

@@ -25,6 +25,7 @@ from lightning_resilience.detect import health
 from lightning_resilience.detect.health import (
     Check,
     HealthReport,
+    begin_node_check,
     check_clock,
     check_collective,
     check_device_health,
@@ -435,10 +436,30 @@ def test_a_healthy_node(tmp_path: Path) -> None:
     assert [check.name for check in report.checks] == ["compute", "memory", "free space", "free space", "clock"]
 
 
+def test_a_check_that_has_begun_waits_for_nothing_until_its_report_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul, has_begun, waited = torch.matmul, threading.Event(), []
+
+    def slow(*args: Any) -> torch.Tensor:
+        waited.append(has_begun.wait(30))
+        return matmul(*args)
+
+    monkeypatch.setattr(torch, "matmul", slow)
+    report = begin_node_check(None, "cpu")
+    has_begun.set()
+    assert report().ok
+    assert waited == [True]
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
 def test_one_rank_of_a_node_looks_at_its_storage_and_in_one_fit_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str
 ) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    exercised: list[torch.device] = []
+    exercise = health._check_compute
+    monkeypatch.setattr(health, "_check_compute", lambda device: (exercised.append(device), exercise(device))[1])
     assert {check.name for check in check_node(None, "cpu").checks} == {"compute", "memory"}
+    exercised.clear()
     looked: list[Path] = []
 
     def look(directory: Path) -> float:
@@ -452,6 +473,7 @@ def test_one_rank_of_a_node_looks_at_its_storage_and_in_one_fit_only(
         trainer = L.Trainer(max_epochs=1, accelerator="cpu", callbacks=callbacks, **quiet)  # type: ignore[arg-type]
         trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(2, 1)))
     assert len(looked) == 2, "one file for the space and one for the clock, in the first fit"
+    assert len(exercised) == (2 if restarts == "0" else 0), "a CPU that has trained is not asked to compute"
 
 
 def test_a_device_that_is_used_for_the_first_time_may_take_longer_than_a_storage(

@@ -104,6 +104,29 @@ def check_node(
         timeout_s: Seconds after which a check of a directory or the clock that has not answered has failed.
         device_timeout_s: The same for the device. No more than the longer of both is waited in all.
     """
+    return begin_node_check(run_dir, device, needed_bytes, local_dirs, timeout_s, device_timeout_s)()
+
+
+def begin_node_check(
+    run_dir: str | os.PathLike[str] | None,
+    device: torch.device | str | None = None,
+    needed_bytes: int = 100_000_000,
+    local_dirs: Sequence[str | os.PathLike[str]] = (),
+    timeout_s: float = 30.0,
+    device_timeout_s: float = DEVICE_WITHIN_S,
+    exercises_cpu: bool = True,
+) -> Callable[[], HealthReport]:
+    """Begins what :func:`check_node` does, and returns what waits for it.
+
+    Args:
+        run_dir: See :func:`check_node`.
+        device: See :func:`check_node`.
+        needed_bytes: See :func:`check_node`.
+        local_dirs: See :func:`check_node`.
+        timeout_s: See :func:`check_node`; from now on.
+        device_timeout_s: See :func:`check_node`; from now on.
+        exercises_cpu: Whether a CPU multiplies matrices too if ``device`` is one.
+    """
     deadline = time.monotonic() + timeout_s
     started = [
         (Path(directory), "free space", _start(partial(_one, check_free_space, directory, needed_bytes)))
@@ -112,11 +135,17 @@ def check_node(
     ]
     if run_dir is not None:
         started.append((Path(run_dir), "clock", _start(partial(_one, check_clock, run_dir))))
-    checks = check_gpu_health(device, device_timeout_s)
-    for directory, name, answer in started:
-        subject = f"the storage of {directory}"
-        checks += _collect(answer, name, subject, "repair or remount it", deadline, timeout_s)
-    return HealthReport(tuple(checks))
+    is_cpu = device is not None and torch.device(device).type == "cpu"
+    of_device = _begin_device_checks(device, device_timeout_s) if exercises_cpu or not is_cpu else list
+
+    def report() -> HealthReport:
+        checks = of_device()
+        for directory, name, answer in started:
+            subject = f"the storage of {directory}"
+            checks += _collect(answer, name, subject, "repair or remount it", deadline, timeout_s)
+        return HealthReport(tuple(checks))
+
+    return report
 
 
 def _one(check: Callable[..., Check], *args: Any) -> list[Check]:
@@ -140,7 +169,7 @@ def check_device_health(device: torch.device | str | None = None, timeout_s: flo
     found = _find(device, timeout_s)
     if isinstance(found, Check):
         return [found]
-    return _exercise_within(found, deadline, timeout_s)
+    return _begin_exercise(found, deadline, timeout_s)()
 
 
 def check_gpu_health(device: torch.device | str | None = None, timeout_s: float = DEVICE_WITHIN_S) -> list[Check]:
@@ -157,17 +186,25 @@ def check_gpu_health(device: torch.device | str | None = None, timeout_s: float 
         device: See :func:`check_device_health`.
         timeout_s: Seconds after which a device that has not answered has failed.
     """
+    return _begin_device_checks(device, timeout_s)()
+
+
+def _begin_device_checks(device: torch.device | str | None, timeout_s: float) -> Callable[[], list[Check]]:
     deadline = time.monotonic() + timeout_s
     found = _find(device, timeout_s)
     if isinstance(found, Check):
-        return [found]
+        return lambda: [found]
     checks = []
     if device is None and found.type == "cpu":
         checks.append(Check("accelerator", True, "there is no accelerator, the CPU was checked instead"))
     facts = _start(partial(_nvml_facts, found))
-    checks += _exercise_within(found, deadline, timeout_s)
-    checks += _collect(facts, "nvml", f"NVML for device {found}", _REMEDY, deadline, timeout_s)
-    return checks
+    exercise = _begin_exercise(found, deadline, timeout_s)
+
+    def collect() -> list[Check]:
+        said = _collect(facts, "nvml", f"NVML for device {found}", _REMEDY, deadline, timeout_s)
+        return [*checks, *exercise(), *said]
+
+    return collect
 
 
 def _find(device: torch.device | str | None, timeout_s: float) -> torch.device | Check:
@@ -188,9 +225,9 @@ def _find(device: torch.device | str | None, timeout_s: float) -> torch.device |
         return Check("device", False, f"device {device or 'of this process'} is not usable: {_describe(error)}")
 
 
-def _exercise_within(device: torch.device, deadline: float, timeout_s: float) -> list[Check]:
+def _begin_exercise(device: torch.device, deadline: float, timeout_s: float) -> Callable[[], list[Check]]:
     answer = _start(lambda: [_check_compute(device), _check_memory(device)])
-    return _collect(answer, "device", f"device {device}", _REMEDY, deadline, timeout_s)
+    return partial(_collect, answer, "device", f"device {device}", _REMEDY, deadline, timeout_s)
 
 
 def _check_compute(device: torch.device) -> Check:

@@ -8,7 +8,9 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -82,7 +84,9 @@ class HangWatch(Participant):
         self._steps_before = 0
         trainer = session.fit.trainer
         self._monitor = _monitor(options.engine)
-        self._check_node()
+        self._node_check: Callable[[], health.HealthReport] | None = self._begin_node_check()
+        if not self._is_restarted:
+            self._judge_node()
         self._distrusted: set[Section] = set()
         self._state = Path(options.exp_dir or session.fit.run.path) / "ft_state.json"
         self._layout = {
@@ -108,8 +112,9 @@ class HangWatch(Participant):
                 self._count_as_checkpointing(owner, name)
         if trainer.is_global_zero:
             self._set_finished_flag(False)
-            if session.fit.index == 0:
-                self._log_watchers()
+        # Its process takes a quarter of a second to start.
+        self._starter = threading.Thread(target=self._start_watchdog, name="resilience-watchdog", daemon=True)
+        self._starter.start()
 
     def _begin(self) -> RankProbe | None:
         """Has this rank watched; what hinders that must not end a healthy training."""
@@ -132,9 +137,13 @@ class HangWatch(Participant):
             if is_alone and self._directory is not None:  # there is no other rank to watch here
                 shutil.rmtree(self._directory, ignore_errors=True)
                 self._directory = None
-        self._keep_watchdog()
         lightning_loops.on_other_trainers(trainer, session.fit.patches, session.fit.advanced, handle_signals_again)
         return probe
+
+    def _start_watchdog(self) -> None:
+        self._keep_watchdog()
+        if self.session.fit.trainer.is_global_zero and self.session.fit.index == 0:
+            self._log_watchers()
 
     def _keep_watchdog(self) -> None:
         """Starts the watchdog of this node unless it runs; if it does not start, the training goes on without it."""
@@ -182,6 +191,7 @@ class HangWatch(Participant):
 
     def start(self) -> None:
         """Training begins."""
+        self._judge_node()
         session = self.session
         self._steps_before = session.fit.steps_counted
         if self._faults is not None:
@@ -209,6 +219,9 @@ class HangWatch(Participant):
     def on_failure(self, exception: BaseException) -> str | None:
         """Asks the policy."""
         self.on_raised()
+        if not self.session.fit.peer_is_lost:
+            with suppress(RuntimeError):
+                self._judge_node()  # it may be why
         return self._ask_policy(exception)
 
     def left(self) -> None:
@@ -218,6 +231,8 @@ class HangWatch(Participant):
 
     def leave(self) -> None:
         """Stops what runs beside the training."""
+        if not self.session.fit.failing:
+            self._starter.join(deadlines.WATCHDOG_STARTS_WITHIN_S)
         if self._faults is not None:
             self._faults.disarm()
         if self._reporter is not None:
@@ -260,6 +275,7 @@ class HangWatch(Participant):
         trainer = self.session.fit.trainer
         if is_end and trainer.is_global_zero:
             self._set_finished_flag(True)
+        self._starter.join(deadlines.WATCHDOG_STARTS_WITHIN_S)
         self._keep_watchdog()
         if self._calculates:
             self._calculate_timeouts(is_end)
@@ -342,12 +358,29 @@ class HangWatch(Participant):
             if not check.ok:
                 raise RuntimeError(f"The health check at step {step} failed: {check.detail}.")
 
-    def _check_node(self) -> None:
-        """A node that fails its checks ends here, by name, and not in the middle of a step of all."""
-        session = self.session
+    @property
+    def _is_restarted(self) -> bool:
+        """Whether this node's elastic launcher has started ranks before: they have trained here."""
+        return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+    def _begin_node_check(self) -> Callable[[], health.HealthReport]:
+        """Begins to look at storage, clock and device.
+
+        Ranks that are started again are set up meanwhile and judged before their first step; where they train on the
+        CPU, that has just shown that it computes.
+        """
+        fit = self.session.fit
         # The storage is checked once for each node: the check writes and syncs files.
-        run_dir = session.fit.run.path if session.fit.trainer.local_rank == 0 and session.fit.index == 0 else None
-        report = health.check_node(run_dir, session.fit.trainer.strategy.root_device)
+        run_dir = fit.run.path if fit.trainer.local_rank == 0 and fit.index == 0 else None
+        device = fit.trainer.strategy.root_device
+        return health.begin_node_check(run_dir, device, exercises_cpu=not self._is_restarted)
+
+    def _judge_node(self) -> None:
+        """A node that fails its checks ends here, by name, and not in the middle of a step of all."""
+        finish, self._node_check = self._node_check, None
+        if finish is None:
+            return
+        session, report = self.session, finish()
         # A storage that is slow fails nothing here. A device that does not answer would hang in the first step.
         failed = [
             check for check in report.failed if check.name != "clock" and (check.answered or check.name == "device")
