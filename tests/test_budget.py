@@ -1,13 +1,13 @@
 from __future__ import annotations
 
+import copy
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from lightning_resilience.launch.budget import (
-    Budget,
-    Decision,
-)
+from lightning_resilience.launch.budget import Budget, Decision, allows_restart
+from lightning_resilience.run.events import WorkersStart
 from lightning_resilience.run.failures import Failure, normalised
 from tests.ledgers import events_of, history_of
 
@@ -19,7 +19,7 @@ class History:
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self.events: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = [{"event": "launch", "time": 1000.0, "budget": asdict(budget)}]
         self.now = 1000.0
         self.starts = 0
 
@@ -37,12 +37,40 @@ class History:
         assert len(groups) <= decision.max_restarts + 1
         self.record("job_start", retry=decision.action == "retry")
         for restart_count, step in enumerate(groups):
+            assert not restart_count or self.allows_restart(restart_count)
             self.starts += 1
             self.start(restart_count)
             if step is not None:
                 self.record("saved", fit=0, step=step)
         self.record("failure")
         return self.decide()
+
+    def allows_restart(self, restart_count: int, rank: int = 0) -> bool:
+        """Whether workers that have been started again may begin."""
+        fields = dict.fromkeys(("host", "pid", "world_size", "local_world_size", "nodes", "visible_devices"))
+        fields |= {"slurm": None, "versions": None, "attempt": None, "job_attempt": None, "verified_step": None}
+        start = WorkersStart(time=self.now + 1, rank=rank, elastic_run_id="job", restart_count=restart_count, **fields)
+        return allows_restart(history_of(self.events), start)
+
+    def fail_until_denied(self, step: int | None = None) -> Decision:
+        """One run of the elastic launcher whose workers save nothing, or always at the same step."""
+        decision, restart_count = self.decide(), 0
+        self.record("job_start", retry=decision.action == "retry")
+        while not restart_count or (restart_count <= decision.max_restarts and self.allows_restart(restart_count)):
+            self.starts += 1
+            self.start(restart_count)
+            restart_count += 1
+            if step is not None:
+                self.record("saved", fit=0, step=step)
+        self.record("failure")
+        return self.decide()
+
+    @property
+    def restarts_left(self) -> int:
+        """How often the workers are restarted inside the next job if they save nothing."""
+        then = copy.deepcopy(self)
+        then.fail_until_denied()
+        return then.starts - self.starts - 1
 
     def start(self, restart_count: int = 0) -> None:
         verified = history_of(self.events).verified_step
@@ -61,7 +89,7 @@ class History:
 
 def fail_until_given_up(history: History) -> Decision:
     while (decision := history.decide()).action != "give_up":
-        history.job([None] * (decision.max_restarts + 1))
+        history.fail_until_denied()
     return decision
 
 
@@ -86,6 +114,29 @@ def test_two_retries_are_three_jobs_of_four_groups_each() -> None:
     assert "3 jobs" in decision.reason
 
 
+def test_one_elastic_launcher_restarts_the_workers_as_long_as_they_advance() -> None:
+    history = History(Budget(in_job_restarts=3, job_retries=2))
+    assert history.job([10, 20, None, None, 50, 60, None, 80, 90, 100, None]).action == "start"
+
+
+def test_all_ranks_of_a_node_find_the_same_whether_rank_0_has_recorded_its_start_or_not() -> None:
+    history = History(Budget(in_job_restarts=3, job_retries=2))
+    history.record("job_start", retry=False)
+    for restart_count in range(5):
+        before = [restart_count == 0 or history.allows_restart(restart_count, rank) for rank in range(2)]
+        assert before == [restart_count < 4] * 2
+        history.start(restart_count)
+        assert history.allows_restart(restart_count, rank=1) == (restart_count < 4)
+
+
+def test_workers_that_ended_before_they_could_record_anything_count_when_others_have_come_further() -> None:
+    history = History(Budget(in_job_restarts=3, job_retries=2))
+    history.record("job_start", retry=False)
+    history.start(0)
+    assert history.allows_restart(3)
+    assert not history.allows_restart(4)
+
+
 def test_no_retries_at_all() -> None:
     history = History(Budget(in_job_restarts=0, job_retries=0))
     fail_until_given_up(history)
@@ -102,7 +153,7 @@ def test_progress_refills_and_the_failure_after_it_counts() -> None:
     history = History(Budget(in_job_restarts=3, job_retries=2))
     history.job([None] * 4)
     decision = history.job([None, 10, None])
-    assert (decision.action, decision.max_restarts, decision.job_attempt) == ("start", 1, 0)
+    assert (decision.action, history.restarts_left, decision.job_attempt) == ("start", 1, 0)
     decision = history.job([None, None])
     assert (decision.action, decision.job_attempt) == ("retry", 1)
 
@@ -110,14 +161,14 @@ def test_progress_refills_and_the_failure_after_it_counts() -> None:
 def test_the_last_group_of_a_job_made_progress() -> None:
     history = History(Budget(in_job_restarts=3, job_retries=2))
     decision = history.job([None, None, None, 10])
-    assert (decision.action, decision.max_restarts) == ("start", 2)
+    assert (decision.action, history.restarts_left) == ("start", 2)
 
 
 def test_saving_the_same_step_again_is_no_progress() -> None:
     history = History(Budget(in_job_restarts=1, job_retries=1))
     history.job([10])
     while history.decide().action != "give_up":
-        history.job([10] * (history.decide().max_restarts + 1))
+        history.fail_until_denied(step=10)
     assert history.starts == 1 + 1 + 2
 
 
@@ -182,7 +233,7 @@ def test_a_preemption_neither_counts_nor_refills() -> None:
         history.record("start", restart_count=restart_count)
     history.record("exit", status="interrupted")
     decision = history.decide()
-    assert (decision.action, decision.max_restarts) == ("start", 1)
+    assert (decision.action, history.restarts_left) == ("start", 1)
 
 
 def test_launching_again_after_giving_up_is_a_fresh_budget() -> None:
@@ -206,7 +257,7 @@ def test_a_node_that_joins_is_no_failure_but_one_that_leaves_is() -> None:
     history.record("saved", step=1)
     for world_size in (4, 8, 8, 4):
         history.record("start", restart_count=0, world_size=world_size)
-    assert history.decide().max_restarts == 3 - 2
+    assert history.restarts_left == 3 - 2
 
 
 def test_events_that_say_less_do_no_harm() -> None:
@@ -262,7 +313,7 @@ def test_what_advances_elsewhere_does_not_refill_the_budget_of_a_failure() -> No
     attempts = 0
     while (decision := history.decide()).action != "give_up":
         attempts += 1
-        assert decision == Decision("start", min(1 if attempts == 1 else 0, 4 - attempts), 0, decision.reason)
+        assert decision == Decision("start", 4 - attempts, 0, decision.reason)
         history.attempt(RESUMED, saved(1, 100 + attempts), BOOM, BOOM_ENDS)
     assert attempts == 4
     assert decision.reason == f"{CLAUSE.format('4th')}; what has advanced meanwhile has not helped against it"
@@ -301,7 +352,7 @@ def test_a_nearer_checkpoint_is_progress() -> None:
     history = History(Budget(in_job_restarts=1, job_retries=0))
     for step in range(30, 37):
         decision = history.attempt({**RESUMED, "step": step}, saved(0, step + 1), BOOM, BOOM_ENDS)
-        assert (decision.action, decision.max_restarts) == ("start", 0)
+        assert (decision.action, history.restarts_left) == ("start", 0)
     history.attempt({**RESUMED, "step": 37}, BOOM, BOOM_ENDS)
     assert history.decide().action == "give_up"
 

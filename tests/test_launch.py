@@ -244,9 +244,10 @@ def test_a_crash_is_restarted_inside_the_job(launcher: Launcher) -> None:
 
 
 def test_what_always_crashes_ends_with_the_budget_and_the_reason(launcher: Launcher) -> None:
-    launcher.script("raise ConnectionError('boom')")
+    launcher.script("ledger.record('ran'); raise ConnectionError('boom')")
     assert launcher.run("--in-job-restarts=1", "--job-retries=1", "script.py") == 1
     assert [event["job_attempt"] for event in launcher.events("start")] == [0, 0, 1, 1]
+    assert len(launcher.events("ran")) == 4, "a start that is one too many is none"
     again = "Next: starting the job again, retry 1 of 1: the last one made no progress."
     assert f"Failed: rank 0: ConnectionError: boom. {again}" in launcher.stderr()
     assert "no progress in 2 jobs" in launcher.stderr()
@@ -372,6 +373,16 @@ def test_with_several_nodes_the_first_says_for_all_that_a_mistake_is_not_tried_a
     assert "twice with no step between. Trying again would not change this." in launcher.stderr()
 
 
+def test_with_several_nodes_the_first_says_for_all_that_the_restarts_in_the_job_are_spent(launcher: Launcher) -> None:
+    launcher.script("ledger.record('ran'); raise ConnectionError('boom')")
+    options = [*NODES, "--in-job-restarts=1", "--job-retries=1", "--node-rank=0"]
+    assert launcher.run(*options, "script.py", GROUP_WORLD_SIZE="2") == 1
+    assert [event["job_attempt"] for event in launcher.events("start")] == [0, 0, 1, 1]
+    assert len(launcher.events("ran")) == 4
+    assert launcher.events("failure")[0]["exit_code"] == -signal.SIGKILL, "the launch has ended it"
+    assert "no progress in 2 jobs" in launcher.stderr()
+
+
 @pytest.mark.slow
 def test_the_frames_of_launchers_are_cut_from_a_traceback(launcher: Launcher) -> None:
     launcher.script(
@@ -404,10 +415,10 @@ def test_progress_refills_the_budget_until_the_day_is_spent(launcher: Launcher) 
         sys.exit("leaks")
         """
     )
-    options = ["--in-job-restarts=1", "--job-retries=0", "--max-failures-per-day=3"]
+    options = ["--in-job-restarts=1", "--job-retries=1", "--max-failures-per-day=3"]
     assert launcher.run(*options, "script.py") == 1
     assert [event["verified_step"] for event in launcher.events("start")] == [None, 1, 2, 3]
-    assert all(not event["retry"] for event in launcher.events("job_start"))
+    assert [event["retry"] for event in launcher.events("job_start")] == [False], "one elastic launcher does it all"
     assert "4 failures within 24 hours are more than --max-failures-per-day=3" in launcher.stderr()
     assert "step 1 is safe" in launcher.stderr()
 
@@ -963,6 +974,30 @@ def test_real_torchrun_takes_the_place_of_a_missing_nvrx(launcher: Launcher) -> 
     assert launcher.run("script.py", program=WITHOUT_NVRX) == 0, launcher.stderr()
     assert "nvidia-resiliency-ext is not installed" in launcher.stderr()
     assert [event["world_size"] for event in launcher.events("start")] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.nvrx
+def test_real_one_elastic_launcher_restarts_the_workers_as_long_as_they_advance(launcher: Launcher) -> None:
+    """Five failures, of which four come after progress, and the fifth is one too many; then a new job."""
+    launcher.script(
+        """
+        if os.environ["LIGHTNING_RESILIENCE_JOB_ATTEMPT"] == "1":
+            sys.exit()
+        if os.environ["RANK"] == "0":
+            if restart_count < 4:
+                ledger.record("saved", fit=0, step=restart_count)
+            sys.exit("fails")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        ledger.record("ran")
+        time.sleep(PATIENCE_S)
+        """.replace("PATIENCE_S", str(PATIENCE_S))
+    )
+    options = ["--nproc-per-node=2", "--recipe=none", "--in-job-restarts=1", "--job-retries=2"]
+    assert launcher.run(*options, "script.py", program=REAL) == 0, launcher.stderr()
+    assert [event["job_attempt"] for event in launcher.events("start")] == [0] * 5 + [1]
+    assert [event["retry"] for event in launcher.events("job_start")] == [False, True]
+    assert len(launcher.events("ran")) <= 5
 
 
 @pytest.mark.campaign

@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "fit": 5423,
-    "launch": 6688,
+    "launch": 6722,
     "launch/schedulers": 508,
     "run": 2902,
 }

@@ -2,20 +2,22 @@
 
 Three limits hold at once. *Successive failures without progress* are counted since the highest verified step ever
 reached last advanced: a worker group is restarted inside the job ``in_job_restarts`` times, then the job is retried
-``job_retries`` times, then the run gives up. *The same failure* (see :class:`~.failures.Failure`) may come as often as
-that makes together: if it is back at the same step from the same checkpoint, then whatever advanced meanwhile (another
-fit, or a checkpoint that could not be read again) has not helped against it. That count starts anew when a step of its
-fit beyond the one at which it came is verified. A checkpoint nearer to that step is progress: from there it is another
-failure. *Failures per day* are counted whatever progress there was, so that a leak that crashes every minute and saves
-in between does not restart for ever. A preemption is not a failure, and it refills nothing. A new launch of a run
-that was given up starts with a fresh budget.
+``job_retries`` times, then the run gives up. The elastic launcher cannot know what has advanced: it gets all restarts
+that the other limits leave, and the workers ask for this one before they begin (:func:`allows_restart`). *The same
+failure* (see :class:`~.failures.Failure`) may come as often as that makes together: if it is back at the same step from
+the same checkpoint, then whatever advanced meanwhile (another fit, or a checkpoint that could not be read again) has
+not helped against it. That count starts anew when a step of its fit beyond the one at which it came is verified. A
+checkpoint nearer to that step is progress: from there it is another failure. *Failures per day* are counted whatever
+progress there was, so that a leak that crashes every minute and saves in between does not restart for ever. A
+preemption is not a failure, and it refills nothing. A new launch of a run that was given up starts with a fresh budget.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
+from lightning_resilience.run.events import LaunchStart, WorkersStart
 from lightning_resilience.run.history import History
 
 _DAY_S = 24 * 3600.0
@@ -27,7 +29,7 @@ class Decision:
 
     Args:
         action: ``start`` the workers (again) as the same job, ``retry`` as a new job, or ``give_up``.
-        max_restarts: How many restarts inside the job the budget has left after that.
+        max_restarts: How often the elastic launcher may restart the workers after that if they advance in between.
         job_attempt: Number of the job retry: 0 is the first job since the last progress.
         reason: A clause for the log.
     """
@@ -67,8 +69,7 @@ class Budget:
                 f"{today} failures within 24 hours are more than --max-failures-per-day={self.max_failures_per_day}"
             )
             return Decision("give_up", 0, counts.job_retries, reason + again)
-        failures = counts.in_job
-        job_spent = counts.job_spent or failures > self.in_job_restarts
+        job_spent = not self._allows_restart(history)
         if job_spent and counts.job_retries >= self.job_retries:
             reason = f"no progress in {counts.job_retries + 1} jobs with up to {self.in_job_restarts} restarts each"
             return Decision("give_up", 0, counts.job_retries, reason + again)
@@ -77,15 +78,43 @@ class Budget:
         if tried >= tries:
             reason = f"{counts.recurrence}; what has advanced meanwhile has not helped against it"
             return Decision("give_up", 0, counts.job_retries, reason)
-        left = min(self.max_failures_per_day - today, tries - tried - 1)
+        left = min(self.max_failures_per_day - today, tries - tried - 1) if self.in_job_restarts else 0
         if not job_spent:
-            max_restarts = min(self.in_job_restarts - failures, left)
+            failures = counts.in_job
             used = f" again, restart {failures} of {self.in_job_restarts} without progress" if failures else ""
             reason = f"starting the workers{used}"
-            return Decision("start", max_restarts, counts.job_retries, reason)
+            return Decision("start", left, counts.job_retries, reason)
         retry = counts.job_retries + 1
         reason = f"starting the job again, retry {retry} of {self.job_retries}: the last one made no progress"
-        return Decision("retry", min(self.in_job_restarts, left), retry, reason)
+        return Decision("retry", left, retry, reason)
+
+    def _allows_restart(self, history: History) -> bool:
+        return not history.failures.job_spent and history.failures.in_job <= self.in_job_restarts
+
+
+def allows_restart(history: History, start: WorkersStart) -> bool:
+    """Whether workers that the elastic launcher has started again may begin.
+
+    All ranks of a node find the same: it depends neither on the clock nor on why the last ones ended, which their
+    watchdog may be recording meanwhile. The other two limits the elastic launcher keeps.
+
+    Args:
+        history: The run's history, to which the start is added.
+        start: What rank 0 would record; to another ``rank`` it may have done so already.
+    """
+    last = history.last(WorkersStart)
+    is_same = last and (last.elastic_run_id, last.restart_count) == (start.elastic_run_id, start.restart_count)
+    if start.rank == 0 or not is_same:
+        history.add(start)
+    return budget_of(history)._allows_restart(history)
+
+
+def budget_of(history: History) -> Budget:
+    """The limits that the last launch has been given."""
+    launch = history.last(LaunchStart)
+    given = (launch.budget if launch is not None else None) or {}
+    known = {field.name for field in fields(Budget)}  # another version may have had other ones
+    return Budget(**{name: each for name, each in given.items() if name in known and type(each) is int})
 
 
 def failures_today(history: History, now: float) -> int:

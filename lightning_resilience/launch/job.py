@@ -35,6 +35,7 @@ from lightning_resilience.launch.temporary import launch_folder
 from lightning_resilience.launch.worker import (
     FIRST_LAUNCH_VARIABLE,
     JOB_ATTEMPT_VARIABLE,
+    RESTARTS_SPENT,
 )
 from lightning_resilience.recipes import RECIPE_VARIABLE
 from lightning_resilience.run import deadlines, exit_codes
@@ -548,7 +549,8 @@ class Launch:
         if exit_code != 0 and (reason := self._not_again()) is not None:
             return Outcome("halted", reason)
         history = self._history.now()
-        if exit_code == 0:
+        is_spent = said is not None and RESTARTS_SPENT in said.details
+        if exit_code == 0 and not is_spent:
             if said is not None and said.status == "interrupted":
                 return said
             last_events = history.since(JobStart, WorkersStart)
@@ -557,11 +559,13 @@ class Launch:
             return Outcome("failed", "the workers ended with 0 without an outcome; does the script call os._exit?")
         if fault := cause_of_end(history.events, run_id):
             return Outcome("failed", fault)
+        if is_spent:
+            return Outcome("failed", "a worker was killed")
         how = f"exit code {exit_code}" if exit_code > 0 else signal.Signals(-exit_code).name
         return Outcome("failed", f"a worker was killed, or never started (the elastic launcher ended with {how})")
 
     def _watch_nodes(self, run_id: str) -> bool:
-        """Whether the workers must go. The elastic launcher's own count is per node, the budget counts all nodes."""
+        """Whether the workers must go, with several nodes. On one they end by themselves."""
         if self.settings.is_single_node:
             return False
         self._board.beat()
@@ -572,6 +576,9 @@ class Launch:
             return True  # else its elastic launcher would wait five minutes for that of a node that was told to stop
         if self._nodes_to_exclude(run_id):
             return True  # its elastic launcher would start the workers on the same nodes
+        said = self._run_directory.outcome
+        if said is not None and RESTARTS_SPENT in said.details and said.details.get("elastic_run_id") == run_id:
+            return True
         return self._not_again() is not None or self._decide().action != "start"
 
     def _not_again(self) -> str | None:

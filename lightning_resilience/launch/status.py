@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from lightning_resilience._formatting import duration, node_range, or_dash, shortened, table, timestamp
 from lightning_resilience.launch.allocations import current_job_chain
-from lightning_resilience.launch.budget import Budget
+from lightning_resilience.launch.budget import budget_of
 from lightning_resilience.launch.json_output import to_json
 from lightning_resilience.launch.record import records
 from lightning_resilience.launch.schedulers import KINDS
@@ -22,7 +21,6 @@ from lightning_resilience.run.ledger import node_name
 from lightning_resilience.run.run_directory import RunDirectory
 
 _REASON_LENGTH = 110
-_LIMITS = [field.name for field in fields(Budget)]
 
 
 def status(run_dir: str | os.PathLike[str], as_json: bool = False) -> str:
@@ -49,21 +47,13 @@ def progress_line(history: History) -> str:
     """
     step, failures, retries = history.verified_step, history.failures.in_job, history.failures.job_retries
     words = ["no step safe yet" if step is None else f"step {step} safe"]
-    budget = _budget(history)
+    budget = budget_of(history)
     if failures:
         words.append(f"restart {failures} of {budget.in_job_restarts}")
     if retries:
         words.append(f"retry {retries} of {budget.job_retries}")
     words.append(f"allocation {len(current_job_chain(history.allocations))}")
     return ", ".join(words)
-
-
-def _budget(history: History) -> Budget:
-    """The limits that the last launch has been given."""
-    launch = history.last(LaunchStart)
-    given = (launch.budget if launch is not None else None) or {}
-    limits = {name: each for name, each in given.items() if name in _LIMITS and type(each) is int}
-    return Budget(**limits)  # another version may have had other ones
 
 
 State = Literal["running", "queued", "finished", "failed", "stopped", "unknown"]
@@ -149,7 +139,7 @@ def _queue_state(job_id: str) -> str | None:
 def _content(run_dir: Path) -> dict[str, Any]:
     history = read_history(RunDirectory(run_dir).ledger)
     allocations, launch, failures = history.allocations, history.last(LaunchStart), history.failures
-    budget = _budget(history) if allocations and allocations[-1].has_launcher else None
+    budget = budget_of(history) if allocations and allocations[-1].has_launcher else None
     state, is_ongoing = now(history, run_dir) if allocations else (None, False)
     ends = [event for event in history.events if isinstance(event, (AllocationEnd, LaunchExit))]
     return {

@@ -29,6 +29,7 @@ from lightning_resilience._output import guard_streams, log_line, write_line
 from lightning_resilience.detect.hangs.rank_probe import RankProbe, describe_rank, node_directory
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.detect.hangs.watchdog import start_soon
+from lightning_resilience.launch.budget import allows_restart
 from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.launch.nodes import Board
 from lightning_resilience.launch.processes import end_what_earlier_ranks_left
@@ -60,6 +61,9 @@ _FLUSHED_WITHIN_S = 5.0
 FIRST_LAUNCH_VARIABLE = "LIGHTNING_RESILIENCE_FIRST_LAUNCH"
 """Environment variable with the id of the launch that decides for all workers of a run."""
 
+RESTARTS_SPENT = "restarts_spent"
+"""Detail of an outcome: the workers were not started again because the restarts inside the job are spent."""
+
 
 def main() -> None:
     """Runs ``[-m] script [args...]`` from the command line as ``__main__``."""
@@ -85,6 +89,7 @@ def main() -> None:
     if first is not None and first.launch_id not in ("", os.environ.get(FIRST_LAUNCH_VARIABLE)):
         sys.exit(0)  # another launch has taken the run over: to claim it back would end that one's workers
     _wait_for_other_nodes(run_directory)
+    _end_if_restarts_are_spent(run_directory, ledger.rank or 0)
     if ledger.rank == 0:
         _record_start(run_directory, ledger)
     history = read_history(run_directory.ledger)  # also: what this process records comes after it
@@ -196,6 +201,31 @@ def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
     is_over = plan.run_id != run_id or run_id in earlier_jobs
     if is_over or (nodes and plan.why_not_excluded(nodes, count) is None):
         time.sleep(ENDED_WITHIN_S)
+
+
+def _end_if_restarts_are_spent(run_directory: RunDirectory, rank: int) -> None:
+    """Ends a rank that the elastic launcher has started again without progress too often: the launch goes on from here.
+
+    Nothing is recorded of such a start: it is none of the job's. With several nodes rank 0 decides, and waits until its
+    launch ends it; on one node all ranks find the same, and the elastic launcher ends with them.
+    """
+    info = job_info()
+    several_nodes = info["nodes"] > 1
+    if (rank and several_nodes) or not (several_nodes or info["restart_count"]):
+        return
+    history = read_history(run_directory.ledger)
+    start = WorkersStart(
+        time=time.time(), rank=rank, node=node_name(), attempt=None, job_attempt=None, verified_step=None, **info
+    )
+    earlier = any(each.elastic_run_id == info["elastic_run_id"] for each in history.of(WorkersStart))
+    if not (earlier or info["restart_count"]) or allows_restart(history, start):
+        return
+    if rank == 0:
+        details = {"elastic_run_id": info["elastic_run_id"], RESTARTS_SPENT: True}
+        run_directory.outcome = Outcome("failed", "no restart inside the job is left", time=start.time, details=details)
+    if several_nodes:
+        time.sleep(ENDED_WITHIN_S)
+    sys.exit(0)
 
 
 def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:

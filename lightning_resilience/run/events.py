@@ -195,7 +195,7 @@ class JobStart(Event, name="job_start"):
     retry: Annotated[bool, "whether it is a job retry"] | None
     job_attempt: JobAttempt | None
     run_id: ElasticRunId | None
-    max_restarts: Annotated[int, "restarts inside the job that the budget has left"] | None
+    max_restarts: Annotated[int, "restarts that the elastic launcher may make"] | None
     reason: Reason | None
 
 
