@@ -1,8 +1,11 @@
-"""What both checkpoint/ and detect/ need of torch: a rank's part of a tensor, and hooks of an optimizer's step."""
+"""What several folders need of torch: a rank's part of a tensor, hooks of an optimizer's step, the way to rank 0."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -59,3 +62,42 @@ def around_closure(run: Callable[[Callable[[], Any]], Any], args: Any, kwargs: A
     if callable(closure := kwargs.get("closure")):
         return args, {**kwargs, "closure": functools.partial(run, closure)}
     return None
+
+
+_LISTENS_WITHIN_S = 60.0
+_LOOKS_EVERY_S = 0.003
+_LOOKS_A_SECOND = 50_000  # of all ranks together, at the node of rank 0
+
+
+@functools.cache
+def connect_when_rank_0_listens() -> None:
+    """Has this process make its client of rank 0's store when that listens. The second call does nothing.
+
+    Ranks that are started together come at about the same time. A ``TCPStore`` that comes first tries again only after
+    half a second, and torch takes no other pause.
+    """
+    try:
+        # Not by `import`: a function of the package has the same name.
+        rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+        create = rendezvous._create_c10d_store
+    except (ImportError, AttributeError):  # a torch without distributed, or another one than known: as it does it
+        return
+
+    def create_when_rank_0_listens(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kw: Any) -> Any:
+        if rank != 0:
+            _wait_for_listener(hostname, port, world_size)
+        return create(hostname, port, rank, world_size, *args, **kw)
+
+    rendezvous._create_c10d_store = create_when_rank_0_listens
+
+
+def _wait_for_listener(host: str, port: int, world_size: int) -> None:
+    began = time.monotonic()
+    while (waited_s := time.monotonic() - began) < _LISTENS_WITHIN_S:
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(max(_LOOKS_EVERY_S, world_size / _LOOKS_A_SECOND, waited_s / 50))
+        except OSError:  # the client says what is wrong
+            return

@@ -397,7 +397,12 @@ def callbacks_factory() -> list[Callback]:
     name = os.environ.get(RECIPE_VARIABLE)
     if os.environ.get(WORKER_PID_VARIABLE, str(os.getpid())) != str(os.getpid()):
         name = None  # a child process of the launched script
-    if not name or name == NO_RECIPE or is_turned_off():
+    if not name or is_turned_off():
+        return []
+    from lightning_resilience._torch import connect_when_rank_0_listens
+
+    connect_when_rank_0_listens()
+    if name == NO_RECIPE:
         return []
     callbacks: list[Any] = _recipe(name).callbacks
     for callback in callbacks:

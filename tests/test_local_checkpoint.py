@@ -877,8 +877,10 @@ def test_the_interval_is_chosen_and_said_once(
     monkeypatch.setattr("lightning_resilience.fit.local_saves._FIRST_INTERVAL_S", 0.0)
     intervals: list[float] = []
     chosen = LocalSavePolicy._interval_s
+    monkeypatch.setenv("LIGHTNING_RESILIENCE_WORKER_BEGAN", str(time.time() - 3000))  # its process may be older
 
     def choose(self: Any) -> float:
+        assert 3000 <= self._recovery_s < 3600
         intervals.append(chosen(self))
         return 0.0
 

@@ -26,6 +26,7 @@ from lightning_resilience import (
     Preemption,
     StragglerDetection,
     __version__,
+    _torch,
     recipes,
 )
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
@@ -170,8 +171,12 @@ def test_a_drill_keeps_the_limits_of_what_it_rehearses() -> None:
 
 
 def test_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RECIPE_VARIABLE, "none")
-    assert recipes.callbacks_factory() == []
+    called: list[str] = []
+    monkeypatch.setattr(_torch, "connect_when_rank_0_listens", lambda: called.append("of a launched rank"))
+    for name in ("", "none", "nemo"):
+        monkeypatch.setenv(RECIPE_VARIABLE, name)
+        assert bool(recipes.callbacks_factory()) == (name == "nemo")
+    assert called == ["of a launched rank"] * 2
 
 
 def test_the_launchers_run_directory_goes_before_the_scripts_own(

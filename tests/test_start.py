@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -17,7 +20,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_resilience import AutoResume, FaultTolerance
+from lightning_resilience import AutoResume, FaultTolerance, _torch
 from lightning_resilience._files import read_json
 from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.detect.hangs.evidence import Frame, ProcessEvidence, RankEvidence, Thread
@@ -27,6 +30,7 @@ from lightning_resilience.detect.hangs.verdict import diagnose
 from lightning_resilience.launch.view import ranks_now
 from lightning_resilience.launch.worker_group import worker_group
 from lightning_resilience.run import exit_codes
+from tests.harness import free_port
 from tests.test_launch import Launcher
 from tests.test_launch import launcher as launcher
 from tests.test_signals import Module
@@ -206,3 +210,30 @@ def test_all_nodes_mean_the_same_start_of_the_workers(monkeypatch: pytest.Monkey
     assert token(0, port=2000) == token(1, port=2000)
     assert len({token(0, port=1000), token(0, port=2000), token(1, port=3000)}) == 3
     assert token(0, port=1000, nodes=1) != token(1, port=1000, nodes=1)
+
+
+def test_a_rank_connects_when_the_store_of_rank_0_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    happened: list[str] = []
+    servers: list[socket.socket] = []
+    port = free_port()
+
+    def sleep(seconds: float) -> None:
+        happened.append("looked")
+        if len(happened) == 3:
+            servers.append(socket.create_server(("127.0.0.1", port)))
+
+    def create(hostname: str, port: int, rank: int, *rest: Any) -> None:
+        happened.append(f"rank {rank} creates its store")
+
+    monkeypatch.setattr(rendezvous, "_create_c10d_store", create)
+    monkeypatch.setattr(_torch, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    _torch.connect_when_rank_0_listens.__wrapped__()
+    for rank in range(2):
+        next(rendezvous.rendezvous(f"tcp://127.0.0.1:{port}", rank=rank, world_size=2))
+    assert happened == ["rank 0 creates its store", "looked", "looked", "rank 1 creates its store"]
+    servers[0].close()
+    happened.clear()
+    monkeypatch.setattr(_torch, "_LISTENS_WITHIN_S", 0.0)
+    next(rendezvous.rendezvous(f"tcp://127.0.0.1:{port}", rank=1, world_size=2))
+    assert happened == ["rank 1 creates its store"], "torch says that nobody listens"

@@ -12,10 +12,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import psutil
 import torch
 
 from lightning_resilience._lightning import lightning_strategies
+from lightning_resilience._processes import process_age
 from lightning_resilience._torch import local
 from lightning_resilience.checkpoint import capacity, local_folders, shard
 from lightning_resilience.checkpoint.devices import accelerator
@@ -34,6 +34,7 @@ from lightning_resilience.fit.session import FitSession
 from lightning_resilience.run.events import Saved
 from lightning_resilience.run.interruptions import interruptions
 from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.run_directory import WORKER_BEGAN_VARIABLE
 from lightning_resilience.run.time_account import CHECKPOINT_SAVE
 
 if TYPE_CHECKING:
@@ -178,9 +179,7 @@ class LocalSavePolicy(Participant):
             return
         step = trainer.global_step
         self._history = self._failures_so_far()
-        # From a failure on, a process needs as long as this one has until it trains.
-        started_s = time.time() - psutil.Process().create_time()
-        self._recovery_s = min(max(started_s, 0.0), 3600.0) if session.fit.index == 0 else _USUAL_RECOVERY_S
+        self._recovery_s = min(max(_worked_for_s(), 0.0), 3600.0) if session.fit.index == 0 else _USUAL_RECOVERY_S
         self._replicas = self._make_replicas()
         coordinator = _make_coordinator(self._prefix(), trainer.world_size) if trainer.world_size > 1 else None
         self._saves = LocalSaves(
@@ -463,6 +462,12 @@ class LocalSavePolicy(Participant):
         self.store.close()
         if self._replicas is not None:
             self._replicas.close()
+
+
+def _worked_for_s() -> float:
+    """How long this process has needed until it trains; after a failure, the next one will."""
+    began = os.environ.get(WORKER_BEGAN_VARIABLE)  # it may have waited, ready, since long before
+    return process_age() if began is None else time.time() - float(began)
 
 
 def _kind(trainer: Trainer) -> str:
