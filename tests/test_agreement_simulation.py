@@ -164,6 +164,7 @@ class Simulation:
         self.attempt = attempt
         self.deadlines = deadlines
         self.long_end = long_end
+        self.lasts_s = 2 * (ANSWER_TIMEOUT + ARRIVAL_TIMEOUT) + long_end  # a fit at most
         self.ends_late = seed // 2 % 2  # a rank that each has
         self.finished_at: dict[int, float] = {}
         self.told_at: dict[int, float] = {}
@@ -203,7 +204,7 @@ class Simulation:
             ready = [actor for actor in self.actors if actor.wait.until <= self.now or actor.wait.ready()]
             if not ready:
                 self.now = min(actor.wait.until for actor in self.actors)
-                if self.now > self.fits * (2 * (ANSWER_TIMEOUT + ARRIVAL_TIMEOUT) + self.long_end):
+                if self.now > self.fits * self.lasts_s:
                     raise Violation(f"hangs; errors so far: {self.errors}")
                 continue
             actor = self.random.choice(ready)

@@ -11,7 +11,12 @@ import pytest
 
 from lightning_resilience.checkpoint import capacity
 from lightning_resilience.checkpoint.capacity import available_bytes, check, format_bytes, in_node_memory, needed_bytes
-from lightning_resilience.checkpoint.interval import mean_time_to_failure_s, optimal_interval_s
+from lightning_resilience.run.save_interval import (
+    chosen_interval_s,
+    growing_interval_s,
+    mean_time_to_failure_s,
+    optimal_interval_s,
+)
 
 GIB = 1 << 30
 NO_LIMIT = "9223372036854771712"
@@ -315,7 +320,7 @@ def test_bytes_for_a_person(nbytes: int, text: str) -> None:
 
 def test_needs_neither_torch_nor_lightning() -> None:
     code = (
-        "import sys, lightning_resilience.checkpoint.capacity, lightning_resilience.checkpoint.interval;"
+        "import sys, lightning_resilience.checkpoint.capacity, lightning_resilience.run.save_interval;"
         "assert not {'torch', 'lightning', 'pytorch_lightning'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
@@ -351,3 +356,48 @@ def test_how_often_runs_fail() -> None:
     assert mean_time_to_failure_s(64, 99, 99 * 3600.0) == pytest.approx(3600, rel=1.3)
     for more in (0, 1, 5, 10):
         assert mean_time_to_failure_s(64, more, 1e5) > mean_time_to_failure_s(64, more + 1, 1e5)
+
+
+def test_what_costs_a_thousandth_of_the_time_need_not_be_rarer() -> None:
+    never_s, minute_s = 1e9, 60.0
+    for stall_s, writing_s, failure_s, expected_s in (
+        (0.0, 0.0, never_s, 1.0),  # the shortest
+        (0.0004, 0.02, never_s, 1.0),
+        (0.004, 0.02, never_s, 4.0),
+        (0.02, 0.02, never_s, 20.0),
+        (0.02, 5.0, never_s, 50.0),  # the writer is busy a tenth of the time
+        (0.02, 0.02, minute_s, optimal_interval_s(0.02, minute_s, 30.0)),  # of a run that often fails
+    ):
+        assert chosen_interval_s(stall_s, writing_s, failure_s, 30.0) == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize(
+    ("stall_s", "writing_s", "intervals"),
+    [
+        (0.0004, 0.02, [1, 1, 1]),
+        (0.004, 0.02, [1, 2, 4, 4]),
+        (0.05, 0.1, [5, 10, 20, 40, 50, 50]),
+        (0.005, 0.4, [1.6, 3.2, 5, 5]),
+    ],
+    ids=["cheap", "a few milliseconds", "dear", "writes long"],
+)
+def test_intervals_double_until_they_are_as_chosen(stall_s: float, writing_s: float, intervals: list[float]) -> None:
+    chosen_s = chosen_interval_s(stall_s, writing_s, 1e9, 30.0)
+    found = [0.0]
+    for _ in intervals:
+        found.append(growing_interval_s(found[-1], stall_s, writing_s, chosen_s))
+    assert found[1:] == pytest.approx(intervals)
+    assert sum(each < chosen_s for each in found[1:]) <= 4, "saves that a start has more"
+
+
+@pytest.mark.parametrize("stall_s", [0.0, 0.002, 0.03, 1.5])
+def test_at_whatever_time_it_fails_at_most_half_is_lost(stall_s: float) -> None:
+    chosen_s = chosen_interval_s(stall_s, 0.0, 1e9, 30.0)
+    now, interval_s, saves = 0.0, 0.0, 1
+    first_s = growing_interval_s(0.0, stall_s, 0.0, chosen_s)
+    while interval_s < chosen_s:
+        interval_s = growing_interval_s(interval_s, stall_s, 0.0, chosen_s)
+        now += interval_s  # right before the next save
+        assert interval_s <= (now + first_s) / 2 + 1e-9
+        assert stall_s * (saves - 1) <= 0.01 * now, "the first save apart"
+        saves += 1

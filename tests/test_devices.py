@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_resilience.checkpoint import background, devices, snapshot
 from lightning_resilience.checkpoint.generations import RankLocation
-from lightning_resilience.checkpoint.interval import Schedule
 from lightning_resilience.checkpoint.local import LocalSaves, Peers
 from lightning_resilience.checkpoint.node_store import NodeStore
 from lightning_resilience.checkpoint.safe_serialization import unpack
+from lightning_resilience.checkpoint.schedule import Schedule
 from lightning_resilience.checkpoint.shard import load
 from lightning_resilience.checkpoint.snapshot import Snapshot, Snapshots
 from lightning_resilience.fit import context
@@ -353,7 +353,9 @@ def test_memory_of_saves_is_registered_while_it_is_there(gpu: Any, patch: pytest
     net, store = Net(), NodeStore(Path("/dev/shm") / f"test-{os.getpid()}")
     owner = {"run": "r", "fit": 0, "layout": {"kind": "whole", "commons": 0}}
     place = RankLocation(0, 1, 0, 1, "node")
-    saves = LocalSaves(store, Peers(place, [0]), owner, Schedule(1, lambda: 0.0), 2, device=torch.device("fakegpu:1"))
+    saves = LocalSaves(
+        store, Peers(place, [0]), owner, Schedule(1, lambda before_s: 0.0), 2, device=torch.device("fakegpu:1")
+    )
     saves.start(0)
     try:
         for step in range(1, 8):

@@ -18,8 +18,8 @@ from lightning_resilience.checkpoint.generations import (
     rank_shard,
     replicated_shard,
 )
-from lightning_resilience.checkpoint.interval import Schedule
 from lightning_resilience.checkpoint.rank_state import partition
+from lightning_resilience.checkpoint.schedule import Schedule
 
 # Places
 
@@ -248,8 +248,10 @@ def test_equal_sizes_are_shared_out_alike_everywhere() -> None:
 
 
 def test_by_steps() -> None:
-    schedule = Schedule(5, lambda: pytest.fail("nobody asks"))
+    schedule = Schedule(5, lambda before_s: pytest.fail("nobody asks"))
+    schedule.start(0)
     schedule.begin()
+    schedule.adjust()
     assert [step for step in range(12) if schedule.is_due(step, last=5)] == [10, 11], "what was held is made up for"
     assert [schedule.step_ahead(earliest) for earliest in (1, 5, 6)] == [5, 5, 10]
     assert schedule.seconds_left() == 60.0
@@ -258,9 +260,9 @@ def test_by_steps() -> None:
 def test_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now, interval = 100.0, 10.0
     monkeypatch.setattr("lightning_resilience.checkpoint.local.time.monotonic", lambda: now)
-    schedule = Schedule(None, lambda: interval)
+    schedule = Schedule(None, lambda before_s: interval)
     assert not schedule.is_due(3, last=0)
-    schedule.begin()
+    schedule.start(0)
     assert (schedule.is_due(3, last=0), schedule.step_ahead(7), schedule.seconds_left()) == (False, None, 10.0)
     now, interval = 110.0, 4.0
     assert (schedule.is_due(3, last=0), schedule.step_ahead(7), schedule.seconds_left()) == (True, 7, 0.01)
@@ -269,3 +271,31 @@ def test_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not schedule.is_due(3, last=0), "the interval is asked for again each time"
     now = 114.0
     assert schedule.is_due(3, last=0)
+    interval = 5.0
+    schedule.adjust()
+    assert not schedule.is_due(3, last=0), "and when it is known what the save costs"
+    now = 115.0
+    assert schedule.is_due(3, last=0)
+
+
+def test_the_first_save_is_due_when_the_training_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    asked: list[float] = []
+
+    def doubled(before_s: float) -> float:
+        asked.append(before_s)
+        return max(1.0, 2 * before_s)
+
+    monkeypatch.setattr("lightning_resilience.checkpoint.schedule.time.monotonic", lambda: now)
+    schedule = Schedule(None, doubled, is_early=True)
+    schedule.start(40)
+    assert [step for step in range(40, 45) if schedule.is_due(step, last=40)] == [43, 44]
+    assert [schedule.step_ahead(earliest) for earliest in (41, 43, 45)] == [43, 43, 45]
+    times = []
+    for _ in range(4):
+        schedule.begin()
+        schedule.adjust()
+        times.append(schedule.seconds_left())
+        now += times[-1]
+    assert times == [1.0, 2.0, 4.0, 8.0]
+    assert asked == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0], "of a save that is adjusted, not its own interval"

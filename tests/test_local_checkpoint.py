@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
@@ -20,6 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -37,11 +39,11 @@ from lightning_resilience.checkpoint import capacity, checkpoint_file, resume, s
 from lightning_resilience.checkpoint import local as local_saves
 from lightning_resilience.checkpoint import node_store as node_store
 from lightning_resilience.checkpoint.generations import RankLocation, Transfer, rank_locations
-from lightning_resilience.checkpoint.interval import Schedule
 from lightning_resilience.checkpoint.local import LocalSaves, Peers, SaveHooks
 from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
+from lightning_resilience.checkpoint.schedule import Schedule
 from lightning_resilience.checkpoint.snapshot import Snapshot, optimizer_tensors, wait_with_heartbeat
 from lightning_resilience.fit import context
 from lightning_resilience.fit.checkpoint_selector import MAX_MARKED_BAD, BadCheckpoint
@@ -871,29 +873,39 @@ def test_moments_that_are_not_there_yet_count(memory: Run, monkeypatch: pytest.M
     assert abs(later - fresh) < 64, "before the first step Adam has no moments"
 
 
-def test_the_interval_is_chosen_and_said_once(
+def test_the_interval_is_chosen_and_said(
     memory: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lightning_resilience.fit.local_saves._FIRST_INTERVAL_S", 0.0)
     intervals: list[float] = []
     chosen = LocalSavePolicy._interval_s
     monkeypatch.setenv("LIGHTNING_RESILIENCE_WORKER_BEGAN", str(time.time() - 3000))  # its process may be older
 
-    def choose(self: Any) -> float:
-        assert 3000 <= self._recovery_s < 3600
-        intervals.append(chosen(self))
+    def choose(self: Any, before_s: float) -> float:
+        assert 3000 <= self._interval.recovery_s < 3600
+        intervals.append(chosen(self, before_s))
         return 0.0
 
     monkeypatch.setattr(LocalSavePolicy, "_interval_s", choose)
     with caplog.at_level(logging.INFO):
         memory.fit(LocalCheckpoint(dir=memory.folder, run_dir=memory.path))
     assert len(intervals) > 10
-    assert intervals[0] == 0.0
-    assert min(intervals[2:]) >= 1.0
-    said = [message for message in caplog.messages if "from now on every" in message]
-    assert len(said) == 1 or max(intervals) > 2, said
+    assert intervals[0] == 1.0
+    assert min(intervals) >= 1.0
+    said = [float(found[1]) for text in caplog.messages if (found := re.search(r"every ([\d.]+) s after", text))]
+    assert said
+    assert not any(0.6 < after / before < 1.8 for before, after in pairwise(said)), said
     assert sum("one node, so no copies on others" in message for message in caplog.messages) == 1
-    assert sum("as often as is best for what they cost" in message for message in caplog.messages) == 1
+    assert sum("up to what is best for what they cost" in message for message in caplog.messages) == 1
+
+
+def test_the_first_steps_are_saved_where_the_interval_is_chosen(memory: Run) -> None:
+    memory.die(memory.local(train_time_interval=3600), step=6)
+    assert steps_in(memory.folder) == [], "an interval of the user's is an interval from the start on"
+    memory.die(LocalCheckpoint(dir=memory.folder, run_dir=memory.path), step=6)
+    ends_well(memory, LocalCheckpoint(dir=memory.folder, run_dir=memory.path))
+    ((tier, step),) = memory.resumes
+    assert (tier, 3 <= step <= 6) == ("local", True)
+    assert [event["every_s"] >= 1.0 for event in ledger(memory.path, "saved") if event["tier"] == "local"][:1] == [True]
 
 
 def test_by_time(memory: Run) -> None:
@@ -1053,6 +1065,22 @@ def test_what_is_condemned_is_never_chosen_again(memory: Run) -> None:
     (condemned,) = ledger(memory.path, "condemned")
     assert (condemned["step"], condemned["reason"]) == (12, "loss is not finite")
     assert "marked bad" in "".join(path.read_text() for path in memory.folder.rglob("*.reason.txt"))
+
+
+def test_while_what_was_loaded_may_be_bad_the_one_before_is_kept(memory: Run) -> None:
+    memory.die(*watched(memory), step=14)
+
+    def go_wrong(trainer: L.Trainer) -> None:
+        with torch.no_grad():
+            next(trainer.lightning_module.parameters()).fill_(float("nan"))
+
+    with pytest.raises(BadCheckpoint):
+        memory.fit(*watched(memory), at={19: go_wrong})
+    assert steps_in(memory.folder) == [9, 18], "the newest, and that of before the resume"
+    memory.die(*watched(memory), step=24)
+    assert memory.resumes == [("local", 12), ("local", 9)]
+    memory.die(*watched(memory, probation_steps=3), step=31)
+    assert steps_in(memory.folder) == [27, 30], "after the probation"
 
 
 def test_a_condemned_global_checkpoint(memory: Run) -> None:
@@ -1245,7 +1273,7 @@ class Rank:
             self.store,
             Peers(place, [each.rank for each in ranks if each.node == place.node], coordinator),
             {**OWNER, "layout": layout},
-            Schedule(every, lambda: 0.0),
+            Schedule(every, lambda before_s: 0.0),
             keep,
             hooks=SaveHooks(
                 published=lambda step, generation: self.saved.append(step), diverged=self.divergences.append

@@ -10,21 +10,24 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_resilience.agreement_protocol import Get, Needs, PeerLost
-from lightning_resilience.checkpoint import interval, local
+from lightning_resilience.checkpoint import local, schedule
 from lightning_resilience.checkpoint.generations import RankLocation
-from lightning_resilience.checkpoint.interval import Schedule
 from lightning_resilience.checkpoint.local import LocalSaves, Peers
 from lightning_resilience.checkpoint.rank_state import RankState
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
+from lightning_resilience.checkpoint.schedule import WARM_UP_STEPS, ChosenInterval, Schedule
 from tests.test_agreement_simulation import AT_ONCE, Actor, Fit, Simulation, Steps, Violation, Wait, schedules
 
 BATCHES, EVERY = 16, 2
+FAILS = 0.1
+STALL_S, CHOSEN_S, FIRST_S = 0.016, 16.0, 1.6  # what a save costs, and the intervals that follow from it
 PREPARES_S = 0.9  # now and then, as where memory is hard to get
 MESSAGES, SLOWEST = 15, 4  # that an answer takes, with some to spare; how many times longer a sleep may be
 current = threading.local()
@@ -163,9 +166,8 @@ class SimulatedSaves(LocalSaves):
     def __init__(self, simulation: Saves, rank: int, coordinator: SaveCoordinator) -> None:
         peers = Peers(RankLocation(rank, simulation.world_size, 0, 1, f"n{rank}"), [rank], coordinator)
         layout = {"layout": {"commons": 1}}
-        schedule = Schedule(EVERY, lambda: 0.0)
-        super().__init__(None, peers, layout, schedule, 2)  # type: ignore[arg-type]
         self.simulation = simulation
+        super().__init__(None, peers, layout, simulation.schedule(self), 2)  # type: ignore[arg-type]
         self.kept: list[str] = []  # what this rank has published
         self.complete: list[str] = []  # what it counts as complete
         self.taken: list[str] = []
@@ -175,15 +177,20 @@ class SimulatedSaves(LocalSaves):
         empty: dict[str, Any] = {"addresses": [], "left_out": [], "through_host": {}, "tensors": [], "waited_s": 0.0}
         snapshot = SimpleNamespace(written=lambda found: [], note_written=list, release=lambda: None, **empty)
         self._snapshots: Any = SimpleNamespace(take=lambda state, stable: snapshot)
+        self.boundaries: list[tuple[float, bool]] = []  # when, and whether its state was taken
         self._last = self._passed = 0
         self._busy = True
+        self._schedule.start(0)
+
+    def _begin_stall(self) -> Any:
+        return SimpleNamespace(over=lambda: None, seconds=lambda: STALL_S)
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         return self._changed.wait_for(condition, timeout_s)
 
     def _save(self, taken: RankState) -> list[Any]:
-        current.strand.pause(self.simulation.sleep(self.simulation.slowness))
-        if self.simulation.random.random() < 0.1:
+        current.strand.pause(self.simulation.sleep(self.simulation.saves_in_s))
+        if self.simulation.random.random() < self.simulation.fails:
             raise OSError("no space left")
         self.kept.append(taken.generation)
         return [SimpleNamespace(name="")]
@@ -192,7 +199,7 @@ class SimulatedSaves(LocalSaves):
         pass
 
     def _prepare(self) -> None:
-        if self.simulation.random.random() < 0.1:
+        if self.simulation.random.random() < self.simulation.fails:
             current.strand.pause(self.simulation.sleep(PREPARES_S))
 
     def _retire(self) -> None:
@@ -207,13 +214,16 @@ class Saves(Simulation):
 
     def __init__(self, seed: int, coordinator: type[SaveCoordinator] = SaveCoordinator, **options: Any) -> None:
         super().__init__(seed, **options)
-        self.batches = BATCHES
+        self.batches, self.fails, self.saves_in_s = BATCHES, FAILS, self.slowness
         self.delay = self.random.choice([0.001, 0.01, 0.05])  # of a message
         self.longest_wait = 0.0
         self.coordinator = coordinator
         self.strands: list[Strand] = []
         self.saves: dict[int, list[SimulatedSaves]] = {rank: [] for rank in range(self.world_size)}
         self.threads: dict[int, Strand] = {}
+
+    def schedule(self, saves: SimulatedSaves) -> Schedule:
+        return Schedule(EVERY, lambda before_s: 0.0)
 
     def strand(self, target: Callable[[], Any]) -> Strand:
         self.strands.append(Strand(target))
@@ -223,7 +233,7 @@ class Saves(Simulation):
         with pytest.MonkeyPatch.context() as patch:
             clock = SimpleNamespace(monotonic=lambda: self.now)
             patch.setattr(local, "time", clock)
-            patch.setattr(interval, "time", clock)
+            patch.setattr(schedule, "time", clock)
             patch.setattr(local, "_AGREE_TIMEOUT_S", 1.0)
             try:
                 super().run()
@@ -248,11 +258,12 @@ class Saves(Simulation):
         except StoreGone as error:
             raise PeerLost("the store has gone") from error
         self.longest_wait = max(self.longest_wait, self.now - began)
+        saves.boundaries.append((self.now, planned is not None))
         if planned is None:
             return
         saves.taken.append(planned.generation)
         yield from self.collective(rank, number, "hooks of a save", planned.number)
-        if self.random.random() < 0.1:
+        if self.random.random() < self.fails:
             saves.miss(step, RuntimeError("a hook has failed"))
         else:
             saves.take(planned, step, None, [], [])
@@ -369,3 +380,107 @@ class IsReadyAtOnce(SaveCoordinator):
 def test_the_simulation_finds_a_mistake_of_the_saves(mistake: type[SaveCoordinator]) -> None:
     with pytest.raises(Violation):
         deque((undisturbed(seed, coordinator=mistake) for seed in range(100)), maxlen=0)
+
+
+class ByTime(Saves):
+    """One fit of two ranks that saves as often as is chosen: every 16 s after the first saves."""
+
+    def __init__(
+        self, seed: int, how: type[Schedule] = Schedule, chosen: type[ChosenInterval] = ChosenInterval
+    ) -> None:
+        self.how, self.chosen = how, chosen
+        super().__init__(seed, small=True)
+        self.batches, self.fails, self.lasts_s = 100, 0.0, 120.0
+        self.delay, self.slowness, self.saves_in_s = self.random.choice([0.001, 0.003]), 0.1, 0.02
+
+    def schedule(self, saves: SimulatedSaves) -> Schedule:
+        return self.how(None, self.chosen(saves.costs, 1e9, 60.0), is_early=True)
+
+    def check(self) -> None:
+        """What must hold at every time."""
+        boundaries = self.saves[0][0].boundaries
+        if len(boundaries) < 2 * WARM_UP_STEPS:
+            return  # stopped
+        slack_s = 4 * max(after - before for (before, _), (after, _) in pairwise(boundaries))
+        slack_s += SLOWEST * MESSAGES * self.delay
+        warm_at = boundaries[WARM_UP_STEPS - 1][0]
+        first_at = last_at = None
+        number = 0
+        for now, is_taken in boundaries:
+            if first_at is None and now > warm_at + slack_s and not is_taken:
+                raise Violation(f"nothing is saved {now - warm_at:.1f} s after the warm-up")
+            if first_at is not None and last_at is not None:
+                if now - last_at > min((now - first_at + FIRST_S) / 2, CHOSEN_S) + slack_s:
+                    raise Violation(f"{now - last_at:.1f} s of {now - first_at:.1f} s would be lost")
+                if number * STALL_S > 0.001 * (now - first_at) + 5 * STALL_S:
+                    raise Violation(f"{number} saves in {now - first_at:.1f} s are dear")
+            if is_taken:
+                number += 1
+                first_at, last_at = first_at or now, now
+
+
+def by_time(seed: int, **options: Any) -> ByTime:
+    simulation = ByTime(seed, **options)
+    simulation.run()
+    simulation.check_undisturbed()
+    simulation.check()
+    return simulation
+
+
+def test_little_is_lost_at_any_time_and_saves_cost_little() -> None:
+    taken = [len(by_time(seed).saves[0][0].taken) for seed in range(10)]
+    assert sum(number >= 5 for number in taken) >= 4, "schedules that are not stopped"
+
+
+class NotEarly(Schedule):
+    """The first save comes after an interval, as all others."""
+
+    def start(self, step: int) -> None:
+        super().start(step)
+        self._next += 10.0
+
+
+class ForgetsItsGrowth(ChosenInterval):
+    """The interval is the chosen one from the first save on."""
+
+    def __call__(self, before_s: float) -> float:
+        super().__call__(before_s)
+        return self.chosen_s or 1.0
+
+
+class AlwaysAsAtFirst(ChosenInterval):
+    """The interval does not grow."""
+
+    def __call__(self, before_s: float) -> float:
+        return super().__call__(0.0)
+
+
+class TakesTheShortest(ChosenInterval):
+    """The shortest interval that there is, although a save stops the training for longer than a millisecond."""
+
+    def __call__(self, before_s: float) -> float:
+        return super().__call__(before_s) and 1.0
+
+
+class IsNotAdjusted(Schedule):
+    """What the first save has cost is not waited for, and the intervals are those of a save that costs nothing."""
+
+    def adjust(self) -> None:
+        self._interval = min(max(1.0, 2 * self._before), 2.0)
+        self._next = self._began + self._interval
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"how": NotEarly},
+        {"chosen": ForgetsItsGrowth},
+        {"chosen": AlwaysAsAtFirst},
+        {"chosen": TakesTheShortest},
+        {"how": IsNotAdjusted},
+    ],
+    ids=lambda mistake: next(iter(mistake.values())).__name__,
+)
+def test_the_simulation_finds_a_mistake_of_the_schedule(mistake: dict[str, Any]) -> None:
+    with pytest.raises(Violation, match=r"nothing is saved|would be lost|are dear"):
+        deque((by_time(seed, **mistake) for seed in range(30)), maxlen=0)

@@ -44,7 +44,7 @@ class LocalCheckpoint(SessionCallback):
         every_n_train_steps: Save whenever ``trainer.global_step`` is a multiple of this.
         train_time_interval: Save when this much time has passed since the last save: a ``timedelta`` or seconds.
             Default: chosen, unless ``every_n_train_steps`` is given, from the measured cost of a save and the rate of
-            failures (arXiv 2410.18124).
+            failures (arXiv 2410.18124); the first save comes after three steps, then intervals double up to that.
         keep: Number of complete local checkpoints to keep, at least 2: the newest may turn out to be damaged. One more
             is being written.
         replication: Whether to keep copies on other nodes; ``"auto"``: if there are several nodes.

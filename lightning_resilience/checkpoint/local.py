@@ -14,19 +14,19 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_resilience.checkpoint.capacity import format_bytes
 from lightning_resilience.checkpoint.devices import Standstill
 from lightning_resilience.checkpoint.generations import RankLocation, rank_shard, replicated_shard
-from lightning_resilience.checkpoint.interval import Schedule
 from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.rank_state import Check, PendingShard, RankState, divergence_of
 from lightning_resilience.checkpoint.replication import ReplicaError, Replicas
 from lightning_resilience.checkpoint.safe_serialization import tensor_names
 from lightning_resilience.checkpoint.save_coordinator import PlannedSave, SaveCoordinator, new_generation
+from lightning_resilience.checkpoint.schedule import WARM_UP_STEPS, Schedule
 from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots, wait_with_heartbeat
 from lightning_resilience.detect.numerics.divergence import Divergence
 
@@ -41,7 +41,9 @@ _LAST_ROUND_S = 1.0
 _LEAD_S = 0.02
 """How far ahead rank 0 announces a round: a message takes a millisecond, and the store serves one rank at a time."""
 _LEAD_PER_RANK_S = 0.0002
-_STEPS_MEASURED = 3
+
+_LEAST_STALL_S = 1e-4
+"""Less cannot be measured."""
 
 _RETRY_S = 10.0
 """How long rank 0 waits for its own next step before it announces a round again for which a rank was late."""
@@ -71,6 +73,20 @@ class SaveStats:
     stall_s: float = 0.0
     save_s: float = 0.0
     shard_bytes: int = 0
+
+
+class Fallback(NamedTuple):
+    """The newest generation before the one that was loaded.
+
+    It is needed if the training diverges soon: then the loaded one is marked bad, and what derives from it.
+
+    Attributes:
+        name: Its name.
+        until: It is kept until a generation of a later step is complete.
+    """
+
+    name: str
+    until: int
 
 
 @dataclass(frozen=True)
@@ -144,8 +160,10 @@ class LocalSaves:
         self._schedule = schedule
         self._keep = keep
         self._coordinator = peers.coordinator
+        self._lead_s = _LEAD_S + _LEAD_PER_RANK_S * peers.location.world_size
         self._replicas = peers.replicas
         self._complete: list[str] = []
+        self._fallback: Fallback | None = None
         self._hooks = hooks or SaveHooks()
         self._expected = dict(expected or {})
         self._device = device
@@ -176,20 +194,28 @@ class LocalSaves:
 
     # -- the training thread -------------------------------------------------------------------------------------------
 
-    def start(self, step: int, complete: Sequence[str] = ()) -> None:
+    def start(self, step: int, complete: Sequence[str] = (), fallback: Fallback | None = None) -> None:
         """Starts the thread; the first save is later than ``step``.
 
         Args:
             step: ``trainer.global_step``.
             complete: Names of the generations that are already complete, newest first.
+            fallback: One of them that is not retired soon.
         """
-        self._complete = list(complete)
+        self._complete, self._fallback = list(complete), fallback
         self._last = self._passed = step
         self._fence = Fence(self._hooks.heartbeat)
         self._retire()
-        self._schedule.begin()
+        self._schedule.start(step)
         self._busy = True
         self._thread.start()
+
+    def costs(self) -> tuple[float, float] | None:
+        """What a save costs; see :class:`.ChosenInterval`."""
+        if not self.stats.published:
+            return None
+        # The store is busy with the messages of a round for about as long as it is announced ahead.
+        return max(self.stats.stall_s, _LEAST_STALL_S), self.stats.save_s + self._lead_s
 
     def wait_for_save(self, timeout_s: float) -> bool:
         """Waits at a boundary for the save in progress; returns whether it has ended."""
@@ -205,17 +231,20 @@ class LocalSaves:
             lambda seconds: self._changed.wait_for(condition, seconds), timeout_s, self._hooks.heartbeat
         )
 
-    def rollback(self, step: int, complete: Sequence[str], identity: dict[str, Any]) -> None:
+    def rollback(
+        self, step: int, complete: Sequence[str], identity: dict[str, Any], fallback: Fallback | None = None
+    ) -> None:
         """Call it after the training has rolled back to an older state.
 
         Args:
             step: ``trainer.global_step`` of that state.
             complete: Names of the complete generations up to that step, newest first.
             identity: Identity fields of all shards from now on.
+            fallback: See :meth:`start`.
         """
         self._identity = identity
         with self._changed:
-            self._complete = list(complete)
+            self._complete, self._fallback = list(complete), fallback
             self._last = self._passed = step
             self._skipped_at = -1
             self._last_boundary = time.monotonic()
@@ -272,7 +301,7 @@ class LocalSaves:
         self._last_boundary = now
         self._steps_seen += 1
         self._step_s += (step_s - self._step_s) / min(self._steps_seen, 10)
-        if self._steps_seen == _STEPS_MEASURED:
+        if self._steps_seen == WARM_UP_STEPS:
             self._changed.notify_all()
 
     def take(
@@ -446,15 +475,14 @@ class LocalSaves:
             with self._changed:
                 # A rank is ahead of this one: announcing the same step again would be too late again.
                 self._changed.wait_for(lambda: not self._refused or self._stopping, _RETRY_S)
-                lead_s = _LEAD_S + _LEAD_PER_RANK_S * self._location.world_size
-                if self._steps_seen < _STEPS_MEASURED:
-                    step = None
-                else:
-                    lead = 1 + int(lead_s / max(self._step_s, 1e-4))
+                if is_warm := self._steps_seen >= WARM_UP_STEPS:
+                    lead = 1 + int(self._lead_s / max(self._step_s, 1e-4))
                     step = self._schedule.step_ahead(self._passed + lead)
+                else:
+                    step = None
                 if step is None:
                     if not self._stopping:  # stop() has already notified
-                        self._changed.wait(self._schedule.seconds_left())
+                        self._changed.wait(self._schedule.seconds_left() if is_warm else _RETRY_S)
                     return None
             coordinator.announce(PlannedSave(number, step, new_generation()))
         if (planned := coordinator.wait_for_plan(number)) is None:
@@ -507,8 +535,11 @@ class LocalSaves:
                 self._find_divergence(self._coordinator, planned.number, step, taken, digest)
         if taken is not None and complete:
             self._complete.insert(0, taken.generation)
+            if self._fallback is not None and taken.step > self._fallback.until:
+                self._fallback = None
             self.stats.published += 1
             self.stats.save_s = time.monotonic() - started
+            self._schedule.adjust()
             self._hooks.published(taken.step, taken.generation)
         if complete is not None:
             self._retire()
@@ -580,7 +611,10 @@ class LocalSaves:
 
     def _retire(self) -> None:
         location = self._location
-        del self._complete[self._keep :]
+        kept = self._complete[: self._keep]
+        if self._fallback is not None and self._fallback.name in self._complete[self._keep :]:
+            kept[-1] = self._fallback.name
+        self._complete = kept
         own = {rank_shard(location.rank), replicated_shard(location.local_rank, location.local_world_size)}
         if self._replicas is not None:
             own.update(rank_shard(partner) for partner in self._replicas.partners)

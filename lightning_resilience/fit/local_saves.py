@@ -20,14 +20,14 @@ from lightning_resilience._torch import local
 from lightning_resilience.checkpoint import capacity, local_folders, shard
 from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.generations import Transfer, rank_locations, rank_shard, replicated_shard
-from lightning_resilience.checkpoint.interval import Schedule, mean_time_to_failure_s, optimal_interval_s
-from lightning_resilience.checkpoint.local import LocalSaves, Peers, SaveHooks, SaveStats
+from lightning_resilience.checkpoint.local import Fallback, LocalSaves, Peers, SaveHooks
 from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.rank_state import divergence_of
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.replication import ReplicaError, Replicas, cliques, fetch
 from lightning_resilience.checkpoint.safe_serialization import Entries
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator, new_generation
+from lightning_resilience.checkpoint.schedule import ChosenInterval, Schedule
 from lightning_resilience.checkpoint.snapshot import ON_DEVICE_BYTES
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
@@ -35,6 +35,7 @@ from lightning_resilience.run.events import Saved
 from lightning_resilience.run.interruptions import interruptions
 from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import WORKER_BEGAN_VARIABLE
+from lightning_resilience.run.save_interval import mean_time_to_failure_s
 from lightning_resilience.run.time_account import CHECKPOINT_SAVE
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ log = logging.getLogger("lightning_resilience.callbacks.local_checkpoint")  # us
 _EXCHANGE_TIMEOUT = timedelta(minutes=2)
 _SETTLE_S = 60.0
 _LAST_WORDS_S = 5.0
-_FIRST_INTERVAL_S = 10.0
 _USUAL_RECOVERY_S = 60.0
 _OF_MODEL = ("state_dict.", "optimizer_states.")
 _RECORD_EVERY_S = 60.0  # the ledger is on shared storage, and read as a whole
@@ -70,6 +70,11 @@ class LocalSaveOptions:
     probation_steps: int
     waits: bool
     optional: bool
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the interval is chosen."""
+        return self.every_n_train_steps is None and self.train_time_interval is None
 
 
 class Unusable(Exception):
@@ -126,8 +131,7 @@ class LocalSavePolicy(Participant):
         self._replicas: Replicas | None = None
         self._saves: LocalSaves | None = None
         self._device: torch.device | None = None
-        self._history = (0, 0.0)
-        self._recovery_s = 0.0
+        self._interval: ChosenInterval | None = None
         self._said_interval_s = 0.0
         self._record_at = 0.0
         self._unrecorded = 0
@@ -178,15 +182,14 @@ class LocalSavePolicy(Participant):
             session.fit.participants.withdraw(self)
             return
         step = trainer.global_step
-        self._history = self._failures_so_far()
-        self._recovery_s = min(max(_worked_for_s(), 0.0), 3600.0) if session.fit.index == 0 else _USUAL_RECOVERY_S
+        self._interval = self._choose_interval() if self._options.is_chosen else None
         self._replicas = self._make_replicas()
         coordinator = _make_coordinator(self._prefix(), trainer.world_size) if trainer.world_size > 1 else None
         self._saves = LocalSaves(
             self.store,
             Peers(self.location, self._kept_here, coordinator, self._replicas),
             self._identity(),
-            Schedule(self._options.every_n_train_steps, self._interval_s),
+            Schedule(self._options.every_n_train_steps, self._interval_s, self._options.is_chosen),
             self._options.keep,
             self._expected,
             self._device,
@@ -194,7 +197,7 @@ class LocalSavePolicy(Participant):
                 self._completed, session.fit.check_owner, self._check, session.fit.advanced, session.fit.diverged
             ),
         )
-        self._saves.start(step, [each.name for each in session.selector.complete if each.step <= step])
+        self._saves.start(step, *self._complete(step))
         if self._options.waits:
             self._wait_for_save()  # or what is due while the store is made ready would be left out
         if trainer.is_global_zero:
@@ -228,8 +231,15 @@ class LocalSavePolicy(Participant):
         """Generations of the course that was left do not count."""
         if self._saves is not None:
             step = self.session.fit.trainer.global_step
-            complete = [each.name for each in self.session.selector.complete if each.step <= step]
-            self._saves.rollback(step, complete, self._identity())
+            complete, fallback = self._complete(step)
+            self._saves.rollback(step, complete, self._identity(), fallback)
+
+    def _complete(self, step: int) -> tuple[list[str], Fallback | None]:
+        """The complete generations, newest first, and what is left of them if that of this step is marked bad."""
+        found = [each for each in self.session.selector.complete if each.step <= step]
+        older = next((each.name for each in found if each.step < step), None)
+        fallback = None if older is None else Fallback(older, step + self._options.probation_steps)
+        return [each.name for each in found], fallback
 
     def _identity(self) -> dict[str, Any]:
         """Identity fields of all shards that are saved from now on."""
@@ -296,6 +306,7 @@ class LocalSavePolicy(Participant):
     def _record(self, step: int, generation: str, reason: str) -> None:
         assert self._saves is not None
         stats = self._saves.stats
+        chosen_s = self._interval.chosen_s if self._interval is not None else None
         self.session.fit.ledger.record(
             Saved(
                 fit=self.session.fit.index,
@@ -308,41 +319,38 @@ class LocalSavePolicy(Participant):
                 stall_s=round(stats.stall_s, 6),
                 skipped=stats.skipped,
                 failed=stats.failed,
+                every_s=chosen_s and round(chosen_s, 3),
             )
         )
         self._record_at, self._unrecorded = time.monotonic() + _RECORD_EVERY_S, 0
 
-    def _interval_s(self) -> float:
-        """Seconds to the next save."""
+    def _interval_s(self, before_s: float) -> float:
+        """Seconds to the next save, after ``before_s`` between the last two."""
         if (given := self._options.train_time_interval) is not None:
             return given.total_seconds()
-        stats = self._saves.stats if self._saves is not None else SaveStats()
-        if not stats.published:
-            return _FIRST_INTERVAL_S
-        stall_s = max(stats.stall_s, 1e-4)
-        failures, observed_s = self._history
-        mean_time_s = mean_time_to_failure_s(self.session.fit.trainer.world_size, failures, observed_s)
-        # What costs less than a thousandth of the time need not be rarer than this; and a writer that is always at work
-        # takes cores and memory bandwidth from the training.
-        interval_s = min(
-            optimal_interval_s(stall_s, mean_time_s, self._recovery_s), max(_FIRST_INTERVAL_S, 1e3 * stall_s)
-        )
-        interval_s = max(interval_s, 10 * stats.save_s, 1.0)
-        is_news = not self._said_interval_s or not 0.5 < interval_s / self._said_interval_s < 2
+        assert self._interval is not None
+        interval_s, chosen_s = self._interval(before_s), self._interval.chosen_s
+        if chosen_s is None or self._saves is None or self._saves.stats.published == 1:  # the first takes longer
+            return interval_s
+        is_news = not self._said_interval_s or not 0.5 < chosen_s / self._said_interval_s < 2
         if is_news and self.session.fit.rank == 0:  # whose interval it is
-            self._said_interval_s = interval_s
+            self._said_interval_s = chosen_s
             log.info(
-                "Local checkpoints: from now on every %.0f s (a save takes %.2f s behind the training and holds it up "
-                "for %.1f ms).",
-                interval_s,
-                stats.save_s,
-                1000 * stats.stall_s,
+                "Local checkpoints: every %g s after the first ones (a save takes %.2f s behind the training and holds "
+                "it up for %.1f ms).",
+                round(chosen_s, 1),
+                self._saves.stats.save_s,
+                1000 * self._saves.stats.stall_s,
             )
         return interval_s
 
-    def _failures_so_far(self) -> tuple[int, float]:
-        events = read_ledger(self.session.fit.run.ledger) if self.session.fit.rank == 0 else []
-        return len(interruptions(events)), max(0.0, time.time() - events[0].time) if events else 0.0
+    def _choose_interval(self) -> ChosenInterval:
+        fit = self.session.fit
+        events = read_ledger(fit.run.ledger) if fit.rank == 0 else []
+        observed_s = max(0.0, time.time() - events[0].time) if events else 0.0
+        mean_time_s = mean_time_to_failure_s(fit.trainer.world_size, len(interruptions(events)), observed_s)
+        recovery_s = min(max(_worked_for_s(), 0.0), 3600.0) if fit.index == 0 else _USUAL_RECOVERY_S
+        return ChosenInterval(lambda: self._saves.costs() if self._saves else None, mean_time_s, recovery_s)
 
     # -- setting up ----------------------------------------------------------------------------------------------------
 
@@ -420,7 +428,7 @@ class LocalSavePolicy(Participant):
         elif options.train_time_interval is not None:
             when = f"every {options.train_time_interval.total_seconds():g} s"
         else:
-            when = f"every {_FIRST_INTERVAL_S:g} s at first, then as often as is best for what they cost"
+            when = "from the first steps on, at intervals that double up to what is best for what they cost"
         copies = "one node, so no copies on others"
         if self._nodes() > 1:
             copies = "with copies on other nodes" if self._replicas is not None else "without copies on other nodes"

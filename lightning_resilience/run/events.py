@@ -400,6 +400,7 @@ class Saved(_AtStep, name="saved"):
     stall_s: Annotated[float, "how long the training waited for the save, s"] | None = None
     skipped: Annotated[int, "local saves skipped so far, since the one before was not over"] | None = None
     failed: Annotated[int, "local saves failed so far"] | None = None
+    every_s: Annotated[float, "the chosen time between two local saves, after the first ones, s"] | None = None
 
 
 class SaveFailed(_AtStep, name="save_failed"):
