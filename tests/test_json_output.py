@@ -19,9 +19,11 @@ from lightning_resilience.launch.report import report
 from lightning_resilience.launch.status import status
 from lightning_resilience.launch.view import ranks_now
 from lightning_resilience.run import time_account
+from lightning_resilience.run.events import Saved
 from lightning_resilience.run.ledger import node_name
 from lightning_resilience.run.run_directory import Outcome, RunDirectory
 from tests.test_goodput import HUNG, launch, run_with, spent
+from tests.test_goodput_simulation import of
 from tests.test_what_if import Course, Played
 
 
@@ -55,10 +57,13 @@ def test_report(tmp_path: Path) -> None:
 
 
 def test_status(tmp_path: Path) -> None:
-    [found] = parsed("status", status(run_with(tmp_path, *HUNG), as_json=True))
+    saved = of(Saved, fit=0, time=90.0, step=8, tier="local", stall_s=0.002, seconds=0.1, every_s=4.2)
+    [found] = parsed("status", status(run_with(tmp_path, *HUNG, saved), as_json=True))
     assert (found["now"], found["is_ongoing"], found["job_chain"]) == ("ended: finished", False, 2)
     assert [each["ended"] for each in found["allocations"]] == ["finished", "finished"]
     assert found["restarts_left"] == found["restarts"] == 3
+    often = "Local     every 4.2 s after the first ones: a save stops the training for 2.0 ms"
+    assert f"{often}, and is complete after 0.10 s" in status(tmp_path).splitlines()
 
 
 def test_what_other_nodes_do(tmp_path: Path) -> None:

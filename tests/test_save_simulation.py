@@ -22,7 +22,8 @@ from lightning_resilience.checkpoint.generations import RankLocation
 from lightning_resilience.checkpoint.local import LocalSaves, Peers
 from lightning_resilience.checkpoint.rank_state import RankState
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
-from lightning_resilience.checkpoint.schedule import WARM_UP_STEPS, ChosenInterval, Schedule
+from lightning_resilience.checkpoint.schedule import ChosenInterval, Schedule
+from lightning_resilience.run.save_interval import WARM_UP_STEPS
 from tests.test_agreement_simulation import AT_ONCE, Actor, Fit, Simulation, Steps, Violation, Wait, schedules
 
 BATCHES, EVERY = 16, 2

@@ -47,8 +47,9 @@ from lightning_resilience.run.events import (
 from lightning_resilience.run.figures import figures_of
 from lightning_resilience.run.goodput import Goodput, account
 from lightning_resilience.run.replay import RunFigures, Saves, Strike, replay
+from lightning_resilience.run.save_interval import WARM_UP_STEPS, growing_interval_s
 from lightning_resilience.run.time_account import TimeAccount
-from lightning_resilience.run.what_if import SETTINGS, parse, predict
+from lightning_resilience.run.what_if import SETTINGS, changed, parse, predict
 from tests.test_goodput import launch, run_with, spent
 from tests.test_goodput_simulation import of
 
@@ -62,6 +63,7 @@ class Options:
     save_every_s: float
     local_every_s: float | None
     hang_limit_s: float
+    local_is_chosen: bool = False
 
 
 class Course:
@@ -154,6 +156,7 @@ class Played:
         self._record(of(Resumed, fit=0, step=step, tier=tier) if step else of(Fresh, fit=0))
         own.begin_training(self._reached, True)
         save_at, local_at = self._now + options.save_every_s, self._now + (options.local_every_s or math.inf)
+        first_at, interval_s = step + WARM_UP_STEPS, 0.0
         recorded_at, unrecorded = 0.0, 0
         self._now += times[4]
         pending: list[tuple[float, int, bool]] = []  # when saves will be complete
@@ -188,12 +191,16 @@ class Played:
                 event = of(Saved, fit=0, step=step, tier="global", seconds=course.write_s, reason="interval")
                 if started + course.write_s < strikes_at:
                     self._record(event, started + course.write_s)
-            if self._now >= local_at:
-                local_at = self._now + (options.local_every_s or math.inf)
+            if step == first_at if options.local_is_chosen and not interval_s else self._now >= local_at:
+                every_s = options.local_every_s or math.inf
+                interval_s = growing_interval_s(interval_s, 0.0, 0.5 * course.step_s[0], every_s)
+                interval_s = interval_s if options.local_is_chosen else every_s
+                local_at = self._now + interval_s
                 pending.append((self._now + 0.5 * course.step_s[0], step, False))
                 unrecorded += 1
                 if self._now >= recorded_at:
                     local: dict[str, Any] = {"count": unrecorded, "seconds": 0.5 * course.step_s[0], "stall_s": 0.0}
+                    local["every_s"] = every_s if options.local_is_chosen else None
                     if self._now + local["seconds"] < strikes_at:
                         done = self._now + local["seconds"]
                         self._record(of(Saved, fit=0, step=step, tier="local", reason="local", **local), done)
@@ -273,6 +280,25 @@ def check(found: list[tuple[int, float, float]], beyond: int = 0) -> None:
 def test_predictions() -> None:
     """Where an interruption comes within a step of the end of a save, it may cost an interval more, or less."""
     check([*errors(RUNS)], beyond=1)
+
+
+def chosen_errors(number: int) -> Iterator[tuple[int, float, float]]:
+    """The same for runs whose interval of local saves is chosen, and what is predicted of them from others."""
+    for seed in range(number):
+        course = Course(seed)
+        step_s = course.step_s[0]
+        given = replace(course.options, local_every_s=12 * step_s)
+        # Stalls cost nothing there, so what decides is that a save takes half a step.
+        chosen = replace(given, local_every_s=max(5 * step_s, 1.0), local_is_chosen=True)
+        for before, text, after in ((given, "local=auto", chosen), (chosen, f"local={12 * step_s}", given)):
+            recorded = Played(course, before)
+            found = predict(figures(recorded), text)
+            truth = Played(course, after).account.ettr
+            yield seed, found.replayed.ettr - recorded.account.ettr, found.predicted.ettr - truth
+
+
+def test_predictions_with_a_chosen_interval_of_local_saves() -> None:
+    check([*chosen_errors(20)])
 
 
 MISTAKES: dict[str, tuple[object, str, object]] = {
@@ -393,6 +419,46 @@ def test_local_saves_may_be_lost_with_their_node() -> None:
     for keeps_local, least, most in ((True, 1, 12), (False, 80, 110)):
         strike = Strike(500.0, keeps_local=keeps_local)
         assert least < replay(replace(local, strikes=[strike])).seconds["wasted_progress"] < most
+
+
+def test_where_the_interval_is_chosen_the_first_steps_are_saved() -> None:
+    """At whatever time an interruption comes, at most half of what was trained since the start is done again."""
+    chosen = replace(STEADY, local_saves=Saves(every_s=200.0, blocked_s=0.2, write_s=0.5, first_steps=4), saves=None)
+    for after_s in (10.0, 30.0, 100.0, 250.0, 900.0):
+        lost = replay(replace(chosen, strikes=[Strike(after_s)])).seconds["wasted_progress"]
+        assert 0 < lost < min(after_s / 2 + 20, 200) + 2, after_s
+    late = replace(chosen, local_saves=replace(chosen.local_saves, first_steps=None))
+    assert replay(replace(late, strikes=[Strike(100.0)])).seconds["wasted_progress"] > 95
+
+
+def test_what_is_chosen_is_known_from_short_lives_too() -> None:
+    """Each process records its first save, and then one a minute: between the first ones lies less than is chosen."""
+    events: list[Event] = [launch(0, 0)]
+    for began, step in ((0, 0), (40, 34), (80, 68)):
+        start = of(Resumed, fit=0, time=began + 5.0, step=step) if step else of(Fresh, fit=0, time=began + 5.0)
+        saved = of(Saved, fit=0, time=began + 9.0, step=step + 4, tier="local", seconds=0.1, every_s=12.0, count=1)
+        events += [start, saved, spent(began, began + 35, began + 38, seconds={"productive": 30.0}, reached=step + 34)]
+    events.append(of(LaunchExit, time=120.0, status="finished"))
+    found = figures_of(events, account(events))
+    assert found is not None
+    assert found.local_saves is not None
+    assert (found.local_saves.every_s, found.local_saves.first_steps) == (12.0, 4)
+    later = of(Saved, fit=0, time=116.0, step=100, tier="local", seconds=0.1, every_s=6.0, count=5)
+    found = figures_of([*events[:-2], later, *events[-2:]], account(events))
+    assert found is not None
+    assert found.local_saves is not None
+    assert found.local_saves.every_s == 6.0, "the first save of a process costs more than others"
+
+
+def test_an_interval_that_is_chosen_follows_the_interruptions() -> None:
+    local = Saves(every_s=40.0, blocked_s=0.04, write_s=0.1, first_steps=4)
+    chosen = changed(replace(STEADY, local_saves=local), {"mtbf": "10min"}).local_saves
+    given = changed(replace(STEADY, local_saves=replace(local, first_steps=None)), {"mtbf": "10min"}).local_saves
+    assert chosen is not None
+    assert given is not None
+    assert (5 < chosen.every_s < 10, given.every_s) == (True, 40.0)
+    assert changed(replace(STEADY, local_saves=local), {"local": "10"}).local_saves.first_steps is None
+    assert changed(STEADY, {"local": "auto"}).local_saves.first_steps == WARM_UP_STEPS
 
 
 def test_rollbacks_come_at_their_steps() -> None:
@@ -524,6 +590,7 @@ def test_what_gains_most_is_first() -> None:
     [
         ({"step": {"productive": 1.0, "data_loading": 0.3}}, "load data faster: steps wait 23.1 %"),
         ({"local_saves": Saves(every_s=10.0, blocked_s=3.0)}, "local=off: save no more to the nodes"),
+        ({"local_saves": Saves(every_s=90.0, blocked_s=0.01)}, "local=auto: leave it to LocalCheckpoint how often"),
         ({"strikes": [Strike(500.0, cause="preempted")]}, "give a preempted run more time: once"),
         ({"strikes": [Strike(9.0, seconds={"first_step": 90.0})]}, "keep compiled kernels in a cache"),
         ({"saves": Saves(every_s=5.0, blocked_s=3.0, write_s=3.0)}, "save every 1 min 07 s, not every 5.0 s"),

@@ -26,9 +26,10 @@ from lightning_resilience.checkpoint.rank_state import Check, PendingShard, Rank
 from lightning_resilience.checkpoint.replication import ReplicaError, Replicas
 from lightning_resilience.checkpoint.safe_serialization import tensor_names
 from lightning_resilience.checkpoint.save_coordinator import PlannedSave, SaveCoordinator, new_generation
-from lightning_resilience.checkpoint.schedule import WARM_UP_STEPS, Schedule
+from lightning_resilience.checkpoint.schedule import Schedule
 from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots, wait_with_heartbeat
 from lightning_resilience.detect.numerics.divergence import Divergence
+from lightning_resilience.run.save_interval import WARM_UP_STEPS
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightning_resilience.run.save_interval import chosen_interval_s, growing_interval_s
-
-WARM_UP_STEPS = 3
-"""After so many steps a training is warm: memory is allocated, kernels are compiled, DDP has regrouped its buckets."""
+from lightning_resilience.run.save_interval import WARM_UP_STEPS, chosen_interval_s, growing_interval_s
 
 _UNKNOWN_INTERVAL_S = 10.0
 

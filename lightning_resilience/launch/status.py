@@ -148,6 +148,7 @@ def _content(run_dir: Path) -> dict[str, Any]:
         "is_ongoing": is_ongoing,
         "now": state,
         "safe_step": history.verified_step,
+        "local_saves": _local_saves(history),
         "restarts": budget and budget.in_job_restarts,
         "restarts_left": budget and max(0, budget.in_job_restarts - failures.in_job),
         "job_retries": budget and budget.job_retries,
@@ -159,6 +160,11 @@ def _content(run_dir: Path) -> dict[str, Any]:
             _allocation(each, following) for each, following in zip(allocations, [*allocations, None][1:], strict=True)
         ],
     }
+
+
+def _local_saves(history: History) -> dict[str, Any] | None:
+    saved = history.last_local_save
+    return None if saved is None else {name: getattr(saved, name) for name in ("every_s", "stall_s", "seconds")}
 
 
 def _allocation(each: Allocation, following: Allocation | None) -> dict[str, Any]:
@@ -208,6 +214,8 @@ def _text(found: dict[str, Any]) -> list[str]:
             f"{found['job_retries_left']} of {found['job_retries']} job retries left"
         )
     lines = [f"Run {found['run_dir']}", "", *table(head, rows), "", f"Safe      {_safe(found)}", f"Budget    {budget}"]
+    if found["local_saves"] is not None:
+        lines.insert(-1, f"Local     {_local(**found['local_saves'])}")
     lines.append(f"Job chain {chain} allocation{'s' * (chain != 1)}")
     if found["excluded"]:
         lines.append(f"Excluded  {', '.join(found['excluded'])}")
@@ -219,6 +227,12 @@ def _text(found: dict[str, Any]) -> list[str]:
 
 def _safe(found: dict[str, Any]) -> str:
     return "no checkpoint yet" if found["safe_step"] is None else f"step {found['safe_step']}"
+
+
+def _local(every_s: float | None, stall_s: float | None, seconds: float | None) -> str:
+    often = "" if every_s is None else f"every {duration(every_s)} after the first ones: "
+    costs = f"stops the training for {1000 * (stall_s or 0):.1f} ms, and is complete after {seconds or 0:.2f} s"
+    return f"{often}a save {costs}"
 
 
 def _row(number: int, each: dict[str, Any]) -> list[str]:

@@ -131,6 +131,9 @@ def _local(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
     if figures.local_saves is not None:
         text = "save no more to the nodes: that costs more than it has saved"
         yield _gain(text, recorded, replay(changed(figures, {"local": "off"})), "local=off")
+        if figures.local_saves.first_steps is None:
+            text = "leave it to LocalCheckpoint how often it saves (no every_n_train_steps, no train_time_interval)"
+            yield _gain(text, recorded, replay(changed(figures, {"local": "auto"})), "local=auto")
     elif figures.strikes:
         every = f"local={_LOCAL_EVERY}"
         text = (

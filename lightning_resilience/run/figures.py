@@ -219,6 +219,7 @@ def _saves(events: Sequence[Event], tier: str) -> Saves | None:
     """How often a tier is saved to; ``None``: never, as far as is recorded."""
     intervals: list[tuple[float, int]] = []
     first: list[float] = []
+    first_steps: list[int] = []
     saves: list[Saved] = []
     before: Event | None = None
     for event in events:
@@ -233,17 +234,24 @@ def _saves(events: Sequence[Event], tier: str) -> Saves | None:
                 intervals.append((passed_s / (event.count or 1), (event.step or 0) - (before.step or 0)))
             elif before is not None:
                 first.append(_start(event) - before.time)
+                first_steps.append((event.step or 0) - (getattr(before, "step", None) or 0))
             before = event
     if not intervals and not first:
         return None
     every_s = statistics.median([each for each, _ in intervals] or first)
     by_steps = {event.reason for event in saves} == {"every_n_train_steps"}
     apart = [steps for _, steps in intervals if steps > 0]
+    # The first save of a process costs more than the others, and what is chosen follows from that.
+    settled = [event.every_s for event in saves if (event.count or 1) > 1 and event.every_s is not None]
+    chosen = settled or [event.every_s for event in saves if event.every_s is not None]
+    if chosen:
+        every_s = statistics.median(chosen)
     return Saves(
         every_s=max(every_s, 1e-3),
         every_steps=min(apart) if by_steps and apart else None,
         blocked_s=statistics.median(event.stall_s or 0.0 for event in saves),
         write_s=statistics.median(event.seconds or 0.0 for event in saves),
+        first_steps=statistics.median(first_steps) if chosen and first_steps else None,
     )
 
 

@@ -118,6 +118,11 @@ class History:
         took = (each.seconds for each in reversed(self.of(Saved)) if (each.tier or "global") == "global")
         return next((seconds for seconds in took if seconds is not None), None)
 
+    @property
+    def last_local_save(self) -> Saved | None:
+        """The last local save that was recorded."""
+        return next((each for each in reversed(self.of(Saved)) if each.tier == "local"), None)
+
     def not_restored(self, fit: int, attempts: int) -> NotRestored | None:
         """What a number of attempts in a row have chosen and could not restore, as the last one has recorded it.
 

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_resilience.run.goodput import TRAINING, share_of
+from lightning_resilience.run.save_interval import growing_interval_s
 
 _MOST_INTERRUPTIONS = 10_000
 _NEVER = math.inf
@@ -37,12 +38,15 @@ class Saves:
         every_steps: Steps from one to the next, which are multiples of this; ``None``: it goes by ``every_s``.
         blocked_s: For how long the training waits.
         write_s: From its start until it is complete.
+        first_steps: Steps from a start to the first save, after which intervals double up to ``every_s``; ``None``: the
+            first interval is as long as all others.
     """
 
     every_s: float
     every_steps: int | None = None
     blocked_s: float = 0.0
     write_s: float = 0.0
+    first_steps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -282,7 +286,22 @@ class _Course:
         if local is None:
             return 0.0
         every_s = max(local.every_s, local.write_s)
-        return self._last(length_s, local, every_s, every_s)
+        if local.first_steps is None:
+            return self._last(length_s, local, every_s, every_s)
+        first = self._first_saves(local, every_s)
+        complete = [at_s for at_s in first if at_s <= length_s - max(local.write_s, local.blocked_s)]
+        last = self.step_after(complete[-1]) if complete else 0.0
+        return max(last, self._last(length_s, local, first[-1], every_s))
+
+    def _first_saves(self, saves: Saves, every_s: float) -> list[float]:
+        """When the first saves begin, until intervals are as long as all others."""
+        at_s, interval_s = max((saves.first_steps or 0) - 1, 0.0) * self._step_s, 0.0
+        found = [at_s]
+        while interval_s < every_s:
+            interval_s = growing_interval_s(interval_s, saves.blocked_s, saves.write_s, every_s)
+            at_s += interval_s
+            found.append(at_s)
+        return found
 
     def _last(self, length_s: float, saves: Saves, begin_s: float, period_s: float) -> float:
         complete = math.floor((length_s - begin_s - max(saves.write_s, saves.blocked_s)) / period_s)

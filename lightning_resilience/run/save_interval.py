@@ -7,6 +7,9 @@ import math
 _PRIOR_RANKS = 1024
 _PRIOR_MEAN_TIME_S = 7.9 * 3600  # of jobs with 1,024 GPUs on Meta's research clusters (arXiv 2410.21680)
 
+WARM_UP_STEPS = 3
+"""After so many steps a training is warm: memory is allocated, kernels are compiled, DDP has regrouped its buckets."""
+
 LEAST_S = 1.0
 """The shortest interval that is chosen, in seconds."""
 

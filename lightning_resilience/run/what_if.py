@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_resilience.run.goodput import START
 from lightning_resilience.run.replay import Replayed, RunFigures, Saves, Strike, replay
+from lightning_resilience.run.save_interval import WARM_UP_STEPS, chosen_interval_s, mean_time_to_failure_s
 
 _UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _AMOUNT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(s|min|h|d|steps|x|)")
@@ -22,7 +24,7 @@ class Amount(NamedTuple):
 
     Attributes:
         number: How much; of a time, in seconds.
-        unit: ``s``, ``steps``, ``x`` (times what it was), ``off`` or ``on``.
+        unit: ``s``, ``steps``, ``x`` (times what it was), ``off``, ``on`` or ``auto``.
     """
 
     number: float
@@ -104,8 +106,22 @@ def changed(figures: RunFigures, changes: Mapping[str, str]) -> RunFigures:
 
 def _every(saves: Saves, amount: Amount, step_s: float) -> Saves:
     if amount.unit == "steps":
-        return replace(saves, every_steps=max(round(amount.number), 1))
-    return replace(saves, every_s=amount.number + step_s / 2, every_steps=None)  # what is due waits for a step's end
+        return replace(saves, every_steps=max(round(amount.number), 1), first_steps=None)
+    # What is due waits for a step's end.
+    return replace(saves, every_s=amount.number + step_s / 2, every_steps=None, first_steps=None)
+
+
+def _chosen(figures: RunFigures, local_saves: Saves) -> Saves:
+    """As often as ``LocalCheckpoint`` chooses."""
+    mean_time_s = figures.mtbf_s
+    if mean_time_s is None:
+        mean_time_s = mean_time_to_failure_s(figures.ranks, len(figures.interruptions), figures.trained_s)
+    starts_s = [sum(each.seconds.get(name, 0.0) for name in START) for each in figures.interruptions]
+    every_s = chosen_interval_s(
+        local_saves.blocked_s, local_saves.write_s, mean_time_s, statistics.fmean(starts_s) if starts_s else 0.0
+    )
+    saves = _every(local_saves, Amount(every_s, "s"), figures.step_s)
+    return replace(saves, first_steps=local_saves.first_steps or WARM_UP_STEPS)
 
 
 def _with_saves(figures: RunFigures, saves: Saves | None, local_saves: Saves | None) -> RunFigures:
@@ -133,7 +149,8 @@ def _save_cost(figures: RunFigures, amount: Amount) -> RunFigures:
 def _local(figures: RunFigures, amount: Amount) -> RunFigures:
     if amount.unit == "off":
         return _with_saves(figures, figures.saves, None)
-    local_saves = _every(figures.local_saves or Saves(amount.number), amount, figures.step_s)
+    before = figures.local_saves or Saves(amount.number)
+    local_saves = _chosen(figures, before) if amount.unit == "auto" else _every(before, amount, figures.step_s)
     return _with_saves(figures, figures.saves, local_saves)
 
 
@@ -178,7 +195,10 @@ def _mtbf(figures: RunFigures, amount: Amount) -> RunFigures:
     if not figures.interruptions:  # then another start costs what the first one has
         start = {name: seconds for name, seconds in figures.once.items() if name in START}
         figures = replace(figures, strikes=[*figures.strikes, Strike(math.inf, seconds=start)])
-    return replace(_with_saves(figures, figures.saves, figures.local_saves), mtbf_s=amount.number)
+    figures, local_saves = replace(figures, mtbf_s=amount.number), figures.local_saves
+    if local_saves is not None and local_saves.first_steps is not None:
+        local_saves = _chosen(figures, local_saves)
+    return _with_saves(figures, figures.saves, local_saves)
 
 
 def _ranks(figures: RunFigures, amount: Amount) -> RunFigures:
@@ -193,7 +213,7 @@ class Setting(NamedTuple):
 
     Attributes:
         meaning: For ``--help``.
-        units: What a value may be: ``s`` (a time), ``steps``, ``x``, ``number``, ``off``, ``on``.
+        units: What a value may be: ``s`` (a time), ``steps``, ``x``, ``number``, ``off``, ``on``, ``auto``.
         change: Changes it in the figures of a run.
     """
 
@@ -211,7 +231,7 @@ class Setting(NamedTuple):
         Raises:
             ValueError: If it is none.
         """
-        if value in self.units and value in ("off", "on"):
+        if value in self.units and value in ("off", "on", "auto"):
             return Amount(0.0, value)
         found = _AMOUNT.fullmatch(value)
         if found is not None and (float(found[1]) > 0 or name in _MAY_BE_ZERO):
@@ -234,13 +254,18 @@ SPELLINGS = {
     "number": "a number",
     "off": "off",
     "on": "on",
+    "auto": "auto",
 }
 """How values are written, by their units."""
 
 SETTINGS = {
     "save_every": Setting("time or steps between two saves to the run directory", ("s", "steps", "off"), _save_every),
     "save_cost": Setting("for how long the training waits for such a save", ("s", "x"), _save_cost),
-    "local": Setting("time or steps between two saves to the nodes", ("s", "steps", "off"), _local),
+    "local": Setting(
+        "time or steps between two saves to the nodes; auto: as LocalCheckpoint chooses",
+        ("s", "steps", "auto", "off"),
+        _local,
+    ),
     "mtbf": Setting("mean time of training between two interruptions, which then come at random", ("s",), _mtbf),
     "ranks": Setting("that many ranks: interruptions are more frequent in proportion", ("number",), _ranks),
     "restart": Setting("what a restart takes, from the launch to the first step", ("s", "x"), _restart),
