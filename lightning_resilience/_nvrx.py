@@ -32,6 +32,7 @@ from typing import Any, Literal
 from lightning_resilience._files import write_json
 from lightning_resilience._loopback import ADDRESS, serve_store
 from lightning_resilience.detect.hangs.progress import Section, read_progress
+from lightning_resilience.launch import spares
 from lightning_resilience.run.deadlines import (
     DIAGNOSIS_MARGIN_S,
     NVRX_ANSWERS_WITHIN_S,
@@ -542,6 +543,8 @@ def main() -> None:
         index = arguments.index(loopback)
         arguments[index : index + 1] = where
     sys.argv = [module, *arguments]
+    if sys.platform == "linux":
+        spares.install(module, makes_spares=os.environ.pop(spares.SPARES_VARIABLE, "") == "auto")
     code = None
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

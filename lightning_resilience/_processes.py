@@ -21,8 +21,32 @@ def describe_process() -> dict[str, Any]:
     return {"pid": os.getpid(), "process_started": _started(os.getpid()), "namespace": pid_namespace()}
 
 
+_counted_from: float | None = None
+
+
+def count_from(at: float) -> None:
+    """Counts the age of this process from later than its start: until then it has only waited to be used.
+
+    Args:
+        at: When it was used, by ``CLOCK_BOOTTIME``.
+    """
+    global _counted_from
+    _counted_from = at
+
+
 def process_age() -> float:
-    """For how many seconds this process has run."""
+    """For how many seconds this process has run, or was used (:func:`count_from`)."""
+    return _seconds_since_start() - waited()
+
+
+def waited() -> float:
+    """For how many seconds this process has waited to be used, from its start on."""
+    if _counted_from is None:
+        return 0.0
+    return max(0.0, _seconds_since_start() - (time.clock_gettime(time.CLOCK_BOOTTIME) - _counted_from))
+
+
+def _seconds_since_start() -> float:
     with suppress(OSError, ValueError, IndexError):
         ticks = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

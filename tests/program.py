@@ -169,7 +169,7 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
             if marker.exists():
                 continue
             marker.touch()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + event.get("within_s", 30)
         while not glob.glob(event.get("after_file", "/"), recursive=True) and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(event.get("after_s", 0.0))

@@ -37,6 +37,7 @@ from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.restore import Restorer
 from lightning_resilience.fit.run_metrics import RunMetrics
 from lightning_resilience.fit.saving import Saver
+from lightning_resilience.launch import park
 from lightning_resilience.run import time_account
 from lightning_resilience.run.events import Fault, RunRefused
 from lightning_resilience.run.failures import says_peer_is_lost
@@ -255,6 +256,8 @@ class FitSession:
         if self.exact.resumed is not None and self.exact.complete_resume():
             return False
         is_first, self._warm = not self._warm, True
+        if is_first:
+            park.begun()
         self.exact.at_boundary()
         self._clean = clean = lightning_progress.accumulation_window_complete(fit.trainer) and (
             fit.module.automatic_optimization or self._is_behind_a_step(step)

@@ -306,6 +306,13 @@ def _parser() -> argparse.ArgumentParser:
         f"with JSON on its standard input; it has {LIMIT_S:g} s",
     )
     launch.add_argument(
+        "--spares",
+        choices=("auto", "off"),
+        default="off",
+        help="auto: for each worker a spare process with its imports done waits to take its place at a restart inside "
+        "the job, where memory allows (default: %(default)s)",
+    )
+    launch.add_argument(
         "--quiet",
         action="store_true",
         help="of this package's own lines, show only interruptions, warnings, errors and the end",
@@ -519,6 +526,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         ),
         grace_period_s=job.grace_period_s if options.grace_period is None else options.grace_period,
         section_timeouts=section_timeouts,
+        makes_spares=options.spares == "auto",
         local_dir=None if options.local_dir is None else options.local_dir.expanduser().absolute(),
         is_default_run_dir=options.run_dir is None,
         continue_anyway=options.continue_anyway,

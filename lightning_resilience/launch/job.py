@@ -31,6 +31,7 @@ from lightning_resilience.launch.rank_output import OUTPUT_VARIABLE
 from lightning_resilience.launch.record import InUse, LaunchRecord, Record, Spares, TakenOver, records
 from lightning_resilience.launch.relay import Relay
 from lightning_resilience.launch.schedulers import current_scheduler
+from lightning_resilience.launch.spares import SPARES_VARIABLE
 from lightning_resilience.launch.temporary import launch_folder
 from lightning_resilience.launch.worker import (
     FIRST_LAUNCH_VARIABLE,
@@ -94,6 +95,7 @@ class LaunchSettings:
         budget: How often the run may fail.
         grace_period_s: How long the workers have to save and end when they are told to.
         section_timeouts: How long a worker may take in each section of the run until it counts as hung.
+        makes_spares: Whether processes wait to replace workers at a restart inside the job.
         local_dir: Where every node keeps its local checkpoints; ``None``: in node memory.
         is_default_run_dir: Whether the command line has named no run directory.
         continue_anyway: Whether a run that has finished with other arguments is gone on with.
@@ -113,6 +115,7 @@ class LaunchSettings:
     budget: Budget = field(default_factory=Budget)
     grace_period_s: float = deadlines.DEFAULT_GRACE_PERIOD_S
     section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
+    makes_spares: bool = False
     local_dir: Path | None = None
     is_default_run_dir: bool = False
     continue_anyway: bool = False
@@ -764,6 +767,8 @@ class Launch:
             environment[_nvrx.FOLDER_VARIABLE] = str(self._folder)
         if self.settings.continue_anyway or self._is_resumed:
             environment[CONTINUE_VARIABLE] = "1"
+        if self.settings.makes_spares:
+            environment[SPARES_VARIABLE] = "auto"
         if self.settings.local_dir is not None:
             environment[LOCAL_DIR_VARIABLE] = str(self.settings.local_dir)
         return environment

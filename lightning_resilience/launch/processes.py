@@ -18,7 +18,7 @@ from contextlib import suppress
 import psutil
 
 from lightning_resilience._output import log_line
-from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE
+from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE, waited
 from lightning_resilience.launch.worker_group import worker_group
 from lightning_resilience.run.deadlines import LEFTOVERS_PATIENCE_S
 
@@ -49,13 +49,14 @@ def left_by_earlier_ranks() -> list[psutil.Process]:
     """What this launch's ranks on this node have started and left behind, if they were started before this process.
 
     To be called by a rank. A process counts that has the launch's mark, was not started for the same group of ranks as
-    this one, is older than this one, and no longer belongs to the launcher, as all living ranks and what they have
-    started do. The launcher need not count a restart when a node joins, so its count alone says too little.
+    this one, is older than this one (than its use, if it was a spare), and no longer belongs to the launcher, as all
+    living ranks and what they have started do. The launcher need not count a restart when a node joins, so its count
+    alone says too little.
     """
     launch_id = os.environ.get(LAUNCH_ID_VARIABLE)
     if launch_id is None:
         return []
-    me = psutil.Process()
+    began = psutil.Process().create_time() + waited()
     left = set()
     try:
         launcher = psutil.Process(os.getppid())
@@ -66,7 +67,7 @@ def left_by_earlier_ranks() -> list[psutil.Process]:
                 is_of_mine = worker_group(environment) == worker_group()
                 if is_of_mine or process in living or OUTLIVES_RANKS_VARIABLE in environment:
                     continue
-                if process.create_time() < me.create_time():
+                if process.create_time() < began:
                     left |= {process, *process.children(recursive=True)}
     except psutil.Error:  # the launcher has gone, and whoever ends what it has left ends this process too
         return []

@@ -29,6 +29,7 @@ from lightning_resilience._output import guard_streams, log_line, write_line
 from lightning_resilience.detect.hangs.rank_probe import RankProbe, describe_rank, node_directory
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.detect.hangs.watchdog import start_soon
+from lightning_resilience.launch import park
 from lightning_resilience.launch.budget import allows_restart
 from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.launch.nodes import Board
@@ -103,6 +104,7 @@ def main() -> None:
             sys.exit(0)
         time.sleep(ENDED_WITHIN_S)
     del history
+    park.record_imports()
     try:
         _run_script(command)
         outcome = Outcome("finished", "the script ended")
@@ -293,4 +295,5 @@ def _run_script(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    park.enter()
     main()

@@ -111,14 +111,22 @@ class TimeAccount:
         self._wall_clock = wall_clock
         self._memory: mmap.mmap | None = None
         self._seconds = [0.0] * len(CATEGORIES)
-        self._began = wall_clock() - age
-        self._doing = IMPORTS
-        self._since = clock() - age
+        self.begin(age)
         self._reached = 0
         self._step = PRODUCTIVE
         self._splits_steps = False
         self._written = 0.0
         _own.add(self)
+
+    def begin(self, age: float = 0.0) -> None:
+        """Counts from here on: the process has only waited to be used.
+
+        Args:
+            age: For how many seconds it was used already.
+        """
+        self._began = self._wall_clock() - age
+        self._doing = IMPORTS
+        self._since = self._clock() - age
 
     @property
     def is_shared(self) -> bool:

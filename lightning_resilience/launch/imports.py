@@ -1,0 +1,233 @@
+"""What a script imports, in which order and under which environment: noted in a worker, done again in a spare.
+
+What a library reads when it is imported must be the same in a spare as in a worker that starts cold: scripts set
+``OMP_NUM_THREADS`` or a cache folder, or extend ``sys.path``, and import then. So the order is that in which imports
+*begin* (``sys.modules`` has that in which they end), and what the script had changed before each is noted with it.
+Only what is installed is imported ahead. The user's own modules are read anew by each worker, and if one of them, or
+the script, has changed since, what was noted holds no longer.
+
+Imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+
+class State(NamedTuple):
+    """What the script had changed at some time.
+
+    Attributes:
+        env: Variables that it has set.
+        removed: Variables that it has removed.
+        path: ``sys.path``.
+    """
+
+    env: dict[str, str]
+    removed: list[str]
+    path: list[str]
+
+    def hold(self, base: Mapping[str, str]) -> None:
+        """Brings it about.
+
+        Args:
+            base: The environment with which the process has begun.
+        """
+        set_environment({name: value for name, value in base.items() if name not in self.removed} | self.env)
+        sys.path[:] = self.path
+
+
+class Recorder:
+    """Notes imports, as a finder that finds nothing. To be installed before the script begins.
+
+    Args:
+        before: What :meth:`noted` has returned in the worker whose imports this process has done already.
+    """
+
+    def __init__(self, before: Mapping[str, Any] | None = None) -> None:
+        self._base = dict(os.environ)
+        self._raw = self._look()
+        self._state = State({}, [], list(sys.path))
+        self._begun: list[tuple[str, State]] = []
+        if before is not None:
+            self._begun = [(name, state) for name, _, state in _modules(before, self._state) if name in sys.modules]
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Called when an import begins.
+
+        Args:
+            name: Of the module.
+            path: Where its package lies.
+            target: Unused.
+        """
+        if (raw := self._look()) != self._raw:
+            self._raw, env = raw, dict(os.environ)
+            changed = {each: value for each, value in env.items() if self._base.get(each) != value}
+            self._state = State(changed, [each for each in self._base if each not in env], list(sys.path))
+        self._begun.append((name, self._state))
+
+    @staticmethod
+    def _look() -> tuple[dict[bytes, bytes], list[str]]:
+        # The dictionary behind os.environ: there are thousands of imports, and to decode all of it takes 100 µs.
+        return dict(vars(os.environ)["_data"]), list(sys.path)
+
+    def end(self) -> None:
+        """Notes no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def noted(self) -> dict[str, Any]:
+        """What to import ahead, JSON-serialisable: for :func:`import_all` and :func:`why_changed`."""
+        # What has another name there is put into sys.modules by hand, such as an alias.
+        last = {name: place for place, (name, _) in enumerate(self._begun)}  # of several tries one has succeeded
+        modules: list[list[Any]] = []
+        changes: list[list[Any]] = []
+        in_force = None
+        for place, (name, state) in enumerate(self._begun):
+            # What has another name there is put into sys.modules by hand, such as an alias.
+            spec = _about(name).get("__spec__")
+            if place == last[name] and getattr(spec, "name", None) == name and is_installed(name):
+                modules.append([name, _file(name)])
+                if state != in_force:
+                    changes.append([name, *state])
+                    in_force = state
+        own = {file for name in list(sys.modules) if (file := _file(name)) is not None and not is_installed(name)}
+        return {"modules": modules, "changes": changes, "files": [[file, *_stamp(file)] for file in sorted(own)]}
+
+
+def import_all(noted: Mapping[str, Any], must_stop: Callable[[], bool]) -> str | None:
+    """Imports what was noted, and leaves environment and ``sys.path`` as they were.
+
+    Args:
+        noted: See :meth:`Recorder.noted`.
+        must_stop: Called before each import; whether to leave the rest to the script.
+
+    Returns:
+        Why this process cannot be used, if it cannot.
+    """
+    base, path, drawn = dict(os.environ), list(sys.path), random.getstate()
+    own_modules = set(sys.modules)
+    try:
+        for name, file, state in _modules(noted, State({}, [], path)):
+            if name not in sys.modules:
+                if must_stop():
+                    break
+                state.hold(base)
+                try:
+                    importlib.import_module(name)
+                except BaseException as error:
+                    return f"{name} cannot be imported ahead ({type(error).__name__}: {error})"
+            if (found := _file(name)) != file:
+                return f"{name} is {found} and not {file}"
+    finally:
+        State({}, [], path).hold(base)
+    if foreign := [name for name in sys.modules.keys() - own_modules if _file(name) and not is_installed(name)]:
+        return f"{min(foreign)}, which is not installed, was imported by what is"
+    if random.getstate() != drawn or _torch_has_drawn():
+        return "a library draws random numbers when it is imported"
+    return None
+
+
+def _modules(noted: Mapping[str, Any], begun: State) -> Iterator[tuple[str, str | None, State]]:
+    """The modules with their files, and what the script had changed when their import began."""
+    changes, state = {name: State(*state) for name, *state in noted["changes"]}, begun
+    for name, file in noted["modules"]:
+        state = changes.get(name, state)
+        yield name, file, state
+
+
+def why_changed(noted: Mapping[str, Any]) -> str | None:
+    """Which of the user's own files is another one than it was, if one is: the script may do other things now.
+
+    Args:
+        noted: See :meth:`Recorder.noted`.
+    """
+    return next((f"{file} has changed" for file, *stamp in noted["files"] if stamp != _stamp(file)), None)
+
+
+def set_environment(env: Mapping[str, str]) -> None:
+    """Makes ``os.environ`` equal to ``env``, and touches only what differs.
+
+    Args:
+        env: All variables.
+    """
+    for name in [name for name in os.environ if name not in env]:
+        del os.environ[name]
+    for name, value in env.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def is_installed(name: str) -> bool:
+    """Whether a module that was imported belongs to Python, to an installed package, or to this one.
+
+    Args:
+        name: Its name.
+    """
+    about = _about(name)
+    places = [file] if (file := about.get("__file__")) else list(about.get("__path__") or [])
+    if not places:
+        return getattr(about.get("__spec__"), "origin", None) in ("built-in", "frozen")
+    return all(isinstance(each, str) and _is_below(each) for each in places) and _is_real(name.partition(".")[0])
+
+
+@cache
+def _roots() -> tuple[str, ...]:
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += site.getsitepackages()
+    if site.ENABLE_USER_SITE:
+        paths.append(site.getusersitepackages())
+    paths.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return tuple({each + os.sep for path in paths if path for each in (path, os.path.realpath(path))})
+
+
+def _is_below(file: str) -> bool:
+    # An environment may have the packages of another one, too.
+    return (file + os.sep).startswith(_roots()) or not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep))
+
+
+@cache
+def _is_real(package: str) -> bool:
+    """Whether it is no link to somewhere else: a link to the user's own folder is an installation, too."""
+    about = _about(package)
+    file = about.get("__file__") or next(iter(about.get("__path__") or []), None)
+    return file is None or _is_below(os.path.realpath(file))
+
+
+def _about(name: str) -> dict[str, Any]:
+    """The names of a module. One that is loaded at its first use stays as it is."""
+    module = sys.modules.get(name)
+    try:
+        found: dict[str, Any] = object.__getattribute__(module, "__dict__")
+        return found
+    except AttributeError:
+        return {}
+
+
+def _file(name: str) -> str | None:
+    file = _about(name).get("__file__")
+    return file if isinstance(file, str) else None
+
+
+def _stamp(file: str) -> list[int]:
+    try:
+        about = os.stat(file)
+    except OSError:
+        return []
+    return [about.st_mtime_ns, about.st_size]
+
+
+def _torch_has_drawn() -> bool:
+    if (torch := sys.modules.get("torch")) is None:
+        return False
+    ours = torch.random.default_generator
+    return not bool(torch.equal(ours.get_state(), torch.Generator().manual_seed(ours.initial_seed()).get_state()))

@@ -1,0 +1,300 @@
+"""The workers of a node, in its elastic launcher: their channels, and spares that take their places at a restart.
+
+A worker that starts needs seconds of CPU time for imports. So when the workers have begun to train, a process is
+started for each of them, one after the other, that does these imports and waits
+(:mod:`~lightning_resilience.launch.park`). The elastic launcher takes it where it would start one: it is its child,
+with the same command line, and nothing else of a restart changes. Whatever is wrong with a spare, a worker is started
+as ever.
+
+Imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from lightning_resilience.checkpoint.capacity import memory_left
+from lightning_resilience.launch.channel import CHANNEL_VARIABLE, Channel, Message
+from lightning_resilience.launch.park import PLAIN, RECORDS, SPARE
+
+SPARES_VARIABLE = "LIGHTNING_RESILIENCE_SPARES"
+"""Environment variable by which ``launch`` asks the elastic launcher for spares."""
+
+HANDLERS = {
+    "nvidia_resiliency_ext.fault_tolerance.launcher": (
+        "nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.multiprocessing.subprocess_handler"
+        ".subprocess_handler",
+        "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
+    ),
+    "torch.distributed.run": ("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",),
+}
+"""Where elastic launchers start a worker: NVRx 0.4 has a copy of torch's, later ones have torch's."""
+
+_MEMORY_SHARE = 0.05
+_ANSWERS_WITHIN_S = 5.0
+_READY_WITHIN_S = 900.0
+
+
+class Worker:
+    """A process that is a worker, or may become one.
+
+    Args:
+        args: Its command line.
+        env: Its environment.
+        kind: What it is for, as :mod:`~lightning_resilience.launch.park` names it.
+        stdout: A file for what it writes there, ``subprocess.PIPE``; ``None``: where the launcher's goes.
+        stderr: The same.
+
+    Attributes:
+        args: Its command line.
+        env: Its environment.
+        process: Its process.
+        channel: The launcher's end.
+        is_warm: Whether it was a spare.
+        noted: What it has imported, once it has begun to train.
+        problem: Why this spare cannot be used.
+        memory: Bytes that this spare has for itself.
+        is_ready: Whether this spare has imported everything.
+    """
+
+    def __init__(self, args: tuple[str, ...], env: Mapping[str, str], kind: str, stdout: Any, stderr: Any) -> None:
+        self.args, self.env = args, dict(env)
+        self.is_warm = False
+        self.noted: dict[str, Any] | None = None
+        self.problem: str | None = None
+        self.memory = 0
+        self.is_ready = self._is_told = False
+        self._answered, self._going = threading.Event(), threading.Event()
+        ours, theirs = socket.socketpair()
+        self.process = subprocess.Popen(  # as the elastic launchers do
+            args,
+            env={**env, CHANNEL_VARIABLE: f"{theirs.fileno()},{kind}"},
+            pass_fds=[theirs.fileno()],
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        theirs.close()
+        self.channel = Channel(ours)
+
+    def take(self, message: Message) -> None:
+        """Takes what it says about itself.
+
+        Args:
+            message: What it says.
+        """
+        if message.kind == "begun":
+            self.noted = message.fields
+        elif message.kind == "ready":
+            self.problem, self.memory = message.fields["problem"], message.fields["memory"]
+            self.is_ready = True
+            self._answered.set()
+        elif message.kind == "going":
+            self._going.set()
+            self._answered.set()
+
+    def has_gone(self) -> None:
+        """The other end of the channel has gone."""
+        self._answered.set()
+
+    def prepare(self, noted: Mapping[str, Any]) -> bool:
+        """Has this spare import, and waits until it has, is taken or has ended; whether it can be used.
+
+        Args:
+            noted: What the worker of its rank has imported.
+        """
+        self._is_told = self.channel.send("import", **{**noted, "parent": os.getpid()})
+        if self._is_told:
+            self._answered.wait(_READY_WITHIN_S)
+        return self._answered.is_set() and self.problem is None and self.process.poll() is None
+
+    def becomes(self, args: tuple[str, ...], env: Mapping[str, str], stdout: Any, stderr: Any) -> bool:
+        """Makes this spare a worker; whether it is one.
+
+        Args:
+            args: The command line of the worker.
+            env: Its environment.
+            stdout: As in the constructor.
+            stderr: The same.
+        """
+        files = {fd: file for fd, file in ((1, stdout), (2, stderr)) if file is not None}
+        if not self._is_told or self.problem is not None or self.args != args or self.process.poll() is not None:
+            return False
+        if any(isinstance(file, int) for file in files.values()):  # a pipe, which is made with the process only
+            return False
+        fds = [file.fileno() for file in files.values()]
+        if not self.channel.send("go", fds, env=dict(env), cwd=os.getcwd(), redirected=list(files)):
+            return False
+        if self.is_ready and not self._going.wait(_ANSWERS_WITHIN_S):  # else it takes its time
+            return False
+        self.is_warm, self.env = True, dict(env)
+        return self.process.poll() is None
+
+    def dismiss(self) -> None:
+        """Ends it."""
+        self.channel.close()
+        with suppress(OSError, subprocess.TimeoutExpired):
+            self.process.kill()
+            self.process.wait(_ANSWERS_WITHIN_S)
+
+
+class Workers:
+    """All workers of this node, and their spares.
+
+    Args:
+        makes_spares: Whether there are any.
+
+    Attributes:
+        makes_spares: Whether more are made.
+        spares: Those that wait, or import still, by local rank.
+    """
+
+    def __init__(self, makes_spares: bool) -> None:
+        self.makes_spares = makes_spares
+        self._workers: dict[int, Worker] = {}
+        self.spares: dict[int, Worker] = {}
+        self._lock = threading.RLock()
+        self._begun: queue.SimpleQueue[tuple[int, Worker]] = queue.SimpleQueue()
+        if makes_spares:
+            threading.Thread(target=self._make_spares, name="resilience-spares", daemon=True).start()
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Sends a message to all workers.
+
+        Args:
+            kind: What it is.
+            fields: What it says.
+        """
+        for worker in list(self._workers.values()):
+            worker.channel.send(kind, **fields)
+
+    def start(
+        self, rank: int, args: Iterable[str], env: Mapping[str, str], stdout: Any, stderr: Any
+    ) -> subprocess.Popen[bytes]:
+        """Starts a worker; called by the elastic launcher.
+
+        Args:
+            rank: Its local rank; if it has a worker, that one has ended, and so have all others.
+            args: Its command line.
+            env: Its environment.
+            stdout: A file, ``subprocess.PIPE``, or ``None``: where the launcher's goes.
+            stderr: The same.
+
+        Raises:
+            OSError: If it cannot be started.
+        """
+        args = tuple(args)
+        with self._lock:
+            if rank in self._workers:
+                self._end()
+            spare = self.spares.pop(rank, None)
+            worker = spare if spare is not None and self._is_taken(rank, spare, args, env, stdout, stderr) else None
+            if worker is None:
+                worker = Worker(args, env, RECORDS if self.makes_spares else PLAIN, stdout, stderr)
+                self._listen(rank, worker)
+            self._workers[rank] = worker
+        return worker.process
+
+    def _end(self) -> None:
+        """The workers have ended, and others are started."""
+        workers = self._workers.values()
+        for worker in workers:
+            worker.channel.close()
+        if any(each.is_warm for each in workers) and all(each.noted is None for each in workers):
+            self.make_no_more("workers that were spares have ended before they trained")
+        self._workers = {}
+
+    def _is_taken(
+        self, rank: int, spare: Worker, args: tuple[str, ...], env: Mapping[str, str], stdout: Any, stderr: Any
+    ) -> bool:
+        try:
+            if spare.becomes(args, env, stdout, stderr):
+                _log(f"the spare of local rank {rank} takes its place")
+                return True
+            _log(f"the spare of local rank {rank} is not used")
+        except Exception as error:
+            _log(f"the spare of local rank {rank} is not used ({type(error).__name__}: {error})")
+        spare.dismiss()
+        return False
+
+    def _listen(self, rank: int, worker: Worker) -> None:
+        def take(message: Message) -> None:
+            worker.take(message)
+            if message.kind == "begun" and "modules" in message.fields:
+                self._begun.put((rank, worker))
+
+        worker.channel.listen(take, worker.has_gone)
+
+    def _make_spares(self) -> None:
+        while True:
+            rank, worker = self._begun.get()
+            try:
+                self._make_spare(rank, worker)
+            except Exception as error:  # a thread that ends would say so on no rank's behalf
+                self.make_no_more(f"{type(error).__name__}: {error}")
+
+    def _make_spare(self, rank: int, worker: Worker) -> None:
+        with self._lock:
+            # Not beside a restart, whose own imports it would slow down.
+            if not self.makes_spares or self._workers.get(rank) is not worker or rank in self.spares:
+                return
+            spare = self.spares[rank] = Worker(worker.args, worker.env, SPARE, None, None)
+            self._listen(rank, spare)
+            count = len(self._workers)
+        assert worker.noted is not None
+        is_usable = spare.prepare(worker.noted)
+        with self._lock:
+            if self.spares.get(rank) is not spare:
+                return  # taken
+            if spare.problem is not None:
+                self.make_no_more(spare.problem)
+            elif not is_usable:
+                self.spares.pop(rank).dismiss()
+            elif spare.memory * count > _MEMORY_SHARE * (free := memory_left().nbytes):
+                needed = f"{spare.memory * count >> 20} MB for {count} spares"
+                self.make_no_more(f"{needed} are more than {_MEMORY_SHARE:.0%} of the {free >> 20} MB that are free")
+            else:
+                _log(f"the spare of local rank {rank} is ready, with {spare.memory >> 20} MB of its own")
+
+    def make_no_more(self, reason: str) -> None:
+        """Ends all spares and makes no more.
+
+        Args:
+            reason: Why, for the log.
+        """
+        with self._lock:
+            self.makes_spares = False
+            spares, self.spares = self.spares, {}
+        for spare in spares.values():
+            spare.dismiss()
+        _log(f"no more spares in this job: {reason}")
+
+
+def install(launcher: str, makes_spares: bool) -> None:
+    """Has the elastic launcher that will run in this process start its workers with channels.
+
+    Args:
+        launcher: Its module.
+        makes_spares: Whether there are spares.
+    """
+    workers = Workers(makes_spares)
+
+    def start(self: Any, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        return workers.start(self.local_rank_id, args, env, self._stdout, self._stderr)
+
+    for name in HANDLERS.get(launcher, ()):
+        with suppress(ImportError):
+            importlib.import_module(name).SubprocessHandler._popen = start
+
+
+def _log(text: str) -> None:
+    print(f"[lightning-resilience] {text}", file=sys.stderr, flush=True)  # the elastic launcher's own log

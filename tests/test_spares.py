@@ -1,0 +1,453 @@
+"""Spares: processes that have done the imports of a worker and take its place.
+
+The launcher's side and the spare's run for real, but for the last tests with a worker that does not import torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_resilience.launch import imports, spares
+from lightning_resilience.launch.channel import Channel
+from lightning_resilience.launch.processes import processes_of
+from lightning_resilience.launch.spares import Workers
+from tests.harness import command, result
+from tests.test_exact_resume import make, undisturbed
+from tests.test_launch import REAL, WITHOUT_NVRX, Launcher, launcher, wait_until
+
+__all__ = ["launcher"]  # a fixture
+
+
+# -- the channel -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    first, second = (Channel(each) for each in socket.socketpair())
+    yield first, second
+    first.close()
+    second.close()
+
+
+def test_a_message_arrives_with_its_descriptors_or_not_at_all(ends: tuple[Channel, Channel], tmp_path: Path) -> None:
+    first, second = ends
+    large = {"text": "x" * 100_000, "not unicode": "\udcff"}
+    with open(tmp_path / "file", "w") as file:
+        assert first.send("go", [file.fileno()], **large)
+    assert second.is_readable()
+    message = second.receive()
+    assert message is not None
+    assert (message.kind, message.fields) == ("go", large)
+    os.write(message.fds[0], b"here")
+    os.close(message.fds[0])
+    assert (tmp_path / "file").read_text() == "here"
+    assert not second.is_readable()
+    if (pid := os.fork()) == 0:
+        os._exit(first.send("from a child"))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert not second.is_readable()
+    first.close()
+    assert second.receive() is None
+    assert not first.send("more")
+
+
+def test_an_end_that_does_not_read_holds_nobody_up() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel = Channel(ours, takes_within_s=0.01)
+        assert not channel.send("go", text="x" * 10_000_000)
+        assert not channel.send("go")
+        channel.close()
+
+
+# -- imports -----------------------------------------------------------------------------------------------------------
+
+
+class Script:
+    """Runs scripts that import small packages, some of them installed."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.installed = folder / "site"
+        self.own = folder / "own"
+        for each in (self.installed, self.own):
+            each.mkdir()
+        monkeypatch.setattr(imports, "_roots", lambda: (f"{self.installed}/",))
+        monkeypatch.setattr(sys, "path", [str(self.own), str(self.installed), *sys.path])
+        self._modules = set(sys.modules)
+
+    def forget(self) -> None:
+        for name in set(sys.modules) - self._modules:
+            del sys.modules[name]
+        imports._is_real.cache_clear()
+
+    def package(self, name: str, text: str = "", installed: bool = True) -> None:
+        path = (self.installed if installed else self.own) / f"{name}.py"
+        path.write_text(
+            f"import os, sys\nMODE, REST = os.environ.get('SPARES_MODE'), 'SPARES_REST' in os.environ\n{text}"
+        )
+        os.utime(path, ns=(0, 0))
+
+    def run(self, text: str, before: dict[str, Any] | None = None) -> dict[str, Any]:
+        recorder = imports.Recorder(before)
+        try:
+            exec(text, {})
+        finally:
+            recorder.end()
+        noted: dict[str, Any] = json.loads(json.dumps(recorder.noted()))
+        return noted
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+    monkeypatch.setenv("SPARES_REST", "1")
+    monkeypatch.setenv("SPARES_MODE", "first")
+    script = Script(tmp_path, monkeypatch)
+    yield script
+    script.forget()
+
+
+def names(noted: dict[str, Any]) -> list[str]:
+    return [name for name, _ in noted["modules"]]
+
+
+def test_libraries_see_the_environment_that_the_script_gave_them(script: Script) -> None:
+    for name in ("early", "late", "last"):
+        script.package(name, "import inner" if name == "late" else "")
+    script.package("inner")
+    script.package("users", "import inner", installed=False)
+    text = """
+import os, sys
+import early
+os.environ["SPARES_MODE"] = "second"
+sys.path.append("/somewhere")
+import users
+import late
+del os.environ["SPARES_REST"]
+import last
+"""
+    environment, path = dict(os.environ), list(sys.path)
+    noted = script.run(text)
+    seen = {name: (sys.modules[name].MODE, sys.modules[name].REST) for name in names(noted)}
+    assert list(seen.items()) == [
+        ("early", ("first", True)),
+        ("inner", ("second", True)),
+        ("late", ("second", True)),
+        ("last", ("second", False)),
+    ]
+    sys.path[:] = path
+    imports.set_environment(environment)
+    script.forget()
+    assert imports.import_all(noted, lambda: False) is None
+    assert {name: (sys.modules[name].MODE, sys.modules[name].REST) for name in names(noted)} == seen
+    assert (dict(os.environ), sys.path) == (environment, path)
+    assert "users" not in sys.modules
+    # The worker that it becomes notes the same for the next, and so does one that has not come to all of it.
+    assert script.run(text, noted) == noted
+    sys.path[:] = path
+    imports.set_environment(environment)
+    script.forget()
+    stops = iter([False, False, True])
+    assert imports.import_all(noted, lambda: next(stops)) is None
+    assert {"early", "inner"} <= sys.modules.keys()
+    assert "last" not in sys.modules
+    again = script.run(text, noted)
+    assert again["modules"] == noted["modules"]
+    script.forget()
+    sys.path[:] = path
+    imports.set_environment(environment)
+    assert imports.import_all(again, lambda: False) is None
+    assert {name: (sys.modules[name].MODE, sys.modules[name].REST) for name in names(again)} == seen
+
+
+def test_what_is_not_what_it_was_is_not_used(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    script.package("library", "if os.path.exists(os.environ['SPARES_PLUGIN']): import plugin")
+    script.package("plugin", installed=False)
+    script.package("helper", installed=False)
+    monkeypatch.setenv("SPARES_PLUGIN", "/none")
+    noted = script.run("import library, helper")
+    assert names(noted) == ["library"]
+
+    def problem() -> str | None:
+        script.forget()
+        return imports.import_all(noted, lambda: False)
+
+    assert problem() is None
+    monkeypatch.setenv("SPARES_PLUGIN", "/")
+    assert "plugin, which is not installed" in str(problem())
+    monkeypatch.setenv("SPARES_PLUGIN", "/none")
+    script.package("library", "import random; random.random()")
+    assert "random numbers" in str(problem())
+    script.package("library", "raise SystemExit('no')")
+    assert "SystemExit: no" in str(problem())
+    (script.installed / "library.py").rename(script.own / "library.py")
+    assert f"{script.own}/library.py and not {script.installed}/library.py" in str(problem()) or problem()
+    script.package("library")
+    (script.own / "library.py").write_text("")
+    assert f"{script.own}/library.py and not" in str(problem())
+    # A module of the user's that was edited: it may set other variables before it imports.
+    assert imports.why_changed(noted) is None
+    script.package("helper", "# edited", installed=False)
+    assert imports.why_changed(noted) == f"{script.own}/helper.py has changed"
+
+
+def test_a_link_to_the_users_folder_is_not_installed(script: Script) -> None:
+    (script.own / "linked").mkdir()
+    (script.own / "linked" / "__init__.py").write_text("")
+    (script.installed / "linked").symlink_to(script.own / "linked")
+    sys.path.remove(str(script.own))
+    assert names(script.run("import linked")) == []
+
+
+# -- workers and spares ------------------------------------------------------------------------------------------------
+
+WORKER = """
+import json, os, signal, sys
+from lightning_resilience import _processes
+from lightning_resilience.launch import park
+before = {signum.name: str(signal.getsignal(signum)) for signum in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)}
+cold = "wave" not in sys.modules
+park.enter()
+said = {
+    "pid": os.getpid(),
+    "waited": _processes.waited() > 0,
+    "imported": "wave" in sys.modules,
+    "handlers": before == {name: str(signal.getsignal(signal.Signals[name])) for name in before},
+    "rank": os.environ["RANK"],
+    "channel": "LIGHTNING_RESILIENCE_CHANNEL" in os.environ,
+    "cwd": os.getcwd(),
+    "argv": sys.argv[1:],
+    "oom": open("/proc/self/oom_score_adj").read(),
+}
+park.record_imports()
+import wave
+print("a worker writes", flush=True)
+path = f"{os.environ['SAID']}/{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['LOCAL_RANK']}"
+with open(path + ".new", "w") as file:
+    json.dump(said, file)
+os.rename(path + ".new", path)
+if os.environ.get("BEGINS", "1") == "1":
+    park.begun()
+while True:
+    signal.pause()
+"""
+
+
+class Node:
+    """What an elastic launcher does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.workers = Workers(makes_spares=True)
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.restart_count = -1
+
+    def start(self, ranks: int = 1, stdout: Any = None, **environment: str) -> list[dict[str, Any]]:
+        for process in self.started[-ranks:]:
+            process.kill()
+            process.wait()
+        self.restart_count += 1
+        for rank in range(ranks):
+            env = {
+                **{"SAID": str(self.folder), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                **{"TORCHELASTIC_RESTART_COUNT": str(self.restart_count), **environment},
+            }
+            args = (sys.executable, "-c", WORKER, "script.py", "--lr=1")
+            self.started.append(self.workers.start(rank, args, os.environ | env, stdout, None))
+        paths = [self.folder / f"{self.restart_count}-{rank}" for rank in range(ranks)]
+        wait_until(lambda: all(path.exists() for path in paths))
+        return [json.loads(path.read_text()) for path in paths]
+
+    def spare(self, rank: int = 0) -> int:
+        """The number of a spare that is ready."""
+        wait_until(lambda: rank in self.workers.spares and self.workers.spares[rank].is_ready)
+        return self.workers.spares[rank].process.pid
+
+    def close(self) -> None:
+        self.workers.make_no_more("the test is over")
+        for process in self.started:
+            process.kill()
+            process.wait()
+        for worker in self.workers._workers.values():
+            worker.channel.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path)
+    yield node
+    node.close()
+
+
+def test_a_spare_takes_the_place_of_its_worker_and_is_as_if_just_started(node: Node) -> None:
+    [first] = node.start()
+    assert not first["waited"]
+    spare = psutil.Process(node.spare())
+    assert spare.cmdline() == psutil.Process(first["pid"]).cmdline()
+    assert int(Path(f"/proc/{spare.pid}/oom_score_adj").read_text()) > int(first["oom"])
+    spare.send_signal(signal.SIGUSR1)
+    with open(node.folder / "stdout", "w") as stdout:
+        [second] = node.start(stdout=stdout, MASTER_PORT="4711")
+    assert second == first | {"pid": spare.pid, "waited": True, "imported": True}
+    assert (node.folder / "stdout").read_text() == "a worker writes\n"
+    # Another rank than it was made for: it runs cold, under the same number.
+    number = node.spare()
+    [third] = node.start(RANK="5")
+    assert third == first | {"pid": number, "waited": True, "rank": "5"}
+
+
+@pytest.mark.slow
+def test_a_spare_that_is_dead_or_does_not_answer_is_replaced_by_a_worker(
+    node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(spares, "_ANSWERS_WITHIN_S", 0.3)
+    node.start()
+    number = node.spare()
+    os.kill(number, signal.SIGSTOP)
+    [second] = node.start()
+    assert not second["waited"]
+    assert not psutil.pid_exists(number)
+    os.kill(node.spare(), signal.SIGKILL)
+    assert not node.start()[0]["waited"]
+    # Its launcher has gone.
+    process = psutil.Process(node.spare())
+    node.workers.spares[0].channel.close()
+    assert node.workers.spares.pop(0).process.wait(10) == 1
+    assert not process.is_running()
+    assert capfd.readouterr().out == "a worker writes\n" * 3  # and a spare nothing
+
+
+@pytest.mark.slow
+def test_after_a_spare_that_has_failed_before_it_trained_there_are_no_more(node: Node) -> None:
+    node.start(ranks=2)
+    assert node.spare(0) != node.spare(1)
+    assert all(each["waited"] for each in node.start(ranks=2, BEGINS="0"))
+    assert not node.workers.spares
+    assert not any(each["waited"] for each in node.start(ranks=2))
+    assert not node.workers.makes_spares
+
+
+@pytest.mark.slow
+def test_spares_that_need_too_much_memory_are_ended(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spares, "_MEMORY_SHARE", 0.0)
+    node.start()
+    wait_until(lambda: not node.workers.makes_spares and not node.workers.spares)
+    assert not node.start()[0]["waited"]
+
+
+@pytest.mark.nvrx
+def test_elastic_launchers_start_a_worker_where_spares_are_put_in() -> None:
+    found = 0
+    for names_of_modules in spares.HANDLERS.values():
+        for name in names_of_modules:
+            module = pytest.importorskip(name)
+            source = inspect.getsource(module.SubprocessHandler._popen)
+            assert list(inspect.signature(module.SubprocessHandler._popen).parameters) == ["self", "args", "env"]
+            assert "start_new_session" in source
+            assert all(f"{each}=" in source for each in ("env", "stdout", "stderr"))
+            assert "self.proc" in (made := inspect.getsource(module.SubprocessHandler.__init__))
+            assert all(each in made for each in ("self.local_rank_id", "self._stdout", "self._stderr", "self._popen("))
+            found += 1
+    assert found
+
+
+def count_ready(launcher: Launcher) -> int:
+    """How many spares there were that were ready."""
+    logs = (launcher.run_directory.path / "logs").glob("launcher-*.log")
+    return sum(path.read_text().count("is ready") for path in logs)
+
+
+@pytest.mark.nvrx
+@pytest.mark.slow
+def test_real_a_restart_with_a_spare_is_like_one_without(launcher: Launcher) -> None:
+    """Also what a library reads at its import, text that was edited meanwhile, and where output goes."""
+    (launcher.folder / "helper.py").write_text("TEXT = 'first'")
+    launcher.script(
+        """
+        os.environ["OMP_NUM_THREADS"] = "2"
+        import helper, psutil, random, torch, xml.dom.minidom
+        from lightning_resilience import _processes
+        from lightning_resilience.launch import park
+        print("output of", restart_count, flush=True)
+        ledger.record(
+            "told", waited=_processes.waited() > 0, threads=torch.get_num_threads(), text=helper.TEXT, pid=os.getpid(),
+            flags=hash("hash"), files=sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in (0, 1, 2)),
+            handlers=[str(signal.getsignal(each)).split(" at 0x")[0] for each in signal.valid_signals()],
+            argv=sys.argv, path=sys.path,
+            env={name: value for name, value in os.environ.items() if "MASTER" not in name and "RESILIENCE" in name},
+        )
+        park.begun()
+        signal.pause()
+        """
+    )
+    launch = launcher.start(
+        "--spares=auto", "--nproc-per-node=1", "script.py", "--lr=1", program=REAL, PYTHONHASHSEED="7"
+    )
+
+    def told(count: int) -> dict[str, Any]:
+        launcher.wait_for("told", count)
+        found = launcher.events("told")[-1]
+        return {name: found[name] for name in found.keys() - {"pid", "time", "id", "order"}} | {"time": 0}
+
+    def kill() -> int:
+        count = len(launcher.events("told"))
+        wait_until(lambda: count_ready(launcher) >= count, launcher.stderr)
+        os.kill(number := launcher.events("told")[-1]["pid"], signal.SIGKILL)
+        return int(number)
+
+    first = told(1)
+    kill()
+    second = told(2)
+    assert not first["waited"]
+    assert first["threads"] == 2
+    assert second["waited"]
+    for name in ("threads", "text", "flags", "handlers", "argv", "path"):
+        assert second[name] == first[name], name
+    different = {name for name, _ in first["env"].items() ^ second["env"].items()}
+    assert different <= {"LIGHTNING_RESILIENCE_WORKER_PID"}
+    (launcher.folder / "helper.py").write_text("TEXT = 'edited'")
+    kill()
+    assert told(3)["text"] == "edited"
+    wait_until(lambda: count_ready(launcher) == 3)
+    logs = [path.read_text() for path in (launcher.run_directory.path / "logs").rglob("*") if path.is_file()]
+    assert all(any(f"output of {restart}" in text for text in logs) for restart in range(3))
+    [launch_id] = launcher.launch_ids
+    launch.kill()
+    wait_until(lambda: not processes_of(launch_id))
+
+
+@pytest.mark.nvrx
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [REAL, WITHOUT_NVRX], ids=["NVRx", "torchrun"])
+def test_real_ranks_killed_with_spares_train_the_same_weights(launcher: Launcher, program: str) -> None:
+    options = {"trainer": {"devices": 2}, "validation": True, "data": "shuffle", "workers": 1}
+    is_ready = str(launcher.folder / "ready")
+    events = [
+        {"at": "train", "step": step, "rank": rank, "do": "SIGKILL", "once": True, "within_s": 60.0}
+        | {"after_file": f"{is_ready}-{number}"}
+        for number, (step, rank) in enumerate([(20, 1), (40, 0)][: 1 if program == WITHOUT_NVRX else 2])
+    ]
+    config = make(launcher.folder, "disturbed", events=events, **options)
+    config |= {"run_dir": str(launcher.run_directory.path), "callbacks": []}
+    arguments = ["--spares=auto", "--nproc-per-node=2", *command(config)[1:]]
+    launch = launcher.start(*arguments, program=program, PYTHONWARNINGS="ignore")
+    for number in range(len(events)):
+        wait_until(lambda number=number: count_ready(launcher) >= 2 * (number + 1), launcher.stderr)  # type: ignore[misc]
+        Path(f"{is_ready}-{number}").touch()
+    assert launch.wait(120) == 0, launcher.stderr()
+    assert result(config) == undisturbed(launcher.folder, **options)[0]
+    logs = "".join(path.read_text() for path in (launcher.run_directory.path / "logs").glob("launcher-*.log"))
+    assert logs.count("takes its place") == 2 * len(events)
+    assert [event["restart_count"] for event in launcher.events("start")] == list(range(len(events) + 1))
