@@ -497,6 +497,8 @@ def main() -> None:
     * The store of a rendezvous of one node would listen on all interfaces, and what is in it is unpickled.
     * What it and its rank monitors say ("aborted" at the end of every good run, an error for an orderly stop) goes to
       the file that is named in the environment, and not among the lines of the workers.
+    * Its rendezvous names a method in a log that nobody reads, twenty times, and has Python look at the source of every
+      frame for each: half a second.
     * It ends when it has done its work. To have Python take torch apart takes as long as to import it.
     """
     if (path := os.environ.pop(_LOG_VARIABLE, None)) is not None:
@@ -545,6 +547,7 @@ def main() -> None:
     sys.argv = [module, *arguments]
     if sys.platform == "linux":
         spares.install(module, makes_spares=os.environ.pop(spares.SPARES_VARIABLE, "") == "auto")
+    name_methods_quickly(module)
     code = None
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -558,6 +561,43 @@ def main() -> None:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(int(code or 0))
+
+
+_RENDEZVOUS = {
+    _NVRX_LAUNCHER: (
+        "nvidia_resiliency_ext.fault_tolerance._ft_rendezvous",  # until 0.6
+        "nvidia_resiliency_ext.fault_tolerance.ft_rendezvous_barrier",  # from 0.5 on
+    ),
+    _TORCH_LAUNCHER: ("torch.distributed.elastic.rendezvous.dynamic_rendezvous",),
+}
+
+
+def name_methods_quickly(launcher: str) -> list[str]:
+    """Has the rendezvous of a launcher name a method without looking at any source.
+
+    Args:
+        launcher: The launcher's module.
+
+    Returns:
+        The modules that do so from here on; none of another launcher, or of a version that names no methods.
+    """
+    # NVRx's rendezvous imports the launcher, which becomes the main program all the same.
+    warnings.filterwarnings("ignore", message=".*found in sys.modules after import", category=RuntimeWarning)
+    found = []
+    for name in _RENDEZVOUS.get(launcher, ()):
+        with suppress(ImportError):
+            module: Any = importlib.import_module(name)
+            if hasattr(module, "get_method_name"):
+                module.get_method_name = _method_name
+                found.append(name)
+    return found
+
+
+def _method_name(depth: int = 2) -> str:
+    try:
+        return sys._getframe(depth).f_code.co_name
+    except ValueError:
+        return "no_method_name"
 
 
 def _device_count() -> int:

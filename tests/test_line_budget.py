@@ -14,7 +14,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "lightning_resilience"
 
 BUDGET = {
-    ".": 2954,
+    ".": 2977,
     "_lightning": 1199,
     "callbacks": 525,
     "checkpoint": 4869,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import importlib
 import logging
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +150,41 @@ def test_auto_is_one_worker_where_there_is_no_device(tmp_path: Path) -> None:
     process = run_shim(tmp_path, "import sys; print(sys.argv[1:])", script_argument, "script.py", script_argument)
     output, _ = process.communicate(timeout=60)
     assert output.strip() == str(["--nproc-per-node=1", "script.py", "--nproc-per-node=auto"])
+
+
+class Recorder:
+    """Names a method as a rendezvous does: that in which it is called."""
+
+    def __init__(self, name: Callable[..., str]) -> None:
+        self._name = name
+
+    def record(self, *depth: int) -> str:
+        return self._name(*depth)
+
+    def join(self, *depth: int) -> str:
+        return self.record(*depth)
+
+
+@pytest.mark.nvrx
+@pytest.mark.parametrize("launcher", [_nvrx._NVRX_LAUNCHER, _nvrx._TORCH_LAUNCHER])
+def test_the_rendezvous_names_its_methods_as_before(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(launcher)
+    modules = []
+    for name in _nvrx._RENDEZVOUS[launcher]:
+        with suppress(ImportError):
+            modules.append(importlib.import_module(name))
+    assert modules, "another module by now"
+    before = [module.get_method_name for module in modules]
+    for module in modules:
+        monkeypatch.setattr(module, "get_method_name", module.get_method_name)  # to be put back
+    assert _nvrx.name_methods_quickly(launcher) == [module.__name__ for module in modules]
+    for module, old in zip(modules, before, strict=True):
+        new = module.get_method_name
+        assert new is not old
+        for depth in ((), (1,), (2,), (3,), (1000,)):
+            names = {Recorder(each).join(*depth) for each in (old, new)}
+            assert len(names) == 1, names
+        assert Recorder(new).join() == "join"
 
 
 # The rank monitor itself, and ranks that tell it their sections
