@@ -357,6 +357,10 @@ def test_the_json_says_what_was_lost(run_dir: Path) -> None:
     assert found["categories"].keys() == set(CATEGORIES)
     [hang] = found["interruptions"]
     assert [hang[part] for part in PARTS] == [40, 10, 18, 0, 20]
+    assert {name: seconds for name, seconds in hang["phases"].items() if seconds} == {
+        **{"detect": 40, "end": 10, "rendezvous": 10, "imports": 8, "redo": 20}
+    }
+    assert found["restarts"] is None, "it came to no first step"
     assert (hang["rank_seconds"], hang["cause"], hang["node"], hang["reason"]) == (88, "hang", "n1", "stuck")
     assert [(each["name"], each["rank_seconds"], each["node"]) for each in found["losses"]] == [
         ("hang", 88, "n1"),
@@ -382,6 +386,35 @@ def test_the_report_begins_with_the_verdict(run_dir: Path) -> None:
     ]
     [hang] = [line.split() for line in lines if "stuck" in line and " hang " in line and "fault" not in line]
     assert hang[3:10] == ["n1", "20.0", "5.0", "9.0", "0.0", "10.0", "44.0"]
+
+
+def test_what_a_restart_takes_is_shown_by_phase(tmp_path: Path) -> None:
+    """The median of each phase, and those of the longest; what never came back to a step does not count."""
+    events = [launch(0, 0), job(0), spent(0, 10, 10, seconds={"productive": 10.0})]
+    began = 10.0
+    for imports, redone in ((4.0, 3.0), (20.0, 1.0), (6.0, 2.0), (50.0, 0.0)):
+        killed = Fault(time=began, rank=1, kind="died", fit=0, step=6, reason="gone")
+        seconds = {"imports": imports, "setup": 1.0, "first_step": 0.5, "wasted_progress": redone, "productive": 9.0}
+        if not redone:
+            seconds = {"imports": imports}
+        end = began + 2.0 + sum(seconds.values())
+        events += [killed, spent(began + 2.0, end, end, seconds=seconds)]
+        began = end
+    run_with(tmp_path, *events)
+    found = json.loads(report(tmp_path, as_json=True))
+    assert [each["phases"]["imports"] for each in found["interruptions"]] == [8, 40, 12, 100]
+    restarts = found["restarts"]
+    assert restarts["count"] == 3
+    shown = {"rendezvous": 4, "imports": 12, "setup": 2, "first_step": 1, "redo": 4, "sum": 23}
+    assert {name: seconds for name, seconds in restarts["median"].items() if seconds} == shown
+    assert (restarts["longest"]["imports"], restarts["longest"]["redo"], restarts["longest"]["sum"]) == (40, 2, 49)
+    lines = report(tmp_path).splitlines()
+    begin = lines.index("From a fault to the first new step, in seconds per rank")
+    assert [line.split() for line in lines[begin + 1 : begin + 4]] == [
+        ["rendezvous", "imports", "setup", "first", "step", "redo", "sum"],
+        ["median", "of", "3", "2.0", "6.0", "1.0", "0.5", "2.0", "11.5"],
+        ["longest", "2.0", "20.0", "1.0", "0.5", "1.0", "24.5"],
+    ]
 
 
 def test_an_interruption_that_only_the_ledger_knows_is_shown_as_well(run_dir: Path) -> None:

@@ -79,11 +79,17 @@ KEYS = {
         "interruptions[].restore": "rank-seconds of choosing and loading the checkpoint and the position in the data",
         "interruptions[].redo": "rank-seconds of steps that the next workers did again, also if they were lost "
         "before, and of what was not ended",
+        "interruptions[].phases": "the same with the categories of `start` in its place; `null`: as the parts",
         "interruptions[].steps_lost": "steps done again; `null`: not known",
         "interruptions[].is_lower_bound": "whether they may be more: nobody has recorded how far the workers were",
         "interruptions[].resumed_step": "step from which the run went on; `null`: not known",
         "interruptions[].seconds_lost": "from the save that was resumed until training went on from it; `null`: it did "
         "not",
+        "restarts": "what it took from a fault to the first new step, of interruptions after which the run trained "
+        "again; `null`: there is none",
+        "restarts.count": "how many",
+        "restarts.median": "rank-seconds by phase, and their `sum`; of each the median",
+        "restarts.longest": "the same of the one that took longest",
         "repeated": "failures that came more than once, as sentences",
         "categories": "rank-seconds of every category",
         "advice": "what to change, what gains most first; at most five",

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
+from statistics import median
 from typing import Any
 
 from lightning_resilience._formatting import duration, or_dash, shortened, table, timestamp
@@ -74,7 +75,8 @@ def report(run_dir: str | os.PathLike[str], as_json: bool = False, what_if: str 
         return f"Nothing is recorded in {RunDirectory(run_dir).ledger}: no run has been started here."
     if what_if is not None:
         return "\n".join(comparison(found))
-    return "\n".join([*_verdict(found), *_advised(found), *_worst(found), *_categories(found), *_timeline(found)])
+    tables = (_worst(found), _restarts_table(found), _categories(found), _timeline(found))
+    return "\n".join([*_verdict(found), *_advised(found), *(line for lines in tables for line in lines)])
 
 
 # -- content -----------------------------------------------------------------------------------------------------------
@@ -124,6 +126,7 @@ def _content(run_directory: RunDirectory, history: History, goodput: Goodput, is
     active = goodput.total - seconds["idle"]
     is_known = active > 0 and goodput.ranks > 0
     outcome = None if is_ongoing else _outcome(run_directory, history)  # else that of the workers before
+    every = all_interruptions(goodput.interruptions, interruptions(history.events))
     return {
         "run_dir": str(run_directory.path),
         "began": goodput.began if goodput.seconds else None,
@@ -136,7 +139,8 @@ def _content(run_directory: RunDirectory, history: History, goodput: Goodput, is
         "goodput": goodput.goodput if is_known else None,
         "ettr": goodput.ettr if is_known else None,
         "losses": _losses(goodput, active),
-        "interruptions": all_interruptions(goodput.interruptions, interruptions(history.events)),
+        "interruptions": every,
+        "restarts": _restarts(every),
         "repeated": [recurrence(*item) for item in repeated_failures(history.events).items()],
         "categories": _sorted(seconds),
         "timeline": [event.to_json() for event in history.events],
@@ -217,10 +221,24 @@ def _interruption(cost: InterruptionCost | None, recorded: Interruption | None) 
         "node": cost.node or None,
         "rank_seconds": sum(cost.seconds.values()) if cost.seconds else None,
         **(cost.parts if cost.seconds else dict.fromkeys(PARTS)),
+        "phases": cost.phases if cost.seconds else None,
         "steps_lost": None if recorded is None else recorded.steps_lost,
         "is_lower_bound": recorded is not None and not recorded.is_reached_known,
         "resumed_step": None if recorded is None else recorded.resumed_step,
         "seconds_lost": None if recorded is None else recorded.seconds_lost,
+    }
+
+
+def _restarts(every: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What it took to train again, by phase; of the interruptions after which the run has."""
+    phases = [each["phases"] for each in every if each["phases"] is not None and each["phases"]["first_step"]]
+    if not phases:
+        return None
+    found = [{**each, "sum": sum(each.values())} for each in phases]
+    return {
+        "count": len(found),
+        "median": {name: median(each[name] for each in found) for name in found[0]},
+        "longest": max(found, key=itemgetter("sum")),
     }
 
 
@@ -342,6 +360,18 @@ def _worst(found: dict[str, Any]) -> list[str]:
     head = ["time", "cause", "node", *PARTS, "sum", "steps lost", "resumed from", "reason"]
     again = [f"{text[0].upper()}{text[1:]}." for text in found["repeated"]]
     return ["", f"Worst interruptions ({len(rows)} of {len(every)}), in seconds per rank", *table(head, rows), *again]
+
+
+def _restarts_table(found: dict[str, Any]) -> list[str]:
+    """The table of what restarts took, by phase."""
+    if (restarts := found["restarts"]) is None:
+        return []
+    names = [name for name, seconds in restarts["longest"].items() if seconds or restarts["median"][name]]
+    of = {f"median of {restarts['count']}": restarts["median"]} if restarts["count"] > 1 else {}
+    of["longest"] = restarts["longest"]
+    rows = [[what, *(_seconds(phases[name] / found["ranks"]) for name in names)] for what, phases in of.items()]
+    head = ["", *(name.replace("_", " ") for name in names)]
+    return ["", "From a fault to the first new step, in seconds per rank", *table(head, rows)]
 
 
 def _categories(found: dict[str, Any]) -> list[str]:

@@ -783,6 +783,10 @@ def _stories(run: RunReport, folder: Path) -> Iterator[str]:
     yield "<section><h2>Interruptions</h2>"
     if len(every) > _MAX_INTERRUPTIONS:
         yield f"<p>The {_MAX_INTERRUPTIONS} that have cost most, of {len(every)}.</p>"
+    if (restarts := found["restarts"]) is not None:
+        phases = [(name, seconds / found["ranks"]) for name, seconds in restarts["median"].items() if seconds]
+        spans = " ".join(f"<span>{name.replace('_', ' ')} {duration(seconds)}</span>" for name, seconds in phases)
+        yield f"<p class='parts'><b>From a fault to the first new step</b> (median of {restarts['count']}): {spans}</p>"
     shown = 0
     for number, (each, cost) in enumerate(zip(every, costs, strict=True), 1):
         if cost < least or shown == _MAX_INTERRUPTIONS:

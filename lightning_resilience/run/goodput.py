@@ -144,6 +144,21 @@ PART_OF = {
 }
 """To which part a category belongs; the others belong to ``redo``."""
 
+PHASES = (
+    "detect",
+    "end",
+    "queue",
+    "launch",
+    "rendezvous",
+    "imports",
+    "script",
+    "setup",
+    "restore",
+    "first_step",
+    "redo",
+)
+"""The parts, with the categories of ``start`` in its place."""
+
 
 @dataclass
 class InterruptionCost:
@@ -170,6 +185,15 @@ class InterruptionCost:
         for category, seconds in self.seconds.items():
             parts[PART_OF.get(category, "redo")] += seconds
         return parts
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Rank-seconds by phase, see :data:`PHASES`."""
+        phases = dict.fromkeys(PHASES, 0.0)
+        for category, seconds in self.seconds.items():
+            part = PART_OF.get(category, "redo")
+            phases[category if part == "start" else part] += seconds
+        return phases
 
 
 class Segment(NamedTuple):
