@@ -7,6 +7,7 @@ import enum
 import itertools
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from lightning_resilience._lightning.lightning_callbacks import ResilienceCallba
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.fit import context, joining
 from lightning_resilience.recipes import RECIPE_VARIABLE
-from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, RunDirectory
+from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
 from tests.harness import result, run, samples
 from tests.program import digest
 from tests.test_exact_resume import make, undisturbed
@@ -213,16 +214,20 @@ def test_a_preempted_script_ends_as_if_undisturbed(tmp_path: Path, options: dict
 
 
 def test_whenever_the_script_saves_the_run_can_be_killed(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"callbacks": [], "model_checkpoint": {"every_n_train_steps": 10}}
-    event = {"at": "train", "step": 27, "do": "SIGKILL", "once": True}
-    config = make(tmp_path, "disturbed", events=[event], **options)
+    """And before that, in the first steps: then there is a local checkpoint."""
+    options: dict[str, Any] = {"callbacks": [], "model_checkpoint": {"every_n_train_steps": 10}, "step_s": 0.02}
+    saved = str(tmp_path / "local" / "**" / "step-*" / "*.shard")
+    early, late = ({"at": "train", "step": step, "do": "SIGKILL", "once": True} for step in (8, 27))
+    config = make(tmp_path, "disturbed", events=[{**early, "after_file": saved}, late], **options)
     environment = {RECIPE_VARIABLE: "nemo", RUN_DIR_VARIABLE: config["run_dir"]}
+    environment[LOCAL_DIR_VARIABLE] = str(tmp_path / "local")
     assert run(config, tmp_path / "disturbed", environment=environment)[0] == [-signal.SIGKILL]
     codes, text = run(config, tmp_path / "disturbed", environment=environment)
+    assert codes == [-signal.SIGKILL], text
+    assert re.search(r"Resuming from step [3-8] \(local checkpoint", text), text
+    codes, text = run(config, tmp_path / "disturbed", environment=environment)
     assert codes == [0], text
-    assert any(
-        f"Resuming from step {step}" in text for step in (10, 20)
-    )  # the second one is written behind the training
+    assert re.search(r"Resuming from step (1\d|2\d) ", text), text  # that of step 20 is written behind the training
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
 
 
