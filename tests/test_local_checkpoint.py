@@ -33,7 +33,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed import PrefixStore, TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import AutoResume, LocalCheckpoint, Preemption, signals
+from lightning_resilience import AutoResume, LocalCheckpoint, Preemption, _processes, signals
 from lightning_resilience._lightning import lightning_checkpoints
 from lightning_resilience.checkpoint import capacity, checkpoint_file, resume, shard
 from lightning_resilience.checkpoint import local as local_saves
@@ -878,10 +878,11 @@ def test_the_interval_is_chosen_and_said(
 ) -> None:
     intervals: list[float] = []
     chosen = LocalSavePolicy._interval_s
-    monkeypatch.setenv("LIGHTNING_RESILIENCE_WORKER_BEGAN", str(time.time() - 3000))  # its process may be older
+    monkeypatch.setattr(_processes, "_seconds_since_start", lambda: 4000.0)
+    monkeypatch.setattr(_processes, "waited", lambda: 1000.0)  # until it got its work
 
     def choose(self: Any, before_s: float) -> float:
-        assert 3000 <= self._interval.recovery_s < 3600
+        assert self._interval.recovery_s == 3000
         intervals.append(chosen(self, before_s))
         return 0.0
 

@@ -34,7 +34,6 @@ from lightning_resilience.fit.session import FitSession
 from lightning_resilience.run.events import Saved
 from lightning_resilience.run.interruptions import interruptions
 from lightning_resilience.run.ledger import read_ledger
-from lightning_resilience.run.run_directory import WORKER_BEGAN_VARIABLE
 from lightning_resilience.run.save_interval import mean_time_to_failure_s
 from lightning_resilience.run.time_account import CHECKPOINT_SAVE
 
@@ -349,7 +348,8 @@ class LocalSavePolicy(Participant):
         events = read_ledger(fit.run.ledger) if fit.rank == 0 else []
         observed_s = max(0.0, time.time() - events[0].time) if events else 0.0
         mean_time_s = mean_time_to_failure_s(fit.trainer.world_size, len(interruptions(events)), observed_s)
-        recovery_s = min(max(_worked_for_s(), 0.0), 3600.0) if fit.index == 0 else _USUAL_RECOVERY_S
+        # From a failure on, a process needs as long as this one has until it trains.
+        recovery_s = min(process_age(), 3600.0) if fit.index == 0 else _USUAL_RECOVERY_S
         return ChosenInterval(lambda: self._saves.costs() if self._saves else None, mean_time_s, recovery_s)
 
     # -- setting up ----------------------------------------------------------------------------------------------------
@@ -470,12 +470,6 @@ class LocalSavePolicy(Participant):
         self.store.close()
         if self._replicas is not None:
             self._replicas.close()
-
-
-def _worked_for_s() -> float:
-    """How long this process has needed until it trains; after a failure, the next one will."""
-    began = os.environ.get(WORKER_BEGAN_VARIABLE)  # it may have waited, ready, since long before
-    return process_age() if began is None else time.time() - float(began)
 
 
 def _kind(trainer: Trainer) -> str:

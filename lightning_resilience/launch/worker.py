@@ -48,7 +48,6 @@ from lightning_resilience.run.ledger import Ledger, node_name
 from lightning_resilience.run.run_directory import (
     NOT_SHOWN,
     RUN_DIR_VARIABLE,
-    WORKER_BEGAN_VARIABLE,
     WORKER_PID_VARIABLE,
     AnotherFit,
     Outcome,
@@ -69,7 +68,6 @@ RESTARTS_SPENT = "restarts_spent"
 
 def main() -> None:
     """Runs ``[-m] script [args...]`` from the command line as ``__main__``."""
-    os.environ[WORKER_BEGAN_VARIABLE] = str(time.time())
     redirect_streams()
     signals.install()
     # Slurm sends the signal of a time limit to every process of the job. The launch makes SIGTERM of it.

@@ -62,9 +62,6 @@ LOCAL_DIR_VARIABLE = "LIGHTNING_RESILIENCE_LOCAL_DIR"
 OFF_VARIABLE = "LIGHTNING_RESILIENCE_OFF"
 """Environment variable that turns the package off: with ``1`` callbacks and recipes do nothing in any Trainer."""
 
-WORKER_BEGAN_VARIABLE = "LIGHTNING_RESILIENCE_WORKER_BEGAN"
-"""Environment variable with the time at which the worker began its work, in seconds since the epoch."""
-
 WORKER_PID_VARIABLE = "LIGHTNING_RESILIENCE_WORKER_PID"
 """Environment variable with the process that runs the launched script. A fit in a child process of it (a parallel
 search, say) is none of the run's."""
