@@ -12,17 +12,23 @@ from typing import Any
 ADDRESS = "127.0.0.1"
 
 
-def serve_store(timeout_s: float) -> Any:
+def listen() -> socket.socket:
+    """A socket for the server of a store that is made later: who connects meanwhile waits."""
+    return socket.create_server((ADDRESS, 0))
+
+
+def serve_store(timeout_s: float, server: socket.socket | None = None) -> Any:
     """A ``TCPStore`` with its server, for as long as what is returned lives.
 
     One that this process makes afterwards with the same port shares the server, if both are ``multi_tenant``.
 
     Args:
         timeout_s: How long its operations may take.
+        server: See :func:`listen`; default: a new one.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    server = socket.create_server((ADDRESS, 0))
+    server = server or listen()
     return TCPStore(
         ADDRESS,
         server.getsockname()[1],

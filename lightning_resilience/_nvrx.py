@@ -531,7 +531,7 @@ def main() -> None:
         warnings.filterwarnings("ignore", message=".*pynvml package is deprecated", category=FutureWarning)
     module, *arguments = sys.argv[1:]
     if (auto := "--nproc-per-node=auto") in arguments:
-        arguments[arguments.index(auto)] = f"--nproc-per-node={_device_count()}"
+        arguments[arguments.index(auto)] = f"--nproc-per-node={device_count()}"
     if (run_id := os.environ.pop(RUN_ID_VARIABLE, None)) is not None:
         arguments.insert(0, f"--rdzv-id={run_id}")
     if (folder := os.environ.pop(FOLDER_VARIABLE, None)) is not None:
@@ -600,7 +600,8 @@ def _method_name(depth: int = 2) -> str:
         return "no_method_name"
 
 
-def _device_count() -> int:
+def device_count() -> int:
+    """How many workers ``--nproc-per-node=auto`` is: one for each device, and one where there is none."""
     import torch
 
     return max(1, torch.accelerator.device_count()) if torch.accelerator.is_available() else 1

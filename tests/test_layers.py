@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_resilience"
 
-LAYERS = ("run", "detect", "checkpoint", "launch", "_lightning", "fit", "callbacks", "contrib")
+LAYERS = ("run", "elastic", "detect", "checkpoint", "launch", "_lightning", "fit", "callbacks", "contrib")
 """Each imports only those before it, and single modules of the package."""
 
 FOLDERS = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}

@@ -25,6 +25,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "Trainer": (
         lambda t: t,
         {"_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_signal_connector"}
+        | {"_run", "_teardown"}
         | {"barebones", "callbacks", "fast_dev_run", "fit_loop"},
     ),
     "checkpoint connector": (
@@ -177,7 +178,8 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "LightningModule": (
         lambda t: t.lightning_module,
-        {"CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"},
+        {"CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"}
+        | {"_metric_attributes"},
     ),
     "torchmetrics.Metric": (lambda t: torchmetrics.MeanMetric(), {"_computed", "_defaults", "_update_count"}),
     "a running metric": (lambda t: torchmetrics.aggregation.RunningMean(2), {"_num_vals_seen"}),
@@ -193,6 +195,7 @@ CLASSES = [  # recognised by these names
 
 NOT_LIGHTNING = {
     "_cdata",  # torch: tells two storages apart that have no address
+    "_world",  # torch.distributed: its process groups, and how many there were
     "_version",  # torch: how often a tensor was written
     "_values",  # torch: the numbers that a sparse tensor stores
     "_foreach_norm",  # torch: many tensors at once, as clip_grad_norm_ does it

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning_resilience._arguments import changed, shown
 from lightning_resilience._files import Patience
 from lightning_resilience._lightning import lightning_callbacks, lightning_loops, lightning_strategies
-from lightning_resilience.fit import context, outputs
+from lightning_resilience.fit import context, outputs, reentry
 from lightning_resilience.fit.context import from_rank_0, job, run_dir_of
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
@@ -162,6 +162,23 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
         _active = session
     session.members.append(callback)
     return session
+
+
+def leave_without_peers(trainer: Trainer) -> None:
+    """Leaves the fit of ``trainer`` that has lost a rank; without effect outside of a fit."""
+    session = _active
+    if session is None or session.has_left or session.fit.trainer is not trainer:
+        return
+    session.fit.failing = True
+    try:
+        _end(session, session.leave)
+    except Exception:
+        log.debug("The fit is left all the same", exc_info=True)
+
+
+def install_reentry() -> None:
+    """Has this rank enter its fit again when another one was lost; does nothing without ``launch --elastic``."""
+    reentry.install(leave_without_peers)
 
 
 @cache

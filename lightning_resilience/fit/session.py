@@ -34,6 +34,7 @@ from lightning_resilience.fit.identity import FitIdentity
 from lightning_resilience.fit.outcome import FitOutcome
 from lightning_resilience.fit.own_account import OwnAccount, record_killed
 from lightning_resilience.fit.participant import Participant
+from lightning_resilience.fit.reentry import Replaceability
 from lightning_resilience.fit.restore import Restorer
 from lightning_resilience.fit.run_metrics import RunMetrics
 from lightning_resilience.fit.saving import Saver
@@ -89,7 +90,8 @@ class FitSession:
         self._restorer = Restorer(fit, self._identity, self.exact, self.selector, self.saver)
         self._ending = EndOfFit(fit, self.outcome, self.exact, self.selector, self.saver)
         self._metrics = RunMetrics(fit)
-        for participant in (self._ending, self._metrics):
+        self._replaceability = Replaceability(fit)
+        for participant in (self._ending, self._metrics, self._replaceability):
             fit.participants.add(participant)
         self.members: list[Any] = []
         """The callbacks that take part."""
@@ -137,6 +139,7 @@ class FitSession:
         else:
             with self.fit.time.during(time_account.RESTORE):
                 self._restorer.restore(explicit, weights_only)
+                self._replaceability.check_has_state(self.selector.loaded is not None)
 
     def _before_first_iterator(self, load_loader_states: Callable[[], None]) -> None:
         loaders = lightning_data.train_loaders(self.fit.trainer)
@@ -395,15 +398,17 @@ class FitSession:
 
     def _run(self, loop: Callable[[], None]) -> None:
         begun = self.exact.get_random_state()  # with which a new process creates its loaders
+        self._replaceability.begin(self)
         while True:
             try:
-                return lightning_loops.rerun_end_of_fit(self.fit.trainer) if self._ending.has_only_to_end() else loop()
+                lightning_loops.rerun_end_of_fit(self.fit.trainer) if self._ending.has_only_to_end() else loop()
+                return self._replaceability.end()
             except _Rollback as rollback:
                 choice = rollback.choice
             except (signals.Interrupted, StaleAttempt):
                 raise
-            except BaseException:
-                if os.getpid() == self._pid:
+            except BaseException as error:
+                if os.getpid() == self._pid and not self._replaceability.is_loss(error):
                     for on_raised in self.fit.participants.implement(Participant.on_raised):
                         on_raised()
                 raise

@@ -330,6 +330,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_exit_codes(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    here.add_argument(
+        "--elastic",
+        action="store_true",
+        help="replace a killed rank while the others keep their processes (DDP on CPUs of one node); what cannot be "
+        "replaced is restarted as without it",
+    )
     here.add_argument("--nnodes", type=_nodes, default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")
     here.add_argument(
         "--node-rank",
@@ -491,6 +497,10 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         parser.error(problem)
     if options.nnodes not in ("1", "1:1") and options.rdzv_endpoint is None:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT, with the first node's host and a free port on it")
+    if options.elastic and options.nnodes not in ("1", "1:1"):
+        options.parser.error("--elastic is for one node")
+    if options.elastic and options.spares == "auto":
+        options.parser.error("--elastic does not use spare processes")
     if options.spare and (options.nnodes in ("1", "1:1") or options.node_rank is not None):
         parser.error("--spare is for one more node than --nnodes says, and goes without --node-rank")
     if options.fresh and (options.nnodes not in ("1", "1:1") or options.retries_in_new_job):
@@ -532,6 +542,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         continue_anyway=options.continue_anyway,
         retries_in_new_job=options.retries_in_new_job,
         monitoring=_monitoring(options),
+        elastic=options.elastic,
     )
 
 
@@ -619,7 +630,10 @@ def _batch_script(options: argparse.Namespace, scheduler: Scheduler) -> tuple[Pa
     return render(naming.next_afresh(_directory(options)) if options.plan else _begin_afresh(options))
 
 
-_ONE_NODE = {"nnodes": "1", "node_rank": None, "spare": False, "rdzv_endpoint": None, "retries_in_new_job": False}
+_ONE_NODE = {
+    **{"nnodes": "1", "node_rank": None, "spare": False, "rdzv_endpoint": None, "retries_in_new_job": False},
+    "elastic": False,
+}
 # The batch script or the command holds these.
 _NOT_FORWARDED = ("run_dir", "grace_period", "module", "fresh")
 

@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -102,6 +103,7 @@ class LaunchSettings:
         retries_in_new_job: End as interrupted where the job is to be retried, or a node is to be avoided: whoever has
             started this launch gets a new job for it, on other nodes perhaps.
         monitoring: Whom to show the run to.
+        elastic: Whether a lost rank is replaced while the others keep their processes.
     """
 
     command: list[str]
@@ -121,6 +123,7 @@ class LaunchSettings:
     continue_anyway: bool = False
     retries_in_new_job: bool = False
     monitoring: MonitorSettings = field(default_factory=MonitorSettings)
+    elastic: bool = False
 
     @property
     def is_single_node(self) -> bool:
@@ -146,6 +149,14 @@ def elastic_command(
     settings: LaunchSettings, run_id: str, max_restarts: int, is_preview: bool = False
 ) -> tuple[list[str], dict[str, str]]:
     """The command that runs the workers under NVRx's launcher, or under torch's where NVRx is not installed."""
+    if settings.elastic:
+        return [
+            *(sys.executable, "-m", "lightning_resilience.launch.elastic"),
+            f"--nproc-per-node={settings.nproc_per_node}",
+            f"--max-restarts={max_restarts}",
+            f"--term-timeout={settings.grace_period_s + deadlines.TERM_MARGIN_S:g}",
+            *("--", *settings.command),
+        ], {_nvrx.RUN_ID_VARIABLE: run_id}
     command, environment = _nvrx.elastic_launcher(
         max_restarts,
         settings.grace_period_s + deadlines.TERM_MARGIN_S,

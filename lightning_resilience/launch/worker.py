@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import ctypes
+import functools
 import gc
 import io
 import os
@@ -26,9 +27,10 @@ from typing import Any, NoReturn
 
 from lightning_resilience import signals
 from lightning_resilience._output import guard_streams, log_line, write_line
-from lightning_resilience.detect.hangs.rank_probe import RankProbe, describe_rank, node_directory
+from lightning_resilience.detect.hangs.rank_probe import RankProbe, describe_rank, node_directory, probe_of_worker
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.detect.hangs.watchdog import start_soon
+from lightning_resilience.elastic import channel
 from lightning_resilience.launch import park
 from lightning_resilience.launch.budget import allows_restart
 from lightning_resilience.launch.job_info import job_info
@@ -81,6 +83,8 @@ def main() -> None:
     run_directory = RunDirectory(os.environ[RUN_DIR_VARIABLE])
     guard_streams(run_directory.path / NOT_SHOWN)  # the disk may be full, or the process that reads killed
     ledger = Ledger(run_directory.ledger, rank=int(os.environ.get("RANK", "0")))
+    if (line := channel.connect(ledger.rank or 0)) is not None:
+        line.begin_generation = functools.partial(_begin_generation, run_directory, ledger)
     _begin_watch(run_directory, ledger.rank or 0)
     if (count := end_what_earlier_ranks_left()) and os.environ.get("LOCAL_RANK", "0") == "0":
         log_line(f"Terminated {count} remaining processes of earlier ranks on {node_name()}.", is_detail=True)
@@ -187,6 +191,19 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
         start_soon(directory, local_rank and FIRST_STARTS_WATCHDOG_WITHIN_S + local_rank)
     except OSError as error:
         log_line(f"Rank {rank} is not watched before its first fit ({error}).")
+
+
+def _begin_generation(run_directory: RunDirectory, ledger: Ledger) -> None:
+    """Another rank is replaced, and this one goes on: what a restarted process does, and what it records."""
+    if (probe := probe_of_worker()) is not None:
+        probe.close()  # its watchdog ends with it: it watches the ranks of one start
+    _begin_watch(run_directory, ledger.rank or 0)
+    try:
+        _end_if_restarts_are_spent(run_directory, ledger.rank or 0)
+    except SystemExit:
+        os._exit(0)  # the script has no part in it
+    if ledger.rank == 0:
+        _record_start(run_directory, ledger)
 
 
 def _wait_for_other_nodes(run_directory: RunDirectory) -> None:

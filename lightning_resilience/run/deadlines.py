@@ -162,3 +162,20 @@ HUNG_RANK_EXITS_WITHIN_S = 0.5
 
 LONGEST_PING_S = 1800.0
 """The deadline of a ping of all ranks where a step has no limit; torch's own."""
+
+# -- launch --elastic --------------------------------------------------------------------------------------------------
+
+LOSS_CONFIRMED_WITHIN_S = 10.0
+"""How long a rank whose communication has failed waits for the supervisor to say who was lost."""
+
+OWN_ERROR_RAISED_AFTER_S = 0.5
+"""The same after any other error: it may be a consequence, and the supervisor notices a death within milliseconds."""
+
+SURVIVORS_LEAVE_WITHIN_S = 30.0
+"""How long survivors may take to leave the fit: a local save that is being written is given some seconds."""
+
+REPLACED_WITHIN_S = 300.0
+"""How long the start of a replacement may take, up to its first batch; then all ranks are restarted."""
+
+DIE_TOGETHER_WITHIN_S = 0.02
+"""Deaths within this time are one loss."""

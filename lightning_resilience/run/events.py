@@ -282,6 +282,16 @@ class WorkersStart(_Job, name="start"):
     verified_step: Annotated[int, "highest verified step at this start"] | None
 
 
+class RanksReplaced(Event, name="replaced"):
+    """`launch --elastic` replaces lost ranks while the others keep their processes."""
+
+    ranks: Ranks | None
+    kept: Annotated[int, "how many ranks keep their processes"] | None
+    elastic_run_id: ElasticRunId | None
+    restart_count: RestartCount | None
+    reason: Reason | None
+
+
 class Fault(Event, name="fault"):
     """A rank has failed, died or hung. A fit, the worker process and the watchdog may each record the same failure."""
 

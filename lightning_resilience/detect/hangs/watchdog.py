@@ -42,6 +42,7 @@ from lightning_resilience.detect.hangs.process_probe import Usage, probe_process
 from lightning_resilience.detect.hangs.progress import ProgressRecord, read_record
 from lightning_resilience.detect.hangs.rank_probe import EXIT_SIGNAL
 from lightning_resilience.detect.hangs.verdict import Verdict, diagnose
+from lightning_resilience.elastic.channel import CHANNEL_VARIABLE
 from lightning_resilience.run import deadlines, exit_codes, time_account
 from lightning_resilience.run.events import Fault, Killed, TimeSpent
 from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
@@ -587,9 +588,17 @@ class Watchdog:
         self._cases += 1
         if judged.get("is_hang"):
             self._lost_fit = next(iter(self.ranks.values())).fit
-            self._end_ranks(list(self.ranks.values()))
+            self._end_ranks(hung := self._hung_ranks(judged))
+            if len(hung) < len(self.ranks):
+                self._extend(doubled=False)  # they are overdue too, and have to leave the fit
         else:
             self._extend(doubled=bool(judged.get("doubled")))
+
+    def _hung_ranks(self, judged: dict[str, Any]) -> list[Rank]:
+        """The ranks to end for a hang: all, but where a replacement lets the others go on."""
+        culprits = {culprit.get("rank") for culprit in judged.get("culprits") or ()}
+        hung = [rank for rank in self.ranks.values() if rank.rank in culprits]
+        return hung if hung and CHANNEL_VARIABLE in os.environ else list(self.ranks.values())
 
     def _extend(self, doubled: bool) -> None:
         """Gives every rank its time once more, also in NVRx's monitors.

@@ -1,0 +1,168 @@
+"""``launch --elastic`` in a rank: when another rank was lost, this one leaves its fit and enters it again.
+
+The replacement of a lost rank runs the script from its first line. The others keep their processes: they leave
+``trainer.fit``, wait in Lightning's own ``init_process_group`` for the replacement, and begin the fit together with it.
+So the start of a fit is the same for all ranks, and everything that belongs to one start (token, stores, agreement,
+watchdog, local saves) is made anew on all of them by the code that a restart runs. All resume from the newest
+checkpoint that all can verify.
+
+Nothing happens in a healthy step. What cannot be replaced that way is refused by :func:`why_not`, and then the loss of
+a rank restarts all, as without ``--elastic``.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_resilience._lightning import lightning_reentry, lightning_strategies
+from lightning_resilience.elastic import channel
+from lightning_resilience.elastic.channel import Channel
+from lightning_resilience.elastic.group import DefaultGroup, count_groups
+from lightning_resilience.fit import context
+from lightning_resilience.fit.context import FitContext
+from lightning_resilience.fit.participant import Participant
+from lightning_resilience.run import time_account
+from lightning_resilience.run.deadlines import ENDED_WITHIN_S
+from lightning_resilience.run.events import Event, RestoredInPlace, Resumed, Saved
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_resilience.fit.session import FitSession
+
+log = logging.getLogger(__name__)
+
+_group = DefaultGroup()
+_runs: list[bool] = []
+"""For every run of a Trainer that this process has begun, whether it has ended."""
+
+
+def install(leave_session: Callable[[Trainer], None]) -> None:
+    """Has this rank take part in replacements, once in a process; does nothing without ``launch --elastic``.
+
+    Args:
+        leave_session: Leaves the session of a Trainer's fit, without its peers.
+    """
+    if (line := channel.current()) is not None:
+        _group.install()
+        line.cut = _group.cut
+        lightning_reentry.on_run(functools.partial(_run, leave_session))
+
+
+def _run(leave_session: Callable[[Trainer], None], trainer: Trainer, call: Callable[[], Any]) -> Any:
+    line = channel.current()
+    number = len(_runs)
+    is_inner = not all(_runs)
+    _runs.append(False)
+    try:
+        if line is None or is_inner or number > 0 or not lightning_reentry.is_fit(trainer):
+            return call()
+        return _enter(trainer, call, line, functools.partial(leave_session, trainer))
+    finally:
+        _runs[number] = True
+
+
+def _enter(trainer: Trainer, call: Callable[[], Any], line: Channel, leave_session: Callable[[], None]) -> Any:
+    while True:
+        if (replacement := line.replacement()) is not None:  # another rank was lost while this one was not in the fit
+            line.begin(replacement)
+        begun = dict(context.fits_begun)
+        try:
+            return call()
+        except Exception as error:
+            if (replacement := line.replacement_behind(error)) is None:
+                raise
+            log.debug("The fit is left for another generation", exc_info=True)
+        if trainer.is_global_zero or 0 in replacement.lost:
+            log.info("Lost %s: going back to the last checkpoint when it is replaced.", replacement)
+        leave_session()
+        context.fits_begun.clear()
+        context.fits_begun.update(begun)
+        lightning_reentry.leave_fit(trainer)
+        _group.close()
+        gc.collect()  # a wrapper of the old group that is still there would reduce gradients, too
+        line.begin(replacement)
+        time_account.OF_PROCESS.enter(time_account.SETUP)
+
+
+def why_not(session: FitSession) -> str | None:
+    """Why the loss of a rank of this fit restarts all of them; ``None``: it is replaced."""
+    fit, trainer = session.fit, session.fit.trainer
+    if trainer.world_size == 1:
+        return "there is no other rank"
+    if lightning_strategies.name_of(trainer.strategy) != "DDPStrategy" or not lightning_strategies.replicates_state(
+        trainer
+    ):
+        return f"ranks of {type(trainer.strategy).__name__} do not all have the same state"
+    if trainer.strategy.root_device.type != "cpu" or torch.distributed.get_backend() != "gloo":
+        return f"it is done with gloo on CPUs only, not on {trainer.strategy.root_device}"
+    if trainer.num_nodes > 1:
+        return "there are several nodes"
+    if fit.index > 0 or len(_runs) > 1:
+        return "this fit is not the first that the script does with a Trainer"
+    if not _group.is_known:
+        return "the script has opened the process group itself"
+    if count_groups() > 1:
+        return "the script has opened other process groups"
+    if session.selector.local is None and not session.selector.uses_global:
+        return "there is neither AutoResume nor LocalCheckpoint to go back to"
+    return None
+
+
+class Replaceability(Participant):
+    """Tells the supervisor whether a loss of another rank can be mended without a restart.
+
+    Args:
+        fit: The fit.
+    """
+
+    def __init__(self, fit: FitContext) -> None:
+        self._fit = fit
+        self._line = channel.current()
+
+    def begin(self, session: FitSession) -> None:
+        """The loops of the fit begin."""
+        if self._line is None:
+            return
+        if (reason := why_not(session)) is None:
+            self._line.say("ready")
+            return
+        self._line.say("refused", reason)
+        if self._fit.trainer.is_global_zero:
+            log.warning("The loss of a rank will restart all ranks: %s.", reason)
+
+    def end(self) -> None:
+        """They have ended."""
+        if self._line is not None:
+            self._line.say("done")
+
+    def on_record(self, event: Event) -> None:
+        """There is a state to go back to."""
+        if self._line is not None and isinstance(event, (Saved, Resumed, RestoredInPlace)):
+            self._line.say("saved")
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Whether an error of the fit comes from the loss of a rank, which is being replaced."""
+        if self._line is None or not isinstance(error, Exception):
+            return False
+        return self._line.replacement_behind(error) is not None
+
+    def check_has_state(self, has_state: bool) -> None:
+        """Ends this process if the ranks go back and there is nothing to go back to: only a new process is as new.
+
+        Args:
+            has_state: Whether the ranks have found a checkpoint.
+        """
+        line = self._line
+        if has_state or line is None or line.generation == line.started_in:
+            return
+        line.say("refused", "no checkpoint that all ranks can verify")
+        line.await_restart(ENDED_WITHIN_S)
+        os._exit(0)

@@ -1,0 +1,311 @@
+"""``launch --elastic``: a lost rank is replaced while the others keep their processes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_resilience.elastic import channel
+from lightning_resilience.elastic.channel import Channel, Replacement
+from lightning_resilience.launch import elastic
+from lightning_resilience.launch.elastic import Supervisor, is_replaceable
+from lightning_resilience.run import deadlines, exit_codes
+from lightning_resilience.run.run_directory import RunDirectory
+from tests.harness import command, result, samples
+from tests.ledgers import Ledger, read_ledger
+from tests.test_exact_resume import make, undisturbed
+from tests.test_launch import wait_until
+from tests.test_launchers import finish, start
+
+# -- a rank's connection -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Channel, socket.socket]]:
+    """A rank's connection, and the supervisor's end of it."""
+    for name in ("TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    ours, theirs = socket.socketpair()
+    line = Channel(theirs, rank=1, generation=0)
+    assert json.loads(ours.recv(1 << 16)) == {"rank": 1, "pid": os.getpid(), "generation": 0}
+    yield line, ours
+    ours.close()
+
+
+def say(end: socket.socket, **message: Any) -> None:
+    end.sendall(json.dumps(message).encode() + b"\n")
+
+
+def test_a_rank_learns_of_a_loss_when_its_group_is_cut(ends: tuple[Channel, socket.socket]) -> None:
+    line, end = ends
+    known_at_cut: list[Any] = []
+    line.cut = lambda: known_at_cut.append(line.replacement())
+    say(end, kind="replace", generation=3, port=4711, lost={"0": "was killed by SIGKILL"})
+    replacement = line.replacement_behind(RuntimeError("Connection closed by peer"))
+    assert replacement == Replacement(3, 4711, {0: "was killed by SIGKILL"})
+    assert known_at_cut == [None]  # else the main thread may have opened the next group, which would be cut
+    line.begin(replacement)
+    assert (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"]) == ("3", "4711")
+    assert json.loads(end.recv(1 << 16)) == {"state": "left", "generation": 3}
+    assert line.replacement() is None
+
+
+def test_an_error_of_the_user_is_raised(ends: tuple[Channel, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    line, end = ends
+    monkeypatch.setattr(channel, "OWN_ERROR_RAISED_AFTER_S", 0.0)
+    error = ValueError("a loss that is no number")
+    assert line.replacement_behind(error) is None
+    say(end, kind="replace", generation=1, port=1, lost={})
+    assert line.replacement(10.0) is not None
+    assert line.replacement_behind(error) is None  # what was judged once is not taken for a consequence later
+
+
+def test_an_error_is_raised_when_all_ranks_are_restarted(ends: tuple[Channel, socket.socket]) -> None:
+    line, end = ends
+    say(end, kind="replace", generation=1, port=1, lost={})
+    assert line.replacement(10.0) is not None
+    threading.Timer(0.05, say, [end], {"kind": "restart"}).start()  # the replacement was refused
+    line.await_restart(10.0)
+    assert line.replacement_behind(RuntimeError("[gloo] Connection closed by peer")) is None
+
+
+# -- the supervisor, with ranks that only talk to it -------------------------------------------------------------------
+
+RANK = """
+import json, os, signal, socket, sys, time
+rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+line = socket.socket(socket.AF_UNIX)
+line.connect(os.environ["LIGHTNING_RESILIENCE_ELASTIC"])
+def say(**message): line.sendall(json.dumps(message).encode() + b"\\n")
+def die(): os.kill(os.getpid(), signal.SIGKILL)
+say(rank=rank, pid=os.getpid(), generation=life)
+news = line.makefile()
+def hear():
+    message = json.loads(next(news))
+    if message["kind"] == "restart": sys.exit(1)
+    return message["generation"]
+log = sys.argv[1]
+print(rank, life, os.getpid(), file=open(log, "a"))
+generation = life
+def ready(saved=True):
+    say(state="ready", generation=generation)
+    if saved: say(state="saved")
+    print(file=open(f"{log}.{rank}.{generation}", "w"))
+def others():
+    files = [f"{log}.{other}.{generation}" for other in range(3) if other != rank]
+    while not all(map(os.path.exists, files)): time.sleep(0.01)
+"""
+
+
+def supervise(tmp_path: Path, script: str, world_size: int = 3, max_restarts: int = 3) -> tuple[int, list[list[int]]]:
+    """Runs ranks that do what ``script`` says; returns the exit code, and rank and life of every process."""
+    program, log = tmp_path / "rank.py", tmp_path / "log"
+    program.write_text(RANK + textwrap.dedent(script))
+    (tmp_path / "run").mkdir()
+    ledger = Ledger(tmp_path / "run", rank=None)
+    ranks = [sys.executable, "-IS", str(program), str(log)]
+    supervisor = Supervisor(ranks, world_size, max_restarts, "abc", tmp_path, 5.0, ledger)
+    code = supervisor.run()
+    return code, [[int(word) for word in line.split()] for line in log.read_text().splitlines()]
+
+
+# Rank 1 dies when the others are in the fit; those that live enter the next generation until nobody dies any more.
+MENDED = """
+ready()
+if rank == 1 and life == 0:
+    others()
+    die()
+while generation < {last}:
+    generation = hear()
+    say(state="left", generation=generation)
+    {then}
+    ready()
+"""
+
+
+def lives(started: list[list[int]]) -> set[tuple[int, int]]:
+    return {(rank, life) for rank, life, _ in started}
+
+
+FIRST = {(0, 0), (1, 0), (2, 0)}
+
+
+def test_a_killed_rank_is_replaced_and_the_others_live_on(tmp_path: Path) -> None:
+    code, started = supervise(tmp_path, MENDED.format(last=1, then=""))
+    assert code == 0
+    assert lives(started) == {*FIRST, (1, 1)}
+    assert len(started) == 4
+
+
+def test_another_rank_that_dies_meanwhile_is_replaced_too(tmp_path: Path) -> None:
+    code, started = supervise(tmp_path, MENDED.format(last=2, then="if rank == 0 and generation == 1: die()"))
+    assert code == 0
+    assert lives(started) == {*FIRST, (1, 1), (0, 2)}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("ready(); last(lambda: sys.exit(1))", id="an exception"),
+        pytest.param("ready(saved=False); last(die)", id="nothing saved"),
+        pytest.param("ready(); say(state='refused', generation=0, reason='x'); last(die)", id="refused"),
+    ],
+)
+def test_what_cannot_be_mended_restarts_all(tmp_path: Path, script: str) -> None:
+    text = """
+        if life: sys.exit(0)
+        def last(end):
+            if rank != 1: hear()
+            others()
+            end()
+    """
+    code, started = supervise(tmp_path, f"{textwrap.dedent(text)}\n{script}")
+    assert code == 0
+    assert lives(started) == FIRST | {(0, 1), (1, 1), (2, 1)}
+
+
+def test_the_budget_ends_the_replacements(tmp_path: Path) -> None:
+    script = """
+        ready()
+        if rank == 1:
+            others()
+            die()
+        while True:
+            generation = hear()
+            ready()
+    """
+    code, started = supervise(tmp_path, script, max_restarts=2)
+    assert code == 1
+    assert lives(started) == {*FIRST, (1, 1), (1, 2)}
+
+
+def test_a_survivor_that_does_not_leave_its_fit_restarts_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "SURVIVORS_LEAVE_WITHIN_S", 0.3)
+    script = """
+        if life > 1: sys.exit(0)
+        ready()
+        if rank == 1 and not life:
+            others()
+            die()
+        hear()
+        hear()
+    """
+    code, started = supervise(tmp_path, script)
+    assert code == 0
+    assert lives(started) == {*FIRST, (1, 1), (0, 2), (1, 2), (2, 2)}
+
+
+def test_a_rank_that_is_killed_is_replaced_and_one_that_fails_is_not() -> None:
+    assert is_replaceable(-signal.SIGKILL)
+    assert is_replaceable(exit_codes.HUNG)
+    assert not is_replaceable(1)
+    assert elastic._death(-signal.SIGKILL).signal == "SIGKILL"
+    assert elastic._death(exit_codes.HUNG).exit_code == exit_codes.HUNG
+
+
+# -- real ranks --------------------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, Any] = {"validation": True, "data": "shuffle", "workers": 1, "save_every": 5}
+
+
+def launched(tmp_path: Path, ranks: int, events: list[dict[str, Any]], *more: str, **options: Any) -> tuple[Any, str]:
+    options = {**OPTIONS, "trainer": {"devices": ranks}, **options}
+    config = make(tmp_path, "disturbed", events=[{"do": "SIGKILL", "once": True, **each} for each in events], **options)
+    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", *more]
+    launch += ["--nproc-per-node", str(ranks), "--run-dir", config["run_dir"], *command(config)[1:]]
+    output = tmp_path / "output"
+    code = finish(start(launch, output), output)
+    assert code == 0, output.read_text()
+    reference = undisturbed(tmp_path, **options)
+    assert (result(config), samples(config)) == reference, output.read_text()
+    return config, output.read_text()
+
+
+def replaced(config: dict[str, Any]) -> list[list[int]]:
+    return [event["ranks"] for event in read_ledger(Path(config["run_dir"]) / "ledger") if event["event"] == "replaced"]
+
+
+REPLACED: dict[str, tuple[int, list[dict[str, Any]], list[list[int]]]] = {
+    "the middle of 3, in a validation": (3, [{"at": "validation", "step": 16, "rank": 1}], [[1]]),
+    "rank 0 of 2": (2, [{"at": "train", "step": 13, "rank": 0}], [[0]]),
+    "the last of 4, behind a batch": (4, [{"at": "batch_end", "step": 18, "rank": 3}], [[3]]),
+    "two of 4 at once": (4, [{"at": "train", "step": 20, "rank": 0}, {"at": "train", "step": 20, "rank": 2}], [[0, 2]]),
+    "one after the other": (
+        3,
+        [{"at": "train", "step": 13, "rank": 1}, {"at": "train", "step": 27, "rank": 0}],
+        [[1], [0]],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "events", "lost"),
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.campaign if number > 1 else ())
+        for number, (name, case) in enumerate(REPLACED.items())
+    ],
+)
+@pytest.mark.slow
+def test_a_run_with_a_killed_rank_ends_as_the_undisturbed_one(
+    tmp_path: Path, ranks: int, events: list[dict[str, Any]], lost: list[list[int]]
+) -> None:
+    config, output = launched(tmp_path, ranks, events)
+    assert sorted(itertools.chain(*replaced(config))) == sorted(itertools.chain(*lost)), output
+    pids = [event["pid"] for event in read_ledger(Path(config["run_dir"]) / "ledger") if event["event"] == "start"]
+    assert len(set(pids)) == 1 + any(0 in each for each in lost)  # of rank 0
+    assert not [each for each in psutil.process_iter(["cmdline"]) if config["run_dir"] in (each.info["cmdline"] or [])]
+
+
+@pytest.mark.campaign
+def test_a_hung_rank_is_ended_and_replaced(tmp_path: Path) -> None:
+    event = {"at": "train", "step": 18, "rank": 1, "do": "SIGSTOP"}
+    config, output = launched(tmp_path, 3, [event], "--section-timeouts", "step:5")
+    assert replaced(config) == [[1]], output
+    [fault] = [each for each in read_ledger(Path(config["run_dir"]) / "ledger") if each["event"] == "fault"]
+    assert fault["kind"] == "hang"
+
+
+@pytest.mark.campaign
+def test_an_exception_of_the_script_is_raised_and_restarts_all(tmp_path: Path) -> None:
+    config, output = launched(tmp_path, 3, [{"at": "train", "step": 18, "rank": 1, "do": "raise"}])
+    assert replaced(config) == [], output
+    assert "RuntimeError: on purpose" in output
+
+
+@pytest.mark.campaign
+def test_a_rank_that_dies_before_the_first_save_restarts_all(tmp_path: Path) -> None:
+    config, output = launched(tmp_path, 2, [{"at": "train", "step": 2, "rank": 1}])
+    assert replaced(config) == [], output
+
+
+@pytest.mark.campaign
+def test_a_stop_while_a_rank_is_replaced_saves(tmp_path: Path) -> None:
+    options = {**OPTIONS, "trainer": {"devices": 3}}
+    event = {"at": "train", "step": 18, "rank": 1, "do": "SIGKILL", "once": True}
+    config = make(tmp_path, "disturbed", events=[event], **options)
+    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic"]
+    launch += ["--nproc-per-node", "3", "--run-dir", config["run_dir"], *command(config)[1:]]
+    output = tmp_path / "output"
+    process = start(launch, output)
+    wait_until(lambda: replaced(config) == [[1]], output.read_text)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process, output) == 75, output.read_text()
+    outcome = RunDirectory(config["run_dir"]).fit(0).outcome
+    assert outcome is not None
+    assert outcome.status == "interrupted"  # the fit's own word: it has saved when the ranks were together again
+    assert outcome.step is not None
+    assert outcome.step >= 15
+    assert finish(start(launch, output), output) == 0, output.read_text()
+    assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
