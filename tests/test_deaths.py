@@ -11,15 +11,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
 from lightning_resilience._files import write_json
-from lightning_resilience.detect.hangs import deaths
-from lightning_resilience.detect.hangs.deaths import Death, ExitWatcher, MemoryShortage, is_ending
+from lightning_resilience.detect.hangs import deaths, watchdog
+from lightning_resilience.detect.hangs.deaths import Death, ExitWatcher, MemoryShortage, has_active_thread, is_ending
+from lightning_resilience.detect.hangs.process_probe import Usage
 from lightning_resilience.detect.hangs.watchdog import Watchdog
-from lightning_resilience.run import exit_codes
+from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.interruptions import interruptions
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, samples
@@ -150,6 +152,77 @@ def test_a_process_for_which_the_memory_did_not_suffice(child: Callable[[str], i
     os.waitpid(pid, 0)
 
 
+@pytest.mark.parametrize(
+    ("status", "is_loss"),
+    [
+        (None, False),
+        (0, False),
+        (3 << 8, True),
+        (signal.SIGKILL, True),
+        (signal.SIGSEGV, True),
+        (signal.SIGTERM, False),
+    ],
+)
+def test_which_deaths_are_losses(status: int | None, is_loss: bool) -> None:
+    assert Death(status).is_loss == is_loss
+
+
+def test_threads_that_run_are_told_from_those_that_sleep(child: Callable[[str], int], tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    sleeps = child(f"open({str(ready)!r}, 'w').close(); time.sleep(60)")
+    while not ready.exists() or has_active_thread(sleeps):
+        time.sleep(0.01)
+    computes = child("import threading; threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()")
+    while not has_active_thread(computes):
+        time.sleep(0.01)
+    assert not has_active_thread(2**22 + 1)
+
+
+class Survivor(NamedTuple):
+    """A rank whose peer is lost, as far as that matters."""
+
+    pid: int = 1
+    section: str = "step"
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "written", "active", "section", "limit"),
+    [
+        (0.0, 0, False, "step", "CHECK_SURVIVORS_EVERY_S"),
+        (9.0, 0, False, "step", "PEERS_RAISE_WITHIN_S"),
+        (0.0, 0, True, "step", "PEERS_RAISE_WITHIN_S"),
+        (0.0, 10**7, False, "step", "SURVIVORS_SAVE_WITHIN_S"),
+        (0.0, 0, False, "checkpointing", "SURVIVORS_SAVE_WITHIN_S"),
+    ],
+    ids=["waits", "computes", "runs", "writes", "saves"],
+)
+def test_how_long_a_survivor_gets(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cpu_s: float,
+    written: int,
+    active: bool,
+    section: str,
+    limit: str,
+) -> None:
+    """By a clock that only sleep moves."""
+    now, looks, ended = [0.0], [0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+    def usage(pid: int) -> Usage:
+        looks[0] += 1
+        return Usage(cpu_s * looks[0], 0, written * looks[0])
+
+    node, rank = Watchdog(tmp_path), Survivor(section=section)
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(watchdog, "usage", usage)
+    monkeypatch.setattr(watchdog, "has_active_thread", lambda pid: active)
+    monkeypatch.setattr(node, "_survivors", lambda among: [] if ended else [rank])
+    monkeypatch.setattr(node, "_end_ranks", lambda ranks, why: ended.append(now[0]))
+    node._end_survivors("rank 1", deadlines.PEERS_RAISE_WITHIN_S)
+    assert 0 <= ended[0] - getattr(deadlines, limit) <= deadlines.CHECK_SURVIVORS_EVERY_S + 1e-6
+
+
 # -- real ranks --------------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +320,31 @@ def test_under_launch_the_dead_rank_is_named_and_the_run_goes_on(tmp_path: Path)
     assert ended(config)["rank"] == 1
     assert (result(config), samples(config)) == undisturbed(tmp_path, trainer=TRAINER)
     nothing_left(config)
+
+
+@pytest.mark.slow
+@pytest.mark.nvrx
+def test_under_launch_a_rank_that_sleeps_before_its_fit_is_ended_when_another_one_dies(tmp_path: Path) -> None:
+    script, run, output = tmp_path / "script.py", tmp_path / "run", tmp_path / "output"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] != '0': sys.exit()\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    open('asleep', 'w').close()\n"
+        "    time.sleep(600)\n"
+        "while not os.path.exists('asleep'): time.sleep(0.05)\n"
+        "time.sleep(0.5)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--run-dir", str(run)]
+    with open(output, "w") as file:
+        launch = subprocess.run([*command, "--nproc-per-node=2", "script.py"], cwd=tmp_path, stdout=file, stderr=file)
+    said = output.read_text()
+    assert launch.returncode == 0, said
+    assert "useless without rank 1 of" in said, "the elastic launcher had to kill the survivor"
+    assert "Before: rank 1 was killed by SIGKILL." in said
+    (died,) = [event for event in read_ledger(RunDirectory(run).ledger) if event["event"] == "fault"]
+    assert (died["kind"], died["rank"], died["signal"], died["section"]) == ("died", 1, "SIGKILL", "start")
 
 
 @pytest.mark.campaign

@@ -20,7 +20,7 @@ BUDGET = {
     "checkpoint": 4869,
     "contrib": 225,
     "detect": 325,
-    "detect/hangs": 2423,
+    "detect/hangs": 2484,
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "elastic": 164,

@@ -146,13 +146,13 @@ ALL_KILLED_WITHIN_S = 0.3
 """From one death to the others, where all ranks are ended from outside."""
 
 PEERS_RAISE_WITHIN_S = 2.0
-"""How long ranks that have lost a peer may take to raise or to begin a save; gloo's raise."""
+"""How long ranks that have lost a peer, and compute, may take to raise or to begin a save; gloo's raise."""
 
 FAILED_RANK_ENDS_WITHIN_S = 5.0
 """How long a rank that has failed may take to end; its peers raise when it has."""
 
-CHECK_SURVIVORS_EVERY_S = 0.5
-"""How often they are checked."""
+CHECK_SURVIVORS_EVERY_S = 0.3
+"""How often they are looked at. One that has done nothing meanwhile sleeps, or waits for ever, and is ended."""
 
 SURVIVORS_SAVE_WITHIN_S = 30.0
 """How long they may take to write, such as a checkpoint; launchers do not wait any longer."""

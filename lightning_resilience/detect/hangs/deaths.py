@@ -22,7 +22,8 @@ _PIDFD_INFO_EXIT = 0x8  # linux/pidfd.h, since Linux 6.15
 _PIDFD_GET_INFO = 0xC040FF0B
 _PIDFD_INFO = struct.Struct("<Q52xi")  # the mask, what is not needed here, and the wait status
 
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FROM_OUTSIDE = (signal.SIGKILL, *_STOPS)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Death:
         """Whether a user, a launcher or a scheduler may have ended it on purpose."""
         number = None if self.status is None else os.WTERMSIG(self.status)
         return not self.out_of_memory and (self.status is None or number in _FROM_OUTSIDE)
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is known that it ended neither as intended nor on a request to stop: a launcher ends its peers."""
+        return self.status is not None and self.exit_code != 0 and os.WTERMSIG(self.status) not in _STOPS
 
     def __str__(self) -> str:
         if self.signal is not None:
@@ -118,6 +124,16 @@ def is_stopped(pid: int) -> bool:
     return fields is not None and fields[0] == "T"
 
 
+def has_active_thread(pid: int) -> bool:
+    """Whether a thread of a process runs, wants to run, or waits for storage."""
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            fields = _stat(f"{pid}/task/{thread}")
+            if fields is not None and fields[0] in "RD":
+                return True
+    return False
+
+
 class MemoryShortage:
     """Notices when the kernel kills processes because memory is short: in the cgroup of one, or anywhere on this host.
 
@@ -170,8 +186,8 @@ def _oom_kills(file: Path) -> int | None:
     return None
 
 
-def _stat(pid: int) -> list[str] | None:
-    """The fields of ``/proc/PID/stat`` from the state on; ``None`` if there is no such process."""
+def _stat(pid: int | str) -> list[str] | None:
+    """The fields of ``/proc/PID/stat`` from the state on; ``None`` if there is no such process, or thread."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -29,13 +29,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from lightning_resilience import _output
 from lightning_resilience._files import create_json, load_json, publish, read_json, write_json
 from lightning_resilience._processes import OUTLIVES_RANKS_VARIABLE, describe_process, is_running, pid_namespace
 from lightning_resilience.detect.hangs.abandoned import BEAT, BEATS, kept_name, read_beat, remove_abandoned, spent_by
-from lightning_resilience.detect.hangs.deaths import Death, ExitWatcher, MemoryShortage, is_ending, is_stopped
+from lightning_resilience.detect.hangs.deaths import (
+    Death,
+    ExitWatcher,
+    MemoryShortage,
+    has_active_thread,
+    is_ending,
+    is_stopped,
+)
 from lightning_resilience.detect.hangs.evidence import RankEvidence
 from lightning_resilience.detect.hangs.flight_recorder import shorten
 from lightning_resilience.detect.hangs.process_probe import Usage, probe_process, usage, usage_of_tree
@@ -54,7 +61,8 @@ T = TypeVar("T")
 _RECORD = "watchdog.json"
 _VERDICT = "verdict.json"
 _COLLECTIVES_KEPT = 128
-_WRITES_FROM = 1e6  # bytes in one check: less may be a log
+_WRITES_FROM = 6e5  # bytes between two looks at a survivor: less may be a log
+_WORKS_FROM = 0.2  # of one CPU: threads that wait, and the signal of a launcher, take less
 _ACTIVE_FROM = 0.05  # of one CPU: a thread that only waits uses less
 _ACTIVE_FROM_BYTES = 2e4  # per second: a slower download is not worth waiting for
 _BUSY_FOR = 16
@@ -183,6 +191,42 @@ class Rank:
         return self.is_in_fit and not self.has_failed and (self.has_died or is_ending(self.pid))
 
 
+class _Looks:
+    """Looks from outside at what survivors of a rank do, from now on.
+
+    Args:
+        ranks: They.
+    """
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self._began = self._last = time.monotonic()
+        self._used = {rank.pid: usage(rank.pid) or Usage() for rank in ranks}
+
+    @property
+    def seconds(self) -> float:
+        """Since the first one."""
+        return time.monotonic() - self._began
+
+    def next(self) -> bool:
+        """Whether the time of the next one has come; waits for a part of the time until then if not."""
+        left = self._last + deadlines.CHECK_SURVIVORS_EVERY_S - time.monotonic()
+        if left > 0:
+            time.sleep(min(left, deadlines.WATCHDOG_POLL_S))
+            return False
+        self._last = time.monotonic()
+        return True
+
+    def found(self, rank: Rank) -> Literal["writes", "works", "waits"]:
+        """What a rank has done since the last look: it saves or writes, it may yet notice the loss, or neither."""
+        before, now = self._used.get(rank.pid), usage(rank.pid) or Usage()
+        self._used[rank.pid] = now
+        if rank.section == "checkpointing" or (before and now.written_bytes - before.written_bytes >= _WRITES_FROM):
+            return "writes"
+        if before is None or now.cpu_s - before.cpu_s >= _WORKS_FROM * deadlines.CHECK_SURVIVORS_EVERY_S:
+            return "works"
+        return "works" if has_active_thread(rank.pid) else "waits"
+
+
 class _Storage:
     """Calls that touch shared storage, each with a deadline: if that hangs, the watchdog must not."""
 
@@ -230,6 +274,7 @@ class Watchdog:
         self._has_seen_cases = False  # a restart may keep the token: what was judged before is not of these ranks
         self._checked_cases = self._checked_losses = 0.0
         self._lost_fit: int | None = None  # that has lost a rank: what the others do there is a consequence
+        self._gone: set[int] = set()  # processes that have ended outside of a fit
         self._exits = ExitWatcher()
         self._storage = _Storage()
         self._log_thread = ThreadPoolExecutor(max_workers=1)  # the reader of stderr may be gone, or stand still
@@ -427,6 +472,13 @@ class Watchdog:
             self._lost_fit = ranks[0].fit
             self._end_survivors(cause, deadlines.PEERS_RAISE_WITHIN_S)
             return True
+        for rank in self.ranks.values():
+            if rank.section == "start" and rank.pid not in self._gone and rank.has_died:
+                self._gone.add(rank.pid)
+                rank.update()
+                if rank.section == "start" and (death := self._death_of(rank)).is_loss:
+                    self._handle_death_outside_fits(rank, death)
+                    return True
         return False
 
     def _death_of(self, rank: Rank) -> Death:
@@ -435,6 +487,7 @@ class Watchdog:
     def _handle_death(self, rank: Rank, death: Death) -> None:
         about, record = rank.about, rank.record
         others = [other for other in self.ranks.values() if other is not rank]
+        looks = _Looks(others)
         if death.is_from_outside and about["nodes"] == 1:
             # A launcher or a scheduler ends all of them; which one is seen first says nothing.
             _wait_until(lambda: all(each.is_killed() for each in others), deadlines.ALL_KILLED_WITHIN_S)
@@ -443,6 +496,13 @@ class Watchdog:
                 return
         at = f"At step {record.step} (section {record.section}) r" if record is not None else "R"
         self._log(f"{at}ank {rank.rank} ({about['node']}, pid {rank.pid}) {death}.")
+        self._record_death(rank, death)
+        cause = f"rank {rank.rank} of {about['node']}, which {death}"
+        self._publish_loss(cause)
+        self._end_survivors(cause, deadlines.PEERS_RAISE_WITHIN_S, looks=looks)
+
+    def _record_death(self, rank: Rank, death: Death) -> None:
+        record = rank.record
         fault = Fault(
             kind="died",
             step=record.step if record is not None else None,
@@ -453,9 +513,26 @@ class Watchdog:
             section=record.section if record is not None else None,
         )
         self._record(rank.rank, fault)
-        cause = f"rank {rank.rank} of {about['node']}, which {death}"
-        self._publish_loss(cause)
-        self._end_survivors(cause, deadlines.PEERS_RAISE_WITHIN_S)
+
+    def _handle_death_outside_fits(self, rank: Rank, death: Death) -> None:
+        """Ends the others if they sleep or wait: all are to be started again, and the launcher's signal ends none.
+
+        Outside of a fit nothing is there to be saved; those that compute or write have the time that a launcher gives.
+        """
+
+        def survivors() -> list[Rank]:
+            for other in self.ranks.values():
+                other.update()
+            ranks = [other for other in self.ranks.values() if other.section == "start" and is_running(other.about)]
+            return [other for other in ranks if not is_ending(other.pid)]
+
+        looks = _Looks(list(self.ranks.values()))
+        while (others := survivors()) and looks.seconds < deadlines.WORKERS_STOP_TIMEOUT_S:
+            if looks.next() and {looks.found(other) for other in others} == {"waits"}:
+                if death.signal is not None:  # else it has recorded why itself
+                    self._record_death(rank, death)
+                self._end_ranks(others, f", useless without rank {rank.rank} of {rank.about['node']}, which {death}")
+                return
 
     def _record_end(self, rank: Rank, death: Death) -> None:
         """Records how far ranks had come that were all ended from outside: no fault of theirs."""
@@ -496,29 +573,23 @@ class Watchdog:
         ranks = [rank for rank in ranks if rank.fit == self._lost_fit and rank.is_in_fit]
         return [rank for rank in ranks if is_running(rank.about) and not rank.has_failed]
 
-    def _end_survivors(self, cause: str, within_s: float, survivors: list[Rank] | None = None) -> None:
+    def _end_survivors(
+        self, cause: str, within_s: float, survivors: list[Rank] | None = None, looks: _Looks | None = None
+    ) -> None:
         """Ends the ranks that neither end by themselves nor have anything left to do.
 
         Args:
             cause: The rank that they lack, and why.
-            within_s: How long they may take to begin with that.
+            within_s: How long they may take to begin with that if they compute.
             survivors: Default: all that are in the fit.
+            looks: At them, since the death.
         """
-        began = time.monotonic()
-        written: dict[int, int] = {}
+        looks = looks or _Looks(list(self.ranks.values()))
+        allowed_s = {"writes": deadlines.SURVIVORS_SAVE_WITHIN_S, "works": within_s, "waits": 0.0}
         while survivors := self._survivors(survivors):
-            writing = [rank for rank in survivors if self._is_writing(rank, written)]
-            if time.monotonic() - began >= (deadlines.SURVIVORS_SAVE_WITHIN_S if writing else within_s):
+            if looks.next() and looks.seconds >= max(allowed_s[looks.found(rank)] for rank in survivors):
                 self._end_ranks(survivors, f", blocked without {cause}")
                 return
-            time.sleep(deadlines.CHECK_SURVIVORS_EVERY_S)
-
-    @staticmethod
-    def _is_writing(rank: Rank, written: dict[int, int]) -> bool:
-        """Whether it saves, or writes in the background."""
-        before, found = written.get(rank.rank), usage(rank.pid)
-        written[rank.rank] = now = found.written_bytes if found is not None else 0
-        return rank.section == "checkpointing" or (before is not None and now - before >= _WRITES_FROM)
 
     def _loss_path(self, fit: int | None) -> Path:
         return self._diagnostics / f".{self._about['token']}-{fit}-lost.json"
