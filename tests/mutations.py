@@ -44,6 +44,37 @@ class Guard(NamedTuple):
 
 GUARDS = [
     Guard(
+        "what was written to open files is there after a failed worker has ended",
+        "launch/worker.py",
+        "    flush.start()\n",
+        "    return os._exit(1)\n",
+        "tests/test_launch.py::test_a_crash_is_restarted_inside_the_job",
+    ),
+    Guard(
+        "a lost connection to storage is no lost peer, for which nobody would wait",
+        "fit/session.py",
+        "says_peer_is_lost(reason) and not isinstance(exception, OSError)",
+        "says_peer_is_lost(reason)",
+        "tests/test_participant.py::test_a_failure_says_whether_others_are_to_be_waited_for",
+    ),
+    Guard(
+        "copies on other nodes that are on their way are waited for, though a rank is lost",
+        "checkpoint/local.py",
+        "if self._replicas is not None or not peer_is_lost:",
+        "if not peer_is_lost:",
+        "tests/test_local_checkpoint.py::test_who_has_lost_a_peer_ends_no_round_but_publishes_its_own",
+    ),
+    Guard(
+        "restarted ranks are judged before their first step",
+        "fit/hang_watch.py",
+        '''        """Training begins."""
+        self._judge_node()
+''',
+        '''        """Training begins."""
+''',
+        "tests/test_fault_tolerance.py::test_a_sick_node_is_named_before_it_joins",
+    ),
+    Guard(
         "clean removes only the very files that it has listed",
         "launch/cleaning.py",
         "if _seen(path.lstat()) == seen:",

@@ -1741,9 +1741,9 @@ def test_a_rank_whose_thread_dies_stops_no_other(job: Job, monkeypatch: pytest.M
     until(lambda: published(job)[2] == [12, 16])
 
 
-@pytest.mark.parametrize("peer_is_lost", [True, False])
+@pytest.mark.parametrize(("peer_is_lost", "copies"), [(True, False), (True, True), (False, False)])
 def test_who_has_lost_a_peer_ends_no_round_but_publishes_its_own(
-    job: Job, monkeypatch: pytest.MonkeyPatch, peer_is_lost: bool
+    job: Job, monkeypatch: pytest.MonkeyPatch, peer_is_lost: bool, copies: bool
 ) -> None:
     job.train(13)
     for rank in job.ranks:
@@ -1756,9 +1756,11 @@ def test_who_has_lost_a_peer_ends_no_round_but_publishes_its_own(
     for rank in alive:
         with monkeypatch.context() as patch:
             wait_for = rank.saves._wait_for
+            if copies:
+                patch.setattr(rank.saves, "_replicas", "others may be sending theirs")
             patch.setattr(rank.saves, "_wait_for", lambda what, s, f=wait_for: (waits.append(s), f(what, s))[1])
             rank.saves.stop(5.0, peer_is_lost)
-    assert waits == [5.0, *[0.01] * (not peer_is_lost)] * 3
+    assert waits == [5.0, *[0.01] * (copies or not peer_is_lost)] * 3
     assert [steps[-1] for steps in published(job)[:3]] == [16] * 3
 
 
