@@ -184,7 +184,8 @@ class SimulatedSaves(LocalSaves):
         self._schedule.start(0)
 
     def _begin_stall(self) -> Any:
-        return SimpleNamespace(over=lambda: None, seconds=lambda: STALL_S)
+        # The first save does much for the first time.
+        return SimpleNamespace(over=lambda: None, seconds=lambda: STALL_S if self.stats.published else 60 * STALL_S)
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         return self._changed.wait_for(condition, timeout_s)

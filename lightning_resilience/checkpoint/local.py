@@ -12,6 +12,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -45,6 +46,8 @@ _LEAD_PER_RANK_S = 0.0002
 
 _LEAST_STALL_S = 1e-4
 """Less cannot be measured."""
+_STALLS = 3
+"""A save costs what the cheapest of so many has: the others were held up by something else."""
 
 _RETRY_S = 10.0
 """How long rank 0 waits for its own next step before it announces a round again for which a rank was late."""
@@ -163,6 +166,7 @@ class LocalSaves:
         self._coordinator = peers.coordinator
         self._lead_s = _LEAD_S + _LEAD_PER_RANK_S * peers.location.world_size
         self._replicas = peers.replicas
+        self._stalls_s: deque[float] = deque(maxlen=_STALLS)
         self._complete: list[str] = []
         self._fallback: Fallback | None = None
         self._hooks = hooks or SaveHooks()
@@ -215,8 +219,9 @@ class LocalSaves:
         """What a save costs; see :class:`.ChosenInterval`."""
         if not self.stats.published:
             return None
+        stall_s = min(self._stalls_s, default=0.0)
         # The store is busy with the messages of a round for about as long as it is announced ahead.
-        return max(self.stats.stall_s, _LEAST_STALL_S), self.stats.save_s + self._lead_s
+        return max(stall_s, _LEAST_STALL_S), self.stats.save_s + self._lead_s
 
     def wait_for_save(self, timeout_s: float) -> bool:
         """Waits at a boundary for the save in progress; returns whether it has ended."""
@@ -526,6 +531,8 @@ class LocalSaves:
             self._changed.notify_all()
         if taken is not None and shards:
             self.stats.stall_s = self._at_boundary.seconds() + taken.snapshot.waited_s
+            if self.stats.published:  # the first save does much for the first time
+                self._stalls_s.append(self.stats.stall_s)
         complete: bool | None = bool(shards)
         if self._coordinator is not None and planned is not None:
             step = taken.step if taken is not None else planned.step

@@ -299,7 +299,9 @@ class LocalSavePolicy(Participant):
         if self._common:
             self.session.fit.note_replicas_agreed()
         self._unrecorded += 1
-        if self.session.fit.rank == 0 and time.monotonic() >= self._record_at:
+        # The second is the first of which the interval is known.
+        is_news = self._interval is not None and self._saves is not None and self._saves.stats.published == 2
+        if self.session.fit.rank == 0 and (is_news or time.monotonic() >= self._record_at):
             self._record(step, generation, "local")
 
     def _record(self, step: int, generation: str, reason: str) -> None:
@@ -339,7 +341,7 @@ class LocalSavePolicy(Participant):
                 "it up for %.1f ms).",
                 round(chosen_s, 1),
                 self._saves.stats.save_s,
-                1000 * self._saves.stats.stall_s,
+                1000 * (self._saves.costs() or (0.0, 0.0))[0],
             )
         return interval_s
 

@@ -220,6 +220,7 @@ def _saves(events: Sequence[Event], tier: str) -> Saves | None:
     intervals: list[tuple[float, int]] = []
     first: list[float] = []
     first_steps: list[int] = []
+    chosen: list[float] = []
     saves: list[Saved] = []
     before: Event | None = None
     for event in events:
@@ -232,8 +233,10 @@ def _saves(events: Sequence[Event], tier: str) -> Saves | None:
             if isinstance(before, Saved):
                 passed_s = _start(event) - _start(before)
                 intervals.append((passed_s / (event.count or 1), (event.step or 0) - (before.step or 0)))
+                chosen += [event.every_s] if event.every_s is not None else []
             elif before is not None:
                 first.append(_start(event) - before.time)
+            if isinstance(before, (Fresh, Resumed)):
                 first_steps.append((event.step or 0) - (getattr(before, "step", None) or 0))
             before = event
     if not intervals and not first:
@@ -241,9 +244,8 @@ def _saves(events: Sequence[Event], tier: str) -> Saves | None:
     every_s = statistics.median([each for each, _ in intervals] or first)
     by_steps = {event.reason for event in saves} == {"every_n_train_steps"}
     apart = [steps for _, steps in intervals if steps > 0]
-    # The first save of a process costs more than the others, and what is chosen follows from that.
-    settled = [event.every_s for event in saves if (event.count or 1) > 1 and event.every_s is not None]
-    chosen = settled or [event.every_s for event in saves if event.every_s is not None]
+    # Of the first save of a process it is not known what the others cost.
+    chosen = chosen or [event.every_s for event in saves if event.every_s is not None]
     if chosen:
         every_s = statistics.median(chosen)
     return Saves(

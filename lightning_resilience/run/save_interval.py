@@ -81,7 +81,7 @@ def growing_interval_s(before_s: float, stall_s: float, writing_s: float, chosen
     With intervals that double, a failure at whatever time loses at most half of what was trained since the first save,
     and half the first interval; fewer saves cannot give that. The first interval is such that meanwhile the training
     stands still for at most a hundredth of the time, and the writer is busy for a quarter. The chosen one is at most
-    ten times as long, so a start has at most four saves more, whatever a save costs.
+    ten times as long, so there are at most four saves more, whatever a save costs.
 
     Args:
         before_s: The interval before; 0 after the first save.
