@@ -20,7 +20,7 @@ BUDGET = {
     "checkpoint": 4875,
     "contrib": 225,
     "detect": 325,
-    "detect/hangs": 2484,
+    "detect/hangs": 2487,
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "elastic": 164,

@@ -12,6 +12,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import psutil
@@ -290,16 +291,22 @@ def test_a_rank_that_dies_before_the_first_save_restarts_all(tmp_path: Path) -> 
     assert replaced(config) == [], output
 
 
-@pytest.mark.campaign
-def test_a_stop_while_a_rank_is_replaced_saves(tmp_path: Path) -> None:
-    options = {**OPTIONS, "trainer": {"devices": 3}}
+def with_a_rank_replaced(tmp: Path, options: dict[str, Any]) -> tuple[dict[str, Any], list[str], Popen[str]]:
+    """A launch of 3 ranks in which rank 1 is being replaced."""
     event = {"at": "train", "step": 18, "rank": 1, "do": "SIGKILL", "once": True}
-    config = make(tmp_path, "disturbed", events=[event], **options)
+    config = make(tmp, "disturbed", events=[event], **options)
     launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic"]
     launch += ["--nproc-per-node", "3", "--run-dir", config["run_dir"], *command(config)[1:]]
-    output = tmp_path / "output"
+    output = tmp / "output"
     process = start(launch, output)
     wait_until(lambda: replaced(config) == [[1]], output.read_text)
+    return config, launch, process
+
+
+@pytest.mark.campaign
+def test_a_stop_while_a_rank_is_replaced_saves(tmp_path: Path) -> None:
+    options, output = {**OPTIONS, "trainer": {"devices": 3}}, tmp_path / "output"
+    config, launch, process = with_a_rank_replaced(tmp_path, options)
     process.send_signal(signal.SIGTERM)
     assert finish(process, output) == 75, output.read_text()
     outcome = RunDirectory(config["run_dir"]).fit(0).outcome
@@ -308,4 +315,15 @@ def test_a_stop_while_a_rank_is_replaced_saves(tmp_path: Path) -> None:
     assert outcome.step is not None
     assert outcome.step >= 15
     assert finish(start(launch, output), output) == 0, output.read_text()
+    assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
+
+
+@pytest.mark.campaign
+def test_a_rank_that_dies_while_it_waits_for_a_replacement_is_replaced_too(tmp_path: Path) -> None:
+    options, output = {**OPTIONS, "trainer": {"devices": 3}}, tmp_path / "output"
+    config, _, process = with_a_rank_replaced(tmp_path, options)
+    [first, *_] = [each for each in read_ledger(Path(config["run_dir"]) / "ledger") if each["event"] == "start"]
+    os.kill(first["pid"], signal.SIGKILL)  # rank 0
+    assert finish(process, output) == 0, output.read_text()
+    assert replaced(config) == [[1], [0]], output.read_text()
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)

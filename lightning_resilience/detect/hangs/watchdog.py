@@ -68,6 +68,8 @@ _ACTIVE_FROM_BYTES = 2e4  # per second: a slower download is not worth waiting f
 _BUSY_FOR = 16
 """How many times its limit a busy rank may take, if nothing would restart the run or ending it did not help before."""
 _NO_FIT = -1
+_KEEPS_SURVIVORS = CHANNEL_VARIABLE in os.environ
+"""Whether ranks go on with a replacement of the one that they have lost. Their supervisor ends those that do not."""
 
 
 @dataclass
@@ -472,7 +474,7 @@ class Watchdog:
             self._lost_fit = ranks[0].fit
             self._end_survivors(cause, deadlines.PEERS_RAISE_WITHIN_S)
             return True
-        for rank in self.ranks.values():
+        for rank in [] if _KEEPS_SURVIVORS else self.ranks.values():
             if rank.section == "start" and rank.pid not in self._gone and rank.has_died:
                 self._gone.add(rank.pid)
                 rank.update()
@@ -584,6 +586,8 @@ class Watchdog:
             survivors: Default: all that are in the fit.
             looks: At them, since the death.
         """
+        if _KEEPS_SURVIVORS:
+            return
         looks = looks or _Looks(list(self.ranks.values()))
         allowed_s = {"writes": deadlines.SURVIVORS_SAVE_WITHIN_S, "works": within_s, "waits": 0.0}
         while survivors := self._survivors(survivors):
@@ -669,7 +673,7 @@ class Watchdog:
         """The ranks to end for a hang: all, but where a replacement lets the others go on."""
         culprits = {culprit.get("rank") for culprit in judged.get("culprits") or ()}
         hung = [rank for rank in self.ranks.values() if rank.rank in culprits]
-        return hung if hung and CHANNEL_VARIABLE in os.environ else list(self.ranks.values())
+        return hung if hung and _KEEPS_SURVIVORS else list(self.ranks.values())
 
     def _extend(self, doubled: bool) -> None:
         """Gives every rank its time once more, also in NVRx's monitors.
