@@ -328,12 +328,16 @@ def test_under_launch_a_rank_that_sleeps_before_its_fit_is_ended_when_another_on
     script, run, output = tmp_path / "script.py", tmp_path / "run", tmp_path / "output"
     script.write_text(
         "import os, signal, sys, time\n"
+        "from lightning_resilience.detect.hangs.abandoned import read_beat\n"
+        "from lightning_resilience.detect.hangs.rank_probe import probe_of_worker\n"
         "if os.environ['TORCHELASTIC_RESTART_COUNT'] != '0': sys.exit()\n"
         "if os.environ['RANK'] == '0':\n"
         "    open('asleep', 'w').close()\n"
         "    time.sleep(600)\n"
-        "while not os.path.exists('asleep'): time.sleep(0.05)\n"
-        "time.sleep(0.5)\n"
+        "node, beats = probe_of_worker().directory, set()\n"
+        "while not os.path.exists('asleep') or len(beats) < 2:  # the watchdog has looked at both\n"
+        "    time.sleep(0.05)\n"
+        "    if (node / 'watchdog.json').exists(): beats.add(read_beat(node))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     command = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--run-dir", str(run)]
