@@ -70,6 +70,9 @@ _FORMAT = struct.Struct(f"<4d{len(CATEGORIES)}d")  # began, since, doing, reache
 _WRITTEN_EVERY_S = 0.1
 """How often a step is written, at most, when it begins: until the next is written, it has not ended."""
 
+_UNSPLIT = -1
+"""Where there would be the category of the step under way: nothing else in it is told apart."""
+
 
 @dataclass(frozen=True)
 class Spent:
@@ -113,9 +116,10 @@ class TimeAccount:
         self._seconds = [0.0] * len(CATEGORIES)
         self.begin(age)
         self._reached = 0
-        self._step = PRODUCTIVE
+        self._step = _UNSPLIT
         self._splits_steps = False
         self._written = 0.0
+        self._due = 0.0
         _own.add(self)
 
     def begin(self, age: float = 0.0) -> None:
@@ -244,6 +248,7 @@ class TimeAccount:
         """
         self._reached = max(self._reached, reached)
         self._splits_steps = splits_steps
+        self._step, self._due = _UNSPLIT, 0.0
         self.enter(FIRST_STEP)
 
     def begin_batch(self, step: int) -> None:
@@ -252,31 +257,38 @@ class TimeAccount:
         Args:
             step: ``trainer.global_step``.
         """
-        # In every step: no calls within, which cost more than what they would do.
+        # In every step, whose code and data a training has driven out of the caches: few look-ups, no calls within.
         now = self._clock()
         self._seconds[self._doing] += now - self._since
         self._since = now
-        if step < self._reached:
-            self._doing = self._step = WASTED_PROGRESS
-        else:
-            self._doing = self._step = PRODUCTIVE
+        if now < self._due:
             self._reached = step
+            self._doing = DATA_LOADING if self._splits_steps else PRODUCTIVE
+        else:
+            self._begin_step(step, now)
+
+    def _begin_step(self, step: int, now: float) -> None:
+        """Begins one that may be done again, or is to be written: not a new one shortly after another."""
+        is_new = step >= self._reached
+        self._doing = category = PRODUCTIVE if is_new else WASTED_PROGRESS
+        self._reached = max(self._reached, step)
         if now - self._written >= _WRITTEN_EVERY_S:
             self._written = now
             self._write()  # only here, so of a step that does not end it is known that it has begun
+        self._due = self._written + _WRITTEN_EVERY_S if is_new else now
         if self._splits_steps:
-            self._doing = DATA_LOADING
+            self._step, self._doing = category, DATA_LOADING
 
     def batch_ready(self) -> None:
         """The batch is there."""
-        if self._doing == DATA_LOADING:
+        if (doing := self._doing) == DATA_LOADING:
             now = self._clock()
-            self._seconds[DATA_LOADING] += now - self._since
+            self._seconds[doing] += now - self._since
             self._since, self._doing = now, self._step
 
     def batch_done(self) -> None:
         """Its step is over, hooks of callbacks come next."""
-        if self._splits_steps and (doing := self._doing) == self._step:
+        if (doing := self._doing) == self._step:
             now = self._clock()
             self._seconds[doing] += now - self._since
             self._since, self._doing = now, CALLBACKS
