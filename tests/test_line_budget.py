@@ -25,9 +25,9 @@ BUDGET = {
     "detect/stragglers": 370,
     "elastic": 164,
     "fit": 5560,
-    "launch": 7698,
+    "launch": 7710,
     "launch/schedulers": 508,
-    "run": 3006,
+    "run": 3027,
 }
 
 _NO_CODE = (

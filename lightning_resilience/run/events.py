@@ -583,7 +583,7 @@ class _Rule(NamedTuple):
     is_signed: bool
 
     def allows(self, value: Any) -> bool:
-        if self.types is None or value is None:
+        if self.types is None:
             return True
         if type(value) not in self.types:
             return False
@@ -624,14 +624,26 @@ def parse(line: Mapping[str, Any]) -> Event | None:
     if not (rank is None or (type(rank) is int and rank >= 0)) or not isinstance(node, str | None):
         return None
     common: dict[str, Any] = {"time": float(time or 0.0), "rank": rank, "node": node}
-    own = {key: value for key, value in line.items() if key not in _ON_DISK}
     if name not in EVENTS or line.get("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
-        return Unknown(event=name, extra=own, **common)
+        return _unknown(name, common, line)
     rules = _rules(name)
-    if not all(rule.allows(own.get(key)) for key, rule in rules.items()):
-        return Unknown(event=name, extra=own, **common)
-    known = {key: own.pop(key, None) for key in rules}
-    return EVENTS[name](extra=own, **common, **known)
+    extra: dict[str, Any] = {}
+    values = {**common, "extra": extra, **dict.fromkeys(rules)}
+    for key, value in line.items():
+        if (rule := rules.get(key)) is None:
+            if key not in _ON_DISK:
+                extra[key] = value
+        elif value is None or rule.allows(value):
+            values[key] = value
+        else:
+            return _unknown(name, common, line)
+    event = object.__new__(EVENTS[name])  # a ledger may have 100,000: what __init__ would check is so
+    event.__dict__ = values
+    return event
+
+
+def _unknown(name: str, common: Mapping[str, Any], line: Mapping[str, Any]) -> Unknown:
+    return Unknown(event=name, extra={key: value for key, value in line.items() if key not in _ON_DISK}, **common)
 
 
 def is_time(value: Any) -> bool:

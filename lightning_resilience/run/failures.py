@@ -5,6 +5,7 @@ A *group* is the ranks of one start: all that is recorded from one ``start`` to 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -179,6 +180,7 @@ def _described(fault: Fault) -> str:
     return f"{who}: {fault.reason}"
 
 
+@functools.lru_cache(maxsize=1000)  # all ranks of a group often record the same
 def normalised(message: str) -> str:
     """A message without what differs when the same thing happens again: paths, addresses, numbers, ranks among them."""
     for pattern, name in ((_PATH, "<path>"), (_HEX, "<hex>"), (_NUMBERS, "<n>")):

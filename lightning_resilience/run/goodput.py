@@ -59,6 +59,7 @@ wait in a queue.
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -134,6 +135,8 @@ class Loss(NamedTuple):
     cause: str
     node: str
 
+
+_loss = functools.lru_cache(maxsize=None)(Loss)  # of a run there are some thousands, each met again and again
 
 PARTS = ("detect", "end", "start", "restore", "redo")
 """The parts of an interruption in their order; ``redo`` is what was lost of the work and is done again."""
@@ -262,7 +265,7 @@ class Goodput:
             node: Where.
         """
         cause = due_to.cause if due_to is not None else "straggler" if category == "straggler_wait" else ""
-        self.seconds[Loss(category, cause, node)] += seconds
+        self.seconds[_loss(category, cause, node)] += seconds
         if self.lives:
             self.lives[-1].seconds[category] += seconds
         if due_to is not None:
@@ -385,7 +388,7 @@ class _Group:
         """Whether an elastic launcher has started these workers in the place of those before."""
         return self.elastic_run_id is not None and self.elastic_run_id == before.elastic_run_id
 
-    @property
+    @functools.cached_property
     def faults(self) -> list[Fault]:
         """Those that have ended it, and not only a fit whose failure the script has caught."""
         return faults_of(self.events)
@@ -409,14 +412,13 @@ class _Group:
             if not isinstance(event, Stragglers) or event.slowest not in self.processes:
                 continue
             node = self.processes[event.slowest].node
-            for rank, process in list(self.processes.items()):
+            for rank, process in self.processes.items():
                 productive = process.seconds.get("productive", 0.0)
                 if process.is_kept and event.time > process.since + _CLOCKS_DIFFER_S:
                     continue  # what was kept of it is older
                 if rank not in (event.ranks or ()) and (waited := min(event.waited or 0.0, productive)) > 0:
-                    seconds = process.seconds | {"productive": productive - waited}
-                    waits = process.waits | {node: process.waits.get(node, 0.0) + waited}
-                    self.processes[rank] = replace(process, seconds=seconds, waits=waits)
+                    process.seconds["productive"] = productive - waited
+                    process.waits[node] = process.waits.get(node, 0.0) + waited
 
     @property
     def interruption(self) -> InterruptionCost | None:
