@@ -308,7 +308,7 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument(
         "--spares",
         choices=("auto", "off"),
-        default="off",
+        default="auto",
         help="auto: for each worker a spare process with its imports done waits to take its place at a restart inside "
         "the job, where memory allows (default: %(default)s)",
     )

@@ -117,7 +117,7 @@ class LaunchSettings:
     budget: Budget = field(default_factory=Budget)
     grace_period_s: float = deadlines.DEFAULT_GRACE_PERIOD_S
     section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
-    makes_spares: bool = False
+    makes_spares: bool = True
     local_dir: Path | None = None
     is_default_run_dir: bool = False
     continue_anyway: bool = False
