@@ -899,6 +899,8 @@ def test_what_a_command_line_asks_for(tmp_path: Path, monkeypatch: pytest.Monkey
     settings = launch_settings(["--nnodes=1:1", "--run-dir=~/run", "--local-dir=local", *nothing, "train.py"])
     assert (settings.run_dir, settings.local_dir) == (Path.home() / "run", tmp_path / "local")
     assert (settings.budget.in_job_restarts, settings.grace_period_s) == (0, 0)
+    assert settings.makes_spares
+    assert not launch_settings(["--spares=off", "train.py"]).makes_spares
     assert not settings.retries_in_new_job
     assert launch_settings(["--retries-in-new-job", "train.py"]).retries_in_new_job
 
