@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import gc
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -99,19 +97,6 @@ class RunReport:
     events: list[Event]
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A large run's ledger becomes a million objects without cycles; looking for some takes a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_no_garbage_collection()
 def read_run(run_dir: str | os.PathLike[str], with_segments: bool = False, what_if: str | None = None) -> RunReport:
     """What is known of a run.
 
