@@ -214,6 +214,11 @@ NOT_LIGHTNING = {
     "_injected",  # our callbacks: whether the launch has added it
     "_asdict",  # of a NamedTuple
     "_exit",  # os: ends the process at once
+    "_shutdown",  # threading: waits for threads that are no daemons, as the end of Python does
+    "_run_exitfuncs",  # atexit: what the end of Python calls
+    "_data",  # os.environ: the dictionary behind it
+    "_popen",  # torch's and NVRx's elastic launchers: where a worker is started
+    "_create_c10d_store",  # torch.distributed: with which a rank reaches rank 0's store
     "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone
     "_comm_hooks",  # torch: see reduction_order.py
     "_extra_state",  # torch: how it ends in a state dict

@@ -310,7 +310,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto", "off"),
         default="auto",
         help="auto: for each worker a spare process with its imports done waits to take its place at a restart inside "
-        "the job, where memory allows (default: %(default)s)",
+        "the job, where memory allows; not with --elastic (default: %(default)s)",
     )
     launch.add_argument(
         "--quiet",
@@ -499,8 +499,6 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT, with the first node's host and a free port on it")
     if options.elastic and options.nnodes not in ("1", "1:1"):
         options.parser.error("--elastic is for one node")
-    if options.elastic and options.spares == "auto":
-        options.parser.error("--elastic does not use spare processes")
     if options.spare and (options.nnodes in ("1", "1:1") or options.node_rank is not None):
         parser.error("--spare is for one more node than --nnodes says, and goes without --node-rank")
     if options.fresh and (options.nnodes not in ("1", "1:1") or options.retries_in_new_job):
@@ -536,7 +534,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         ),
         grace_period_s=job.grace_period_s if options.grace_period is None else options.grace_period,
         section_timeouts=section_timeouts,
-        makes_spares=options.spares == "auto",
+        makes_spares=options.spares == "auto" and not options.elastic,  # its supervisor starts workers itself
         local_dir=None if options.local_dir is None else options.local_dir.expanduser().absolute(),
         is_default_run_dir=options.run_dir is None,
         continue_anyway=options.continue_anyway,
