@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -170,8 +170,8 @@ def run(tmp: Path, monkeypatch: pytest.MonkeyPatch, factor: Callable[[int], floa
     )
     start = LocalSaves.start
 
-    def started(self: LocalSaves, step: int, complete: Sequence[str]) -> None:
-        start(self, step, complete)
+    def started(self: LocalSaves, *arguments: Any) -> None:
+        start(self, *arguments)
         assert self.wait_for_save(30)  # its thread tidies up first: a save that is due before that is left out
 
     monkeypatch.setattr(LocalSaves, "start", started)

@@ -150,6 +150,20 @@ def test_a_killed_rank_is_replaced_and_the_others_live_on(tmp_path: Path) -> Non
     assert len(started) == 4
 
 
+def test_what_an_ended_process_has_said_counts_for_nothing(tmp_path: Path) -> None:
+    late = """
+    if rank == 0 and life == 0:
+        other = socket.socket(socket.AF_UNIX)
+        other.connect(os.environ["LIGHTNING_RESILIENCE_ELASTIC"])
+        lines = {"rank": 0, "pid": 1, "generation": 0}, {"state": "refused", "generation": 0, "reason": "x"}
+        other.sendall("".join(json.dumps(line) + "\\n" for line in lines).encode())
+        other.settimeout(10)
+        assert not other.recv(1)
+    """
+    code, started = supervise(tmp_path, textwrap.dedent(late) + MENDED.format(last=1, then=""))
+    assert (code, lives(started)) == (0, {*FIRST, (1, 1)})
+
+
 def test_another_rank_that_dies_meanwhile_is_replaced_too(tmp_path: Path) -> None:
     code, started = supervise(tmp_path, MENDED.format(last=2, then="if rank == 0 and generation == 1: die()"))
     assert code == 0

@@ -131,11 +131,10 @@ def test_what_to_change_is_shown_and_what_gains_little_is_folded(
     monkeypatch.setattr(report_page, "_LARGE_GAIN", 0.05)
     _, page, found = shown(tmp_path, *story())
     folded = " ".join(words(each) for each in page.iter("details"))
-    assert [(each["text"][1:] in words(page), each["text"][1:] in folded) for each in found["advice"]] == [
-        (True, False),
-        (True, True),
-        (True, True),
-    ]
+    lines = [each["text"][1:] for each in found["advice"]]
+    assert len(lines) > 2
+    assert all(line in words(page) for line in lines)
+    assert [line for line in lines if line not in folded] == lines[:1]
 
 
 def test_the_page_has_every_category_that_occurs_and_no_other(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from lightning_resilience.launch import imports, spares
 from lightning_resilience.launch.channel import Channel
@@ -117,7 +118,9 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
     monkeypatch.setenv("SPARES_REST", "1")
     monkeypatch.setenv("SPARES_MODE", "first")
     script = Script(tmp_path, monkeypatch)
-    yield script
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)  # as in a process that has drawn no number
+        yield script
     script.forget()
 
 

@@ -216,14 +216,17 @@ class Supervisor:
         received = bytearray()
         sender: list[Member] = []
 
+        def close() -> None:
+            self._selector.unregister(connection)
+            connection.close()
+
         def read() -> None:
             try:
                 data = connection.recv(1 << 16)
             except OSError:
                 data = b""
             if not data:
-                self._selector.unregister(connection)
-                connection.close()
+                close()
                 return
             received.extend(data)
             while b"\n" in received:
@@ -232,9 +235,13 @@ class Supervisor:
                 message = json.loads(line)
                 if sender:
                     self._hear(sender[0], message)
-                elif (member := self._members[message["rank"]]).process.pid == message["pid"]:
-                    sender.append(member)
-                    self._greet(member, connection)
+                    continue
+                member = self._members[message["rank"]]
+                if member.process.pid != message["pid"]:  # it has been ended before it was heard
+                    close()
+                    return
+                sender.append(member)
+                self._greet(member, connection)
 
         self._selector.register(connection, selectors.EVENT_READ, read)
 
