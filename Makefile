@@ -42,7 +42,7 @@ $(BIN)/python -m pytest -n 6 --dist worksteal -rf -m '$(1)' || { \
 }
 endef
 
-test: $(READY) .venv/.as-on-gpu ## Run the fast tests: everything that can fail differently, once (5 to 6 minutes)
+test: $(READY) .venv/.as-on-gpu ## Run the fast tests: everything that can fail differently, once (5 minutes)
 	@$(call run-tests,not slow and not campaign and not slurm)
 
 test-all: $(READY) .venv/.as-on-gpu ## Run all tests but the campaigns and those on a real Slurm (about 12 minutes)

@@ -231,7 +231,7 @@ class HangWatch(Participant):
 
     def leave(self) -> None:
         """Stops what runs beside the training."""
-        if not self.session.fit.failing:
+        if not self.session.fit.peer_is_lost:  # else the restart waits for this process
             self._starter.join(deadlines.WATCHDOG_STARTS_WITHIN_S)
         if self._faults is not None:
             self._faults.disarm()
