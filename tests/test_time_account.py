@@ -136,6 +136,22 @@ def test_the_parts_of_steps(
         assert len(recorded.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"]) == 4
 
 
+@pytest.mark.parametrize("has_imported", [True, False])
+def test_a_process_that_has_waited_counts_from_its_use(account: TimeAccount, clock: Clock, has_imported: bool) -> None:
+    clock.now += 100
+    if has_imported:
+        account.imported()
+    clock.now += 1000
+    account.begin()
+    began = clock() + 1e9
+    clock.now += 3
+    account.begin_fit()
+    clock.now += 2
+    found = account.close()
+    seconds = {name: each for name, each in found.seconds.items() if each}
+    assert (found.began, seconds) == (began, {"script" if has_imported else "imports": 3, "setup": 2})
+
+
 def test_steps_done_again_are_wasted(account: TimeAccount, clock: Clock) -> None:
     account.begin_fit()
     account.begin_training(3, splits_steps=True)

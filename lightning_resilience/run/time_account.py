@@ -113,7 +113,7 @@ class TimeAccount:
         self._clock = clock
         self._wall_clock = wall_clock
         self._memory: mmap.mmap | None = None
-        self._seconds = [0.0] * len(CATEGORIES)
+        self._doing = IMPORTS
         self.begin(age)
         self._reached = 0
         self._step = _UNSPLIT
@@ -123,13 +123,13 @@ class TimeAccount:
         _own.add(self)
 
     def begin(self, age: float = 0.0) -> None:
-        """Counts from here on: the process has only waited to be used.
+        """Counts from here on: the process has only waited to be used, and may have done its imports meanwhile.
 
         Args:
             age: For how many seconds it was used already.
         """
         self._began = self._wall_clock() - age
-        self._doing = IMPORTS
+        self._seconds = [0.0] * len(CATEGORIES)
         self._since = self._clock() - age
 
     @property
