@@ -27,7 +27,7 @@ BUDGET = {
     "fit": 5560,
     "launch": 7702,
     "launch/schedulers": 508,
-    "run": 3027,
+    "run": 3031,
 }
 
 _NO_CODE = (

@@ -519,6 +519,28 @@ def test_a_rollback_after_a_start_that_nothing_had_interrupted_makes_no_interrup
     assert all(each >= 0 for strike in found.strikes for each in strike.seconds.values())
 
 
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_state_that_was_saved_in_time_and_damaged_later(damaged: bool) -> None:
+    """That the run had no time is then not true."""
+    steps = {"productive": 20.0, "first_step": 5.0}
+    events = [
+        launch(0, 0),
+        of(Fresh, fit=0, time=1.0),
+        of(Saved, fit=0, time=10.0, step=5, reason="every_n_train_steps", seconds=0.1),
+        *([of(Saved, fit=0, time=29.0, step=10, reason="preemption", seconds=0.1)] if damaged else []),
+        of(FitInterrupted, fit=0, time=29.0, step=10, reason="signal 15 on rank 0"),
+        spent(0, 25, 30, seconds=steps, reached=10),
+        of(Resumed, fit=0, time=41.0, step=5),
+        spent(40, 110, 112, seconds=steps, reached=30),
+        of(LaunchExit, time=112.0, status="finished"),
+    ]
+    found = figures_of(events, account(events))
+    assert found is not None
+    [strike] = found.strikes
+    assert (strike.cause, strike.is_orderly, strike.is_damaged) == ("preempted", False, damaged)
+    assert any("more time" in text for text in advised(found)) is not damaged
+
+
 def test_when_a_run_was_interrupted() -> None:
     """After how much training, of which what is saved because of it is no part."""
     course = Course(2)

@@ -144,7 +144,8 @@ def _local(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
 
 def _grace(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
     """Preempted, and the state was not saved in time."""
-    late = [each for each in figures.interruptions if each.cause == "preempted" and not each.is_orderly]
+    preempted = (each for each in figures.interruptions if each.cause == "preempted")
+    late = [each for each in preempted if not each.is_orderly and not each.is_damaged]
     if late and figures.saves is not None:
         saved = [replace(each, is_orderly=True, lost_steps=0.0) if each in late else each for each in figures.strikes]
         took_s = max(figures.saves.write_s, figures.saves.blocked_s)

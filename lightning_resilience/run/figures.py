@@ -141,7 +141,8 @@ def _strikes(events: Sequence[Event], account: Goodput, ends_s: Mapping[float, f
             continue
         resumed = next((each for each in events[until:] if isinstance(each, (Resumed, Fresh))), None)
         step = (resumed.step if isinstance(resumed, Resumed) else None) or 0
-        saved = next((each for each in _saved(own, "global") if each.reason in _ORDERLY and each.step == step), None)
+        in_order = [each for each in _saved(own, "global") if each.reason in _ORDERLY]
+        saved = next((each for each in in_order if each.step == step), None)
         began = next((each for each in own if isinstance(each, (Resumed, Fresh))), None)
         reached = step if began is None else (getattr(began, "step", None) or 0) + 1 + len(rollbacks)
         reached += (
@@ -157,6 +158,7 @@ def _strikes(events: Sequence[Event], account: Goodput, ends_s: Mapping[float, f
                 trained_s,
                 cause=life.interruption.cause,
                 is_orderly=saved is not None,
+                is_damaged=bool(in_order) and saved is None,
                 lost_steps=max(reached - step, 0),
                 keeps_local=all((each.step or 0) <= step for each in _saved(own, "local")),
                 limit_s=next((each.limit for each in own if isinstance(each, Fault)), None),

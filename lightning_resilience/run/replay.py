@@ -58,6 +58,7 @@ class Strike:
         at_step: The step at which it comes; ``None``: it comes after a time.
         cause: As in the account.
         is_orderly: Whether the state was saved because of it.
+        is_damaged: Whether it was, and could not be loaded.
         keeps_local: Whether local saves outlive it.
         lost_steps: How many steps were done again because of it; ``None``: to be found out, by when saves are.
         limit_s: The timeout of a step that found a hang; ``None``: not known, or no hang of a step.
@@ -68,6 +69,7 @@ class Strike:
     at_step: float | None = None
     cause: str = ""
     is_orderly: bool = False
+    is_damaged: bool = False
     keeps_local: bool = True
     lost_steps: float | None = None
     limit_s: float | None = None
