@@ -1,0 +1,211 @@
+"""From the kill of a rank to the next new step: restarts of this package with and without spares, and those of others.
+
+In each arm a training runs under its launcher, and one of its ranks is killed with SIGKILL again and again, each time
+after some new steps; the arms take turns. *First step* is the first one that any rank has made since, *new step* the
+first one that no rank had made before.
+
+    PYTHONPATH=. python benchmarks/restart.py [--kills 30] [--ranks 2 4] [--models tiny gpt] [--arms ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+PROGRAM = Path(__file__).with_name("restart_program.py")
+OURS = (sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--recipe", "nemo", "--quiet")
+BUDGET = ("--max-failures-per-day", "10000")
+NVRX = ("-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--ft-enable-nic-monitor=false", "--max-restarts=1000")
+ARMS = {
+    "`launch --spares off`": [*OURS, *BUDGET, "--spares", "off"],
+    "`launch --spares auto`": [*OURS, *BUDGET, "--spares", "auto"],
+    "`launch --elastic`": [*OURS, *BUDGET, "--elastic"],
+    "`ft_launcher`, Lightning's checkpoints": [sys.executable, *NVRX],
+    "`torchrun`, Lightning's checkpoints": [sys.executable, "-m", "torch.distributed.run", "--max-restarts=1000"],
+}
+PATIENCE_S = 180.0
+BETWEEN_S = 8.0
+"""Between a recovery and the next kill: a spare is made again in that time."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A step that a rank has made.
+
+    Attributes:
+        seconds: When, in ``time.monotonic()``.
+        step: Which.
+        pid: Of its process.
+    """
+
+    seconds: float
+    step: int
+    pid: int
+
+
+class Notes:
+    """What a rank has noted.
+
+    Args:
+        path: Of its notes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+        self.marks: list[Mark] = []
+
+    def look(self) -> list[Mark]:
+        """The steps that it has made since the last look."""
+        content = b""
+        if self._path.exists():
+            with open(self._path, "rb") as file:
+                file.seek(self._read)
+                content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._read += len(whole)
+        new = [Mark(float(at), int(step), int(pid)) for at, step, pid in map(bytes.split, whole.splitlines())]
+        self.marks += new
+        return new
+
+
+class Arm:
+    """A training under a launcher.
+
+    Args:
+        command: The launcher with its options.
+        model: ``tiny`` or ``gpt``.
+        ranks: How many.
+        folder: For all that it writes.
+    """
+
+    def __init__(self, command: list[str], model: str, ranks: int, folder: Path) -> None:
+        marks = folder / "marks"
+        marks.mkdir(parents=True)
+        self._notes = [Notes(marks / f"rank-{rank}") for rank in range(ranks)]
+        is_ours = "lightning_resilience.launch.cli" in command
+        options = {"model": model, "marks": str(marks), "steps": 1_000_000, "ours": is_ours}
+        where = (
+            ["--run-dir", str(folder / "run")] if is_ours else ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+        )
+        root = str(Path(__file__).parents[1])
+        # Else torchrun's restarted gloo group meets the addresses of the one before in its store, and hangs.
+        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with open(folder / "output", "w") as output:
+            self._process = subprocess.Popen(
+                [*command, *where, f"--nproc-per-node={ranks}", str(PROGRAM), json.dumps(options)],
+                stdout=output,
+                stderr=output,
+                env={
+                    **os.environ,
+                    **own_store,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join((root, *sys.path)),
+                },
+                cwd=folder,
+                start_new_session=True,
+            )
+        self._output = folder / "output"
+
+    def train_on(self, seconds: float) -> None:
+        """Waits until all ranks have made a step from now on, and for so long."""
+        since, deadline = time.monotonic(), time.monotonic() + PATIENCE_S
+        for notes in self._notes:
+            while not notes.look() or notes.marks[-1].seconds < since:
+                self._wait(deadline)
+        time.sleep(seconds)
+
+    def kill(self, rank: int) -> tuple[float, float]:
+        """Kills a rank; the seconds until the next step of its successor, and until that one's first new step."""
+        for notes in self._notes:
+            notes.look()
+        notes = self._notes[rank]
+        pid, since = notes.marks[-1].pid, time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        deadline, made = since + PATIENCE_S, []
+        reached = max(each.marks[-1].step for each in self._notes)
+        while not made or made[-1].step <= reached:
+            made += [mark for mark in notes.look() if mark.pid != pid]
+            self._wait(deadline)
+        new = next(mark for mark in made if mark.step > reached)
+        return made[0].seconds - since, new.seconds - since
+
+    def _wait(self, deadline: float) -> None:
+        if self._process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"it has ended, or waits for something:\n{self._output.read_text()[-3000:]}")
+        time.sleep(0.005)
+
+    def end(self) -> None:
+        """Ends it, and all that it has started."""
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                self._process.send_signal(signum)
+                self._process.wait(30)
+            except subprocess.TimeoutExpired:
+                continue
+            break
+        # What other launchers leave: processes of their own, and ranks, which have sessions of their own.
+        for group in (self._process.pid, *(notes.marks[-1].pid for notes in self._notes if notes.marks)):
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+
+def measure(name: str, model: str, ranks: int, kills: int, seed: int) -> list[tuple[float, float]]:
+    """The times of some kills, one after the other in one training."""
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        arm = Arm(ARMS[name], model, ranks, Path(folder))
+        found = []
+        try:
+            arm.train_on(BETWEEN_S)
+            for _ in range(kills):
+                found.append(arm.kill(draw.randrange(ranks)))
+                arm.train_on(BETWEEN_S + draw.random())
+        finally:
+            arm.end()
+    return found
+
+
+def row(values: list[float]) -> str:
+    """Median and 99th percentile (of few values, the largest)."""
+    ordered = sorted(values)
+    return f"{statistics.median(ordered):.2f} | {ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]:.2f}"
+
+
+def main() -> None:
+    """Measures, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=30, help="in each cell (default: %(default)s)")
+    parser.add_argument("--each", type=int, default=5, help="kills before the next arm's turn (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--models", nargs="*", choices=["tiny", "gpt"], default=["tiny", "gpt"])
+    parser.add_argument("--arms", nargs="*", choices=[*ARMS], default=[*ARMS])
+    options = parser.parse_args()
+    print("| model | ranks | | first step, p50 | p99 | new step, p50 | p99 | of the first row |")
+    print("|---|---|---|---|---|---|---|---|")
+    for model in options.models:
+        for ranks in options.ranks:
+            found: dict[str, list[tuple[float, float]]] = {name: [] for name in options.arms}
+            for turn in range(-(-options.kills // options.each)):
+                for name in options.arms:
+                    found[name] += measure(name, model, ranks, options.each, seed=turn)
+            base = statistics.median(new for _, new in found[options.arms[0]])
+            for name, times in found.items():
+                first, new = zip(*times, strict=True)
+                ratio = statistics.median(new) / base
+                print(f"| {model} | {ranks} | {name} | {row([*first])} | {row([*new])} | {ratio:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

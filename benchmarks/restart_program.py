@@ -1,0 +1,110 @@
+"""What ``restart.py`` trains: a tiny model or the demo's, with a note of every step that each rank has made.
+
+PYTHONPATH=. python benchmarks/restart_program.py '{"model": "tiny", "marks": DIR, "steps": 1000, "ours": false}'
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+STEP_S = 0.05
+SAVE_EVERY = 5  # steps
+
+
+class Marks(L.Callback):
+    """Notes when this rank has made which step, and in which process.
+
+    Args:
+        folder: Where the notes of all ranks are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: Any = None
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        """One line for each step."""
+        if self._file is None:
+            self._file = open(self._folder / f"rank-{trainer.global_rank}", "ab", buffering=0)
+        self._file.write(f"{time.monotonic()!r} {trainer.global_step} {os.getpid()}\n".encode())
+
+
+class Tiny(L.LightningModule):
+    """A model whose steps take 50 ms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 1)
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        time.sleep(STEP_S)
+        return self.layer(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def train_tiny(steps: int, out: Path, callbacks: list[L.Callback]) -> None:
+    """Trains the tiny model."""
+    L.seed_everything(1, verbose=False)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    saves = ModelCheckpoint(out / "checkpoints", every_n_train_steps=SAVE_EVERY, save_last="link")
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=processes,
+        strategy="ddp" if processes > 1 else "auto",
+        max_steps=steps,
+        callbacks=[*callbacks, saves] if not any(map(is_ours, callbacks)) else callbacks,
+        enable_checkpointing=not any(map(is_ours, callbacks)),
+        default_root_dir=out,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Tiny(), DataLoader(TensorDataset(torch.randn(20_000, 64)), batch_size=4, shuffle=True))
+
+
+def is_ours(callback: L.Callback) -> bool:
+    """Whether it is one of this package."""
+    return type(callback).__module__.startswith("lightning_resilience")
+
+
+def main(options: dict[str, Any]) -> None:
+    """Trains.
+
+    Args:
+        options: ``model`` (``tiny`` or ``gpt``), ``marks``, ``steps``, and ``ours``: whether with this package's
+            callbacks, or with Lightning's own checkpoints and ``ckpt_path="last"``.
+    """
+    marks = Path(options["marks"])
+    callbacks: list[L.Callback] = [Marks(marks)]
+    if options["ours"]:
+        from lightning_resilience import FaultTolerance, LocalCheckpoint
+
+        callbacks += [FaultTolerance(calculate_timeouts=False), LocalCheckpoint(every_n_train_steps=SAVE_EVERY)]
+    else:
+        L.Trainer.fit = functools.partialmethod(L.Trainer.fit, ckpt_path="last")  # type: ignore[assignment]
+    if options["model"] == "tiny":
+        train_tiny(options["steps"], marks, callbacks)
+        return
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    import gpt
+
+    save_every = 10**9 if options["ours"] else SAVE_EVERY
+    lengths = ("--steps", str(options["steps"]), "--validate-every", str(options["steps"]))
+    gpt.main([*lengths, "--save-every", str(save_every), "--out", str(marks), "--print-every", "1000000"], callbacks)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
