@@ -25,9 +25,9 @@ BUDGET = {
     "detect/stragglers": 370,
     "elastic": 164,
     "fit": 5560,
-    "launch": 7702,
+    "launch": 7699,
     "launch/schedulers": 508,
-    "run": 3031,
+    "run": 3019,
 }
 
 _NO_CODE = (

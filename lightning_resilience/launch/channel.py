@@ -16,10 +16,8 @@ kind       from -> to                   meaning, and its other fields
 ``going``  worker that was a spare ->   it has read that
 ========== ============================ =======================================================================
 
-A worker gets its end by :func:`~lightning_resilience.launch.park.enter` and finds it with :func:`of_worker`; to listen,
-it calls :meth:`Channel.listen` once. The launcher's ends are those of
-:class:`~lightning_resilience.launch.spares.Workers`, whose ``tell`` sends a message to all workers. A kind that the
-other end does not know is ignored.
+A worker gets its end by :func:`~lightning_resilience.launch.park.enter` and finds it with :func:`of_worker`. The
+launcher's ends are those of :class:`~lightning_resilience.launch.spares.Workers`.
 
 Imports neither torch nor Lightning.
 """

@@ -167,16 +167,6 @@ class Workers:
         if makes_spares:
             threading.Thread(target=self._make_spares, name="resilience-spares", daemon=True).start()
 
-    def tell(self, kind: str, **fields: Any) -> None:
-        """Sends a message to all workers.
-
-        Args:
-            kind: What it is.
-            fields: What it says.
-        """
-        for worker in list(self._workers.values()):
-            worker.channel.send(kind, **fields)
-
     def start(
         self, rank: int, args: Iterable[str], env: Mapping[str, str], stdout: Any, stderr: Any
     ) -> subprocess.Popen[bytes]:

@@ -147,19 +147,7 @@ PART_OF = {
 }
 """To which part a category belongs; the others belong to ``redo``."""
 
-PHASES = (
-    "detect",
-    "end",
-    "queue",
-    "launch",
-    "rendezvous",
-    "imports",
-    "script",
-    "setup",
-    "restore",
-    "first_step",
-    "redo",
-)
+PHASES = ("detect", "end", "queue", *(each for each in START if each != "fast_forward"), "redo")
 """The parts, with the categories of ``start`` in its place."""
 
 
