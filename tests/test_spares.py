@@ -390,17 +390,19 @@ def wait_for_spares(launcher: Launcher, count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_real_a_restart_with_a_spare_is_like_one_without(launcher: Launcher) -> None:
-    """Also what a library reads at its import, text that was edited meanwhile, and where output goes."""
-    (launcher.folder / "helper.py").write_text("TEXT = 'first'")
+    """Also what a library reads at its import, text that was edited meanwhile, output, and a path with spaces."""
+    scripts = launcher.folder / "of mine, 1"
+    scripts.mkdir()
+    (scripts / "helper.py").write_text("TEXT = 'first'")
     launcher.script(
         """
         os.environ["OMP_NUM_THREADS"] = "2"
+        is_warm = "torch" in sys.modules
         import helper, psutil, random, torch, xml.dom.minidom
-        from lightning_resilience import _processes
         from lightning_resilience.launch import park
         print("output of", restart_count, flush=True)
         ledger.record(
-            "told", waited=_processes.waited() > 0, threads=torch.get_num_threads(), text=helper.TEXT, pid=os.getpid(),
+            "told", is_warm=is_warm, threads=torch.get_num_threads(), text=helper.TEXT, pid=os.getpid(),
             flags=hash("hash"), files=sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in (0, 1, 2)),
             handlers=[str(signal.getsignal(each)).split(" at 0x")[0] for each in signal.valid_signals()],
             argv=sys.argv, path=sys.path,
@@ -408,11 +410,11 @@ def test_real_a_restart_with_a_spare_is_like_one_without(launcher: Launcher) -> 
         )
         park.begun()
         signal.pause()
-        """
+        """,
+        "of mine, 1/a script.py",
     )
-    launch = launcher.start(
-        "--spares=auto", "--nproc-per-node=1", "script.py", "--lr=1", program=REAL, PYTHONHASHSEED="7"
-    )
+    script = "of mine, 1/a script.py"
+    launch = launcher.start("--nproc-per-node=1", script, "--name=a b", program=REAL, PYTHONHASHSEED="7")
 
     def told(count: int) -> dict[str, Any]:
         launcher.wait_for("told", count)
@@ -426,22 +428,70 @@ def test_real_a_restart_with_a_spare_is_like_one_without(launcher: Launcher) -> 
     first = told(1)
     kill()
     second = told(2)
-    assert not first["waited"]
+    assert not first["is_warm"]
+    assert first["argv"] == [script, "--name=a b"]
     assert first["threads"] == 2
-    assert second["waited"]
+    assert second["is_warm"]
     for name in ("threads", "text", "flags", "handlers", "argv", "path"):
         assert second[name] == first[name], name
     different = {name for name, _ in first["env"].items() ^ second["env"].items()}
     assert different <= {"LIGHTNING_RESILIENCE_WORKER_PID", "LIGHTNING_RESILIENCE_WORKER_BEGAN"}
-    (launcher.folder / "helper.py").write_text("TEXT = 'edited'")
+    wait_for_spares(launcher, 2)
+    (scripts / "helper.py").write_text("TEXT = 'edited'")
     kill()
-    assert told(3)["text"] == "edited"
+    third = told(3)
+    assert (third["text"], third["is_warm"]) == ("edited", False)
     wait_for_spares(launcher, 3)
     logs = [path.read_text() for path in (launcher.run_directory.path / "logs").rglob("*") if path.is_file()]
     assert all(any(f"output of {restart}" in text for text in logs) for restart in range(3))
     [launch_id] = launcher.launch_ids
     launch.kill()
     wait_until(lambda: not processes_of(launch_id))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_real_a_module_whose_output_torchrun_redirects_is_restarted_with_a_spare(launcher: Launcher) -> None:
+    (launcher.folder / "mine").mkdir()
+    (launcher.folder / "mine" / "words.py").write_text("TEXT = 'first'")
+    launcher.script(
+        """
+        is_warm = "torch" in sys.modules
+        import torch
+        from lightning_resilience.launch import park
+        from . import words
+        main = sys.modules["__main__"]
+        ledger.record(
+            "told", is_warm=is_warm, pid=os.getpid(), argv=sys.argv, path=sys.path, text=words.TEXT,
+            main=[main.__name__, main.__spec__.name, main.__package__, os.path.relpath(main.__file__)],
+        )
+        print("output of", restart_count, flush=True)
+        park.begun()
+        signal.pause()
+        """,
+        "mine/train.py",
+    )
+    # Options of torchrun that launch does not show; without the files of the ranks' own, which they would write to.
+    program = WITHOUT_NVRX.replace(
+        "cli.main", "from lightning_resilience.launch import job\njob.OUTPUT_VARIABLE = 'NONE'\ncli.main"
+    )
+    arguments = ["--nproc-per-node=1", "-m", "mine.train", "--name=a b"]
+    launcher.start(*arguments, program=program, PET_REDIRECTS="3")
+    launcher.wait_for("told")
+    wait_for_spares(launcher, 1)
+    os.kill(launcher.events("told")[-1]["pid"], signal.SIGKILL)
+    launcher.wait_for("told", 2)
+    first, second = launcher.events("told")
+    assert (first["is_warm"], second["is_warm"]) == (False, True)
+    assert first["main"] == ["__main__", "mine.train", "mine", "mine/train.py"]
+    assert [second[name] for name in ("argv", "path", "text", "main")] == [
+        first[name] for name in ("argv", "path", "text", "main")
+    ]
+    folder = launcher.run_directory.path / "elastic"
+    for restart in range(2):
+        [stdout] = folder.glob(f"*/attempt_{restart}/0/stdout.log")
+        wait_until(lambda stdout=stdout: stdout.read_text())
+        assert stdout.read_text() == f"output of {restart}\n"
 
 
 @pytest.mark.nvrx
