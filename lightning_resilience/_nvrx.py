@@ -68,7 +68,7 @@ RUN_ID_VARIABLE = "LIGHTNING_RESILIENCE_RENDEZVOUS_ID"
 """Environment variable with the id of the rendezvous: who knows it can take part, and all may see a command line."""
 
 FOLDER_VARIABLE = "LIGHTNING_RESILIENCE_LAUNCHER_FOLDER"
-"""Environment variable with the folder for the elastic launcher's own temporary files, its sockets above all."""
+"""Environment variable with the folder for temporary files of the elastic launcher and of ranks, sockets above all."""
 
 LOOPBACK = f"{ADDRESS}:0"
 """The endpoint of a rendezvous of one node."""
@@ -534,7 +534,7 @@ def main() -> None:
         arguments[arguments.index(auto)] = f"--nproc-per-node={device_count()}"
     if (run_id := os.environ.pop(RUN_ID_VARIABLE, None)) is not None:
         arguments.insert(0, f"--rdzv-id={run_id}")
-    if (folder := os.environ.pop(FOLDER_VARIABLE, None)) is not None:
+    if (folder := os.environ.get(FOLDER_VARIABLE)) is not None:
         tempfile.tempdir = folder
     if (loopback := f"--rdzv-endpoint={LOOPBACK}") in arguments:
         store = serve_store(STORE_WITHIN_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -101,6 +102,29 @@ def test_real_a_launch_leaves_no_socket_and_can_be_reached_from_this_machine_onl
         assert not list(where.glob("lightning-resilience-*"))
     finally:
         shutil.rmtree(where)
+
+
+def test_sockets_of_killed_data_loader_workers_lie_in_the_folder_of_the_launch(tmp_path: Path) -> None:
+    for name in ("launch", "other"):
+        (tmp_path / name).mkdir()
+    program = """
+    import multiprocessing, os, signal, sys
+    from lightning_resilience.launch.temporary import keep_sockets_in
+    keep_sockets_in(sys.argv[1])
+    def work():
+        from multiprocessing.resource_sharer import DupFd
+        DupFd(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    worker = multiprocessing.get_context("fork").Process(target=work)
+    worker.start()
+    worker.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "launch")]
+    environment = os.environ | {"TMPDIR": str(tmp_path / "other")}
+    assert subprocess.run(command, check=False, env=environment).returncode == -signal.SIGKILL
+    assert len(list((tmp_path / "launch").glob("pymp-*/listener-*"))) == 1
+    assert not list((tmp_path / "other").iterdir())
 
 
 def test_the_folder_of_a_launch_that_lives_is_not_taken_for_abandoned(

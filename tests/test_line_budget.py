@@ -25,7 +25,7 @@ BUDGET = {
     "detect/stragglers": 370,
     "elastic": 164,
     "fit": 5560,
-    "launch": 7699,
+    "launch": 7720,
     "launch/schedulers": 508,
     "run": 3019,
 }

@@ -424,7 +424,7 @@ def main() -> None:
     world_size = _nvrx.device_count() if count == "auto" else int(count)
     command = [sys.executable, "-m", "lightning_resilience.launch.worker", *sys.argv[separator + 1 :]]
     run_id = os.environ.pop(_nvrx.RUN_ID_VARIABLE)
-    folder = os.environ.pop(_nvrx.FOLDER_VARIABLE, None) or tempfile.mkdtemp()
+    folder = os.environ.get(_nvrx.FOLDER_VARIABLE) or tempfile.mkdtemp()
     introduce("launch")
     ledger = Ledger(RunDirectory(os.environ[RUN_DIR_VARIABLE]).ledger, rank=None)
     timeout_s = options.term_timeout

@@ -31,6 +31,22 @@ def launch_folder() -> Iterator[Path | None]:
             os.close(lock)
 
 
+def keep_sockets_in(folder: str) -> None:
+    """Has the ``multiprocessing`` of this process, and of those that it starts, make its sockets in a folder.
+
+    Data-loader workers have one each, which nobody removes when they are killed.
+
+    Args:
+        folder: That of the launch, which is removed with it.
+    """
+    from multiprocessing.util import get_temp_dir  # torch imports it, but not every script does
+
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    with suppress(OSError):
+        get_temp_dir()  # made once, and known to all child processes
+    tempfile.tempdir = before
+
+
 def _make() -> tuple[Path | None, int]:
     prefix = _prefix()
     made = None

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_resilience import signals
+from lightning_resilience import _nvrx, signals
 from lightning_resilience._output import guard_streams, log_line, write_line
 from lightning_resilience.detect.hangs.rank_probe import RankProbe, describe_rank, node_directory, probe_of_worker
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
@@ -39,6 +39,7 @@ from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.rank_output import redirect_streams
 from lightning_resilience.launch.record import FIRST, newest
 from lightning_resilience.launch.script_errors import describe, show, what_to_change
+from lightning_resilience.launch.temporary import keep_sockets_in
 from lightning_resilience.launch.worker_group import worker_group
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
 from lightning_resilience.run import exit_codes
@@ -79,6 +80,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*pynvml package is deprecated", category=FutureWarning)
     pid = os.getpid()
     os.environ[WORKER_PID_VARIABLE] = str(pid)
+    if (folder := os.environ.pop(_nvrx.FOLDER_VARIABLE, None)) is not None:
+        keep_sockets_in(folder)
     command = sys.argv[1:]
     run_directory = RunDirectory(os.environ[RUN_DIR_VARIABLE])
     guard_streams(run_directory.path / NOT_SHOWN)  # the disk may be full, or the process that reads killed
