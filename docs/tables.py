@@ -123,6 +123,7 @@ def _recipes() -> str:
         rows.append(
             [f"`launch {option}`", *(values if len(set(values)) > 1 else [values[0], *["same"] * (len(values) - 1)])]
         )
+    rows.append(["`launch --elastic`", *("yes" if each.job.elastic else "no" for each in made.values())])
     return _table(["", *(f"`{name}`" for name in made)], rows)
 
 

@@ -50,11 +50,13 @@ class Job:
         grace_period_s: Seconds from the signal that asks the workers to stop to their end. 600 is KempnerForge's
             shutdown deadline.
         section_timeouts: When a rank counts as hung; Megatron-Bridge's values, until they are calculated.
+        elastic: Whether it replaces a lost rank while the others keep their processes.
     """
 
     budget: Budget = field(default_factory=Budget)
     grace_period_s: float = DEFAULT_GRACE_PERIOD_S
     section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         if self.grace_period_s < 0:
@@ -69,6 +71,7 @@ class Job:
             f"--max-failures-per-day={self.budget.max_failures_per_day}",
             f"--grace-period={self.grace_period_s:g}",
             f"--section-timeouts={self.section_timeouts}",
+            *(["--elastic"] if self.elastic else []),
         ]
 
 
@@ -79,6 +82,7 @@ JOBS: dict[str, Job] = {
     "preemptible": Job(Budget(max_failures_per_day=200), grace_period_s=25.0),
     # A workstation has no other node to wait for, and Ctrl-C means that it is to end.
     "workstation": Job(Budget(job_retries=0), grace_period_s=60.0),
+    "elastic": Job(elastic=True),
     "drill": Job(),
     NO_RECIPE: Job(),
 }
@@ -313,6 +317,18 @@ def workstation(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
     )
 
 
+def elastic(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
+    """For plain DDP on one machine: a lost rank is replaced while the others keep their processes.
+
+    The callbacks of :func:`nemo`. The replacement is the launcher's: ``launch --recipe elastic``, or ``launch
+    --elastic`` for a script that has these callbacks in code. What cannot be replaced is restarted as with ``nemo``.
+
+    Args:
+        run_dir: The run directory; see :class:`Recipe`.
+    """
+    return replace(nemo(run_dir), name="elastic", job=JOBS["elastic"])
+
+
 def drill(
     run_dir: str | os.PathLike[str] | None = None,
     fault: SimulatedFault | None = None,
@@ -364,6 +380,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "nemo": nemo,
     "preemptible": preemptible,
     "workstation": workstation,
+    "elastic": elastic,
     "drill": drill,
 }
 """The recipes by the names that ``launch --recipe`` takes."""

@@ -218,11 +218,12 @@ def test_a_drill_of_another_recipe() -> None:
 # -- the launcher ------------------------------------------------------------------------------------------------------
 
 
-def test_spot_machines_get_more_failures_and_workstations_no_retries() -> None:
+def test_each_recipe_has_the_job_of_its_kind_of_machine() -> None:
     expected = {
         "nemo": Job(),
         "preemptible": Job(Budget(max_failures_per_day=200), grace_period_s=25),
         "workstation": Job(Budget(job_retries=0), grace_period_s=60),
+        "elastic": Job(elastic=True),
         "drill": Job(),  # as the run that it rehearses
         "none": Job(),
     }
@@ -236,21 +237,29 @@ def test_launch_takes_the_settings_of_the_recipe(name: str, tmp_path: Path) -> N
     settings = launch_settings(["--recipe", name, str(script)])
     job = JOBS[name]
     assert settings.recipe == name
-    assert (settings.budget, settings.grace_period_s, settings.section_timeouts) == (
-        job.budget,
-        job.grace_period_s,
-        job.section_timeouts,
-    )
+    assert Job(settings.budget, settings.grace_period_s, settings.section_timeouts, settings.elastic) == job
 
 
 def test_the_options_of_a_job_say_what_it_is(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    job = Job(Budget(1, 0, 7), 12.5, SectionTimeouts(step=9.5, setup=None))
+    job = Job(Budget(1, 0, 7), 12.5, SectionTimeouts(step=9.5, setup=None), elastic=True)
     settings = launch_settings([*job.options, str(script)])
-    assert Job(settings.budget, settings.grace_period_s, settings.section_timeouts) == job
+    assert Job(settings.budget, settings.grace_period_s, settings.section_timeouts, settings.elastic) == job
     with pytest.raises(ValueError, match="grace_period_s must not be negative, not -1"):
         Job(grace_period_s=-1)
+
+
+@pytest.mark.parametrize("given", [["--elastic"], ["--recipe", "elastic"]])
+def test_ranks_are_replaced_on_one_node_only(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    assert launch_settings([*given, str(script)]).elastic
+    with pytest.raises(SystemExit):
+        launch_settings([*given, "--nnodes=2", "--rdzv-endpoint=host:1", str(script)])
+    assert f"{' '.join(given)} is for one node" in capsys.readouterr().err
 
 
 def test_one_option_leaves_the_recipes_others(tmp_path: Path) -> None:
@@ -274,7 +283,10 @@ def test_the_launcher_reads_them_without_torch_and_lightning() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.campaign if name in ("preemptible", "drill") else ()) for name in RECIPES],
+    [
+        pytest.param(name, marks=pytest.mark.campaign if name in ("preemptible", "elastic", "drill") else ())
+        for name in RECIPES
+    ],
 )
 @pytest.mark.slow
 def test_a_run_is_killed_and_stopped_and_ends_as_if_undisturbed(name: str, tmp_path: Path) -> None:
@@ -309,7 +321,7 @@ def of_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @each_recipe
 def test_the_yaml_of_a_recipe_makes_its_callbacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = RECIPES[name]()
-    found = of_file(FILES / "cli" / f"{name}.yaml", monkeypatch)
+    found = of_file(FILES / "cli" / f"{'nemo' if name == 'elastic' else name}.yaml", monkeypatch)
     assert [type(callback) for callback in found] == [type(callback) for callback in recipe.callbacks]
     for callback, expected in zip(found, recipe.callbacks, strict=True):
         assert options(callback) == options(expected)
@@ -317,7 +329,9 @@ def test_the_yaml_of_a_recipe_makes_its_callbacks(name: str, monkeypatch: pytest
 
 
 def test_every_recipe_and_no_other_has_a_file() -> None:
-    assert {path.stem for path in (FILES / "cli").glob("*.yaml")} == set(RECIPES)
+    assert {path.stem for path in (FILES / "cli").glob("*.yaml")} == set(RECIPES) - {"elastic"}, (
+        "its callbacks are nemo's"
+    )
 
 
 @pytest.mark.parametrize("name", ["nemo", "preemptible"])

@@ -497,8 +497,6 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         parser.error(problem)
     if options.nnodes not in ("1", "1:1") and options.rdzv_endpoint is None:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT, with the first node's host and a free port on it")
-    if options.elastic and options.nnodes not in ("1", "1:1"):
-        options.parser.error("--elastic is for one node")
     if options.spare and (options.nnodes in ("1", "1:1") or options.node_rank is not None):
         parser.error("--spare is for one more node than --nnodes says, and goes without --node-rank")
     if options.fresh and (options.nnodes not in ("1", "1:1") or options.retries_in_new_job):
@@ -514,6 +512,8 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
     if options.run_dir is not None and options.run_dir.exists() and not options.run_dir.is_dir():
         parser.error(f"--run-dir {options.run_dir} is a file, and must be a directory, or not there yet")
     job = JOBS.get(options.recipe, JOBS["nemo"])  # MODULE:FUNCTION is imported by the workers only
+    if (options.elastic or job.elastic) and options.nnodes not in ("1", "1:1"):
+        parser.error(f"{'--elastic' if options.elastic else '--recipe elastic'} is for one node")
     try:
         section_timeouts = SectionTimeouts.parse(",".join(timeouts)) if timeouts else job.section_timeouts
     except ValueError as error:
@@ -534,13 +534,14 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         ),
         grace_period_s=job.grace_period_s if options.grace_period is None else options.grace_period,
         section_timeouts=section_timeouts,
-        makes_spares=options.spares == "auto" and not options.elastic,  # its supervisor starts workers itself
+        makes_spares=options.spares == "auto"
+        and not (options.elastic or job.elastic),  # its supervisor starts workers itself
         local_dir=None if options.local_dir is None else options.local_dir.expanduser().absolute(),
         is_default_run_dir=options.run_dir is None,
         continue_anyway=options.continue_anyway,
         retries_in_new_job=options.retries_in_new_job,
         monitoring=_monitoring(options),
-        elastic=options.elastic,
+        elastic=options.elastic or job.elastic,
     )
 
 
@@ -606,6 +607,8 @@ def _batch_script(options: argparse.Namespace, scheduler: Scheduler) -> tuple[Pa
     if options.nproc_per_node == "auto" and options.gpus_per_node is not None:
         options.nproc_per_node = str(options.gpus_per_node)
     settings = _settings(argparse.Namespace(**vars(options) | _ONE_NODE))  # says what is wrong with them
+    if settings.elastic and options.nodes > 1:
+        parser.error(f"--recipe {settings.recipe} is for one node")
     if settings.is_default_run_dir and (other := other_command(settings)) is not None:
         raise Refused(*other)  # launch would not: the batch script names the run directory
     grace_period_s = options.grace_period
