@@ -27,7 +27,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from lightning_resilience._files import write_json
 from lightning_resilience._loopback import ADDRESS, serve_store
@@ -98,6 +98,21 @@ def elastic_log(run_dir: Path) -> Path:
         run_dir: The run directory.
     """
     return run_dir / "logs" / f"launcher-{platform.node()}.log"
+
+
+def open_log(path: str) -> TextIO | None:
+    """Opens the launcher's log, to go on with it; ``None``: it cannot be written, since the disk is full, say.
+
+    Args:
+        path: See :func:`elastic_log`.
+    """
+    with suppress(OSError):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with suppress(FileNotFoundError):
+            if os.path.getsize(path) > _LOG_BYTES:
+                os.replace(path, f"{path}.1")
+        return open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    return None
 
 
 def last_words(log: Path, begin: int) -> list[str]:
@@ -501,13 +516,8 @@ def main() -> None:
       frame for each: half a second.
     * It ends when it has done its work. To have Python take torch apart takes as long as to import it.
     """
-    if (path := os.environ.pop(_LOG_VARIABLE, None)) is not None:
-        with suppress(OSError):
-            if os.path.getsize(path) > _LOG_BYTES:
-                os.replace(path, f"{path}.1")
-        with suppress(OSError):  # a full disk: then it is heard with the workers
-            # Not the descriptors, which are the workers' too.
-            sys.stdout = sys.stderr = open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    if (path := os.environ.pop(_LOG_VARIABLE, None)) is not None and (log := open_log(path)) is not None:
+        sys.stdout = sys.stderr = log  # not the descriptors, which are the workers' too
     install_handler = signal.signal
     stopping = False
 

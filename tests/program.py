@@ -44,7 +44,7 @@ from torch.utils.data import (
 )
 from torchmetrics import MeanMetric
 
-from lightning_resilience import _files
+from lightning_resilience import _files, _processes
 from lightning_resilience.agreement_protocol import Needs
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.node_store import ShardWriter
@@ -644,6 +644,9 @@ def main(config: dict[str, Any]) -> None:
         os.chdir(config["cwd"][int(os.environ.get("RANK", "0"))])
     world_size = config["trainer"].get("devices", 1) * config["trainer"].get("num_nodes", 1)
     results = []
+    if config["log"]:
+        with open(f"{config['log']}.started.{os.environ.get('RANK', '0')}", "a") as file:
+            file.write("warm\n" if _processes.waited() > 0 else "cold\n")
     L.seed_everything(1, verbose=False)
     for fit in range(config["skip_fits"], config["fits"]):
         config["fit"] = fit

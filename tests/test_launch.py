@@ -129,8 +129,10 @@ class Launcher:
             end_processes(launch_id)
 
 
-def wait_until(condition: Callable[[], Any], explain: Callable[[], str] = lambda: "") -> None:
-    deadline = time.monotonic() + PATIENCE_S
+def wait_until(
+    condition: Callable[[], Any], explain: Callable[[], str] = lambda: "", within_s: float = PATIENCE_S
+) -> None:
+    deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, explain()
         time.sleep(0.02)

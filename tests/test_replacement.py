@@ -10,7 +10,7 @@ import socket
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -22,6 +22,7 @@ from lightning_resilience.elastic import channel
 from lightning_resilience.elastic.channel import Channel, Replacement
 from lightning_resilience.launch import elastic
 from lightning_resilience.launch.elastic import Supervisor, is_replaceable
+from lightning_resilience.launch.spares import Workers
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import command, result, samples
@@ -117,7 +118,7 @@ def supervise(tmp_path: Path, script: str, world_size: int = 3, max_restarts: in
     (tmp_path / "run").mkdir()
     ledger = Ledger(tmp_path / "run", rank=None)
     ranks = [sys.executable, "-IS", str(program), str(log)]
-    supervisor = Supervisor(ranks, world_size, max_restarts, "abc", tmp_path, 5.0, ledger)
+    supervisor = Supervisor(ranks, world_size, max_restarts, "abc", tmp_path, 5.0, ledger, Workers(makes_spares=False))
     code = supervisor.run()
     return code, [[int(word) for word in line.split()] for line in log.read_text().splitlines()]
 
@@ -235,13 +236,22 @@ def test_a_rank_that_is_killed_is_replaced_and_one_that_fails_is_not() -> None:
 OPTIONS: dict[str, Any] = {"validation": True, "data": "shuffle", "workers": 1, "save_every": 5}
 
 
-def launched(tmp_path: Path, ranks: int, events: list[dict[str, Any]], *more: str, **options: Any) -> tuple[Any, str]:
+def launched(
+    tmp_path: Path,
+    ranks: int,
+    events: list[dict[str, Any]],
+    *more: str,
+    meanwhile: Callable[[Path], None] = lambda run_dir: None,
+    **options: Any,
+) -> tuple[Any, str]:
     options = {**OPTIONS, "trainer": {"devices": ranks}, **options}
     config = make(tmp_path, "disturbed", events=[{"do": "SIGKILL", "once": True, **each} for each in events], **options)
     launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", *more]
     launch += ["--nproc-per-node", str(ranks), "--run-dir", config["run_dir"], *command(config)[1:]]
     output = tmp_path / "output"
-    code = finish(start(launch, output), output)
+    process = start(launch, output)
+    meanwhile(Path(config["run_dir"]))
+    code = finish(process, output)
     assert code == 0, output.read_text()
     reference = undisturbed(tmp_path, **options)
     assert (result(config), samples(config)) == reference, output.read_text()
@@ -281,6 +291,59 @@ def test_a_run_with_a_killed_rank_ends_as_the_undisturbed_one(
     pids = [event["pid"] for event in read_ledger(Path(config["run_dir"]) / "ledger") if event["event"] == "start"]
     assert len(set(pids)) == 1 + any(0 in each for each in lost)  # of rank 0
     assert not [each for each in psutil.process_iter(["cmdline"]) if config["run_dir"] in (each.info["cmdline"] or [])]
+
+
+WAITS = {"at": "train", "step": 13, "within_s": 200.0}
+
+
+def when_spares_are_ready(run_dir: Path, ranks: set[int], then: Path) -> None:
+    """Makes a file when these ranks have spares."""
+
+    def are_ready() -> bool:
+        text = "".join(path.read_text() for path in run_dir.glob("logs/launcher-*.log"))
+        return all(f"the spare of local rank {rank} is ready" in text for rank in ranks)
+
+    wait_until(are_ready, within_s=200.0)
+    then.touch()
+
+
+def were_warm(config: dict[str, Any], rank: int) -> list[str]:
+    """Of every process of a rank, whether it was a spare, as it says."""
+    return Path(f"{config['log']}.started.{rank}").read_text().split()
+
+
+@pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_killed_rank_and_the_next_kill_finds_none(tmp_path: Path) -> None:
+    is_ready = tmp_path / "ready"
+    events = [{**WAITS, "rank": 0, "after_file": str(is_ready)}, {"at": "train", "step": 14, "rank": 0}]
+    config, output = launched(
+        tmp_path, 2, events, meanwhile=lambda run_dir: when_spares_are_ready(run_dir, {0}, is_ready)
+    )
+    assert replaced(config) == [[0], [0]], output
+    assert were_warm(config, 0)[:2] == ["cold", "warm"]
+    assert len(were_warm(config, 0)) == 3
+    assert were_warm(config, 1) == ["cold"]
+    assert "the spare of" not in output
+    pids = [event["pid"] for event in read_ledger(Path(config["run_dir"]) / "ledger") if event["event"] == "start"]
+    assert len(set(pids)) == 3
+
+
+@pytest.mark.campaign
+def test_spares_take_the_places_of_all_ranks_but_one(tmp_path: Path) -> None:
+    is_ready = tmp_path / "ready"
+    events = [{**WAITS, "rank": rank, "after_file": str(is_ready)} for rank in (0, 2)]
+
+    def meanwhile(run_dir: Path) -> None:
+        when_spares_are_ready(run_dir, {0, 1, 2}, tmp_path / "all")
+        [start] = [each for each in read_ledger(run_dir / "ledger") if each["event"] == "start"]
+        of_rank_0 = [each for each in psutil.Process(start["pid"]).parent().children() if each.environ()["RANK"] == "0"]
+        [spare] = [each for each in of_rank_0 if each.pid != start["pid"]]
+        spare.kill()
+        is_ready.touch()
+
+    config, output = launched(tmp_path, 3, events, meanwhile=meanwhile)
+    assert sorted(itertools.chain(*replaced(config))) == [0, 2], output
+    assert [were_warm(config, rank) for rank in range(3)] == [["cold", "cold"], ["cold"], ["cold", "warm"]]
 
 
 @pytest.mark.campaign

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -263,15 +263,27 @@ class Node:
         for process in self.started[-ranks:]:
             process.kill()
             process.wait()
+        return self._start(range(ranks), stdout, environment)
+
+    def replace(self, rank: int, **environment: str) -> dict[str, Any]:
+        """The worker of a rank has ended, and the others live."""
+        process = self.workers._workers[rank].process
+        process.kill()
+        process.wait()
+        self.workers.ended(rank)
+        [said] = self._start([rank], None, environment)
+        return said
+
+    def _start(self, ranks: Iterable[int], stdout: Any, environment: dict[str, str]) -> list[dict[str, Any]]:
         self.restart_count += 1
-        for rank in range(ranks):
+        for rank in ranks:
             env = {
                 **{"SAID": str(self.folder), "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 **{"TORCHELASTIC_RESTART_COUNT": str(self.restart_count), **environment},
             }
             args = (sys.executable, "-c", WORKER, "script.py", "--lr=1")
             self.started.append(self.workers.start(rank, args, os.environ | env, stdout, None))
-        paths = [self.folder / f"{self.restart_count}-{rank}" for rank in range(ranks)]
+        paths = [self.folder / f"{self.restart_count}-{rank}" for rank in ranks]
         wait_until(lambda: all(path.exists() for path in paths))
         return [json.loads(path.read_text()) for path in paths]
 
@@ -348,6 +360,22 @@ def test_after_a_spare_that_has_failed_before_it_trained_there_are_no_more(
     assert not node.workers.spares
     assert not any(each["waited"] for each in node.start(ranks=2))
     assert not node.workers.makes_spares
+
+
+def test_a_worker_is_replaced_by_its_spare_while_the_others_live(node: Node) -> None:
+    node.start(ranks=2)
+    other = node.workers._workers[0]
+    os.kill(node.spare(0), signal.SIGKILL)  # which harms nobody
+    number = node.spare(1)
+    assert node.replace(1)["pid"] == number
+    assert node.workers._workers[0] is other
+    assert not other.channel.is_readable()  # it would be if it were closed
+    number = node.spare(1)  # the replacement has trained, and has a spare again
+    assert not node.replace(0)["waited"]
+    assert node.replace(1, BEGINS="0")["pid"] == number
+    assert node.workers.makes_spares
+    assert not node.replace(1)["waited"]
+    assert not node.workers.makes_spares  # what was a spare has ended before it trained
 
 
 @pytest.mark.slow

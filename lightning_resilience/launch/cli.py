@@ -310,7 +310,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto", "off"),
         default="auto",
         help="auto: for each worker a spare process with its imports done waits to take its place at a restart inside "
-        "the job, where memory allows; not with --elastic (default: %(default)s)",
+        "the job, or when it alone is replaced (--elastic), where memory allows (default: %(default)s)",
     )
     launch.add_argument(
         "--quiet",
@@ -534,8 +534,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         ),
         grace_period_s=job.grace_period_s if options.grace_period is None else options.grace_period,
         section_timeouts=section_timeouts,
-        makes_spares=options.spares == "auto"
-        and not (options.elastic or job.elastic),  # its supervisor starts workers itself
+        makes_spares=options.spares == "auto",
         local_dir=None if options.local_dir is None else options.local_dir.expanduser().absolute(),
         is_default_run_dir=options.run_dir is None,
         continue_anyway=options.continue_anyway,

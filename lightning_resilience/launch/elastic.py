@@ -41,6 +41,7 @@ from lightning_resilience._loopback import ADDRESS, listen, serve_store
 from lightning_resilience._output import introduce, log_line
 from lightning_resilience.detect.hangs.deaths import Death
 from lightning_resilience.elastic.channel import CHANNEL_VARIABLE, send
+from lightning_resilience.launch.spares import SPARES_VARIABLE, Workers
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.events import RanksReplaced
 from lightning_resilience.run.ledger import Ledger
@@ -102,6 +103,7 @@ class Supervisor:
         folder: For the socket; only this user may enter it.
         term_timeout_s: How long the ranks may take to end after this process was told to stop.
         ledger: Of the run.
+        workers: Starts the ranks.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Supervisor:
         folder: Path,
         term_timeout_s: float,
         ledger: Ledger,
+        workers: Workers,
     ) -> None:
         self._command = command
         self._world_size = world_size
@@ -120,6 +123,7 @@ class Supervisor:
         self._run_id = run_id
         self._term_timeout_s = term_timeout_s
         self._ledger = ledger
+        self._workers = workers
         self._generation = 0
         self._members: dict[int, Member] = {}
         self._has_saved = False
@@ -189,7 +193,7 @@ class Supervisor:
         # As torch's: all ranks together must not have more threads than cores. And a store that is closed under its
         # clients is no news.
         defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | ({"OMP_NUM_THREADS": "1"} if self._world_size > 1 else {})
-        process = subprocess.Popen(self._command, env=defaults | os.environ | environment, start_new_session=True)
+        process = self._workers.start(rank, self._command, defaults | os.environ | environment, None, None)
         member = self._members[rank] = Member(rank, process, self._generation)
         with suppress(OSError, AttributeError):  # an old kernel: it is polled
             member.pidfd = os.pidfd_open(process.pid)
@@ -328,6 +332,7 @@ class Supervisor:
             if member not in dead:
                 self._tell_of_replacement(member)
         del old  # whoever is blocked there is free
+        self._workers.ended(*how)
         for member in dead:
             self._forget(member)
             self._start(member.rank)
@@ -426,9 +431,13 @@ def main() -> None:
     run_id = os.environ.pop(_nvrx.RUN_ID_VARIABLE)
     folder = os.environ.get(_nvrx.FOLDER_VARIABLE) or tempfile.mkdtemp()
     introduce("launch")
-    ledger = Ledger(RunDirectory(os.environ[RUN_DIR_VARIABLE]).ledger, rank=None)
+    run_directory = RunDirectory(os.environ[RUN_DIR_VARIABLE])
+    ledger = Ledger(run_directory.ledger, rank=None)
     timeout_s = options.term_timeout
-    supervisor = Supervisor(command, world_size, options.max_restarts, run_id, Path(folder), timeout_s, ledger)
+    log = _nvrx.open_log(str(_nvrx.elastic_log(run_directory.path)))
+    makes_spares = os.environ.pop(SPARES_VARIABLE, "") == "auto" and sys.platform == "linux"
+    workers = Workers(makes_spares, log)
+    supervisor = Supervisor(command, world_size, options.max_restarts, run_id, Path(folder), timeout_s, ledger, workers)
     supervisor.handle_signals()
     code = supervisor.run()
     sys.stderr.flush()

@@ -1,10 +1,10 @@
-"""The workers of a node, in its elastic launcher: their channels, and spares that take their places at a restart.
+"""The workers of a node, in their launcher: their channels, and spares that take their places at a restart.
 
 A worker that starts needs seconds of CPU time for imports. So when the workers have begun to train, a process is
 started for each of them, one after the other, that does these imports and waits
-(:mod:`~lightning_resilience.launch.park`). The elastic launcher takes it where it would start one: it is its child,
-with the same command line, and nothing else of a restart changes. Whatever is wrong with a spare, a worker is started
-as ever.
+(:mod:`~lightning_resilience.launch.park`). The elastic launcher, or the supervisor of ``launch --elastic``, takes it
+where it would start one: it is its child, with the same command line, and nothing else of a restart changes. Whatever
+is wrong with a spare, a worker is started as ever.
 
 Imports neither torch nor Lightning.
 """
@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TextIO
 
 from lightning_resilience.checkpoint.capacity import memory_left
 from lightning_resilience.launch.channel import CHANNEL_VARIABLE, Channel, Message
@@ -60,6 +60,7 @@ class Worker:
         process: Its process.
         channel: The launcher's end.
         is_warm: Whether it was a spare.
+        start: Number of the start by which it became a worker; it is that of all that were started together.
         noted: What it has imported, once it has begun to train.
         problem: Why this spare cannot be used.
         memory: Bytes that this spare has for itself.
@@ -69,6 +70,7 @@ class Worker:
     def __init__(self, args: tuple[str, ...], env: Mapping[str, str], kind: str, stdout: Any, stderr: Any) -> None:
         self.args, self.env = args, dict(env)
         self.is_warm = False
+        self.start = 0
         self.noted: dict[str, Any] | None = None
         self.problem: str | None = None
         self.memory = 0
@@ -152,14 +154,17 @@ class Workers:
 
     Args:
         makes_spares: Whether there are any.
+        log: Where it is said what becomes of spares; default: ``sys.stderr``, which is the elastic launcher's own log.
 
     Attributes:
         makes_spares: Whether more are made.
         spares: Those that wait, or import still, by local rank.
     """
 
-    def __init__(self, makes_spares: bool) -> None:
+    def __init__(self, makes_spares: bool, log: TextIO | None = None) -> None:
         self.makes_spares = makes_spares
+        self._log_file = log
+        self._start = 0
         self._workers: dict[int, Worker] = {}
         self.spares: dict[int, Worker] = {}
         self._lock = threading.RLock()
@@ -173,7 +178,7 @@ class Workers:
         """Starts a worker; called by the elastic launcher.
 
         Args:
-            rank: Its local rank; if it has a worker, that one has ended, and so have all others.
+            rank: Its local rank; if it has a worker that has not :meth:`ended`, all workers have.
             args: Its command line.
             env: Its environment.
             stdout: A file, ``subprocess.PIPE``, or ``None``: where the launcher's goes.
@@ -185,34 +190,41 @@ class Workers:
         args = tuple(args)
         with self._lock:
             if rank in self._workers:
-                self._end()
+                self.ended(*self._workers)
             spare = self.spares.pop(rank, None)
             worker = spare if spare is not None and self._is_taken(rank, spare, args, env, stdout, stderr) else None
             if worker is None:
                 worker = Worker(args, env, RECORDS if self.makes_spares else PLAIN, stdout, stderr)
                 self._listen(rank, worker)
+            worker.start = self._start
             self._workers[rank] = worker
         return worker.process
 
-    def _end(self) -> None:
-        """The workers have ended, and others are started."""
-        workers = self._workers.values()
-        for worker in workers:
-            worker.channel.close()
-        if any(each.is_warm for each in workers) and all(each.noted is None for each in workers):
-            self.make_no_more("workers that were spares have ended before they trained")
-        self._workers = {}
+    def ended(self, *ranks: int) -> None:
+        """These workers have ended, and others are started in their places.
+
+        Args:
+            ranks: Their local ranks; if these are not all, the others go on.
+        """
+        with self._lock:
+            self._start += 1
+            have_trained = {each.start for each in self._workers.values() if each.noted is not None}
+            workers = [self._workers.pop(rank) for rank in ranks]
+            for worker in workers:
+                worker.channel.close()
+            if any(each.is_warm and each.start not in have_trained for each in workers):
+                self.make_no_more("workers that were spares have ended before they trained")
 
     def _is_taken(
         self, rank: int, spare: Worker, args: tuple[str, ...], env: Mapping[str, str], stdout: Any, stderr: Any
     ) -> bool:
         try:
             if spare.becomes(args, env, stdout, stderr):
-                _log(f"the spare of local rank {rank} takes its place")
+                self._log(f"the spare of local rank {rank} takes its place")
                 return True
-            _log(f"the spare of local rank {rank} is not used")
+            self._log(f"the spare of local rank {rank} is not used")
         except Exception as error:
-            _log(f"the spare of local rank {rank} is not used ({type(error).__name__}: {error})")
+            self._log(f"the spare of local rank {rank} is not used ({type(error).__name__}: {error})")
         spare.dismiss()
         return False
 
@@ -253,7 +265,7 @@ class Workers:
                 needed = f"{spare.memory * count >> 20} MB for {count} spares"
                 self.make_no_more(f"{needed} are more than {_MEMORY_SHARE:.0%} of the {free >> 20} MB that are free")
             else:
-                _log(f"the spare of local rank {rank} is ready, with {spare.memory >> 20} MB of its own")
+                self._log(f"the spare of local rank {rank} is ready, with {spare.memory >> 20} MB of its own")
 
     def make_no_more(self, reason: str) -> None:
         """Ends all spares and makes no more.
@@ -266,7 +278,11 @@ class Workers:
             spares, self.spares = self.spares, {}
         for spare in spares.values():
             spare.dismiss()
-        _log(f"no more spares in this job: {reason}")
+        self._log(f"no more spares in this job: {reason}")
+
+    def _log(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            print(f"[lightning-resilience] {text}", file=self._log_file or sys.stderr, flush=True)
 
 
 def install(launcher: str, makes_spares: bool) -> None:
@@ -284,7 +300,3 @@ def install(launcher: str, makes_spares: bool) -> None:
     for name in HANDLERS.get(launcher, ()):
         with suppress(ImportError):
             importlib.import_module(name).SubprocessHandler._popen = start
-
-
-def _log(text: str) -> None:
-    print(f"[lightning-resilience] {text}", file=sys.stderr, flush=True)  # the elastic launcher's own log
