@@ -15,6 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_resilience import _output
 from lightning_resilience.launch.script_errors import describe, show, what_to_change
 from lightning_resilience.run.failures import Failure, cause_of_end
+from lightning_resilience.run.interruptions import interruptions
 from tests.ledgers import events_of, history_of
 from tests.test_launch import FAKE, REAL, Launcher
 
@@ -261,6 +262,34 @@ def test_a_death_that_was_seen_is_the_failure_and_not_what_its_peers_ran_into() 
     died = {"rank": 1, "kind": "died", "step": 20, "reason": "rank 1 was killed by SIGSEGV", **ids}
     assert cause_of_end(events_of([lost, died]), "job") == "rank 1 was killed by SIGSEGV"
     assert str(Failure.of(events_of([lost, died]))) == "died at step 20"
+
+
+def test_a_death_that_is_recorded_when_the_next_workers_have_begun_is_of_those_before() -> None:
+    ids = {"elastic_run_id": "job", "node": "n1"}
+
+    def start(count: int) -> dict[str, Any]:
+        return {"event": "start", "time": 10.0 * count, "restart_count": count, "rank": 0, "world_size": 2, **ids}
+
+    def resumed(time: float, step: int) -> dict[str, Any]:
+        return {"event": "resumed", "time": time, "rank": 0, "fit": 0, "step": step}
+
+    reason = "rank 1 was killed by SIGKILL"
+    late = {"event": "fault", "time": 11.0, "rank": 1, "kind": "died", "fit": 0, "step": 30, "reason": reason, **ids}
+    late["restart_count"] = 0
+    mistake = {"event": "fault", "time": 15.0, "rank": 0, "kind": "NameError", "reason": "NameError: x", **ids}
+    mistake |= {"restart_count": 1, "fit": 0, "step": 40}
+    job = {"event": "job_start", "time": 0.0, "run_id": "job", "retry": False}
+    replaced = {"event": "replaced", "time": 9.0, "ranks": [1], "restart_count": 1, "reason": reason, **ids}
+    lines = [job, start(0), resumed(1.0, 0), replaced]
+    assert cause_of_end(events_of(lines), "job") == reason
+    lines += [start(1), late, resumed(12.0, 20)]
+    history = history_of(lines)
+    assert str(history.failures.last) == "died at step 30"
+    assert list(history.failures.times.values()) == [0, 1]
+    assert history.failures.tries.total() == 1
+    [only] = interruptions(events_of([*lines, mistake, start(2)]))[:1]
+    assert (only.reason, only.steps_lost, only.is_reached_known) == (reason, 10, True)
+    assert str(history_of([*lines, mistake, start(2)]).failures.last) == "NameError at step 40"
 
 
 TRAINS = """

@@ -220,6 +220,16 @@ def test_why_workers_were_ended() -> None:
         assert (found.cause, found.node) == (cause, node), event
 
 
+def test_a_verdict_that_comes_when_the_next_workers_have_begun_is_of_those_before() -> None:
+    def workers(began: float, count: int) -> TimeSpent:
+        return spent(began, began + 9.0, began + 9.9, attempt=str(count), restart_count=count)
+
+    died = Fault(time=10.2, rank=1, node="n1", kind="died", reason="killed", elastic_run_id="job", restart_count=0)
+    lost = Fault(time=9.5, rank=0, node="n1", fit=0, kind="RuntimeError", reason="Connection closed by peer")
+    found = account([launch(0.0, 0.0), workers(0.0, 0), workers(10.0, 1), lost, died, ended(20.0)])
+    assert [(each.cause, each.reason, each.node) for each in found.interruptions] == [("killed", "killed", "n1")]
+
+
 @pytest.mark.parametrize(
     ("between", "expected"),
     [

@@ -27,7 +27,7 @@ BUDGET = {
     "fit": 5560,
     "launch": 7725,
     "launch/schedulers": 508,
-    "run": 3019,
+    "run": 3060,
 }
 
 _NO_CODE = (

@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from lightning_resilience.run.events import (
     Event,
@@ -19,6 +19,7 @@ from lightning_resilience.run.events import (
     Killed,
     LaunchStart,
     NotRestored,
+    RanksReplaced,
     Resumed,
     WorkersStart,
 )
@@ -97,6 +98,31 @@ class Failure:
         )
 
 
+def is_late(event: Event, start: Event | None) -> bool:
+    """Whether a watchdog has recorded an end of workers when their successors on the same node had begun already.
+
+    Args:
+        event: The event.
+        start: The last start that was recorded before it, if one was.
+    """
+    return (
+        is_of_watchdog(event)
+        and isinstance(start, WorkersStart)
+        and (event.elastic_run_id, event.node) == (start.elastic_run_id, start.node)
+        and event.restart_count is not None
+        and event.restart_count < (start.restart_count or 0)
+    )
+
+
+def is_of_watchdog(event: Event) -> TypeGuard[Fault | Killed]:
+    """Whether a watchdog has recorded why ranks have ended: it may do so after their end.
+
+    Args:
+        event: The event.
+    """
+    return isinstance(event, Killed) or (isinstance(event, Fault) and event.kind in ("died", "hang"))
+
+
 def says_peer_is_lost(reason: str) -> bool:
     """Whether a rank failed because another one was gone.
 
@@ -113,11 +139,14 @@ def faults_of(group: Iterable[Event]) -> list[Fault]:
         group: Its events, oldest first, with the ``start`` if one was recorded.
     """
     run_id = None
+    start: WorkersStart | None = None
     faults: list[Fault] = []
     for event in group:
         match event:
             case WorkersStart():
-                run_id = event.elastic_run_id
+                run_id, start = event.elastic_run_id, event
+            case Fault() if is_late(event, start):
+                pass
             case Resumed() | Fresh():  # the script has caught what a fit before this one raised, and gone on
                 faults = [fault for fault in faults if fault.has_ended_workers or fault.fit == event.fit]
             case Fault() if run_id is None or not event.has_ended_workers or event.elastic_run_id == run_id:
@@ -149,12 +178,16 @@ def cause_of_end(events: Iterable[Event], elastic_run_id: str | None) -> str | N
     """
     group: list[WorkersStart | JobInfo | Fault | Killed] = []
     restarts: dict[str | None, int] = {}  # each node counts its own
+    replaced: RanksReplaced | None = None  # nothing else may be recorded of it yet
     for event in events:
+        if isinstance(event, RanksReplaced) and event.elastic_run_id == elastic_run_id:
+            replaced = event
         if isinstance(event, (WorkersStart, JobInfo, Fault, Killed)) and event.elastic_run_id == elastic_run_id:
             count = event.restart_count or 0
             if isinstance(event, WorkersStart):
                 group.clear()
                 restarts.clear()
+                replaced = None
             elif count > restarts.get(event.node, count):  # a group that died before it could record its start
                 group.clear()
             restarts[event.node] = max(count, restarts.get(event.node, 0))
@@ -162,7 +195,8 @@ def cause_of_end(events: Iterable[Event], elastic_run_id: str | None) -> str | N
                 group.append(event)
     faults = [event for event in group if isinstance(event, Fault)]
     if not faults:
-        return next((str(event.reason) for event in group if isinstance(event, Killed)), None)
+        reasons = (str(event.reason) for event in (*group, replaced) if isinstance(event, (Killed, RanksReplaced)))
+        return next(reasons, None)
     cause = first_cause(faults)
     if cause is not None:
         return _described(cause)

@@ -89,7 +89,7 @@ from lightning_resilience.run.events import (
     TimeSpent,
     WorkersStart,
 )
-from lightning_resilience.run.failures import faults_of, first_cause
+from lightning_resilience.run.failures import faults_of, first_cause, is_of_watchdog
 
 CATEGORIES = (
     "productive",
@@ -502,8 +502,9 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
     known = {(event.attempt, event.node) for event in recorded}
     kept = [event for event in running if (event.attempt, event.node) not in known]
     groups: defaultdict[object, _Group] = defaultdict(_Group)
-    for number, event in enumerate([*recorded, *kept]):
-        group = groups[event.attempt or number]
+    of_processes = [(event.attempt or number, event) for number, event in enumerate([*recorded, *kept])]
+    for number, (key, event) in enumerate(of_processes):
+        group = groups[key]
         group.elastic_run_id = event.elastic_run_id
         group.world_size = max(group.world_size, event.world_size or 0)
         is_kept = number >= len(recorded)
@@ -517,8 +518,14 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
         group.processes |= {rank: replace(mean, seconds=dict(mean.seconds), waits={}) for rank in lost}
     found = sorted([*found, *_unaccounted(events, found)], key=lambda group: group.began)
     starts = [group.began for group in found]
+    of_start = {(each.elastic_run_id, each.restart_count, each.node): groups[key] for key, each in of_processes}
     for each in events:
-        if isinstance(each, _OF_GROUP) and (index := bisect.bisect_right(starts, each.time) - 1) >= 0:
+        if not isinstance(each, _OF_GROUP):
+            continue
+        start = is_of_watchdog(each) and of_start.get((each.elastic_run_id, each.restart_count, each.node))
+        if start:
+            start.events.append(each)
+        elif (index := bisect.bisect_right(starts, each.time) - 1) >= 0:
             found[index].events.append(each)
     return found
 

@@ -35,7 +35,7 @@ from lightning_resilience.run.events import (
     WorkersStart,
     WorkloadRequest,
 )
-from lightning_resilience.run.failures import Failure, RepeatedMistake, first_cause, recurrence
+from lightning_resilience.run.failures import Failure, RepeatedMistake, first_cause, is_late, recurrence
 from lightning_resilience.run.ledger import Ledger, read_ledger
 
 EXCLUDE_THIS_NODE = "exclude_this_node"
@@ -348,6 +348,7 @@ class FailureCounts:
         self._advanced = False  # since the launcher last started the workers
         self._previous_start: WorkersStart | None = None
         self._group: list[Event] | None = None  # since workers of this job last recorded their start
+        self._ended: list[Event] | None = None  # the group before, whose end was counted as the last failure
 
     @property
     def recurrence(self) -> str | None:
@@ -372,6 +373,9 @@ class FailureCounts:
             for failure in list(self.tries):
                 if failure.fit == fit and failure.step is not None and failure.step < step:
                     del self.tries[failure]
+        if is_late(event, self._previous_start):
+            self._say_why(event)
+            return
         match event:
             case JobStart():
                 self._advanced = False
@@ -408,10 +412,23 @@ class FailureCounts:
         if not count:
             return
         # If it is more than one, the others were gone before they could record anything.
-        self.last = Failure.of(self._group) if self._group is not None else None
+        self._ended = self._group
+        self._count_last()
+
+    def _count_last(self) -> None:
+        self.last = Failure.of(self._ended) if self._ended is not None else None
         if self.last is not None:
             self.tries[self.last] += 1
             self.times[self.last] += 1
+
+    def _say_why(self, event: Event) -> None:
+        """Takes into account what was recorded of the last failure after the next workers had begun."""
+        if self._ended is None or self.last is None or is_late(event, self._ended[0]):
+            return
+        self.times[self.last] -= 1
+        self.tries = self.tries - Counter([self.last])
+        self._ended.append(event)
+        self._count_last()
 
 
 def _failed_before(start: WorkersStart, previous: WorkersStart | None) -> int:

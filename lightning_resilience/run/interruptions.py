@@ -23,7 +23,7 @@ from lightning_resilience.run.events import (
     StragglerStop,
     WorkersStart,
 )
-from lightning_resilience.run.failures import Failure, faults_of, first_cause
+from lightning_resilience.run.failures import Failure, faults_of, first_cause, is_late
 
 _SAY_HOW_FAR = (Fault, FitInterrupted, FitHalted, StragglerStop, Killed)
 _FIT_STATES = (Fresh, Resumed, Finished, Fault, FitInterrupted)
@@ -127,7 +127,8 @@ def _groups(events: Iterable[Event]) -> list[list[Event]]:
         if isinstance(event, (Resumed, Fresh)):
             begun.add(event.fit)
         if groups:
-            groups[-1].append(event)
+            its = (group for group in reversed(groups) if not group or not is_late(event, group[0]))
+            next(its, groups[-1]).append(event)
     return groups
 
 
