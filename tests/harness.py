@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -168,32 +168,100 @@ def samples(config: dict[str, Any]) -> list[dict[tuple[int, int], list[int]]]:
 
 _NO_PART_IN_THE_TRAINING = {
     *("callbacks", "recipe", "save_every", "interval_s", "keep", "async_save", "numpy", "step_s", "slow_shards_s"),
-    *("local", "fault_tolerance", "nan_guard", "replica_check", "straggler_detection", "grace_period_s", "weighs"),
+    *(
+        "local",
+        "kill_points",
+        "fault_tolerance",
+        "nan_guard",
+        "replica_check",
+        "straggler_detection",
+        "grace_period_s",
+        "weighs",
+    ),
 }
 _CHANGES_THE_TRAINING = {"events", "spoils", "flips", "drifts", "fails", "ckpt_path"}
 _references: dict[str, tuple[Any, Any]] = {}
 
 
 def undisturbed(tmp: Path, **options: Any) -> tuple[Any, Any]:
-    """Result and samples of an undisturbed run by Lightning alone: saving and watching must not change them.
+    """Result and samples of an undisturbed run by Lightning alone: saving and watching must not change them."""
+    config = reference(**options)
+    if config["out"] not in _references:
+        _references[config["out"]] = result(config), samples(config)
+    return _references[config["out"]]
 
-    Every reference is computed once, by whichever worker of pytest-xdist needs it first.
-    """
+
+def reference(**options: Any) -> dict[str, Any]:
+    """An undisturbed run by Lightning alone; computed once, by whichever worker of pytest-xdist needs it first."""
     config = on_device(options)
     if not _CHANGES_THE_TRAINING & options.keys():
         config = {name: config[name] for name in config.keys() - _NO_PART_IN_THE_TRAINING} | {"callbacks": []}
     key = hashlib.sha256(repr(sorted(config.items())).encode()).hexdigest()[:16]
-    if key not in _references:
-        folder = SHARED / f"reference-{key}"
-        folder.mkdir(exist_ok=True)
-        config |= {"run_dir": str(folder / "run"), "out": str(folder / "out"), "log": str(folder / "log")}
-        with open(folder / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (folder / "out").exists():
-                codes, text = run(config, folder)
-                assert set(codes) == {0}, text
-        _references[key] = result(config), samples(config)
-    return _references[key]
+    folder = SHARED / f"reference-{key}"
+    folder.mkdir(exist_ok=True)
+    config |= {"run_dir": str(folder / "run"), "out": str(folder / "out"), "log": str(folder / "log")}
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "out").exists():
+            codes, text = run(config, folder)
+            assert set(codes) == {0}, text
+    return config
+
+
+def lines(path: Path) -> list[Any]:
+    """The whole lines of a file that is being written, each JSON."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def differences(config: dict[str, Any], undisturbed: dict[str, Any]) -> Iterator[str]:
+    """In what a run with ``digests`` differs from an undisturbed one: state, samples of each step, what was logged.
+
+    What a rank did again it must have done alike.
+    """
+    if result(config) != result(undisturbed):
+        yield f"the result is {result(config)}, not {result(undisturbed)}"
+    both = (config, undisturbed)
+    for rank in range(config["trainer"]["devices"]):
+        pairs = {
+            f"state of rank {rank}": [
+                _by_key(each["out"], f".state.{rank}", _of_state) for each in (config, undisturbed)
+            ],
+            f"samples of rank {rank}": [_by_key(each["log"], f".{rank}", _of_batch) for each in both],
+            f"log of rank {rank}": [
+                _by_key(each["log"], f".metrics.{rank}", _of_log) for each in (config, undisturbed)
+            ],
+        }
+        for what, (ours, theirs) in pairs.items():
+            if different := [key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)]:
+                key = min(different)
+                yield f"{what}: {len(different)} differ, {key} is {ours.get(key)}, not {theirs.get(key)}"
+
+
+def _by_key(path: str, suffix: str, read: Callable[[Any], Iterator[tuple[str, Any]]]) -> dict[str, set[str]]:
+    """All values that a file has for a key."""
+    found: dict[str, set[str]] = {}
+    for line in lines(Path(path + suffix)):
+        for key, value in read(line):
+            found.setdefault(key, set()).add(json.dumps(value))
+    return found
+
+
+def _of_state(line: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    yield from line.items()
+
+
+def _of_batch(line: list[Any]) -> Iterator[tuple[str, Any]]:
+    fit, step, ids = line
+    yield f"fit {fit}, batch {step:4}", ids
+
+
+def _of_log(line: list[Any]) -> Iterator[tuple[str, Any]]:
+    _, _, step, metrics = line
+    for name, value in metrics.items():
+        if not name.startswith("resilience/"):  # metrics of the run, which say how it was disturbed
+            yield f"step {step:4}, {name}", value
 
 
 def command(config: dict[str, Any]) -> list[str]:

@@ -28,6 +28,7 @@ from typing import Any
 import lightning.pytorch as L
 import numpy as np
 import torch
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -59,7 +60,7 @@ from lightning_resilience.run.ledger import node_name
 from lightning_resilience.run.run_directory import RunDirectory
 
 sys.path.append(str(Path(__file__).parents[1]))  # also where it is started as a program
-from tests import as_on_gpu
+from tests import as_on_gpu, kill_points
 from tests.late import Travelling
 from tests.participants import GoesBack
 
@@ -79,6 +80,10 @@ DEFAULTS: dict[str, Any] = {
     "persistent": False,
     "augment": True,
     "dropout": 0.2,
+    "batch_norm": False,
+    "bucket_cap_mb": None,  # of DDP
+    "digests": False,  # every rank writes what it has logged, and what its whole state is in the end
+    "kill_points": None,  # the folder of tests/kill_points.py
     "trainer": {},
     "validation": False,
     "plateau": False,
@@ -153,6 +158,8 @@ DEFAULTS: dict[str, Any] = {
 def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
     """Does what the config says shall happen at this place; returns whether that is to leave something out."""
     trace(config, rank, f"{at} {step}")
+    if config["kill_points"]:
+        kill_points.passes(kill_points.IN_THE_PROGRAM.get(at, ""))
     if at == "train":
         config["furthest"] = max(step, config.get("furthest", 0))
     for number, event in enumerate(config["events"]):
@@ -385,7 +392,7 @@ class Module(L.LightningModule):
         first, second = torch.nn.Linear(8, width), torch.nn.Linear(width, width)
         self.net = torch.nn.Sequential(
             first,
-            torch.nn.ReLU(),
+            torch.nn.BatchNorm1d(width) if config["batch_norm"] else torch.nn.ReLU(),
             torch.nn.Dropout(config["dropout"]),
             second,
             torch.nn.Tanh(),
@@ -393,7 +400,7 @@ class Module(L.LightningModule):
         )
         self.register_buffer("average", torch.zeros(()))
         self.metric = MeanMetric()
-        self.epoch_values: list[float] = []
+        self.is_watched = False
 
     def configure_model(self) -> None:
         if str(self.config["sharded"]).startswith("fsdp1"):
@@ -489,6 +496,9 @@ class Module(L.LightningModule):
         do(self.config, "epoch_end", self.trainer.current_epoch, self.trainer.global_rank)
 
     def setup(self, stage: str) -> None:
+        if self.config["kill_points"] and not self.is_watched:
+            self.is_watched = True  # also where the fit is entered again
+            kill_points.watch_gradients(self.net[-1].weight, self.net[0].weight)
         do(self.config, "setup", 0, self.trainer.global_rank)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -611,6 +621,23 @@ class Collectives(L.Callback):
                 Path(f"{self.path}.{trainer.global_rank}").write_text(json.dumps(found))
 
 
+class Lines(Logger):
+    """Every rank writes what is logged, and when."""
+
+    name, version = "lines", 0
+
+    def __init__(self, log: str) -> None:
+        super().__init__()
+        self.path = f"{log}.metrics.{os.environ.get('RANK', '0')}"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        with open(self.path, "a") as file:
+            file.write(json.dumps([time.time(), os.getpid(), step, metrics]) + "\n")
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """There are none."""
+
+
 def config_monitor(config: dict[str, Any]) -> str:
     return "val_loss" if config["validation"] else "train_loss_epoch"
 
@@ -619,6 +646,17 @@ def digest(module: torch.nn.Module, buffers: bool = True) -> str:
     tensors = [*module.parameters(), *(b for b in module.buffers() if buffers)]
     full = [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach().cpu().clone() for t in tensors]
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in full)).hexdigest()[:16]
+
+
+def state_digests(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    state = optimizer.state_dict()
+    parts = {"weights": list(module.parameters()), "buffers": list(module.buffers())}
+    parts["optimizer"] = [t for each in state["state"].values() for _, t in sorted(each.items())]
+    digests = {
+        name: hashlib.sha256(b"".join(t.detach().cpu().numpy().tobytes() for t in tensors)).hexdigest()[:16]
+        for name, tensors in parts.items()
+    }
+    return digests | {"groups": json.dumps(state["param_groups"], default=str)}
 
 
 def whole(trainer: L.Trainer) -> Any:
@@ -638,6 +676,8 @@ def main(config: dict[str, Any]) -> None:
     if config["collectives"]:
         os.environ["TORCH_FR_BUFFER_SIZE"] = "20000"
     sabotage(config)
+    if config["kill_points"]:
+        kill_points.install(Path(config["kill_points"]))
     if config["weighs"]:
         weigh_gathered(config["log"])
     if config["cwd"] is not None:
@@ -659,6 +699,9 @@ def main(config: dict[str, Any]) -> None:
         train = loader(config, world_size, trainer.global_rank)
         trainer.fit(module, *([] if train is None else [train]), val_dataloaders=val, ckpt_path=config["ckpt_path"])
         do(config, "after", fit, trainer.global_rank)
+        if config["digests"]:
+            state = state_digests(module, trainer.optimizers[0])
+            Path(f"{config['out']}.state.{trainer.global_rank}").write_text(json.dumps(state) + "\n")
         metrics = {key: float(value) for key, value in sorted(trainer.callback_metrics.items())}
         with whole(trainer):
             found = digest(module), digest(module, buffers=False)
@@ -908,6 +951,10 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         collectives = {"process_group_backend": as_on_gpu.collectives()} if world_size > 1 else {}
         single = L.strategies.SingleDeviceStrategy(torch.device(as_on_gpu.NAME, 0))
         options["strategy"] = L.strategies.DDPStrategy(**collectives) if world_size > 1 else single
+    if config["bucket_cap_mb"]:
+        options["strategy"] = L.strategies.DDPStrategy(bucket_cap_mb=config["bucket_cap_mb"], **collectives)
+    if config["digests"]:
+        options |= {"logger": Lines(config["log"]), "log_every_n_steps": 1}
     if config["collective_timeout_s"]:
         seconds = timedelta(seconds=config["collective_timeout_s"])
         options["strategy"] = L.strategies.DDPStrategy(timeout=seconds, **collectives)

@@ -95,6 +95,7 @@ def reset_loops(trainer: Trainer, module: LightningModule) -> None:
     fit_loop._last_train_dl_reload_epoch = val_loop._last_val_dl_reload_epoch = float("-inf")
     epoch_loop._skip_next_val = False
     epoch_loop._results.clear()
+    val_loop._results.clear()  # of a validation that was cut off
     connector = trainer._logger_connector
     for metrics in (connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics):
         metrics.clear()
