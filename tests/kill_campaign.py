@@ -187,7 +187,8 @@ class Disturbed:
             problems += self._left()
             self._end()
         if not self._launch.returncode:
-            problems += list(harness.differences(self._config))
+            options = {name: each for name, each in self._config.items() if name not in ("run_dir", "out", "log")}
+            problems += harness.differences(self._config, harness.reference(**options))
         account = self._account()
         account.problems = problems
         return account
