@@ -5,6 +5,8 @@ after some new steps; the arms take turns. *First step* is the first one that an
 first one that no rank had made before.
 
     PYTHONPATH=. python benchmarks/restart.py [--kills 30] [--ranks 2 4] [--models tiny gpt] [--arms ...]
+
+``--idle SECONDS`` measures instead what the spare processes of a training take while they wait.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -22,6 +25,11 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
+
+from lightning_resilience.launch.channel import CHANNEL_VARIABLE
+from lightning_resilience.launch.park import SPARE
 
 PROGRAM = Path(__file__).with_name("restart_program.py")
 OURS = (sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--recipe", "nemo", "--quiet")
@@ -93,6 +101,7 @@ class Arm:
     def __init__(self, command: list[str], model: str, ranks: int, folder: Path) -> None:
         marks = folder / "marks"
         marks.mkdir(parents=True)
+        self.folder = folder
         self._notes = [Notes(marks / f"rank-{rank}") for rank in range(ranks)]
         is_ours = "lightning_resilience.launch.cli" in command
         options = {"model": model, "marks": str(marks), "steps": 1_000_000, "ours": is_ours}
@@ -141,6 +150,15 @@ class Arm:
         new = next(mark for mark in made if mark.step > reached)
         return made[0].seconds - since, new.seconds - since
 
+    def spares(self) -> list[int]:
+        """Waits until each rank has a spare that is ready; their processes."""
+        deadline, logs = time.monotonic() + PATIENCE_S, self.folder / "run" / "logs"
+        while sum(log.read_text().count("is ready") for log in logs.glob("launcher-*")) < len(self._notes):
+            self._wait(deadline)
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        kinds = {child.pid: child.environ().get(CHANNEL_VARIABLE, "").partition(",")[2] for child in children}
+        return [pid for pid, kind in kinds.items() if kind == SPARE]
+
     def _wait(self, deadline: float) -> None:
         if self._process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"it has ended, or waits for something:\n{self._output.read_text()[-3000:]}")
@@ -177,6 +195,34 @@ def measure(name: str, model: str, ranks: int, kills: int, seed: int) -> list[tu
     return found
 
 
+def used(pid: int) -> tuple[int, int]:
+    """How many nanoseconds of CPU time the threads of a process have used, and how often one has begun to run."""
+    fields = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(int(each[0]) for each in fields), sum(int(each[2]) for each in fields)
+
+
+def measure_idle(model: str, ranks: int, seconds: float) -> None:
+    """Prints what spares that wait take of a core and of the memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        arm = Arm(ARMS["`launch --spares auto`"], model, ranks, Path(folder))
+        try:
+            before = {pid: used(pid) for pid in arm.spares()}
+            time.sleep(seconds)
+            for pid, (earlier, runs) in before.items():
+                now, runs_now = used(pid)
+                sizes = re.findall(r"^(Private|Rss).*: +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)
+                own, resident = (
+                    sum(int(kb) for name, kb in sizes if name == which) >> 10 for which in ("Private", "Rss")
+                )
+                took, share = (now - earlier) / 1e6, (now - earlier) / seconds / 1e9
+                print(
+                    f"| {model} | {took:.2f} ms, {share:.4%} | {runs_now - runs} | {own} MB | {resident} MB |",
+                    flush=True,
+                )
+        finally:
+            arm.end()
+
+
 def row(values: list[float]) -> str:
     """Median and 99th percentile (of few values, the largest)."""
     ordered = sorted(values)
@@ -191,7 +237,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--models", nargs="*", choices=["tiny", "gpt"], default=["tiny", "gpt"])
     parser.add_argument("--arms", nargs="*", choices=[*ARMS], default=[*ARMS])
+    parser.add_argument("--idle", type=float, metavar="SECONDS", help="measure spare processes that wait, for so long")
     options = parser.parse_args()
+    if options.idle is not None:
+        print(f"| model | CPU time in {options.idle:g} s, of a core | wake-ups | own memory | resident |")
+        print("|---|---|---|---|---|")
+        for model in options.models:
+            measure_idle(model, options.ranks[0], options.idle)
+        return
     print("| model | ranks | | first step, p50 | p99 | new step, p50 | p99 | of the first row |")
     print("|---|---|---|---|---|---|---|---|")
     for model in options.models:
