@@ -78,6 +78,7 @@ DEFAULTS: dict[str, Any] = {
     "workers": 0,
     "batches": BATCHES,  # of each rank in an epoch
     "persistent": False,
+    "loader": {},  # more arguments of it
     "augment": True,
     "dropout": 0.2,
     "batch_norm": False,
@@ -310,6 +311,7 @@ def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
     size = BATCH * config["batches"] * world_size
     kind, workers = config["data"], config["workers"]
     keep = {"num_workers": workers, "persistent_workers": config["persistent"] and workers > 0}
+    keep |= config["loader"]
     data = Data(size, config["augment"], config)
     if config["folds"]:
         data = Subset(
