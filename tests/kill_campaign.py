@@ -186,7 +186,7 @@ class Disturbed:
         finally:
             problems += self._left()
             self._end()
-        if not self._launch.returncode:
+        if self._launch.returncode == 0:
             options = {name: each for name, each in self._config.items() if name not in ("run_dir", "out", "log")}
             problems += harness.differences(self._config, harness.reference(**options))
         account = self._account()
@@ -198,15 +198,17 @@ class Disturbed:
     def _kill(self, number: int, point: str) -> None:
         count = 2 if self._world_size > 2 and self._chance.random() < 0.25 else 1
         ranks = self._chance.sample(range(self._world_size), count)
-        batches = self._chance.randint(1, 8)
+        new_steps = self._chance.randint(1, 6)
         if point == SOON and number:
             time.sleep(self._chance.uniform(0.0, 1.0))
             self._kill_now(point, ranks)
             return
-        if not self._wait_for(lambda: self._is_over() or self._all_have_made(batches)) or self._is_over():
+        wanted = max(self._reached()) + new_steps
+        if not self._wait_for(lambda: self._is_over() or min(self._reached()) >= wanted) or self._is_over():
             return
         if point in (AT_A_RANDOM_INSTANT, SOON, STOPPED):
-            time.sleep(self._chance.uniform(0.0, 0.1))
+            # A spare process is made again within some seconds.
+            time.sleep(8.0 if point == STOPPED else self._chance.uniform(0.0, 0.1))
             self._kill_now(STOPPED if point == STOPPED else AT_A_RANDOM_INSTANT, ranks)
             return
         first, *others = ranks
@@ -217,7 +219,9 @@ class Disturbed:
         if point in IN_A_RECOVERY:
             self._kill_now("before that", [self._chance.randrange(self._world_size)])
             recorded += 1
-        self._wait_for(lambda: self._is_over() or self._recorded() > recorded or self._all_have_made(_BATCHES + 4))
+        self._wait_for(
+            lambda: self._is_over() or self._recorded() > recorded or min(self._reached()) > wanted + _BATCHES
+        )
         if self._recorded() == recorded:
             (self._killed / f"aim-{first}").unlink(missing_ok=True)
             self._kill_now(AT_A_RANDOM_INSTANT, ranks)
@@ -253,11 +257,10 @@ class Disturbed:
             return len((self._killed / "killed").read_text().splitlines())
         return 0
 
-    def _all_have_made(self, batches: int) -> bool:
-        """Whether all ranks have made so many batches since the last kill."""
-        last = max((kill["time"] for kill in self._kills()), default=0.0)
+    def _reached(self) -> list[int]:
+        """The furthest step of each rank."""
         paths = [Path(f"{self._config['log']}.metrics.{rank}") for rank in range(self._world_size)]
-        return all(sum(line[0] > last for line in lines(path)) >= batches for path in paths)
+        return [max((line[2] for line in lines(path)), default=-1) for path in paths]
 
     def _kills(self) -> list[dict[str, Any]]:
         return lines(self._killed / "killed")

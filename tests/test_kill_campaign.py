@@ -49,6 +49,6 @@ def test_three_hundred_kills(tmp_path: Path, mode: str, number: int) -> None:
 @pytest.mark.nvrx
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_that_stands_still_again_and_again(tmp_path: Path, mode: str) -> None:
-    account = survive(tmp_path, SEED, [STOPPED] * 3, mode)
+    account = survive(tmp_path, SEED, [STOPPED] * 3, mode, trainer={"devices": 2, "max_epochs": 100})
     assert not account.problems
     assert account.kills[STOPPED]
