@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import lightning_resilience as lr
 from lightning_resilience._arguments import changed, path
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
-from lightning_resilience.elastic import channel
+from lightning_resilience.launch import membership
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.run.deadlines import DEFAULT_GRACE_PERIOD_S
 from lightning_resilience.run.run_directory import WORKER_PID_VARIABLE, RunDirectory, is_turned_off
@@ -420,7 +420,7 @@ def callbacks_factory() -> list[Callback]:
     from lightning_resilience._torch import connect_when_rank_0_listens
 
     connect_when_rank_0_listens()
-    if channel.current() is not None:
+    if membership.current() is not None:
         from lightning_resilience.fit import joining
 
         joining.install_reentry()

@@ -20,14 +20,14 @@ BUDGET = {
     "checkpoint": 4875,
     "contrib": 225,
     "detect": 325,
-    "detect/hangs": 2487,
+    "detect/hangs": 2486,
     "detect/numerics": 788,
     "detect/stragglers": 370,
-    "elastic": 164,
+    "elastic": 63,
     "fit": 5560,
-    "launch": 7725,
+    "launch": 7770,
     "launch/schedulers": 508,
-    "run": 3060,
+    "run": 3061,
 }
 
 _NO_CODE = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import socket
@@ -18,11 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_resilience.elastic import channel
-from lightning_resilience.elastic.channel import Channel, Replacement
-from lightning_resilience.launch import elastic
-from lightning_resilience.launch.elastic import Supervisor, is_replaceable
-from lightning_resilience.launch.spares import Workers
+from lightning_resilience.launch import elastic, membership
+from lightning_resilience.launch.channel import Channel, Message
+from lightning_resilience.launch.elastic import Member, Supervisor, is_replaceable
+from lightning_resilience.launch.membership import Membership, Replacement
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import command, differences, reference, result, samples
@@ -31,54 +29,50 @@ from tests.test_exact_resume import make, undisturbed
 from tests.test_launch import wait_until
 from tests.test_launchers import finish, start
 
-# -- a rank's connection -----------------------------------------------------------------------------------------------
+# -- a rank ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Channel, socket.socket]]:
-    """A rank's connection, and the supervisor's end of it."""
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Membership, Channel]]:
+    """What a rank knows, and the supervisor's end of its channel."""
     for name in ("TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
-    ours, theirs = socket.socketpair()
-    line = Channel(theirs, rank=1, generation=0)
-    assert json.loads(ours.recv(1 << 16)) == {"rank": 1, "pid": os.getpid(), "generation": 0}
-    yield line, ours
+    ours, theirs = (Channel(each) for each in socket.socketpair())
+    yield Membership(theirs, generation=0), ours
     ours.close()
 
 
-def say(end: socket.socket, **message: Any) -> None:
-    end.sendall(json.dumps(message).encode() + b"\n")
-
-
-def test_a_rank_learns_of_a_loss_when_its_group_is_cut(ends: tuple[Channel, socket.socket]) -> None:
+def test_a_rank_learns_of_a_loss_when_its_group_is_cut(ends: tuple[Membership, Channel]) -> None:
     line, end = ends
     known_at_cut: list[Any] = []
     line.cut = lambda: known_at_cut.append(line.replacement())
-    say(end, kind="replace", generation=3, port=4711, lost={"0": "was killed by SIGKILL"})
+    end.send("replace", generation=3, port=4711, lost={0: "was killed by SIGKILL"})
     replacement = line.replacement_behind(RuntimeError("Connection closed by peer"))
     assert replacement == Replacement(3, 4711, {0: "was killed by SIGKILL"})
     assert known_at_cut == [None]  # else the main thread may have opened the next group, which would be cut
     line.begin(replacement)
     assert (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"]) == ("3", "4711")
-    assert json.loads(end.recv(1 << 16)) == {"state": "left", "generation": 3}
+    said = end.receive()
+    assert said is not None
+    assert (said.kind, said.fields) == ("state", {"state": "left", "generation": 3, "reason": ""})
     assert line.replacement() is None
 
 
-def test_an_error_of_the_user_is_raised(ends: tuple[Channel, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_user_is_raised(ends: tuple[Membership, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
     line, end = ends
-    monkeypatch.setattr(channel, "OWN_ERROR_RAISED_AFTER_S", 0.0)
+    monkeypatch.setattr(membership, "OWN_ERROR_RAISED_AFTER_S", 0.0)
     error = ValueError("a loss that is no number")
     assert line.replacement_behind(error) is None
-    say(end, kind="replace", generation=1, port=1, lost={})
+    end.send("replace", generation=1, port=1, lost={})
     assert line.replacement(10.0) is not None
     assert line.replacement_behind(error) is None  # what was judged once is not taken for a consequence later
 
 
-def test_an_error_is_raised_when_all_ranks_are_restarted(ends: tuple[Channel, socket.socket]) -> None:
+def test_an_error_is_raised_when_all_ranks_are_restarted(ends: tuple[Membership, Channel]) -> None:
     line, end = ends
-    say(end, kind="replace", generation=1, port=1, lost={})
+    end.send("replace", generation=1, port=1, lost={})
     assert line.replacement(10.0) is not None
-    threading.Timer(0.05, say, [end], {"kind": "restart"}).start()  # the replacement was refused
+    threading.Timer(0.05, end.send, ["restart"]).start()  # the replacement was refused
     line.await_restart(10.0)
     assert line.replacement_behind(RuntimeError("[gloo] Connection closed by peer")) is None
 
@@ -86,24 +80,26 @@ def test_an_error_is_raised_when_all_ranks_are_restarted(ends: tuple[Channel, so
 # -- the supervisor, with ranks that only talk to it -------------------------------------------------------------------
 
 RANK = """
-import json, os, signal, socket, sys, time
+import json, os, signal, socket, struct, sys, time
 rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-line = socket.socket(socket.AF_UNIX)
-line.connect(os.environ["LIGHTNING_RESILIENCE_ELASTIC"])
-def say(**message): line.sendall(json.dumps(message).encode() + b"\\n")
+assert os.environ["LIGHTNING_RESILIENCE_ELASTIC"]
+line = socket.socket(fileno=int(os.environ["LIGHTNING_RESILIENCE_CHANNEL"].split(",")[0])).makefile("rwb")
+def tell(**message):
+    data = json.dumps(message).encode()
+    line.write(struct.pack("!I", len(data)) + data)
+    line.flush()
+def say(state, reason=""): tell(kind="state", state=state, generation=generation, reason=reason)
 def die(): os.kill(os.getpid(), signal.SIGKILL)
-say(rank=rank, pid=os.getpid(), generation=life)
-news = line.makefile()
 def hear():
-    message = json.loads(next(news))
+    message = json.loads(line.read(struct.unpack("!I", line.read(4))[0]))
     if message["kind"] == "restart": sys.exit(1)
     return message["generation"]
 log = sys.argv[1]
 print(rank, life, os.getpid(), file=open(log, "a"))
 generation = life
 def ready(saved=True):
-    say(state="ready", generation=generation)
-    if saved: say(state="saved")
+    say("ready")
+    if saved: tell(kind="saved")
     print(file=open(f"{log}.{rank}.{generation}", "w"))
 def others():
     files = [f"{log}.{other}.{generation}" for other in range(3) if other != rank]
@@ -118,7 +114,7 @@ def supervise(tmp_path: Path, script: str, world_size: int = 3, max_restarts: in
     (tmp_path / "run").mkdir()
     ledger = Ledger(tmp_path / "run", rank=None)
     ranks = [sys.executable, "-IS", str(program), str(log)]
-    supervisor = Supervisor(ranks, world_size, max_restarts, "abc", tmp_path, 5.0, ledger, Workers(makes_spares=False))
+    supervisor = Supervisor(ranks, world_size, max_restarts, "abc", 5.0, ledger)
     code = supervisor.run()
     return code, [[int(word) for word in line.split()] for line in log.read_text().splitlines()]
 
@@ -131,7 +127,7 @@ if rank == 1 and life == 0:
     die()
 while generation < {last}:
     generation = hear()
-    say(state="left", generation=generation)
+    say("left")
     {then}
     ready()
 """
@@ -152,17 +148,14 @@ def test_a_killed_rank_is_replaced_and_the_others_live_on(tmp_path: Path) -> Non
 
 
 def test_what_an_ended_process_has_said_counts_for_nothing(tmp_path: Path) -> None:
-    late = """
-    if rank == 0 and life == 0:
-        other = socket.socket(socket.AF_UNIX)
-        other.connect(os.environ["LIGHTNING_RESILIENCE_ELASTIC"])
-        lines = {"rank": 0, "pid": 1, "generation": 0}, {"state": "refused", "generation": 0, "reason": "x"}
-        other.sendall("".join(json.dumps(line) + "\\n" for line in lines).encode())
-        other.settimeout(10)
-        assert not other.recv(1)
-    """
-    code, started = supervise(tmp_path, textwrap.dedent(late) + MENDED.format(last=1, then=""))
-    assert (code, lives(started)) == (0, {*FIRST, (1, 1)})
+    supervisor = Supervisor([], 1, 3, "abc", 5.0, Ledger(tmp_path, rank=None))
+    ended, living = (Popen([sys.executable, "-ISc", ""]) for _ in range(2))
+    member = supervisor._members[0] = Member(0, living, generation=1)
+    for process, state in ((ended, "starting"), (living, "refused")):
+        said = {"state": "refused", "generation": member.generation, "reason": "x"}
+        supervisor._hear(process, Message("state", said, []))
+        assert member.state == state
+        process.wait()
 
 
 def test_another_rank_that_dies_meanwhile_is_replaced_too(tmp_path: Path) -> None:
@@ -176,7 +169,7 @@ def test_another_rank_that_dies_meanwhile_is_replaced_too(tmp_path: Path) -> Non
     [
         pytest.param("ready(); last(lambda: sys.exit(1))", id="an exception"),
         pytest.param("ready(saved=False); last(die)", id="nothing saved"),
-        pytest.param("ready(); say(state='refused', generation=0, reason='x'); last(die)", id="refused"),
+        pytest.param("ready(); say('refused', 'x'); last(die)", id="refused"),
     ],
 )
 def test_what_cannot_be_mended_restarts_all(tmp_path: Path, script: str) -> None:

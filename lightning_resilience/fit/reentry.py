@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_resilience._lightning import lightning_reentry, lightning_strategies
-from lightning_resilience.elastic import channel
-from lightning_resilience.elastic.channel import Channel
 from lightning_resilience.elastic.group import DefaultGroup, count_groups
 from lightning_resilience.fit import context
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.participant import Participant
+from lightning_resilience.launch import membership
+from lightning_resilience.launch.membership import Membership
 from lightning_resilience.run import time_account
 from lightning_resilience.run.deadlines import ENDED_WITHIN_S
 from lightning_resilience.run.events import Event, RestoredInPlace, Resumed, Saved
@@ -50,14 +50,14 @@ def install(leave_session: Callable[[Trainer], None]) -> None:
     Args:
         leave_session: Leaves the session of a Trainer's fit, without its peers.
     """
-    if (line := channel.current()) is not None:
+    if (line := membership.current()) is not None:
         _group.install()
         line.cut = _group.cut
         lightning_reentry.on_run(functools.partial(_run, leave_session))
 
 
 def _run(leave_session: Callable[[Trainer], None], trainer: Trainer, call: Callable[[], Any]) -> Any:
-    line = channel.current()
+    line = membership.current()
     number = len(_runs)
     is_inner = not all(_runs)
     _runs.append(False)
@@ -69,7 +69,7 @@ def _run(leave_session: Callable[[Trainer], None], trainer: Trainer, call: Calla
         _runs[number] = True
 
 
-def _enter(trainer: Trainer, call: Callable[[], Any], line: Channel, leave_session: Callable[[], None]) -> Any:
+def _enter(trainer: Trainer, call: Callable[[], Any], line: Membership, leave_session: Callable[[], None]) -> Any:
     while True:
         if (replacement := line.replacement()) is not None:  # another rank was lost while this one was not in the fit
             line.begin(replacement)
@@ -125,7 +125,7 @@ class Replaceability(Participant):
 
     def __init__(self, fit: FitContext) -> None:
         self._fit = fit
-        self._line = channel.current()
+        self._line = membership.current()
 
     def begin(self, session: FitSession) -> None:
         """The loops of the fit begin."""
@@ -146,7 +146,7 @@ class Replaceability(Participant):
     def on_record(self, event: Event) -> None:
         """There is a state to go back to."""
         if self._line is not None and isinstance(event, (Saved, Resumed, RestoredInPlace)):
-            self._line.say("saved")
+            self._line.say_saved()
 
     def is_loss(self, error: BaseException) -> bool:
         """Whether an error of the fit comes from the loss of a rank, which is being replaced."""

@@ -1,20 +1,30 @@
-"""The channel between the elastic launcher of a node and each of its workers: a pair of sockets that nobody else has.
+"""The channel between the launcher of a node and each of its workers: a pair of sockets that nobody else has.
 
 Whoever can write to the run directory, or to node memory, has no say here. Every worker has one, from its start to its
 end. A message is a JSON object, preceded by its length in 4 bytes; ``kind`` says what it is:
 
-========== ============================ =======================================================================
-kind       from -> to                   meaning, and its other fields
-========== ============================ =======================================================================
-``begun``  worker -> launcher           it is at its first boundary; what it has imported (``modules``, ``changes``,
+=========== =========================== =======================================================================
+kind        from -> to                  meaning, and its other fields
+=========== =========================== =======================================================================
+``begun``   worker -> launcher          it is at its first boundary; what it has imported (``modules``, ``changes``,
                                         ``files``, see :mod:`~lightning_resilience.launch.imports`), where the
                                         launcher has asked for that
-``import`` launcher -> spare            what to import: the fields of ``begun``; ``parent``: the launcher's pid
-``ready``  spare -> launcher            it has; ``problem``: why it cannot be used, or null; ``memory``: its own bytes
-``go``     launcher -> spare            it is a worker now: ``env``, ``cwd``, ``redirected``: which of descriptors 1 and
+``import``  launcher -> spare           what to import: the fields of ``begun``; ``parent``: the launcher's pid
+``ready``   spare -> launcher           it has; ``problem``: why it cannot be used, or null; ``memory``: its own bytes
+``go``      launcher -> spare           it is a worker now: ``env``, ``cwd``, ``redirected``: which of descriptors 1 and
                                         2 come with the message
-``going``  worker that was a spare ->   it has read that
-========== ============================ =======================================================================
+``going``   worker that was a spare ->  it has read that
+``state``   rank -> ``--elastic``       ``state``: ``ready`` (the loss of another rank can be mended by a replacement),
+                                        ``refused`` (it cannot; ``reason``), ``left`` (it has left the fit, to enter it
+                                        again), ``done``; ``generation``: in which it is
+``saved``   rank -> ``--elastic``       there is a state to go back to
+``replace`` ``--elastic`` -> rank       other ranks were lost and are replaced: ``lost``: how each has ended;
+                                        ``generation``: the next one; ``port``: of its store
+``restart`` ``--elastic`` -> rank       all ranks are ended and started again
+=========== =========================== =======================================================================
+
+A *generation* is one start of a process group under ``launch --elastic``
+(:mod:`~lightning_resilience.launch.elastic`, :mod:`~lightning_resilience.launch.membership`).
 
 A worker gets its end by :func:`~lightning_resilience.launch.park.enter` and finds it with :func:`of_worker`. The
 launcher's ends are those of :class:`~lightning_resilience.launch.spares.Workers`.
@@ -173,5 +183,5 @@ def set_of_worker(channel: Channel) -> None:
 
 
 def of_worker() -> Channel | None:
-    """The channel of this worker to its elastic launcher, if this is a worker that has one."""
+    """The channel of this worker to its launcher, if this is a worker that has one."""
     return _of_worker

@@ -20,36 +20,34 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
+import queue
 import selectors
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TextIO
 
 from lightning_resilience import _nvrx
 from lightning_resilience._loopback import ADDRESS, listen, serve_store
 from lightning_resilience._output import introduce, log_line
 from lightning_resilience.detect.hangs.deaths import Death
-from lightning_resilience.elastic.channel import CHANNEL_VARIABLE, send
+from lightning_resilience.launch.channel import Message
 from lightning_resilience.launch.spares import SPARES_VARIABLE, Workers
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.events import RanksReplaced
 from lightning_resilience.run.ledger import Ledger
-from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, RunDirectory
+from lightning_resilience.run.run_directory import ELASTIC_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
 
 _POLL_S = 0.5
 _POLL_WITHOUT_PIDFD_S = 0.01
-_SENT_WITHIN_S = 5.0
+_HEARD_WITHIN_S = 0.5
 
 
 @dataclass
@@ -61,7 +59,7 @@ class Member:
         process: Its process.
         generation: The generation in which it is, as it says.
         state: What it has said last; ``starting``: nothing since it was started.
-        connection: To it, once it has connected.
+        reason: Why it has refused.
     """
 
     rank: int
@@ -69,18 +67,12 @@ class Member:
     generation: int
     state: str = "starting"
     reason: str = ""
-    connection: socket.socket | None = None
     pidfd: int | None = None
 
     @property
     def exit_code(self) -> int | None:
         """How its process has ended, if it has."""
         return self.process.poll()
-
-    def tell(self, kind: str, **content: Any) -> None:
-        """Sends it a message."""
-        if self.connection is not None:
-            send(self.connection, {"kind": kind, **content})
 
 
 def is_replaceable(exit_code: int) -> bool:
@@ -100,10 +92,10 @@ class Supervisor:
         world_size: How many ranks there are.
         max_restarts: How many generations may follow the first.
         run_id: ``TORCHELASTIC_RUN_ID`` of the ranks.
-        folder: For the socket; only this user may enter it.
         term_timeout_s: How long the ranks may take to end after this process was told to stop.
         ledger: Of the run.
-        workers: Starts the ranks.
+        makes_spares: Whether processes wait to replace ranks.
+        log: Where it is said what becomes of those.
     """
 
     def __init__(
@@ -112,10 +104,10 @@ class Supervisor:
         world_size: int,
         max_restarts: int,
         run_id: str,
-        folder: Path,
         term_timeout_s: float,
         ledger: Ledger,
-        workers: Workers,
+        makes_spares: bool = False,
+        log: TextIO | None = None,
     ) -> None:
         self._command = command
         self._world_size = world_size
@@ -123,21 +115,15 @@ class Supervisor:
         self._run_id = run_id
         self._term_timeout_s = term_timeout_s
         self._ledger = ledger
-        self._workers = workers
+        self._workers = Workers(makes_spares, log, self._put)
+        self._said: queue.SimpleQueue[tuple[subprocess.Popen[bytes], Message]] = queue.SimpleQueue()
         self._generation = 0
         self._members: dict[int, Member] = {}
         self._has_saved = False
         self._replacing_since: float | None = None
-        self._lost: dict[int, str] = {}
         self._stop_asked = False
         self._stops_until: float | None = None
-        self._path = str(folder / "elastic.socket")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        Path(self._path).unlink(missing_ok=True)  # of an earlier start in this launch
-        self._listener.bind(self._path)
-        self._listener.listen(world_size)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
@@ -166,6 +152,9 @@ class Supervisor:
     def _listen(self, within_s: float) -> None:
         for key, _ in self._selector.select(within_s):
             key.data()
+        with suppress(queue.Empty):
+            while True:
+                self._hear(*self._said.get_nowait())
 
     # -- the ranks -----------------------------------------------------------------------------------------------------
 
@@ -188,7 +177,7 @@ class Supervisor:
             "TORCHELASTIC_RUN_ID": self._run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # there is one for each generation
-            CHANNEL_VARIABLE: self._path,
+            ELASTIC_VARIABLE: "1",
         }
         # As torch's: all ranks together must not have more threads than cores. And a store that is closed under its
         # clients is no news.
@@ -202,65 +191,29 @@ class Supervisor:
             self._selector.register(member.pidfd, selectors.EVENT_READ, done)
 
     def _forget(self, member: Member) -> None:
-        for file in (member.pidfd, member.connection):
-            if file is not None:
-                with suppress(KeyError, ValueError):
-                    self._selector.unregister(file)
         if member.pidfd is not None:
+            with suppress(KeyError):
+                self._selector.unregister(member.pidfd)
             os.close(member.pidfd)
-        if member.connection is not None:
-            member.connection.close()
-        member.pidfd = member.connection = None
+        member.pidfd = None
 
     # -- what they say -------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.settimeout(_SENT_WITHIN_S)
-        received = bytearray()
-        sender: list[Member] = []
+    def _put(self, process: subprocess.Popen[bytes], message: Message) -> None:
+        """Called in the thread of a channel."""
+        self._said.put((process, message))
+        with suppress(BlockingIOError):  # it is awake
+            self._waker.send(b"\0")
 
-        def close() -> None:
-            self._selector.unregister(connection)
-            connection.close()
-
-        def read() -> None:
-            try:
-                data = connection.recv(1 << 16)
-            except OSError:
-                data = b""
-            if not data:
-                close()
-                return
-            received.extend(data)
-            while b"\n" in received:
-                line, _, rest = bytes(received).partition(b"\n")
-                received[:] = rest
-                message = json.loads(line)
-                if sender:
-                    self._hear(sender[0], message)
-                    continue
-                member = self._members[message["rank"]]
-                if member.process.pid != message["pid"]:  # it has been ended before it was heard
-                    close()
-                    return
-                sender.append(member)
-                self._greet(member, connection)
-
-        self._selector.register(connection, selectors.EVENT_READ, read)
-
-    def _greet(self, member: Member, connection: socket.socket) -> None:
-        member.connection = connection
-        if self._is_behind(member):  # another one was lost while this one started
-            self._tell_of_replacement(member)
-
-    def _hear(self, member: Member, message: dict[str, Any]) -> None:
-        state = str(message["state"])
-        if state == "saved":
+    def _hear(self, process: subprocess.Popen[bytes], message: Message) -> None:
+        if message.kind == "saved":
             self._has_saved = True
+        if message.kind != "state":
             return
-        member.state, member.generation = state, int(message["generation"])
-        member.reason = str(message.get("reason", ""))
+        for member in self._members.values():
+            if member.process is process:  # else it has been ended before it was heard
+                member.state, member.generation = str(message.fields["state"]), int(message.fields["generation"])
+                member.reason = str(message.fields["reason"])
 
     # -- what follows --------------------------------------------------------------------------------------------------
 
@@ -280,6 +233,8 @@ class Supervisor:
                 self._signal(signal.SIGTERM)
                 return None
             time.sleep(deadlines.DIE_TOGETHER_WITHIN_S)
+            while not self._workers.are_heard and time.monotonic() < now + _HEARD_WITHIN_S:
+                time.sleep(0.001)
             self._listen(0)  # what was said before
             return self._mend([member for member in self._members.values() if member.exit_code])
         if self._replacing_since is not None:
@@ -327,10 +282,9 @@ class Supervisor:
         )
         old, self._store = self._store, serve_store(deadlines.STORE_WITHIN_S)
         self._port = self._store.port
-        self._lost = how
         for member in self._members.values():
             if member not in dead:
-                self._tell_of_replacement(member)
+                self._workers.tell(member.rank, "replace", generation=self._generation, port=self._port, lost=how)
         del old  # whoever is blocked there is free
         self._workers.ended(*how)
         for member in dead:
@@ -366,9 +320,6 @@ class Supervisor:
         # In a thread: the storage may not answer.
         threading.Thread(target=lambda: self._ledger.record(event), daemon=True).start()
 
-    def _tell_of_replacement(self, member: Member) -> None:
-        member.tell("replace", generation=self._generation, port=self._port, lost=self._lost)
-
     def _restart(self, reason: str) -> None:
         """Ends all ranks and starts them again."""
         if self._generation >= self._max_restarts:
@@ -389,8 +340,8 @@ class Supervisor:
             self._start(rank)
 
     def _end_all(self) -> None:
-        for member in self._members.values():
-            member.tell("restart")
+        for rank in self._members:
+            self._workers.tell(rank, "restart")
         for signum, within_s in (
             (None, deadlines.PEERS_RAISE_WITHIN_S),
             (signal.SIGTERM, deadlines.WORKERS_STOP_TIMEOUT_S),
@@ -429,15 +380,13 @@ def main() -> None:
     world_size = _nvrx.device_count() if count == "auto" else int(count)
     command = [sys.executable, "-m", "lightning_resilience.launch.worker", *sys.argv[separator + 1 :]]
     run_id = os.environ.pop(_nvrx.RUN_ID_VARIABLE)
-    folder = os.environ.get(_nvrx.FOLDER_VARIABLE) or tempfile.mkdtemp()
     introduce("launch")
     run_directory = RunDirectory(os.environ[RUN_DIR_VARIABLE])
     ledger = Ledger(run_directory.ledger, rank=None)
     timeout_s = options.term_timeout
     log = _nvrx.open_log(str(_nvrx.elastic_log(run_directory.path)))
     makes_spares = os.environ.pop(SPARES_VARIABLE, "") == "auto" and sys.platform == "linux"
-    workers = Workers(makes_spares, log)
-    supervisor = Supervisor(command, world_size, options.max_restarts, run_id, Path(folder), timeout_s, ledger, workers)
+    supervisor = Supervisor(command, world_size, options.max_restarts, run_id, timeout_s, ledger, makes_spares, log)
     supervisor.handle_signals()
     code = supervisor.run()
     sys.stderr.flush()

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -65,6 +65,7 @@ class Worker:
         problem: Why this spare cannot be used.
         memory: Bytes that this spare has for itself.
         is_ready: Whether this spare has imported everything.
+        is_gone: Whether the other end of the channel has gone.
     """
 
     def __init__(self, args: tuple[str, ...], env: Mapping[str, str], kind: str, stdout: Any, stderr: Any) -> None:
@@ -74,7 +75,7 @@ class Worker:
         self.noted: dict[str, Any] | None = None
         self.problem: str | None = None
         self.memory = 0
-        self.is_ready = self._is_told = False
+        self.is_ready = self.is_gone = self._is_told = False
         self._answered, self._going = threading.Event(), threading.Event()
         ours, theirs = socket.socketpair()
         self.process = subprocess.Popen(  # as the elastic launchers do
@@ -106,6 +107,7 @@ class Worker:
 
     def has_gone(self) -> None:
         """The other end of the channel has gone."""
+        self.is_gone = True
         self._answered.set()
 
     def prepare(self, noted: Mapping[str, Any]) -> bool:
@@ -155,15 +157,21 @@ class Workers:
     Args:
         makes_spares: Whether there are any.
         log: Where it is said what becomes of spares; default: ``sys.stderr``, which is the elastic launcher's own log.
+        heard: Called in a thread with what a worker says, and its process.
 
     Attributes:
         makes_spares: Whether more are made.
         spares: Those that wait, or import still, by local rank.
     """
 
-    def __init__(self, makes_spares: bool, log: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        makes_spares: bool,
+        log: TextIO | None = None,
+        heard: Callable[[subprocess.Popen[bytes], Message], None] = lambda process, message: None,
+    ) -> None:
         self.makes_spares = makes_spares
-        self._log_file = log
+        self._log_file, self._heard = log, heard
         self._start = 0
         self._workers: dict[int, Worker] = {}
         self.spares: dict[int, Worker] = {}
@@ -215,6 +223,21 @@ class Workers:
             if any(each.is_warm and each.start not in have_trained for each in workers):
                 self.make_no_more("workers that were spares have ended before they trained")
 
+    def tell(self, rank: int, kind: str, **fields: Any) -> None:
+        """Sends a worker a message.
+
+        Args:
+            rank: Its local rank.
+            kind: What it is, see :mod:`~lightning_resilience.launch.channel`.
+            fields: What it says.
+        """
+        self._workers[rank].channel.send(kind, **fields)
+
+    @property
+    def are_heard(self) -> bool:
+        """Whether nothing that workers have said is left to be read."""
+        return all(each.is_gone or not each.channel.is_readable() for each in self._workers.values())
+
     def _is_taken(
         self, rank: int, spare: Worker, args: tuple[str, ...], env: Mapping[str, str], stdout: Any, stderr: Any
     ) -> bool:
@@ -233,6 +256,7 @@ class Workers:
             worker.take(message)
             if message.kind == "begun" and "modules" in message.fields:
                 self._begun.put((rank, worker))
+            self._heard(worker.process, message)
 
         worker.channel.listen(take, worker.has_gone)
 

@@ -30,8 +30,7 @@ from lightning_resilience._output import guard_streams, log_line, write_line
 from lightning_resilience.detect.hangs.rank_probe import RankProbe, describe_rank, node_directory, probe_of_worker
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
 from lightning_resilience.detect.hangs.watchdog import start_soon
-from lightning_resilience.elastic import channel
-from lightning_resilience.launch import park
+from lightning_resilience.launch import membership, park
 from lightning_resilience.launch.budget import allows_restart
 from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.launch.nodes import Board
@@ -86,7 +85,7 @@ def main() -> None:
     run_directory = RunDirectory(os.environ[RUN_DIR_VARIABLE])
     guard_streams(run_directory.path / NOT_SHOWN)  # the disk may be full, or the process that reads killed
     ledger = Ledger(run_directory.ledger, rank=int(os.environ.get("RANK", "0")))
-    if (line := channel.connect(ledger.rank or 0)) is not None:
+    if (line := membership.join()) is not None:
         line.begin_generation = functools.partial(_begin_generation, run_directory, ledger)
     _begin_watch(run_directory, ledger.rank or 0)
     if (count := end_what_earlier_ranks_left()) and os.environ.get("LOCAL_RANK", "0") == "0":

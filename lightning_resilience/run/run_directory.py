@@ -66,6 +66,9 @@ WORKER_PID_VARIABLE = "LIGHTNING_RESILIENCE_WORKER_PID"
 """Environment variable with the process that runs the launched script. A fit in a child process of it (a parallel
 search, say) is none of the run's."""
 
+ELASTIC_VARIABLE = "LIGHTNING_RESILIENCE_ELASTIC"
+"""Environment variable of ranks that ``launch --elastic`` has started, and so replaces one by one."""
+
 Status = Literal["finished", "interrupted", "failed", "halted"]
 """How a fit or a script ended.
 

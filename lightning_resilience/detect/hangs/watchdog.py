@@ -49,11 +49,10 @@ from lightning_resilience.detect.hangs.process_probe import Usage, probe_process
 from lightning_resilience.detect.hangs.progress import ProgressRecord, read_record
 from lightning_resilience.detect.hangs.rank_probe import EXIT_SIGNAL
 from lightning_resilience.detect.hangs.verdict import Verdict, diagnose
-from lightning_resilience.elastic.channel import CHANNEL_VARIABLE
 from lightning_resilience.run import deadlines, exit_codes, time_account
 from lightning_resilience.run.events import Fault, Killed, TimeSpent
 from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
-from lightning_resilience.run.run_directory import RunDirectory
+from lightning_resilience.run.run_directory import ELASTIC_VARIABLE, RunDirectory
 from lightning_resilience.run.time_account import Spent, read_account
 
 T = TypeVar("T")
@@ -68,7 +67,7 @@ _ACTIVE_FROM_BYTES = 2e4  # per second: a slower download is not worth waiting f
 _BUSY_FOR = 16
 """How many times its limit a busy rank may take, if nothing would restart the run or ending it did not help before."""
 _NO_FIT = -1
-_KEEPS_SURVIVORS = CHANNEL_VARIABLE in os.environ
+_KEEPS_SURVIVORS = ELASTIC_VARIABLE in os.environ
 """Whether ranks go on with a replacement of the one that they have lost. Their supervisor ends those that do not."""
 
 
