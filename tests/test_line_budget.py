@@ -24,8 +24,8 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "elastic": 63,
-    "fit": 5560,
-    "launch": 7770,
+    "fit": 5572,
+    "launch": 7774,
     "launch/schedulers": 508,
     "run": 3061,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_resilience.fit import reentry
 from lightning_resilience.launch import elastic, membership
 from lightning_resilience.launch.channel import Channel, Message
 from lightning_resilience.launch.elastic import Member, Supervisor, is_replaceable
@@ -75,6 +77,18 @@ def test_an_error_is_raised_when_all_ranks_are_restarted(ends: tuple[Membership,
     threading.Timer(0.05, end.send, ["restart"]).start()  # the replacement was refused
     line.await_restart(10.0)
     assert line.replacement_behind(RuntimeError("[gloo] Connection closed by peer")) is None
+
+
+def test_a_collection_at_a_loss_leaves_out_what_was_there_before_the_fit() -> None:
+    for is_spare in (False, True):
+        if is_spare:
+            gc.freeze()
+        try:
+            with reentry._without_what_is_there():
+                assert gc.get_freeze_count() > 0
+            assert (gc.get_freeze_count() > 0) == is_spare  # what a fit has left behind can be freed when it is over
+        finally:
+            gc.unfreeze()
 
 
 # -- the supervisor, with ranks that only talk to it -------------------------------------------------------------------

@@ -219,7 +219,7 @@ def test_a_link_to_the_users_folder_is_not_installed(script: Script) -> None:
 # -- workers and spares ------------------------------------------------------------------------------------------------
 
 WORKER = """
-import json, os, signal, sys
+import gc, json, os, signal, sys
 from lightning_resilience import _processes
 from lightning_resilience.launch import park
 before = {signum.name: str(signal.getsignal(signum)) for signum in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)}
@@ -229,6 +229,7 @@ said = {
     "pid": os.getpid(),
     "waited": _processes.waited() > 0,
     "imported": "wave" in sys.modules,
+    "frozen": gc.get_freeze_count() > 0,
     "handlers": before == {name: str(signal.getsignal(signal.Signals[name])) for name in before},
     "rank": os.environ["RANK"],
     "channel": "LIGHTNING_RESILIENCE_CHANNEL" in os.environ,
@@ -317,7 +318,7 @@ def test_a_spare_takes_the_place_of_its_worker_and_is_as_if_just_started(node: N
     spare.send_signal(signal.SIGUSR1)
     with open(node.folder / "stdout", "w") as stdout:
         [second] = node.start(stdout=stdout, MASTER_PORT="4711")
-    assert second == first | {"pid": spare.pid, "waited": True, "imported": True}
+    assert second == first | {"pid": spare.pid, "waited": True, "imported": True, "frozen": True}
     assert (node.folder / "stdout").read_text() == "a worker writes\n"
     # Another rank than it was made for: it runs cold, under the same number.
     number = node.spare()

@@ -115,8 +115,8 @@ class Supervisor:
         self._run_id = run_id
         self._term_timeout_s = term_timeout_s
         self._ledger = ledger
-        self._workers = Workers(makes_spares, log, self._put)
         self._said: queue.SimpleQueue[tuple[subprocess.Popen[bytes], Message]] = queue.SimpleQueue()
+        self._workers = Workers(makes_spares, log, self._put)
         self._generation = 0
         self._members: dict[int, Member] = {}
         self._has_saved = False

@@ -76,6 +76,8 @@ def left_by_earlier_ranks() -> list[psutil.Process]:
 
 def end_what_earlier_ranks_left() -> int:
     """Ends it, and returns how many processes there were. To be called by a rank before it does anything else."""
+    if not left_by_earlier_ranks():
+        return 0  # nobody is there who could have started another one meanwhile
     return _end(left_by_earlier_ranks, LEFTOVERS_PATIENCE_S, _LEFTOVERS_WITHIN_S)
 
 
