@@ -25,7 +25,7 @@ BUDGET = {
     "detect/stragglers": 370,
     "elastic": 63,
     "fit": 5572,
-    "launch": 7774,
+    "launch": 7778,
     "launch/schedulers": 508,
     "run": 3061,
 }

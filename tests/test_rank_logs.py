@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from lightning_resilience._output import NAME
-from lightning_resilience.launch import logs, rank_logs
+from lightning_resilience.launch import logs, rank_logs, rank_output
 from lightning_resilience.launch.logs import NoLog, show_logs
 from lightning_resilience.launch.rank_logs import LogKeeper, LogReader, attempts, folder_of, log_of, ranks
 from lightning_resilience.launch.rank_output import OUTPUT_VARIABLE, NodeOutput
@@ -25,7 +26,7 @@ from lightning_resilience.run.events import LaunchExit, LaunchStart
 from lightning_resilience.run.ledger import Ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.terminals import PATIENCE_S
-from tests.test_launch import Launcher, launcher
+from tests.test_launch import Launcher, launcher, wait_until
 
 __all__ = ["launcher"]
 
@@ -92,6 +93,34 @@ def test_the_last_words_of_a_killed_rank_are_kept(node: Node) -> None:
     assert node.log(0) == b"another rank\nnative\n"
     assert node.log(1, attempt=2) == b"restarted\n"
     assert node.show(is_last=True) == b"to stdout\nin the midanother rank\nnative\nrestarted\n"
+
+
+def test_what_a_rank_writes_that_outlives_another_one_is_never_lost(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_output, "_REMOVED_AFTER_S", -1.0)
+    lives_on = f"""
+print('first')
+os.environ['MASTER_PORT'] = '1'
+open({str(node.folder.parent / "wrote")!r}, 'w').close()
+while not os.path.exists({str(node.folder.parent / "seen")!r}): pass
+print('still the first')
+redirect_streams()
+print('second')
+"""
+    writer = threading.Thread(target=node.start, args=(lives_on, 0))
+    writer.start()
+    wait_until((node.folder.parent / "wrote").exists)
+    node.start("print('replaced')", rank=1, attempt=1)
+    for _ in range(2):
+        node.keep(is_last=False)
+        node.show()
+    (node.folder.parent / "seen").touch()
+    writer.join()
+    node.keep()
+    assert node.log(0) == b"first\nstill the first\n"
+    assert node.log(0, attempt=2) == b"second\n"
+    assert node.log(1, attempt=2) == b"replaced\n"
 
 
 def test_only_whole_lines_are_shown_unless_a_rank_pauses(node: Node) -> None:

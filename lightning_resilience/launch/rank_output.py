@@ -33,10 +33,18 @@ _REMOVED_AFTER_S = 30.0
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
+_folder: str | None = None
+
+
 def redirect_streams() -> None:
-    """Has this rank write into files of its own, if its launcher has a folder for them; never raises."""
-    if (folder := os.environ.pop(OUTPUT_VARIABLE, None)) is None:
+    """Has this rank write into files of its own, if its launcher has a folder for them; never raises.
+
+    To be called again where this process is one of the next group's, too.
+    """
+    global _folder
+    if (folder := os.environ.pop(OUTPUT_VARIABLE, _folder)) is None:
         return
+    _folder = folder
     group, rank = worker_group()[:16], os.environ.get("RANK", "0")
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     streams: dict[tuple[int, int], list[int]] = {}
@@ -183,9 +191,10 @@ class NodeOutput:
             found = [(self._folder / name, match) for name in names if (match := _FILE.fullmatch(name))]
             for path, match in sorted(found, key=lambda each: each[0].stat().st_mtime_ns):
                 self._files[path.name] = RankFile(path, match)
-        newest = self.files[-1].group if self._files else ""
+        newest = {file.rank: file.group for file in self.files}
         for name, file in list(self._files.items()):
-            if file.group != newest and file.remove_if_over():
+            # Who has no newer one may write on: with launch --elastic, ranks outlive the end of others.
+            if file.group != newest[file.rank] and file.remove_if_over():
                 del self._files[name]
 
     def add_from_terminal(self, target: int, data: bytes) -> None:

@@ -197,6 +197,7 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
 
 def _begin_generation(run_directory: RunDirectory, ledger: Ledger) -> None:
     """Another rank is replaced, and this one goes on: what a restarted process does, and what it records."""
+    redirect_streams()  # into the same attempt's logs as the replacement
     if (probe := probe_of_worker()) is not None:
         probe.close()  # its watchdog ends with it: it watches the ranks of one start
     _begin_watch(run_directory, ledger.rank or 0)
