@@ -15,9 +15,13 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
+import lightning.pytorch as L
 import psutil
 import pytest
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_resilience._lightning import lightning_reentry
 from lightning_resilience.fit import reentry
 from lightning_resilience.launch import elastic, membership
 from lightning_resilience.launch.channel import Channel, Message
@@ -228,6 +232,21 @@ def test_a_survivor_that_does_not_leave_its_fit_restarts_all(tmp_path: Path, mon
     code, started = supervise(tmp_path, script)
     assert code == 0
     assert lives(started) == {*FIRST, (1, 1), (0, 2), (1, 2), (2, 2)}
+
+
+def test_the_callback_of_a_cli_does_the_same_in_a_survivor_as_in_a_replacement(tmp_path: Path) -> None:
+    """Its ``setup`` has collectives, of which it leaves some out in a process that has saved the configuration."""
+
+    class Saves(SaveConfigCallback):
+        def save_config(self, *_: object) -> None: ...
+
+    callback = Saves(None, None, save_to_log_dir=False)  # type: ignore[arg-type]
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(default_root_dir=tmp_path, max_steps=1, callbacks=[callback], **options)  # type: ignore[arg-type]
+    trainer.fit(BoringModel())
+    assert callback.already_saved
+    lightning_reentry.leave_fit(trainer)
+    assert not callback.already_saved
 
 
 def test_a_rank_that_is_killed_is_replaced_and_one_that_fails_is_not() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from lightning_resilience._lightning.lightning_callbacks import callbacks_named
 from lightning_resilience._lightning.lightning_loops import reset_loops
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ def leave_fit(trainer: Trainer) -> None:
                 owner.teardown(trainer, module, stage="fit")
         except Exception as error:  # such as a collective without the rank that was lost
             log.warning("%s.teardown has failed: %s", type(owner).__name__, error)
+    for callback in callbacks_named(trainer, "SaveConfigCallback"):
+        callback.already_saved = False  # else its setup leaves out collectives that the others' have
     module._metric_attributes = None  # those that its setup makes
     with suppress(Exception):
         trainer._teardown()
