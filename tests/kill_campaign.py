@@ -112,6 +112,7 @@ def options_of(chance: random.Random) -> dict[str, Any]:
         "digests": True,
         "step_s": 0.02,
         "callbacks": [],
+        "keeps_nothing": chance.random() < 0.75,  # else the state of the last boundary is not saved after a loss
     }
     if chance.random() < 0.4:
         options["lightning_callbacks"] = {"EMAWeightAveraging": {"decay": 0.9}}

@@ -124,6 +124,7 @@ DEFAULTS: dict[str, Any] = {
     "stuck_local_from": None,  # a step: from there on the storage of local checkpoints does not answer
     "taken_over_at": None,  # a step: another attempt claims the run
     "numpy": True,  # something in the checkpoint that a safe load cannot read
+    "keeps_nothing": False,  # the module has no state but its tensors
     "fault_tolerance": {},  # arguments of the callback "fault_tolerance"
     "async_save": False,
     "keep": 2,
@@ -473,6 +474,14 @@ class Module(L.LightningModule):
     def on_train_start(self) -> None:
         if self.config["draws_at_start"]:
             torch.rand(3)
+        if any(event["at"] == "backward" for event in self.config["events"]):  # when other layers have their gradients
+            self.net[0].weight.register_hook(lambda gradient: self.happens("backward"))
+        if any(event["at"] == "optimizer" for event in self.config["events"]):  # when it has changed the parameters
+            optimizer = self.trainer.optimizers[0]
+            optimizer.register_step_post_hook(lambda *step: self.happens("optimizer"))
+
+    def happens(self, at: str) -> None:
+        do(self.config, at, self.trainer.fit_loop.epoch_loop.total_batch_idx, self.trainer.global_rank)
 
     def on_train_epoch_start(self) -> None:
         if self.config["draws_at_start"]:
@@ -529,6 +538,13 @@ class Module(L.LightningModule):
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
         monitor = {"scheduler": scheduler, "monitor": config_monitor(self.config), "interval": "epoch"}
         return {"optimizer": optimizer, "lr_scheduler": monitor}
+
+
+class KeepsNothing(Module):
+    """A module without a state of its own."""
+
+    on_save_checkpoint = L.LightningModule.on_save_checkpoint
+    on_load_checkpoint = L.LightningModule.on_load_checkpoint
 
 
 def spoilt(config: dict[str, Any], step: int, rank: int, net: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
@@ -694,7 +710,8 @@ def main(config: dict[str, Any]) -> None:
         config["fit"] = fit
         do(config, "between", fit, int(os.environ.get("LOCAL_RANK", 0)))
         # made after the fit before: its weights depend on the random state that that one left
-        module = Module(config, 32 + (0 if config["folds"] else fit))
+        kind = KeepsNothing if config["keeps_nothing"] else Module
+        module = kind(config, 32 + (0 if config["folds"] else fit))
         trainer = make_trainer(config, world_size)
         keep = {"num_workers": 1, "persistent_workers": True} if config["persistent_validation"] else {}
         val = DataLoader(Data(BATCH * 3 * world_size, False), BATCH, **keep) if config["validation"] else None

@@ -181,6 +181,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         {"CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"}
         | {"_metric_attributes"},
     ),
+    "torch.nn.Module": (lambda t: torch.nn.Linear(1, 1), {"_buffers"}),
     "torchmetrics.Metric": (lambda t: torchmetrics.MeanMetric(), {"_computed", "_defaults", "_update_count"}),
     "a running metric": (lambda t: torchmetrics.aggregation.RunningMean(2), {"_num_vals_seen"}),
 }
@@ -213,6 +214,8 @@ NOT_LIGHTNING = {
     "_launch_ended",  # a file of nemo_run.py
     "_injected",  # our callbacks: whether the launch has added it
     "_asdict",  # of a NamedTuple
+    "_inst",  # random: the generator behind its functions
+    "_rand",  # numpy.random: the same
     "_exit",  # os: ends the process at once
     "_shutdown",  # threading: waits for threads that are no daemons, as the end of Python does
     "_run_exitfuncs",  # atexit: what the end of Python calls

@@ -995,7 +995,7 @@ def hooks() -> Iterator[tuple[Any, bool]]:
 @pytest.mark.parametrize(("hook", "may"), hooks())
 def test_whether_a_hook_may_have_a_state_in_the_checkpoint(hook: Any, may: bool) -> None:
     bound = functools.partial(hook, None) if isinstance(hook, functools.partial) else MethodType(hook, Net({}))
-    assert lightning_checkpoints._uses_last_argument(bound, 1) == may
+    assert lightning_checkpoints.uses_last_argument(bound, 1) == may
 
 
 def test_where_states_are_kept(memory: Run, monkeypatch: pytest.MonkeyPatch) -> None:

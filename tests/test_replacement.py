@@ -394,6 +394,67 @@ def test_a_rank_that_dies_before_the_first_save_restarts_all(tmp_path: Path) -> 
     assert replaced(config) == [], output
 
 
+# What was done with the state of the last boundary after each loss: the step that was saved, or None where it was not
+# known, and all went back.
+LAST_BOUNDARY: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[int | None]]] = {
+    "forward and backward, BatchNorm, rank 0 too": (
+        {"trainer": {"devices": 2, "gradient_clip_val": 0.5}, "batch_norm": True},
+        [{"at": "train", "step": 12, "rank": 1}, {"at": "backward", "step": 18, "rank": 0}],
+        [12, 18],
+    ),
+    "accumulation and an average, then a validation and the end of an epoch": (
+        {
+            "trainer": {"devices": 2, "accumulate_grad_batches": 2},
+            "lightning_callbacks": {"EMAWeightAveraging": {"decay": 0.9}},
+        },
+        [
+            {"at": "train", "step": 13, "rank": 1},
+            {"at": "backward", "step": 18, "rank": 0},
+            {"at": "validation", "step": 16, "rank": 1},
+            {"at": "epoch_end", "step": 1, "rank": 0},
+        ],
+        [6, 9, None, None],
+    ),
+    "behind a batch, in an optimizer's step, two at once": (
+        {"trainer": {"devices": 3}, "batch_norm": True, "workers": 0},
+        [
+            {"at": "train", "step": 9, "rank": 1},
+            {"at": "train", "step": 9, "rank": 0},
+            {"at": "batch_end", "step": 22, "rank": 2},
+            {"at": "optimizer", "step": 30, "rank": 1},
+        ],
+        [9, None, None],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "events", "saved"),
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.campaign if number else ())
+        for number, (name, case) in enumerate(LAST_BOUNDARY.items())
+    ],
+)
+@pytest.mark.slow
+def test_the_last_boundary_is_saved_after_a_loss(
+    tmp_path: Path, options: dict[str, Any], events: list[dict[str, Any]], saved: list[int | None]
+) -> None:
+    callbacks = ["preemption", "auto_resume", "local_checkpoint"]
+    options = {"keeps_nothing": True, "callbacks": callbacks, "local": {"every_n_train_steps": 7}, **options}
+    ranks = options["trainer"]["devices"]
+    config, output = launched(tmp_path, ranks, events, "--in-job-restarts", "9", **options)
+    lines = list(read_ledger(Path(config["run_dir"]) / "ledger"))
+    found: list[int | None] = []
+    for number, event in enumerate(lines):
+        if event["event"] == "replaced":
+            found.append(None)
+        elif event["event"] == "saved" and event["reason"] == "after a loss":
+            found[-1] = event["step"]
+            resumed = next(each for each in lines[number:] if each["event"] == "resumed")
+            assert (resumed["step"], resumed["generation"]) == (event["step"], event["generation"])
+    assert found == saved, output
+
+
 def with_a_rank_replaced(tmp: Path, options: dict[str, Any]) -> tuple[dict[str, Any], list[str], Popen[str]]:
     """A launch of 3 ranks in which rank 1 is being replaced."""
     event = {"at": "train", "step": 18, "rank": 1, "do": "SIGKILL", "once": True}

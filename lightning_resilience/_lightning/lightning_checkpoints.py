@@ -114,7 +114,7 @@ def _do_nothing(*arguments: Any) -> None:
     pass
 
 
-def _uses_last_argument(hook: Any, given: int) -> bool:
+def uses_last_argument(hook: Any, given: int) -> bool:
     """Whether a function may do something with the last of so many arguments; if in doubt, it may.
 
     Found in its code and not by watching it: the answer must be the same on all ranks, a hook may have collectives in
@@ -168,7 +168,7 @@ def dump_own_checkpoint(trainer: Trainer) -> dict[str, Any]:
         patches.set(strategy, "optimizer_state", optimizer_state)
         patches.set(strategy, "lightning_module_state_dict", module_state)
     for owner, given in ((module, 1), *((callback, 3) for callback in callbacks(trainer))):
-        if not _uses_last_argument(owner.on_save_checkpoint, given):
+        if not uses_last_argument(owner.on_save_checkpoint, given):
             patches.set(owner, "on_save_checkpoint", _do_nothing)
     try:
         return dump_checkpoint(trainer)

@@ -127,7 +127,7 @@ def metric_states(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
             "updates": metric._update_count,
             "seen": getattr(metric, "_num_vals_seen", None),  # where a running one stands in its window
         }
-        for name, metric in _metrics(trainer, module)
+        for name, metric in named_metrics(trainer, module)
     }
     connector = trainer._logger_connector
     latest = {
@@ -139,7 +139,7 @@ def metric_states(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     return {"results": results, "modules": modules, "latest": latest, "loop": loop}
 
 
-def _metrics(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, Metric]]:
+def named_metrics(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, Metric]]:
     """The metrics of the module and those that callbacks keep, by names that a new process finds again."""
     yield from ((name, each) for name, each in module.named_modules() if isinstance(each, Metric))
     for callback in callbacks(trainer):
@@ -170,7 +170,7 @@ def set_metric_states(trainer: Trainer, module: LightningModule, states: dict[st
             metric.cumulated_batch_size = state["cumulated_batch_size"]
         metric._update_count, metric.has_reset = state["updates"], state["has_reset"]
         collection[key] = metric.to(device)
-    metrics = dict(_metrics(trainer, module))
+    metrics = dict(named_metrics(trainer, module))
     for name, state in states["modules"].items():
         if (each := metrics.get(name)) is not None:
             for key, value in state["state"].items():

@@ -375,6 +375,7 @@ class LocalSaves:
         stable: Sequence[torch.Tensor],
         replicated: Sequence[torch.Tensor],
         timeout_s: float,
+        location: RankLocation | None = None,
     ) -> str | None:
         """Saves at once, outside the rounds.
 
@@ -385,6 +386,7 @@ class LocalSaves:
             stable: See :meth:`take`.
             replicated: See :meth:`take`.
             timeout_s: Limit in seconds, since storage may hang.
+            location: Of the rank of this node whose state it is; default: of this rank.
 
         Returns:
             Digest of the replicated tensors: the shards of all ranks belong together only if theirs are equal. ``None``
@@ -397,7 +399,7 @@ class LocalSaves:
         snapshot = self._snapshots.take(state, stable)
         snapshot.release()  # this is the training thread, so nothing changes before the fence
         snapshot.fence()
-        taken = RankState(snapshot, step, generation, self._location, replicated, self._identity)
+        taken = RankState(snapshot, step, generation, location or self._location, replicated, self._identity)
         published: list[str] = []
 
         def save() -> None:
@@ -411,6 +413,11 @@ class LocalSaves:
         thread.start()
         wait_with_heartbeat(lambda s: _join(thread, s), max(0.0, deadline - time.monotonic()), self._hooks.heartbeat)
         return published[0] if published else None
+
+    @property
+    def sees_writes(self) -> bool:
+        """Whether the training writes, at other times than in optimizer steps, what was said not to change then."""
+        return self._snapshots.sees_writes
 
     def fence(self) -> None:
         """Call it before the training changes tensors that were passed as ``stable``. Free if no copy is pending."""

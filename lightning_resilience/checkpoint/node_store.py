@@ -6,6 +6,7 @@ All ranks of a node write shards of different names into the same folder, which 
 <directory>/
   step-000000000012-1a2b3c4d/     a generation: its step and its random id
     rank-00003.shard                a published shard, always complete
+  own/                          what `fit/last_boundary.py` keeps of each rank
   .spare-rank-00003.5e6f7a8b      a file that is being written, or a retired one that the next save reuses
   .writer-5e6f7a8b                locked while the process lives that owns the files with this suffix
   quarantine/                     shards that failed verification

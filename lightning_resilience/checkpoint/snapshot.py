@@ -144,6 +144,11 @@ class Snapshots:
             self._look_at_all = time.monotonic() + (time.monotonic() - started) / _LOOKED_AT_ALL
         return look
 
+    @property
+    def sees_writes(self) -> bool:
+        """Whether any tensor has changed between a boundary and its fence."""
+        return bool(self._volatile)
+
     def look_at_all(self) -> None:
         """Compares all of the parameters in the next snapshot, however recent the last such comparison is."""
         self._look_at_all = 0.0

@@ -27,7 +27,7 @@ from lightning_resilience.launch.job_info import log_job_info
 from lightning_resilience.run import events, time_account
 from lightning_resilience.run.events import DivergenceFound
 from lightning_resilience.run.ledger import Ledger, node_name
-from lightning_resilience.run.run_directory import LAUNCHED, RUN_DIR_VARIABLE, RunDirectory, StorageFails
+from lightning_resilience.run.run_directory import LAUNCHED, RUN_DIR_VARIABLE, RunDirectory, StaleAttempt, StorageFails
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -70,6 +70,8 @@ class FitContext:
         """Whether the fit ends with an exception: other ranks may be gone."""
         self.peer_is_lost = False
         """Whether it fails because another rank is gone, which nobody need wait for."""
+        self.lost_rank_0 = False
+        """Whether rank 0 is being replaced, which claims the run before this rank has left the fit."""
         self.counted_before = 0
         """``steps_counted`` at the last rollback."""
         self._has_logged_divergence = False
@@ -131,7 +133,11 @@ class FitContext:
 
     def check_owner(self) -> None:
         """Raises :class:`StaleAttempt` if another attempt owns the run; called before everything that is published."""
-        self.run.check_owner(self.token)
+        try:
+            self.run.check_owner(self.token)
+        except StaleAttempt:
+            if not (self.lost_rank_0 and self.run.is_claimed_by_sibling()):
+                raise
 
     def check_owner_if_known(self) -> None:
         """The same before a save of another callback, which goes ahead if the run directory cannot be read."""

@@ -63,6 +63,30 @@ class ExactState:
         self._epoch_random_state: data_position.RandomState | None = None
         self._fetches_ahead = False
         self._before_fetch: data_position.RandomState | None = None
+        self._epoch_begun: tuple[Any, Any] = (None, None)
+        self._stands_in = False
+
+    @property
+    def epoch_begun(self) -> tuple[data_position.RandomState | None, data_position.RandomState | None]:
+        """The random states at the begin of the epoch and at its first batch; the same object until the next epoch."""
+        epoch, first_batch = self._epoch_begun
+        if epoch is not self._epoch_random_state or first_batch is not self._first_batch_random_state:
+            self._epoch_begun = self._epoch_random_state, self._first_batch_random_state
+        return self._epoch_begun
+
+    def stand_in(self, epoch: data_position.RandomState | None, first_batch: data_position.RandomState | None) -> None:
+        """From now on :meth:`own_state` is that of a lost rank, in whose place random states and metrics were put.
+
+        Args:
+            epoch: Its random state at the begin of the epoch.
+            first_batch: The same at the first batch.
+        """
+        self._epoch_random_state, self._first_batch_random_state = epoch, first_batch
+        self._stands_in = True
+
+    def has_generators(self) -> bool:
+        """Whether loaders have random generators of their own."""
+        return bool(self._generators())
 
     @property
     def is_final(self) -> bool:
@@ -100,7 +124,7 @@ class ExactState:
             "fetched": 0 if final else lightning_data.batches_fetched(self.fit.trainer),
             "first_batch": None if final else self._first_batch_random_state,
             "in_flight": None if final else self._before_fetch,
-            "kept": {name: state.state_dict() for name, state in self.extra_state().items()},
+            "kept": {n: state.state_dict() for n, state in self.extra_state().items() if not self._stands_in},
             "loader_states": None if final else lightning_data.loader_states(self.fit.trainer),
             "metrics": now["metrics"],
             "reload_epochs": lightning_data.reload_epochs(self.fit.trainer),

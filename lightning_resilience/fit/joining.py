@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -164,12 +164,14 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
     return session
 
 
-def leave_without_peers(trainer: Trainer) -> None:
-    """Leaves the fit of ``trainer`` that has lost a rank; without effect outside of a fit."""
+def leave_without_peers(trainer: Trainer, lost: Collection[int]) -> None:
+    """Leaves the fit of ``trainer`` that has lost these ranks; without effect outside of a fit."""
     session = _active
     if session is None or session.has_left or session.fit.trainer is not trainer:
         return
     session.fit.failing = True
+    if session.last_boundary is not None:
+        session.last_boundary.save(lost)
     try:
         _end(session, session.leave)
     except Exception:

@@ -46,6 +46,7 @@ _EXCHANGE_TIMEOUT = timedelta(minutes=2)
 _SETTLE_S = 60.0
 _LAST_WORDS_S = 5.0
 _USUAL_RECOVERY_S = 60.0
+_OTHERS_SAVE_WITHIN_S = 1.0
 _OF_MODEL = ("state_dict.", "optimizer_states.")
 _RECORD_EVERY_S = 60.0  # the ledger is on shared storage, and read as a whole
 
@@ -294,6 +295,37 @@ class LocalSavePolicy(Participant):
             self._record(trainer.global_step, generation, reason)
         return complete
 
+    def save_after_loss(self, generation: str, ranks: Iterable[int], records: bool, within_s: float) -> bool:
+        """Saves the states of ranks of this node, without the peers; returns whether they are saved.
+
+        On the rank that records it, whether those of all ranks are.
+        """
+        if self._saves is None or self._saves.sees_writes:
+            return False
+        started, step = time.monotonic(), -1
+        for rank in ranks:
+            step, left_s = self.session.fit.trainer.global_step, started + within_s - time.monotonic()
+            if self._saves.save_now(generation, step, *self._state(), left_s, self.locations[rank]) is None:
+                return False
+        if not records:
+            return True
+        if not self._is_complete(step, generation, started + within_s):
+            return False
+        self._unrecorded += 1
+        self._record(step, generation, "after a loss", time.monotonic() - started)
+        return True
+
+    def _is_complete(self, step: int, generation: str, until: float) -> bool:
+        """Waits until all ranks of this node have saved, or it is so late."""
+        count = self.location.local_world_size if self._common else 0
+        names = [*map(rank_shard, self._kept_here), *(replicated_shard(index, count) for index in range(count))]
+        until = min(until, time.monotonic() + _OTHERS_SAVE_WITHIN_S)
+        while not all(self.store.path(step, generation, name).exists() for name in names):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.005)
+        return True
+
     def _completed(self, step: int, generation: str) -> None:
         """A generation is complete; called from the thread that saves."""
         if self._common:
@@ -304,7 +336,7 @@ class LocalSavePolicy(Participant):
         if self.session.fit.rank == 0 and (is_news or time.monotonic() >= self._record_at):
             self._record(step, generation, "local")
 
-    def _record(self, step: int, generation: str, reason: str) -> None:
+    def _record(self, step: int, generation: str, reason: str, seconds: float | None = None) -> None:
         assert self._saves is not None
         stats = self._saves.stats
         chosen_s = self._interval.chosen_s if self._interval is not None else None
@@ -316,7 +348,7 @@ class LocalSavePolicy(Participant):
                 tier="local",
                 generation=generation,
                 count=self._unrecorded,
-                seconds=round(stats.save_s, 4),
+                seconds=round(stats.save_s if seconds is None else seconds, 4),
                 stall_s=round(stats.stall_s, 6),
                 skipped=stats.skipped,
                 failed=stats.failed,

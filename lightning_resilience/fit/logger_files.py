@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_resilience._files import publish
 from lightning_resilience._lightning import lightning_loggers, lightning_patches
-from lightning_resilience.fit.participant import Stateful
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -39,7 +38,7 @@ class Logs:
     """
 
     def __init__(self, trainer: Trainer, patches: lightning_patches.Patches) -> None:
-        self._logs: dict[str, Stateful] = {}
+        self._logs: dict[str, _Csv | _Events] = {}
         for logger in lightning_loggers.file_loggers(trainer):
             if "://" in logger.log_dir:
                 continue
@@ -56,6 +55,10 @@ class Logs:
     def state_dict(self) -> dict[str, Any]:
         """How far every logger has logged."""
         return {folder: each.state_dict() for folder, each in self._logs.items()}
+
+    def position(self) -> list[Any]:
+        """How far every logger has logged, as far as that is known at once. Compared by ``==``."""
+        return [each.position() for each in self._logs.values()]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues the logs there."""
@@ -99,6 +102,9 @@ class _Csv:
         rows = len(self._writer.metrics)
         self._save()
         self._rows += rows
+
+    def position(self) -> Any:
+        return self._rows, len(self._writer.metrics)
 
     def state_dict(self) -> dict[str, Any]:
         if len(self._writer.metrics) > _MOST_UNWRITTEN:
@@ -164,6 +170,9 @@ class _Events:
             add_event(event, step, *arguments, **options)
 
         self._patches.set(file, "add_event", note)
+
+    def position(self) -> Any:
+        return self._highest
 
     def state_dict(self) -> dict[str, Any]:
         with suppress(Exception):  # a log must not fail the save

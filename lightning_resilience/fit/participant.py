@@ -18,6 +18,8 @@ Save
     ``check_state``, ``digest``, the write, ``after_save``.
 Rollback
     ``before_rollback``, loading of the older checkpoint, ``after_rollback``.
+Loss of a rank that is replaced
+    ``save_after_loss``, ``leave``, ``left``.
 Failure
     ``on_raised``, ``on_exception`` of the callbacks before ours, ``on_failure``, ``leave``, ``left``.
 End
@@ -62,6 +64,9 @@ class Participant:
 
     protects_workers = False
     """Whether data-loader workers ignore the signals that stop the run."""
+
+    extra_state_matters = True
+    """Whether the training depends on :meth:`extra_state`; else that of a lost rank begins anew."""
 
     def extra_state(self) -> Mapping[str, Stateful]:
         """State of this rank that every checkpoint holds, by name."""
@@ -142,6 +147,21 @@ class Participant:
 
         Returns:
             Whether all ranks have saved.
+        """
+        return False
+
+    def save_after_loss(self, generation: str, ranks: Iterable[int], records: bool, within_s: float) -> bool:
+        """Saves the state of the last boundary to local storage, without the peers, of which some are lost.
+
+        Args:
+            generation: Name of the generation, the same on all ranks.
+            ranks: Whose states to save. When it gives the next one, the state of that rank has been put in the place of
+                this rank's.
+            records: Whether to wait until the other ranks have saved, too, and to record that.
+            within_s: How long it may take.
+
+        Returns:
+            Whether the states of these ranks are saved; with ``records``, of all.
         """
         return False
 
@@ -238,6 +258,10 @@ class Participants:
     def extra_state(self) -> dict[str, Stateful]:
         """The extra state of all participants."""
         return {name: state for extra in self.implement(Participant.extra_state) for name, state in extra().items()}
+
+    def own_states(self) -> list[str]:
+        """The names of the extra states on which the training depends."""
+        return [name for each in self._all if each.extra_state_matters for name in each.extra_state()]
 
     def protect_workers(self) -> bool:
         """Whether any participant protects data-loader workers."""

@@ -4,7 +4,7 @@ The replacement of a lost rank runs the script from its first line. The others k
 ``trainer.fit``, wait in Lightning's own ``init_process_group`` for the replacement, and begin the fit together with it.
 So the start of a fit is the same for all ranks, and everything that belongs to one start (token, stores, agreement,
 watchdog, local saves) is made anew on all of them by the code that a restart runs. All resume from the newest
-checkpoint that all can verify.
+checkpoint that all can verify: where it can be saved, that of the last boundary (:mod:`.last_boundary`).
 
 Nothing happens in a healthy step. What cannot be replaced that way is refused by :func:`why_not`, and then the loss of
 a rank restarts all, as without ``--elastic``.
@@ -16,7 +16,7 @@ import functools
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +45,11 @@ _runs: list[bool] = []
 """For every run of a Trainer that this process has begun, whether it has ended."""
 
 
-def install(leave_session: Callable[[Trainer], None]) -> None:
+def install(leave_session: Callable[[Trainer, Collection[int]], None]) -> None:
     """Has this rank take part in replacements, once in a process; does nothing without ``launch --elastic``.
 
     Args:
-        leave_session: Leaves the session of a Trainer's fit, without its peers.
+        leave_session: Leaves the session of a Trainer's fit without its peers, of which these ranks were lost.
     """
     if (line := membership.current()) is not None:
         _group.install()
@@ -57,7 +57,7 @@ def install(leave_session: Callable[[Trainer], None]) -> None:
         lightning_reentry.on_run(functools.partial(_run, leave_session))
 
 
-def _run(leave_session: Callable[[Trainer], None], trainer: Trainer, call: Callable[[], Any]) -> Any:
+def _run(leave_session: Callable[[Trainer, Collection[int]], None], trainer: Trainer, call: Callable[[], Any]) -> Any:
     line = membership.current()
     number = len(_runs)
     is_inner = not all(_runs)
@@ -84,7 +84,9 @@ def _without_what_is_there() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _enter(trainer: Trainer, call: Callable[[], Any], line: Membership, leave_session: Callable[[], None]) -> Any:
+def _enter(
+    trainer: Trainer, call: Callable[[], Any], line: Membership, leave_session: Callable[[Collection[int]], None]
+) -> Any:
     while True:
         if (replacement := line.replacement()) is not None:  # another rank was lost while this one was not in the fit
             line.begin(replacement)
@@ -96,8 +98,8 @@ def _enter(trainer: Trainer, call: Callable[[], Any], line: Membership, leave_se
                 raise
             log.debug("The fit is left for another generation", exc_info=True)
         if trainer.is_global_zero or 0 in replacement.lost:
-            log.info("Lost %s: going back to the last checkpoint when it is replaced.", replacement)
-        leave_session()
+            log.info("Lost %s: going on when it is replaced.", replacement)
+        leave_session(replacement.lost)
         context.fits_begun.clear()
         context.fits_begun.update(begun)
         lightning_reentry.leave_fit(trainer)
@@ -141,6 +143,11 @@ class Replaceability(Participant):
     def __init__(self, fit: FitContext) -> None:
         self._fit = fit
         self._line = membership.current()
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is a supervisor that replaces ranks."""
+        return self._line is not None
 
     def begin(self, session: FitSession) -> None:
         """The loops of the fit begin."""

@@ -31,6 +31,7 @@ from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.end_of_fit import EndOfFit
 from lightning_resilience.fit.exact_state import ExactState
 from lightning_resilience.fit.identity import FitIdentity
+from lightning_resilience.fit.last_boundary import LastBoundary
 from lightning_resilience.fit.outcome import FitOutcome
 from lightning_resilience.fit.own_account import OwnAccount, record_killed
 from lightning_resilience.fit.participant import Participant
@@ -77,6 +78,7 @@ class FitSession:
         exact: What an exact resume needs beside Lightning's own state.
         saver: Saves checkpoints.
         selector: Chooses the checkpoint to resume from.
+        last_boundary: Knows the state of the last boundary, with ``launch --elastic``.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, run_dir: str | os.PathLike[str] | None) -> None:
@@ -93,6 +95,9 @@ class FitSession:
         self._replaceability = Replaceability(fit)
         for participant in (self._ending, self._metrics, self._replaceability):
             fit.participants.add(participant)
+        self.last_boundary = LastBoundary(self) if self._replaceability.is_possible else None
+        if self.last_boundary is not None:
+            fit.participants.add(self.last_boundary)
         self.members: list[Any] = []
         """The callbacks that take part."""
         self.interrupted_by: Callable[[], BaseException | None] = lambda: None

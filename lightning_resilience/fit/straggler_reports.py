@@ -106,6 +106,8 @@ class StragglerReports(Participant):
         on_report: Called on rank 0 with every report.
     """
 
+    extra_state_matters = False
+
     def __init__(self, session: FitSession, options: StragglerOptions, on_report: Callable[[Report], None]) -> None:
         self.session = session
         self._options = options

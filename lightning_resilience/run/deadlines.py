@@ -174,6 +174,9 @@ OWN_ERROR_RAISED_AFTER_S = 0.5
 SURVIVORS_LEAVE_WITHIN_S = 30.0
 """How long survivors may take to leave the fit: a local save that is being written is given some seconds."""
 
+LAST_BOUNDARY_SAVED_WITHIN_S = 10.0
+"""How long they may take of it to save the state of the last boundary."""
+
 REPLACED_WITHIN_S = 300.0
 """How long the start of a replacement may take, up to its first batch; then all ranks are restarted."""
 

@@ -1,0 +1,341 @@
+"""What only one rank knows of the training state, kept in node memory, where it survives the rank's process.
+
+Ranks of data-parallel training share parameters and optimizer state, but each draws its own random numbers, has its own
+running statistics, and accumulates its own metrics. When a rank was killed, the state of the last boundary can be put
+together from these and the state of a survivor. So each rank copies the random states of torch, NumPy and Python,
+numbers, and small tensors into one of four *slots* of a mapped file, at each boundary. That takes some microseconds,
+because the states are copied as they lie in memory.
+
+```
+header (64 bytes) | 4 slots: digest (16 bytes), fixed fields, random states, numbers, tensors
+```
+
+The digest is that of all the rest of a slot, and is written last. A process that is killed within a write leaves a slot
+whose digest differs; the three others are whole. Nothing is pickled, and only this user may read the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+import random
+import stat
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+_FORMAT = 2
+_MAGIC = b"\x93LROWN\r\n\x1a\n\0\0"
+_HEADER = struct.Struct("<12sIII16s24x")  # magic, format, size of torch's state, room for content, digest of the token
+_FIELDS = struct.Struct("<QqQdIB3x")  # sequence, position, layout, Python's gauss, bytes of content, has gauss
+_SLOTS = 4
+_DIGEST_SIZE = 16
+_WORDS = 624  # of a Mersenne twister, and its position
+_TWISTER_SIZE = 4 * _WORDS + 4
+_GAUSS = struct.Struct("<i4xd")  # NumPy's second normal number, and whether there is one
+_MOST_CONTENT = 1 << 24
+
+_PYTHON = _DIGEST_SIZE + _FIELDS.size  # where parts begin in a slot; multiples of 8
+_NUMPY = _PYTHON + _TWISTER_SIZE + 4
+_NUMPY_GAUSS = _NUMPY + _TWISTER_SIZE + 4
+_TORCH = _NUMPY_GAUSS + _GAUSS.size
+
+
+class ForeignFile(ValueError):
+    """The file is not what a rank of this run has written."""
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """The own part of a rank at one boundary.
+
+    Args:
+        sequence: Grows with each write.
+        position: Of the boundary.
+        layout: Of the content; as given to :meth:`OwnPartWriter.put`.
+        content: Numbers and tensors, one after the other; see :meth:`values`.
+        python_state: Python's random state, as ``random.setstate`` takes it.
+        numpy_state: NumPy's, as ``numpy.random.set_state`` takes it.
+        torch_state: torch's, on the CPU.
+    """
+
+    sequence: int
+    position: int
+    layout: int
+    content: bytes
+    python_state: tuple[int, tuple[int, ...], float | None]
+    numpy_state: tuple[str, np.ndarray[Any, Any], int, int, float]
+    torch_state: torch.Tensor
+
+    def restore_random_state(self) -> None:
+        """Puts the random states into this process."""
+        random.setstate(self.python_state)
+        np.random.set_state(self.numpy_state)
+        torch.set_rng_state(self.torch_state)
+
+    def values(self, numbers: int, like: Sequence[torch.Tensor]) -> tuple[list[float], list[torch.Tensor]]:
+        """The numbers and the tensors.
+
+        Args:
+            numbers: How many numbers there are.
+            like: Tensors of the shapes and types of those that were given.
+
+        Raises:
+            ValueError: If the content is not of that size.
+        """
+        found, at = list(struct.unpack_from(f"<{numbers}d", self.content)), 8 * numbers
+        tensors = []
+        for each in like:
+            tensor = torch.empty_like(each, requires_grad=False)
+            if each.nbytes:
+                data = bytearray(self.content[at : at + each.nbytes].ljust(each.nbytes, b"\0"))
+                tensor.copy_(torch.frombuffer(data, dtype=each.dtype).reshape(each.shape))
+            tensors.append(tensor)
+            at += _padded(each.nbytes)
+        if at != len(self.content):
+            raise ValueError(f"the content has {len(self.content)} bytes, not {at}")
+        return found, tensors
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    """The file of a rank.
+
+    Args:
+        folder: In node memory; only this user may enter it.
+        rank: Global rank.
+    """
+    return folder / f"rank-{rank:05d}.own"
+
+
+class OwnPartWriter:
+    """The rank's side. Only its main thread writes.
+
+    Args:
+        path: See :func:`path_of`.
+        token: Known to all ranks of this start of the fit; what was written with another one is overwritten.
+        content: How many bytes of numbers and tensors there can be.
+
+    Raises:
+        OSError: If node memory is full or cannot be written.
+        NotImplementedError: If this Python or NumPy keeps its random state elsewhere than known.
+    """
+
+    def __init__(self, path: Path, token: str, content: int) -> None:
+        if content > _MOST_CONTENT:
+            raise ValueError(f"there is room for {_MOST_CONTENT} bytes, not {content}")
+        self._sources = _Sources()
+        self._room = content = _padded(content)
+        torch_size = torch.default_generator.get_state().numel()
+        slot_size = _slot_size(torch_size, content)
+        size = _HEADER.size + _SLOTS * slot_size
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size)  # where memory is full this fails here, and not by SIGBUS in a step
+            self._memory = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self._pid = os.getpid()
+        self._sequence = 0
+        self._memory[: _HEADER.size] = _HEADER.pack(_MAGIC, _FORMAT, torch_size, content, _digest_of(token))
+        self._anchor: Any = ctypes.c_char.from_buffer(self._memory)
+        begin = ctypes.addressof(self._anchor)
+        self._bytes = memoryview(self._memory)
+        self._offsets = [_HEADER.size + index * slot_size for index in range(_SLOTS)]
+        self._addresses = [begin + offset for offset in self._offsets]
+        self._content_at = _content_at(torch_size)
+        self._torch_size = torch_size
+        self._packers: dict[int, struct.Struct] = {}
+
+    def put(self, position: int, layout: int, numbers: Sequence[float], tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Writes the random states of now.
+
+        Args:
+            position: Of the boundary.
+            layout: Tells what the numbers and the tensors are.
+            numbers: Exact as float64.
+            tensors: On the host, without gaps.
+
+        Raises:
+            ValueError: If there is no room for them.
+            NotImplementedError: If NumPy's generator was replaced.
+        """
+        if os.getpid() != self._pid:
+            return  # a forked child
+        count = len(numbers)
+        size = 8 * count + sum(_padded(each.nbytes) for each in tensors) if tensors else 8 * count
+        if size > self._room:
+            raise ValueError(f"there is room for {self._room} bytes, not {size}")
+        python, numpy, numpy_gauss = self._sources.addresses()
+        self._sequence = sequence = self._sequence + 1
+        offset, address = self._offsets[sequence % _SLOTS], self._addresses[sequence % _SLOTS]
+        memory, memmove = self._memory, ctypes.memmove
+        gauss = self._sources.gauss_next()
+        fields = (sequence, position, layout, gauss or 0.0, size, gauss is not None)
+        _FIELDS.pack_into(memory, offset + _DIGEST_SIZE, *fields)
+        memmove(address + _PYTHON, python, _TWISTER_SIZE)
+        memmove(address + _NUMPY, numpy, _TWISTER_SIZE)
+        memmove(address + _NUMPY_GAUSS, numpy_gauss, _GAUSS.size)
+        state = torch.default_generator.get_state()
+        memmove(address + _TORCH, state.data_ptr(), self._torch_size)
+        if count:
+            if (packer := self._packers.get(count)) is None:
+                packer = self._packers[count] = struct.Struct(f"<{count}d")
+            packer.pack_into(memory, offset + self._content_at, *numbers)
+        place = address + self._content_at + 8 * count
+        for tensor in tensors:
+            memmove(place, tensor.data_ptr(), tensor.nbytes)
+            place += _padded(tensor.nbytes)
+        digest = xxhash.xxh3_128_digest(self._bytes[offset + _DIGEST_SIZE : offset + self._content_at + size])
+        self._bytes[offset : offset + _DIGEST_SIZE] = digest
+
+    def close(self) -> None:
+        """Lets go of the memory; the file stays."""
+        self._bytes.release()
+        self._anchor = None
+        self._memory.close()
+
+
+def read_own_parts(path: Path, token: str) -> list[OwnPart]:
+    """What a rank has written last, the newest first; a slot in whose midst the rank was killed is left out.
+
+    Args:
+        path: See :func:`path_of`.
+        token: As given to :class:`OwnPartWriter`.
+
+    Raises:
+        ForeignFile: If it is not a file of this user's, of this start of the fit, or is damaged.
+        OSError: If it is not there, or cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb", buffering=0) as file:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+            raise ForeignFile(f"{path} is no file that only this user may write")
+        header = file.read(_HEADER.size) or b""
+        if len(header) != _HEADER.size:
+            raise ForeignFile(f"{path} is truncated")
+        magic, version, torch_size, content, owner = _HEADER.unpack(header)
+        if magic != _MAGIC or version != _FORMAT or any(header[_HEADER.size - 24 :]):
+            raise ForeignFile(f"{path} is no own part of a rank, of another version, or damaged")
+        if owner != _digest_of(token):
+            raise ForeignFile(f"{path} is of another start of the fit")
+        slot_size = _slot_size(torch_size, content)
+        if content > _MOST_CONTENT or about.st_size != _HEADER.size + _SLOTS * slot_size:
+            raise ForeignFile(f"{path} has {about.st_size} bytes, which does not fit its header")
+        slots = [file.read(slot_size) or b"" for _ in range(_SLOTS)]
+    parts = [part for slot in slots if (part := _parse(slot, torch_size, content)) is not None]
+    return sorted(parts, key=lambda part: -part.sequence)
+
+
+def _parse(slot: bytes, torch_size: int, room: int) -> OwnPart | None:
+    """A slot, or ``None`` if it is not whole."""
+    sequence, position, layout, gauss, size, has_gauss = _FIELDS.unpack_from(slot, _DIGEST_SIZE)
+    if not sequence or size > room:
+        return None
+    begin = _content_at(torch_size)
+    if xxhash.xxh3_128_digest(slot[_DIGEST_SIZE : begin + size]) != slot[:_DIGEST_SIZE]:
+        return None
+    index, *words = struct.unpack_from(f"<{_WORDS + 1}I", slot, _PYTHON)
+    *key, numpy_position = struct.unpack_from(f"<{_WORDS + 1}I", slot, _NUMPY)
+    has_numpy_gauss, numpy_gauss = _GAUSS.unpack_from(slot, _NUMPY_GAUSS)
+    return OwnPart(
+        sequence,
+        position,
+        layout,
+        slot[begin : begin + size],
+        (random.Random.VERSION, (*words, index), gauss if has_gauss else None),
+        ("MT19937", np.array(key, dtype=np.uint32), numpy_position, has_numpy_gauss, numpy_gauss),
+        torch.frombuffer(bytearray(slot[_TORCH : _TORCH + torch_size]), dtype=torch.uint8),
+    )
+
+
+def _digest_of(token: str) -> bytes:
+    return hashlib.blake2b(token.encode(), digest_size=16).digest()
+
+
+def _padded(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def _content_at(torch_size: int) -> int:
+    return _TORCH + _padded(torch_size)
+
+
+def _slot_size(torch_size: int, content: int) -> int:
+    return -(-(_content_at(torch_size) + content) // 64) * 64
+
+
+class _Sources:
+    """Where Python and NumPy have the state of their global generators in memory.
+
+    Reading it through their functions takes 100 µs, since these make objects of the 624 words. The places are looked
+    for in generators of our own, whose state is known, and not taken for granted.
+    """
+
+    def __init__(self) -> None:
+        self._random: Any = random._inst
+        self._numpy: Any = np.random.mtrand._rand
+        self._bit_generator = self._numpy._bit_generator
+        self._addresses = (
+            id(self._random) + _place_in_python(),
+            _address_of(self._bit_generator),
+            id(self._numpy) + _place_of_gauss(),
+        )
+
+    def addresses(self) -> tuple[int, int, int]:
+        """Of Python's words, of NumPy's, and of NumPy's second normal number."""
+        if self._numpy._bit_generator is not self._bit_generator:
+            raise NotImplementedError("NumPy's global bit generator was replaced")
+        return self._addresses
+
+    def gauss_next(self) -> float | None:
+        """Python's second normal number."""
+        gauss: float | None = self._random.gauss_next
+        return gauss
+
+
+def _place_in_python() -> int:
+    """Where a ``random.Random`` has its position and its words."""
+    probe = random.Random(7)
+    probe.random()
+    words = probe.getstate()[1]
+    place = ctypes.string_at(id(probe), random.Random.__basicsize__).find(struct.pack("<I3I", words[-1], *words[:3]))
+    if place < 0 or ctypes.string_at(id(probe) + place + 4, 4 * _WORDS) != struct.pack(f"<{_WORDS}I", *words[:-1]):
+        raise NotImplementedError("the random state of this Python is not where it is expected")
+    return place
+
+
+def _address_of(bit_generator: Any) -> int:
+    """Where a Mersenne twister of NumPy has its words and its position."""
+    if type(bit_generator) is not np.random.MT19937:
+        raise NotImplementedError(f"NumPy's global bit generator is a {type(bit_generator).__name__}")
+    given: Any = bit_generator.ctypes.state_address
+    address = int(getattr(given, "value", given))
+    state = bit_generator.state["state"]
+    expected = state["key"].astype("<u4").tobytes() + struct.pack("<i", state["pos"])
+    if ctypes.string_at(address, _TWISTER_SIZE) != expected:
+        raise NotImplementedError("the random state of this NumPy is not where it is expected")
+    return address
+
+
+def _place_of_gauss() -> int:
+    """Where a ``numpy.random.RandomState`` has its second normal number, behind whether there is one."""
+    probe: Any = np.random.RandomState(7)
+    name, key, position, *_ = probe.get_state(legacy=True)
+    place = -1
+    for gauss in (0.7182818284590452, -0.14159265358979312):
+        probe.set_state((name, key, position, 1, gauss))
+        memory = ctypes.string_at(id(probe), np.random.RandomState.__basicsize__)
+        place = memory.find(_GAUSS.pack(1, gauss)[8:]) - 8
+        if place < 0 or memory[place : place + 4] != struct.pack("<i", 1):
+            raise NotImplementedError("NumPy's second normal number is not where it is expected")
+    return place

@@ -1,0 +1,444 @@
+"""``launch --elastic``: the state of the last boundary, saved after a rank was lost (just-in-time checkpoint).
+
+With DistributedDataParallel a rank that dies in a forward or backward pass leaves the parameters and optimizer states
+of the others as they were at the last boundary. So the survivors save them to local storage, before they leave the fit,
+and the replacement and they resume from there: only the interrupted step is done again.
+
+What else a step changes is noted at each boundary (:mod:`.lightning_boundary`) and put back before the save. What only
+the lost rank knew, it has left in node memory (:mod:`.own_part`): the first survivor puts that in the place of its own
+and saves in the name of the lost rank, too.
+
+Each survivor decides for itself, since no message can be waited for. The generation has the same name on all that are
+at the same boundary; if one is elsewhere, or cannot tell, it is incomplete, and all go back to an older one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import operator
+import struct
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import xxhash
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_resilience._files import publish
+from lightning_resilience._lightning import lightning_boundary, lightning_loggers, lightning_loops, lightning_strategies
+from lightning_resilience._torch import before_update
+from lightning_resilience.checkpoint.digest import digest_of
+from lightning_resilience.checkpoint.safe_serialization import from_safe, to_safe
+from lightning_resilience.elastic.own_part import ForeignFile, OwnPart, OwnPartWriter, path_of, read_own_parts
+from lightning_resilience.fit.participant import Participant
+from lightning_resilience.run.deadlines import LAST_BOUNDARY_SAVED_WITHIN_S
+
+if TYPE_CHECKING:
+    from lightning_resilience.fit.session import FitSession
+
+log = logging.getLogger(__name__)
+
+_MOST_COPIED = 100
+_MOST_COPIED_BYTES = 1 << 18
+"""How many tensors are copied at each boundary, at most: more takes longer than a step may be held up."""
+_MOST_DIGESTED_BYTES = 64 << 20
+"""How much is looked at once an epoch, at most."""
+
+
+class _Unknown(Exception):
+    """Why the state of the last boundary is not known."""
+
+
+class _Note(NamedTuple):
+    """What a step may change, as it was at a boundary.
+
+    Attributes:
+        position: Of the boundary.
+        changed: What is put back; see :func:`.lightning_boundary.changed_by_step`.
+        unchanged: What must be as it was.
+        versions: How often torch has counted writes to each parameter.
+        groups: The settings of the optimizer.
+        logs: How far the loggers have logged.
+    """
+
+    position: int
+    changed: list[Any]
+    unchanged: list[Any]
+    versions: list[int]
+    groups: list[dict[str, Any]]
+    logs: Any
+
+
+class _OwnValues:
+    """Metrics and buffers of this rank: numbers, tensors of one number, and other tensors.
+
+    Args:
+        session: The fit.
+
+    Raises:
+        _Unknown: If there is something else among them.
+    """
+
+    def __init__(self, session: FitSession) -> None:
+        trainer, module = session.fit.trainer, session.fit.module
+        self.names = lightning_boundary.names_of_metrics(trainer)
+        self._numbers: list[tuple[lightning_boundary.Place, type]] = []
+        self._scalars: list[tuple[lightning_boundary.Place, torch.Tensor]] = []
+        self._places: list[lightning_boundary.Place] = []
+        self._tensors: list[torch.Tensor] = []
+        self._is_buffer: list[bool] = []
+        self.constants: list[torch.Tensor] = []
+        kinds = []
+        places = lightning_boundary.metric_places(trainer, module)
+        for name, place in places.items():
+            kinds.append((name, self._add(name, place, is_buffer=False)))
+        buffers = lightning_boundary.buffer_places(trainer, module)
+        taken = set()
+        room = _MOST_COPIED_BYTES - sum(each.nbytes for each in self._tensors)
+        for name, place in sorted(buffers.items(), key=lambda item: item[1][0][item[1][1]].nbytes):
+            buffer = place[0][place[1]]
+            if id(buffer) in taken:
+                continue
+            taken.add(id(buffer))
+            if buffer.nbytes > room or len(self._tensors) >= _MOST_COPIED:
+                self.constants.append(buffer)
+            else:
+                room -= buffer.nbytes
+                kinds.append((name, self._add(name, place, is_buffer=True)))
+        if room < 0 or len(self._tensors) + len(self._scalars) > 2 * _MOST_COPIED:
+            raise _Unknown("there are too many metrics")
+        self.layout = xxhash.xxh3_64_intdigest(repr(kinds).encode())
+        self.size = 8 * (len(kinds) + 1) + sum(each.nbytes + 8 for each in self._tensors)
+
+    def _add(self, name: str, place: lightning_boundary.Place, is_buffer: bool) -> str:
+        value = place[0][place[1]]
+        if type(value) in (bool, int, float):
+            self._numbers.append((place, type(value)))
+            return "number"
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.layout != torch.strided:
+            raise _Unknown(f"{name} is a {type(value).__name__}")
+        if value.numel() == 1 and not is_buffer and not value.is_complex():
+            self._scalars.append((place, value.detach()))
+        else:
+            self._places.append(place)
+            self._tensors.append(value.detach() if not is_buffer else value)
+            self._is_buffer.append(is_buffer)
+            self._check([value])
+        return f"{value.dtype} {tuple(value.shape)}"
+
+    def _check(self, tensors: list[torch.Tensor]) -> None:
+        if not all(each.is_contiguous() for each in tensors):
+            raise ValueError("a tensor has gaps")
+
+    def read(self, begun: int) -> tuple[list[float], list[torch.Tensor]]:
+        """The numbers and tensors of now, as an own part takes them.
+
+        Args:
+            begun: The position at which the epoch has begun.
+
+        Raises:
+            ValueError: If they are not what they were.
+        """
+        numbers = [begun, *(d[key] for (d, key), _ in self._numbers)]
+        numbers += [d[key].item() for (d, key), _ in self._scalars]
+        tensors = [d[key] for d, key in self._places]
+        if not all(map(operator.is_, tensors, self._tensors)):
+            for now, before in zip(tensors, self._tensors, strict=True):
+                if now.shape != before.shape or now.dtype != before.dtype:
+                    raise ValueError("a tensor has another shape or type")
+            self._check(tensors)
+            self._tensors = tensors
+        return numbers, tensors
+
+    def write(self, part: OwnPart) -> int:
+        """Puts what an own part holds in their place; returns ``begun``.
+
+        Raises:
+            _Unknown: If it holds something else.
+        """
+        if part.layout != self.layout:
+            raise _Unknown("ranks have different metrics")
+        count = len(self._numbers)
+        (begun, *numbers), tensors = part.values(1 + count + len(self._scalars), self._tensors)
+        for ((owner, key), kind), number in zip(self._numbers, numbers[:count], strict=True):
+            owner[key] = kind(number)
+        for ((owner, key), like), number in zip(self._scalars, numbers[count:], strict=True):
+            owner[key] = torch.full_like(like, number if like.is_floating_point() else int(number))
+        for (owner, key), is_buffer, tensor in zip(self._places, self._is_buffer, tensors, strict=True):
+            if is_buffer:  # others may refer to it
+                with torch.no_grad():
+                    owner[key].copy_(tensor)
+            else:
+                owner[key] = tensor
+        return int(begun)
+
+
+class LastBoundary(Participant):
+    """Notes the state of each boundary, and saves it after a loss.
+
+    Args:
+        session: The fit.
+    """
+
+    def __init__(self, session: FitSession) -> None:
+        self._session = session
+        self._off: str | None = None
+        self._is_clean = False
+        self._note: _Note | None = None
+        self._step_has_begun = False
+        self._writer: OwnPartWriter | None = None
+        self._values: _OwnValues | None = None
+        self._begun: tuple[Any, Any] | None = None
+        self._begun_at = self._epochs = 0
+        self._constants = ""
+        self._modes: dict[str, Any] = {}
+        self._hook = register_optimizer_step_pre_hook(lambda _, args, kwargs: before_update(self._begin, args, kwargs))
+
+    def _begin(self) -> None:
+        """An optimizer begins to change parameters."""
+        self._step_has_begun = True
+
+    # -- every boundary ------------------------------------------------------------------------------------------------
+
+    def after_batch(self, window_complete: bool) -> None:
+        """Notes whether gradients are accumulated over this boundary."""
+        self._is_clean = window_complete
+
+    def before_batch(self) -> None:
+        """Notes the state of this boundary."""
+        if self._off is not None or not self._is_clean:
+            return
+        try:
+            self._keep()
+        except (_Unknown, OSError, NotImplementedError) as error:
+            self._turn_off(str(error))
+        except Exception as error:
+            log.debug("The state of the boundary cannot be kept", exc_info=True)
+            self._turn_off(repr(error))
+
+    def _turn_off(self, reason: str) -> None:
+        self._off, self._note = reason, None
+        if self._session.fit.rank == 0:
+            log.info(
+                "After the loss of a rank all will go back to the last checkpoint, not to the last step: %s.", reason
+            )
+
+    def _keep(self) -> None:
+        session = self._session
+        position = session.fit.steps_counted
+        if self._writer is None:
+            self._set_up()
+        if session.exact.epoch_begun is not self._begun or self._has_new_metrics():
+            self._arrange(position)
+        try:
+            self._put(position)
+        except (ValueError, RuntimeError, AttributeError, TypeError, KeyError, struct.error):  # others than before
+            self._arrange(position)
+            self._put(position)
+        self._step_has_begun = False
+        self._note = _Note(
+            position,
+            [owner[key] for owner, key in self._changed],
+            [owner[key] for owner, key in self._unchanged],
+            [each._version for each in self._parameters],
+            [group.copy() for group in self._optimizer.param_groups],
+            None if session.exact.logs is None else session.exact.logs.position(),
+        )
+
+    def _has_new_metrics(self) -> bool:
+        names = lightning_boundary.names_of_metrics(self._session.fit.trainer)
+        return self._values is None or names != self._values.names
+
+    def _put(self, position: int) -> None:
+        assert self._values is not None
+        assert self._writer is not None
+        self._writer.put(position, self._values.layout, *self._values.read(self._begun_at))
+
+    def _arrange(self, position: int) -> None:
+        """Looks which metrics and buffers there are."""
+        self._values = _OwnValues(self._session)
+        if self._writer is None or self._values.size > self._room:
+            self._open(self._values.size)
+        if self._session.exact.epoch_begun is not self._begun:
+            self._begin_epoch(position)
+
+    def _set_up(self) -> None:
+        session = self._session
+        trainer, module = session.fit.trainer, session.fit.module
+        if session.selector.local is None:
+            raise _Unknown("there is no LocalCheckpoint")
+        if not session.selector.local.store.in_memory:
+            raise _Unknown("local checkpoints are not in node memory")
+        if trainer.strategy.root_device.type != "cpu":
+            raise _Unknown(f"what has happened on {trainer.strategy.root_device} by the time of a loss is not known")
+        if not lightning_strategies.replicates_state(trainer):
+            raise _Unknown("ranks hold different parameters")
+        if (reason := lightning_boundary.why_state_is_unknown(trainer, module)) is not None:
+            raise _Unknown(reason)
+        if session.exact.has_generators():
+            raise _Unknown("a data loader has a random generator of its own")
+        if own := session.fit.participants.own_states():
+            raise _Unknown(f"ranks hold different states of {', '.join(own)}")
+        self._folder = session.selector.local.store.directory / "own"
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._changed = lightning_boundary.changed_by_step(trainer)
+        self._unchanged = lightning_boundary.unchanged_by_step(trainer)
+        self._parameters = list(module.parameters())
+        self._optimizer: Any = trainer.optimizers[0]
+        self._begun = None
+        self._arrange(session.fit.steps_counted)
+
+    def _open(self, size: int) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._room = 4096 + 2 * size
+        self._writer = OwnPartWriter(self._path(self._session.fit.rank), self._session.fit.nonce, self._room)
+
+    def _path(self, rank: int) -> Path:
+        return path_of(self._folder, rank)
+
+    def _begin_epoch(self, position: int) -> None:
+        """Keeps what is the same until the next epoch."""
+        session = self._session
+        fit = session.fit
+        self._modes = lightning_loops.train_eval_modes(fit.trainer, fit.module)
+        self._constants = self._digest()
+        epoch, first_batch = self._begun = session.exact.epoch_begun
+        kept = {"epoch": epoch, "first_batch": first_batch, "constants": self._constants}
+        content, missing = to_safe({**kept, "position": position, "token": fit.nonce})
+        if missing:
+            raise _Unknown(f"the random state cannot be kept: {missing[0]}")
+        self._epochs += 1
+        self._begun_at = position
+        publish(self._epoch_path(fit.rank, self._epochs), lambda file: torch.save(content, file))
+
+    def _epoch_path(self, rank: int, number: int) -> Path:
+        return self._path(rank).with_suffix(f".epoch{number % 2}")
+
+    def _digest(self) -> str:
+        """Of what no step changes, and is too much to be copied; and of what ranks do not exchange."""
+        assert self._values is not None
+        replicated = {id(each) for each in lightning_strategies.replicated_parameters(self._session.fit.trainer)}
+        own = [each.detach() for each in self._parameters if id(each) not in replicated]
+        own += self._values.constants
+        if (size := sum(each.nbytes for each in own)) > _MOST_DIGESTED_BYTES:
+            raise _Unknown(f"{size >> 20} MiB of parameters and buffers are not exchanged by the ranks")
+        return digest_of(own)
+
+    # -- after a loss --------------------------------------------------------------------------------------------------
+
+    def save(self, lost: Collection[int]) -> None:
+        """Saves the state of the last boundary, without the ranks that were lost.
+
+        Args:
+            lost: These ranks.
+        """
+        session = self._session
+        alive = [rank for rank in range(session.fit.trainer.world_size) if rank not in lost]
+        is_first = session.fit.rank == alive[0]
+        try:
+            note = self._known(lost)
+            name = hashlib.blake2b(f"{session.fit.nonce} {note.position}".encode(), digest_size=4).hexdigest()
+            policies = session.fit.participants.implement(Participant.save_after_loss)
+            ranks = [session.fit.rank, *(sorted(lost) if is_first else ())]
+            session.fit.lost_rank_0 = 0 in lost
+            with session.fit.saving():
+                saved = [
+                    each(name, self._put_back(note, ranks), is_first, LAST_BOUNDARY_SAVED_WITHIN_S) for each in policies
+                ]
+            if not all(saved):
+                raise _Unknown("not all ranks have saved the state of the same boundary")
+            if is_first:
+                log.info(
+                    "Saved step %d after the loss: only the next one is done again.", session.fit.trainer.global_step
+                )
+        except (_Unknown, OSError, ValueError) as error:
+            log.log(logging.INFO if is_first else logging.DEBUG, "Going back to the last checkpoint: %s.", error)
+        except Exception:
+            log.warning("Going back to the last checkpoint: a later state could not be saved.", exc_info=True)
+        finally:
+            session.fit.lost_rank_0 = False
+
+    def _known(self, lost: Collection[int]) -> _Note:
+        """The last boundary, if its state is still there."""
+        session, note, values = self._session, self._note, self._values
+        fit, exact = session.fit, session.exact
+        if note is None or values is None:
+            raise _Unknown(self._off or "there was no boundary yet")
+        if self._step_has_begun or note.unchanged != [owner[key] for owner, key in self._unchanged]:
+            raise _Unknown("this rank has gone on from the last boundary")
+        if exact.resumed is not None or exact.before_evaluation is not None:
+            raise _Unknown("this rank is in a validation, or has not resumed yet")
+        if note.versions != [each._version for each in self._parameters]:
+            raise _Unknown("the step has written to parameters before the optimizer has")
+        if not all(map(_are_same_settings, note.groups, self._optimizer.param_groups)):
+            raise _Unknown("the step has changed settings of the optimizer")
+        if self._modes != lightning_loops.train_eval_modes(fit.trainer, fit.module):
+            raise _Unknown("layers were switched between training and evaluation within the epoch")
+        if self._constants != self._digest():
+            raise _Unknown("buffers, or parameters that ranks do not exchange, have changed")
+        if exact.logs is not None and note.logs != exact.logs.position():
+            raise _Unknown("something was logged in the step")
+        if 0 in lost and lightning_loggers.file_loggers(fit.trainer):
+            raise _Unknown("rank 0 has lost rows of its logs")
+        bad = (looks_bad() for looks_bad in fit.participants.implement(Participant.looks_bad))
+        if fit.saves_paused or any(bad):
+            raise _Unknown("the last steps were bad")
+        return note
+
+    def _put_back(self, note: _Note, ranks: Collection[int]) -> Iterator[int]:
+        """Puts the state of the boundary back, for each of these ranks in turn."""
+        session, values = self._session, self._values
+        assert values is not None
+        for (owner, key), value in zip(self._changed, note.changed, strict=True):
+            owner[key] = value
+        lightning_boundary.forget_new_metrics(session.fit.trainer, values.names)
+        for rank in ranks:
+            part = self._part_of(rank, note.position)
+            begun_at = values.write(part)
+            part.restore_random_state()
+            if rank != session.fit.rank:
+                session.exact.stand_in(*self._epoch_of(rank, begun_at))
+            yield rank
+
+    def _part_of(self, rank: int, position: int) -> OwnPart:
+        try:
+            parts = read_own_parts(self._path(rank), self._session.fit.nonce)
+        except (OSError, ForeignFile) as error:
+            raise _Unknown(f"rank {rank} has left nothing ({error})") from None
+        found = next((part for part in parts if part.position == position), None)
+        if found is None:
+            raise _Unknown(f"rank {rank} was not at the last boundary of the others")
+        return found
+
+    def _epoch_of(self, rank: int, begun_at: int) -> tuple[Any, Any]:
+        for number in range(2):
+            path = self._epoch_path(rank, number)
+            if not path.exists():
+                continue
+            kept: Any = from_safe(torch.load(path, map_location="cpu", weights_only=True))
+            if (kept["token"], kept["position"]) == (self._session.fit.nonce, begun_at):
+                if kept["constants"] != self._constants:
+                    raise _Unknown(f"rank {rank} had other buffers")
+                return kept["epoch"], kept["first_batch"]
+        raise _Unknown(f"rank {rank} has left no begin of its epoch")
+
+    def leave(self) -> None:
+        """The fit has ended."""
+        self._hook.remove()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer, self._off = None, "the fit has ended"
+
+
+def _are_same_settings(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether a group of an optimizer has the settings that it had."""
+    if before.keys() != now.keys():
+        return False
+    return all(
+        before[key] is now[key] or (not isinstance(now[key], torch.Tensor) and before[key] == now[key])
+        for key in before
+        if key != "params"
+    )

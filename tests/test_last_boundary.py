@@ -1,0 +1,315 @@
+"""The state of the last boundary, put together in the middle of a step: that of this rank, and that of a lost one."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import CatMetric, MeanMetric
+
+from lightning_resilience import LocalCheckpoint
+from lightning_resilience._lightning import lightning_strategies
+from lightning_resilience.checkpoint.digest import digest_of
+from lightning_resilience.checkpoint.safe_serialization import pack
+from lightning_resilience.fit import context, joining
+from lightning_resilience.fit.last_boundary import LastBoundary, _Unknown
+from lightning_resilience.fit.participant import Participant, Participants
+from lightning_resilience.fit.reentry import Replaceability
+from lightning_resilience.run.run_directory import StaleAttempt
+
+
+class Found(Exception):
+    """What was looked for is found: the fit need not go on."""
+
+
+class Net(L.LightningModule):
+    """Changes all that a step can change, and then calls ``within``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.register_buffer("average", torch.zeros(()))
+        self.register_buffer("mask", torch.ones(300, 300))  # too large to be copied
+        self.metric = MeanMetric()
+        self.within: Callable[[], None] = lambda: None
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch[0]).pow(2).mean() + random.random() + float(np.random.rand())
+        self.average.copy_(0.9 * self.average + 0.1 * loss.detach())
+        self.metric.update(loss.detach())
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        if batch_idx % 3 == 2:
+            self.log("now and then", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.within()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.net(batch[0]).mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Watched(Participant):
+    """Notes the state of each boundary, as a save there would have it."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+        self.clean = False
+
+    def after_batch(self, window_complete: bool) -> None:
+        self.clean = window_complete
+
+    def before_batch(self) -> None:
+        if self.clean:
+            self.state = state_now()
+
+
+def state_now() -> Any:
+    """All that a save has, in a form that can be compared."""
+    structure, tensors, left_out = pack(joining._active.saver.capture())
+    assert left_out == []
+    return structure, [(str(each.dtype), tuple(each.shape), digest_of([each])) for each in tensors]
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Net, LastBoundary, Watched]]:
+    """Trains as one of several ranks of ``launch --elastic``, and calls a function in the step ``at``."""
+    monkeypatch.setattr(Replaceability, "is_possible", True)
+    monkeypatch.setattr(lightning_strategies, "replicates_state", lambda trainer: True)
+    monkeypatch.setattr("lightning_resilience.checkpoint.node_store.in_node_memory", lambda folder: True)
+    context.fits_begun.clear()
+
+    def run(at: int, within: Callable[[LastBoundary, Watched], None], module: Any = None, **options: Any) -> None:
+        module, more = module or Net(), options.pop("callbacks", [])
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        watched, calls = Watched(), iter(range(1000))
+
+        def step() -> None:
+            if next(calls) == at:
+                within(joining._active.last_boundary, watched)
+                raise Found
+
+        class Joins(L.Callback):
+            def on_train_start(self, *args: Any) -> None:
+                joining._active.fit.participants.add(watched)
+                joining._active.exact.logs = None  # as on a rank that may be lost with it
+
+        module.within = step
+        local = LocalCheckpoint(tmp_path / "local", every_n_train_steps=3, run_dir=tmp_path / "run")
+        trainer = L.Trainer(
+            **{
+                "max_epochs": 3,
+                "accelerator": "cpu",
+                "logger": False,
+                "enable_checkpointing": False,
+                "enable_progress_bar": False,
+                "enable_model_summary": False,
+                "default_root_dir": tmp_path,
+                **options,
+            },
+            callbacks=[Joins(), local, *more],
+        )
+        data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(3)))
+        with pytest.raises(Found):
+            trainer.fit(module, DataLoader(data, 4, shuffle=True), DataLoader(data, 8))
+
+    return run
+
+
+def known(boundary: LastBoundary, lost: tuple[int, ...] = ()) -> Any:
+    return boundary._known(lost)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"accumulate_grad_batches": 2},
+    "averaged": {"callbacks": [EMAWeightAveraging(decay=0.9)]},
+    "validation within the epoch": {"val_check_interval": 2},
+}
+
+
+@pytest.mark.parametrize("at", [0, 4, 6, 9], ids=["first", "middle", "first of an epoch", "second epoch"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.slow_but_for("accumulation-middle", "averaged-second epoch")
+def test_the_state_in_a_step_is_that_of_the_boundary_before(
+    train: Callable[..., None], options: dict[str, Any], at: int
+) -> None:
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        assert state_now() != watched.state
+        for _ in boundary._put_back(known(boundary), [0]):
+            assert state_now() == watched.state
+
+    train(at, look, **options)
+
+
+def leave_as_rank_1(boundary: LastBoundary) -> None:
+    for path in list(boundary._folder.iterdir()):
+        shutil.copy(path, boundary._path(1).with_suffix(path.suffix))
+
+
+def test_a_survivor_has_the_state_of_a_lost_rank(train: Callable[..., None]) -> None:
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        leave_as_rank_1(boundary)
+        note = known(boundary, (1,))
+        states, exact = boundary._put_back(note, [0, 1]), joining._active.exact
+        next(states)
+        torch.rand(7)
+        exact._epoch_random_state = exact._first_batch_random_state = exact.get_random_state()  # of another rank
+        boundary._session.fit.module.metric.update(3.0)
+        next(states)
+        assert state_now() == watched.state
+
+    train(9, look)
+
+
+def test_of_another_position_token_or_layout_a_lost_rank_has_left_nothing(train: Callable[..., None]) -> None:
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        note, fit = known(boundary, (1,)), boundary._session.fit
+        leave_as_rank_1(boundary)
+
+        def refused(why: str, position: int = note.position) -> None:
+            with pytest.raises(_Unknown, match=why):
+                list(boundary._put_back(note._replace(position=position), [1]))
+
+        list(boundary._put_back(note, [1]))
+        refused("not at the last boundary", note.position + 1)
+        boundary._constants += "other"
+        refused("had other buffers")
+        boundary._values.layout += 1
+        refused("different metrics")
+        boundary._path(1).with_suffix(".epoch1").unlink()
+        boundary._values.layout -= 1
+        refused("begin of its epoch")
+        fit.nonce = "another start"
+        refused("left nothing")
+
+    train(4, look)
+
+
+@torch.no_grad()
+def write(boundary: LastBoundary) -> None:
+    boundary._session.fit.module.net[0].weight.mul_(1.0)
+
+
+def validate(boundary: LastBoundary) -> None:
+    boundary._session.fit.trainer.fit_loop.epoch_loop.val_loop.batch_progress.increment_ready()
+
+
+CHANGES: dict[str, tuple[Callable[[LastBoundary], Any], str]] = {
+    "a parameter": (write, "parameters before the optimizer"),
+    "a rate": (lambda b: b._optimizer.param_groups[0].update(lr=1.0), "settings of the optimizer"),
+    "a validation": (validate, "gone on"),
+    "an optimizer's step": (lambda b: b._optimizer.step(), "gone on"),
+    "a mode": (lambda b: b._session.fit.module.net[2].eval(), "switched"),
+    "a constant": (lambda b: b._session.fit.module.mask[3].zero_(), "buffers, or parameters"),
+    "a pause": (lambda b: b._session.fit.participants.add(Pauses()), "bad"),
+}
+
+
+class Pauses(Participant):
+    def pauses_saves(self) -> bool:
+        return True
+
+
+def test_a_step_that_has_changed_more_is_not_saved(train: Callable[..., None]) -> None:
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        for name, (change, why) in CHANGES.items():
+            boundary._keep()  # as if this were a boundary
+            known(boundary)
+            change(boundary)
+            with pytest.raises(_Unknown) as found:
+                known(boundary)
+            assert why in str(found.value), name
+            boundary._session.fit.module.train()
+            boundary._session.fit.module.mask.fill_(1.0)
+
+    train(4, look)
+
+
+def test_what_is_not_known_in_a_step_is_refused_at_the_start(train: Callable[..., None]) -> None:
+    class Keeps(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["seen"] = 3
+
+    class Gathers(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gathered = CatMetric()
+
+    class Counts(L.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": 3}
+
+    def refused(why: str) -> Callable[..., None]:
+        def look(boundary: LastBoundary, watched: Watched) -> None:
+            assert why in str(boundary._off)
+            with pytest.raises(_Unknown, match=why):
+                known(boundary)
+
+        return look
+
+    train(1, refused("Keeps saves a state"), Keeps())
+    train(1, refused("gathered.value is a list"), Gathers())
+    train(1, refused("Counts saves a state"), callbacks=[Counts()])
+
+
+def test_the_first_survivor_saves_for_the_lost_ranks(train: Callable[..., None]) -> None:
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        calls = []
+
+        class Saves(Participant):
+            def save_after_loss(self, generation: str, ranks: Any, records: bool, within_s: float) -> bool:
+                calls.append((generation, records))
+                return True
+
+        fit = boundary._session.fit
+        fit.participants = Participants()
+        fit.participants.add(Saves())
+        fit.trainer.strategy._world_size = 3
+        boundary.save([1])
+        fit.rank = 2
+        boundary.save([1])
+        (name, first), (same, second) = calls
+        assert (first, second) == (True, False)
+        assert name == same
+        boundary._note = boundary._note._replace(position=7)
+        boundary.save([1])
+        assert calls[2][0] != name
+
+    train(4, look)
+
+
+def test_survivors_may_publish_although_the_replacement_of_rank_0_has_claimed_the_run(
+    train: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        fit = boundary._session.fit
+        fit.check_owner()
+        fit.run.claim()  # by a process with the same parent, namely this one
+        with pytest.raises(StaleAttempt):
+            fit.check_owner()
+        fit.lost_rank_0 = True
+        fit.check_owner()
+        monkeypatch.setattr("os.getppid", lambda: -1)
+        with pytest.raises(StaleAttempt):
+            fit.check_owner()
+
+    train(1, look)
