@@ -276,8 +276,11 @@ def launched(
     launch += ["--nproc-per-node", str(ranks), "--run-dir", config["run_dir"], *command(config)[1:]]
     output = tmp_path / "output"
     process = start(launch, output)
-    meanwhile(Path(config["run_dir"]))
-    code = finish(process, output)
+    try:
+        meanwhile(Path(config["run_dir"]))
+        code = finish(process, output)
+    finally:
+        process.kill()
     assert code == 0, output.read_text()
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options), output.read_text()
     assert not [*differences(config, reference(**options))], output.read_text()
