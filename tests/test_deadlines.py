@@ -65,6 +65,10 @@ def test_one_rank_of_a_node_starts_its_watchdog() -> None:
     assert at.FIRST_STARTS_WATCHDOG_WITHIN_S < at.FIRST_RANK_WITHIN_S
 
 
+def test_a_hang_behind_a_replacement_is_found_in_time() -> None:
+    assert at.WATCHDOG_PUT_OFF_S + at.WATCHDOG_POLL_S < 1.5  # beside the limit
+
+
 def test_of_what_a_killed_watchdog_has_seen_a_tenth_is_lost() -> None:
     kept, age = 0.0, 0.0
     while age < 3600:

@@ -20,14 +20,14 @@ BUDGET = {
     "checkpoint": 4882,
     "contrib": 225,
     "detect": 325,
-    "detect/hangs": 2486,
+    "detect/hangs": 2489,
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "elastic": 274,
-    "fit": 5966,
+    "fit": 5970,
     "launch": 7778,
     "launch/schedulers": 508,
-    "run": 3071,
+    "run": 3072,
 }
 
 _NO_CODE = (

@@ -22,6 +22,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_resilience._lightning import lightning_reentry
+from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.fit import reentry
 from lightning_resilience.launch import elastic, membership
 from lightning_resilience.launch.channel import Channel, Message
@@ -93,6 +94,13 @@ def test_a_collection_at_a_loss_leaves_out_what_was_there_before_the_fit() -> No
             assert (gc.get_freeze_count() > 0) == is_spare  # what a fit has left behind can be freed when it is over
         finally:
             gc.unfreeze()
+
+
+def test_the_watchdog_starts_after_the_ranks_that_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_KEEPS_SURVIVORS", True)
+    for count, is_put_off in (("0", False), ("1", True)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        assert (watchdog.put_off_s() > 0) == is_put_off
 
 
 # -- the supervisor, with ranks that only talk to it -------------------------------------------------------------------

@@ -113,6 +113,7 @@ class HangWatch(Participant):
         if trainer.is_global_zero:
             self._set_finished_flag(False)
         # Its process takes a quarter of a second to start.
+        self._must_start = threading.Event()
         self._starter = threading.Thread(target=self._start_watchdog, name="resilience-watchdog", daemon=True)
         self._starter.start()
 
@@ -141,6 +142,7 @@ class HangWatch(Participant):
         return probe
 
     def _start_watchdog(self) -> None:
+        self._must_start.wait(watchdog.put_off_s())
         self._keep_watchdog()
         if self.session.fit.trainer.is_global_zero and self.session.fit.index == 0:
             self._log_watchers()
@@ -231,6 +233,7 @@ class HangWatch(Participant):
 
     def leave(self) -> None:
         """Stops what runs beside the training."""
+        self._must_start.set()
         if not self.session.fit.peer_is_lost:  # else the restart waits for this process
             self._starter.join(deadlines.WATCHDOG_STARTS_WITHIN_S)
         if self._faults is not None:
@@ -275,8 +278,9 @@ class HangWatch(Participant):
         trainer = self.session.fit.trainer
         if is_end and trainer.is_global_zero:
             self._set_finished_flag(True)
-        self._starter.join(deadlines.WATCHDOG_STARTS_WITHIN_S)
-        self._keep_watchdog()
+        if not (watchdog.put_off_s() and self._starter.is_alive()):  # else it starts soon
+            self._starter.join(deadlines.WATCHDOG_STARTS_WITHIN_S)
+            self._keep_watchdog()
         if self._calculates:
             self._calculate_timeouts(is_end)
 

@@ -29,7 +29,7 @@ from lightning_resilience import _nvrx, signals
 from lightning_resilience._output import guard_streams, log_line, write_line
 from lightning_resilience.detect.hangs.rank_probe import RankProbe, describe_rank, node_directory, probe_of_worker
 from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE, SectionTimeouts
-from lightning_resilience.detect.hangs.watchdog import start_soon
+from lightning_resilience.detect.hangs.watchdog import put_off_s, start_soon
 from lightning_resilience.launch import membership, park
 from lightning_resilience.launch.budget import allows_restart
 from lightning_resilience.launch.job_info import job_info
@@ -190,7 +190,7 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
         directory = node_directory(token, int(os.environ.get("GROUP_RANK", "0")))
         RankProbe(directory, rank, SectionTimeouts.parse(limits).by_section(), about, is_workers=True)
         # The first one's affair, and another one's only if that has not, because it is stopped already.
-        start_soon(directory, local_rank and FIRST_STARTS_WATCHDOG_WITHIN_S + local_rank)
+        start_soon(directory, FIRST_STARTS_WATCHDOG_WITHIN_S + local_rank if local_rank else put_off_s())
     except OSError as error:
         log_line(f"Rank {rank} is not watched before its first fit ({error}).")
 

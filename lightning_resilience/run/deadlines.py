@@ -180,5 +180,9 @@ LAST_BOUNDARY_SAVED_WITHIN_S = 10.0
 REPLACED_WITHIN_S = 300.0
 """How long the start of a replacement may take, up to its first batch; then all ranks are restarted."""
 
+WATCHDOG_PUT_OFF_S = 1.0
+"""How much later the watchdog starts where a rank is replaced. The ranks are back before that, and its start would take
+a quarter of a second of CPU time from them."""
+
 DIE_TOGETHER_WITHIN_S = 0.02
 """Deaths within this time are one loss."""

@@ -933,6 +933,12 @@ def is_alive(directory: Path, record: dict[str, Any]) -> bool:
     return False
 
 
+def put_off_s() -> float:
+    """How long to wait with the watchdog of a start of the ranks."""
+    is_replacement = _KEEPS_SURVIVORS and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+    return deadlines.WATCHDOG_PUT_OFF_S if is_replacement else 0.0
+
+
 def start_soon(directory: Path, delay_s: float) -> None:
     """Starts the watchdog of a node in the background; the first fit reports if that fails.
 
