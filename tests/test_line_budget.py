@@ -25,7 +25,7 @@ BUDGET = {
     "detect/stragglers": 370,
     "elastic": 274,
     "fit": 5970,
-    "launch": 7778,
+    "launch": 7780,
     "launch/schedulers": 508,
     "run": 3072,
 }

@@ -266,7 +266,7 @@ class Supervisor:
 
     def _mend(self, dead: list[Member]) -> int | None:
         """Replaces the ranks that have ended, or restarts all."""
-        how = {member.rank: str(_death(member.process.returncode)) for member in dead}
+        how = {member.rank: _how(member.process.returncode) for member in dead}
         who = ", ".join(f"rank {rank} {what}" for rank, what in sorted(how.items()))
         if self._generation >= self._max_restarts:
             log_line(f"{who[0].upper()}{who[1:]}; no restart inside the job is left.")
@@ -364,8 +364,10 @@ class Supervisor:
         self._stop_asked = True
 
 
-def _death(exit_code: int) -> Death:
-    return Death(-exit_code if exit_code < 0 else exit_code << 8)
+def _how(exit_code: int) -> str:
+    if exit_code == exit_codes.HUNG:
+        return "hung and was ended by its watchdog"
+    return str(Death(-exit_code if exit_code < 0 else exit_code << 8))
 
 
 def main() -> None:
