@@ -177,9 +177,11 @@ class Disturbed:
         """Kills ranks, and says what came of it."""
         problems: list[str] = []
         try:
-            for number, point in enumerate(self._points):
-                self._kill(number, point)
-            if self._wait_for(lambda: self._launch.poll() is not None):
+            all(self._kill(number, point) for number, point in enumerate(self._points))
+            reached: list[int] = []
+            while not self._wait_for(self._is_over) and self._reached() != reached:
+                reached = self._reached()
+            if self._is_over():
                 problems += [f"exit code {self._launch.returncode}"] if self._launch.returncode else []
             else:
                 problems.append("hangs")
@@ -196,22 +198,21 @@ class Disturbed:
 
     # -- kills ---------------------------------------------------------------------------------------------------------
 
-    def _kill(self, number: int, point: str) -> None:
+    def _kill(self, number: int, point: str) -> bool:
+        """Kills at a point; whether there may be another one."""
         count = 2 if self._world_size > 2 and self._chance.random() < 0.25 else 1
         ranks = self._chance.sample(range(self._world_size), count)
         new_steps = self._chance.randint(1, 6)
         if point == SOON and number:
             time.sleep(self._chance.uniform(0.0, 1.0))
-            self._kill_now(point, ranks)
-            return
+            return self._kill_now(point, ranks)
         wanted = max(self._reached()) + new_steps
         if not self._wait_for(lambda: self._is_over() or min(self._reached()) >= wanted) or self._is_over():
-            return
+            return False
         if point in (AT_A_RANDOM_INSTANT, SOON, STOPPED):
             # A spare process is made again within some seconds.
             time.sleep(8.0 if point == STOPPED else self._chance.uniform(0.0, 0.1))
-            self._kill_now(STOPPED if point == STOPPED else AT_A_RANDOM_INSTANT, ranks)
-            return
+            return self._kill_now(STOPPED if point == STOPPED else AT_A_RANDOM_INSTANT, ranks)
         first, *others = ranks
         recorded = self._recorded()
         Aim(point, self._chance.choice([0, 0, 1, 2]) if point not in IN_A_RECOVERY else 0, others).write(
@@ -226,8 +227,9 @@ class Disturbed:
         if self._recorded() == recorded:
             (self._killed / f"aim-{first}").unlink(missing_ok=True)
             self._kill_now(AT_A_RANDOM_INSTANT, ranks)
+        return not self._is_over()
 
-    def _kill_now(self, point: str, ranks: Sequence[int]) -> None:
+    def _kill_now(self, point: str, ranks: Sequence[int]) -> bool:
         found = self._processes()
         pids = [self._chance.choice(found[rank]) for rank in ranks if found.get(rank)]
         if pids and not self._is_over():
@@ -235,6 +237,7 @@ class Disturbed:
             for process in pids:
                 with suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGSTOP if point == STOPPED else signal.SIGKILL)
+        return not self._is_over()
 
     def _processes(self) -> dict[int, list[psutil.Process]]:
         """The processes of each rank: the one whose script has begun, else all that there are, spares too."""
