@@ -337,7 +337,7 @@ class Disturbed:
             for line in lines(Path(f"{self._config['log']}.metrics.{rank}"))
             if line[2] is not None
         )
-        for kill, after in zip(kills, [*(each["time"] for each in kills[1:]), float("inf")], strict=True):
+        for kill, after in zip(kills, [*(each["time"] for each in kills[1:]), float("inf")], strict=False):
             account.kills[kill["point"]] += 1
             account.ranks[len(kill["ranks"])] += 1
             since = kill["time"]
