@@ -749,6 +749,55 @@ GUARDS = [
         "if new:",
         "tests/test_ledger.py::test_what_is_only_read_moves_no_order",
     ),
+    Guard(
+        "saved after a loss: not a state whose parameters the step has written to",
+        "fit/last_boundary.py",
+        "if note.versions != [each._version for each in self._parameters]:",
+        "if False:",
+        "tests/test_last_boundary.py::test_a_step_that_has_changed_more_is_not_saved",
+    ),
+    Guard(
+        "saved after a loss: not a state with other modes of layers",
+        "fit/last_boundary.py",
+        "if self._modes != lightning_loops.train_eval_modes(fit.trainer, fit.module):",
+        "if False:",
+        "tests/test_last_boundary.py::test_a_step_that_has_changed_more_is_not_saved",
+    ),
+    Guard(
+        "saved after a loss: not a state with buffers that are too large to be kept, and have changed",
+        "fit/last_boundary.py",
+        "if self._constants != self._digest():",
+        "if False:",
+        "tests/test_last_boundary.py::test_a_step_that_has_changed_more_is_not_saved",
+    ),
+    Guard(
+        "saved after a loss: a lost rank was at the same boundary",
+        "fit/last_boundary.py",
+        "(part for part in parts if part.position == position)",
+        "(part for part in parts)",
+        "tests/test_last_boundary.py::test_of_another_position_token_or_layout_a_lost_rank_has_left_nothing",
+    ),
+    Guard(
+        "saved after a loss: counters are those of the boundary",
+        "fit/last_boundary.py",
+        "            owner[key] = value\n",
+        "            pass\n",
+        "tests/test_last_boundary.py::test_the_state_in_a_step_is_that_of_the_boundary_before",
+    ),
+    Guard(
+        "saved after a loss: what the step has logged first is left out",
+        "fit/last_boundary.py",
+        "        lightning_boundary.forget_new_metrics(session.fit.trainer, values.names)\n",
+        "",
+        "tests/test_last_boundary.py::test_the_state_in_a_step_is_that_of_the_boundary_before",
+    ),
+    Guard(
+        "saved after a loss: not while saves wait because of bad steps",
+        "fit/last_boundary.py",
+        "if fit.saves_paused or any(bad):",
+        "if any(bad):",
+        "tests/test_last_boundary.py::test_a_step_that_has_changed_more_is_not_saved",
+    ),
 ]
 
 

@@ -313,3 +313,28 @@ def test_survivors_may_publish_although_the_replacement_of_rank_0_has_claimed_th
             fit.check_owner()
 
     train(1, look)
+
+
+def test_a_save_after_a_loss_is_recorded_when_all_have_saved(train: Callable[..., None]) -> None:
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        fit = boundary._session.fit
+        (save,) = fit.participants.implement(Participant.save_after_loss)
+        policy: Any = save.__self__
+
+        def recorded() -> list[Any]:
+            events = fit.ledger.events()
+            return [(each.step, each.generation) for each in events if getattr(each, "reason", "") == "after a loss"]
+
+        def ranks() -> Any:
+            return boundary._put_back(known(boundary), [0])
+
+        assert save("0123abcd", ranks(), True, 30.0)
+        assert recorded() == [(9, "0123abcd")]
+        policy._kept_here.add(1)  # another rank, which is elsewhere
+        assert save("0123abce", ranks(), False, 30.0)
+        assert not save("0123abcf", ranks(), True, 0.5)
+        policy._saves._snapshots._volatile.add("a parameter that is written outside of the optimizer's step")
+        assert not save("0123abd0", ranks(), False, 30.0)
+        assert recorded() == [(9, "0123abcd")]
+
+    train(9, look)
