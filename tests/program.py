@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import gc
 import glob
 import hashlib
 import importlib
@@ -55,6 +56,7 @@ from lightning_resilience.detect.hangs import progress, timeouts
 from lightning_resilience.detect.hangs.rank_probe import node_directory
 from lightning_resilience.detect.numerics import numerics
 from lightning_resilience.fit import joining, numerics_policy
+from lightning_resilience.launch import membership
 from lightning_resilience.run import deadlines
 from lightning_resilience.run.ledger import node_name
 from lightning_resilience.run.run_directory import RunDirectory
@@ -219,6 +221,8 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
             while not record.exists():
                 time.sleep(0.01)  # it starts beside the training
             os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+        elif what == "break_device":
+            as_on_gpu.load().break_down()
         elif what in ("hold_gil", "block"):  # the latter as whoever waits for a device: no exception gets there
             libc = (ctypes.PyDLL if what == "hold_gil" else ctypes.CDLL)(None)
             mutex = ctypes.create_string_buffer(64)
@@ -511,6 +515,11 @@ class Module(L.LightningModule):
             self.is_watched = True  # also where the fit is entered again
             kill_points.watch_gradients(self.net[-1].weight, self.net[0].weight)
         do(self.config, "setup", 0, self.trainer.global_rank)
+        if self.config["as_on_gpu"] is not None and membership.current() is not None:
+            holders = (torch.optim.Optimizer, torch.nn.parallel.DistributedDataParallel)
+            held = [type(each).__name__ for each in gc.get_objects() if issubclass(type(each), holders)]
+            with open(f"{self.config['run_dir']}.device-{self.trainer.global_rank}", "a") as file:
+                file.write(json.dumps([os.getpid(), held, as_on_gpu.load().registered()]) + "\n")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.config["numpy"]:

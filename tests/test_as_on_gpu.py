@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _get_default_group
 
 from tests import as_on_gpu
 from tests.harness import CONTEXT, free_port
@@ -143,7 +144,17 @@ def of_two(rank: int, port: int, dies: bool) -> None:
     if dies and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if dies:
-        torch.distributed.all_reduce(number)
+        work = torch.distributed.all_reduce(number, async_op=True)
+        waits = threading.Thread(target=work.wait)
+        waits.start()
+        waits.join(1)
+        assert waits.is_alive()  # nobody has told it
+        _get_default_group().abort()
+        waits.join()
+        assert number.isnan().all()  # and nobody tells it now
+        with pytest.raises(RuntimeError, match="NCCL communicator was aborted"):
+            torch.distributed.all_reduce(number)
+        torch.distributed.destroy_process_group()
 
 
 def races(which: str) -> None:
@@ -217,7 +228,4 @@ def test_collectives_as_those_of_nccl(dies: bool, tmp_path: Path) -> None:
         return
     second.join(60)
     assert second.exitcode == -signal.SIGKILL
-    time.sleep(1)
-    assert first.is_alive(), first.errors.read_text()  # nobody has told it
-    first.kill()
-    first.join()
+    succeeds(first)

@@ -461,3 +461,16 @@ def test_memory_stays_registered_as_long_as_a_writer_is_there(gpu: Any, patch: p
         assert os.waitpid(pid, 0)[1] == 0, "a forked process has nothing of the device"
         del writer
         assert not runtime.registered
+
+
+@with_an_accelerator
+def test_a_device_that_is_of_no_use_any_more_is_found(gpu: Any, patch: pytest.MonkeyPatch) -> None:
+    device = torch.device("fakegpu", 1)
+    assert devices.why_unusable(torch.device("cpu"), 60.0) is None
+    assert devices.why_unusable(device, 60.0) is None
+    gpu.break_down()
+    assert "illegal memory access was encountered)" in str(devices.why_unusable(device, 60.0))
+    released = threading.Event()
+    patch.setattr(gpu, "synchronize", lambda device: released.wait(60))
+    assert "does not respond" in str(devices.why_unusable(device, 0.01))
+    released.set()

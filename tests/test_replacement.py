@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import signal
 import socket
@@ -18,11 +19,15 @@ from typing import Any
 import lightning.pytorch as L
 import psutil
 import pytest
+import torch
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_resilience._lightning import lightning_reentry
+from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.detect.hangs import watchdog
+from lightning_resilience.elastic import group, nccl
+from lightning_resilience.elastic.group import DefaultGroup
 from lightning_resilience.fit import reentry
 from lightning_resilience.launch import elastic, membership
 from lightning_resilience.launch.channel import Channel, Message
@@ -30,6 +35,7 @@ from lightning_resilience.launch.elastic import Member, Supervisor, is_replaceab
 from lightning_resilience.launch.membership import Membership, Replacement
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
+from tests import as_on_gpu
 from tests.harness import command, differences, reference, result, samples
 from tests.ledgers import Ledger, read_ledger
 from tests.test_exact_resume import make, undisturbed
@@ -101,6 +107,97 @@ def test_the_watchdog_starts_after_the_ranks_that_are_replaced(monkeypatch: pyte
     for count, is_put_off in (("0", False), ("1", True)):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
         assert (watchdog.put_off_s() > 0) == is_put_off
+
+
+# -- its process group ------------------------------------------------------------------------------------------------
+
+
+class Backend:
+    """One whose abort ends when it may, and with what it shall raise."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.may_end = threading.Event()
+        self.error = error
+        self.aborts = 0
+
+    def abort(self) -> None:
+        self.aborts += 1
+        assert self.may_end.wait(60)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, Backend]:
+    """The backends of the default group, which is open; sockets are not looked at."""
+    found: dict[str, Backend] = {}
+    monkeypatch.setattr(group, "_backends", lambda: found)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    return found
+
+
+def test_what_was_computed_since_an_abort_is_not_published(backends: dict[str, Backend]) -> None:
+    backends["nccl"] = backend = Backend()
+    own = DefaultGroup()
+    own.check_not_aborted()
+    cut = threading.Thread(target=own.cut)
+    cut.start()
+    wait_until(lambda: backend.aborts == 1, lambda: "not aborted")
+    with pytest.raises(PeerLost):  # before the abort has ended, and results come
+        own.check_not_aborted()
+    backend.may_end.set()
+    cut.join()
+    assert own.cut() is None
+    assert backend.aborts == 1
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_an_abort_that_fails_is_told(
+    backends: dict[str, Backend], monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    monkeypatch.setattr(group, "ABORTED_WITHIN_S", 0.05 if hangs else 60.0)
+    backends["nccl"] = backend = Backend(RuntimeError("unhandled system error"))
+    if not hangs:
+        backend.may_end.set()
+    problem = DefaultGroup().cut()
+    assert problem is not None
+    assert ("has not ended" if hangs else "unhandled system error") in problem
+    backend.may_end.set()
+
+
+def test_gloo_is_not_aborted(backends: dict[str, Backend]) -> None:
+    backends["gloo"] = backend = Backend()
+    own = DefaultGroup()
+    assert own.cut() is None
+    own.check_not_aborted()  # what is saved of it is right
+    assert backend.aborts == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({}, None),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+        ({"TORCH_NCCL_DESYNC_DEBUG": "1"}, "TORCH_NCCL_DESYNC_DEBUG"),
+        ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "TORCH_DISTRIBUTED_DEBUG"),
+    ],
+)
+def test_a_rank_that_nccl_would_end_is_not_kept(variables: dict[str, str], name: str | None) -> None:
+    reason = nccl.why_not({**nccl.ENVIRONMENT, **variables})
+    assert (reason is None) == (name is None)
+    assert name is None or name in str(reason)
+    assert nccl.why_not(variables) is not None  # without what the supervisor sets
+
+
+def test_no_group_is_opened_when_another_rank_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over, opened = [False], []
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda: opened.append(is_over.append(True)))
+    own = DefaultGroup()
+    own.install(lambda: is_over[-1])
+    for _ in range(2):
+        with pytest.raises(PeerLost):  # the first time while it is opened
+            torch.distributed.init_process_group()
+    assert len(opened) == 1
 
 
 # -- the supervisor, with ranks that only talk to it -------------------------------------------------------------------
@@ -196,6 +293,7 @@ def test_another_rank_that_dies_meanwhile_is_replaced_too(tmp_path: Path) -> Non
         pytest.param("ready(); last(lambda: sys.exit(1))", id="an exception"),
         pytest.param("ready(saved=False); last(die)", id="nothing saved"),
         pytest.param("ready(); say('refused', 'x'); last(die)", id="refused"),
+        pytest.param("ready(); cannot_leave(); last(die)", id="cannot leave"),
     ],
 )
 def test_what_cannot_be_mended_restarts_all(tmp_path: Path, script: str) -> None:
@@ -205,10 +303,16 @@ def test_what_cannot_be_mended_restarts_all(tmp_path: Path, script: str) -> None
             if rank != 1: hear()
             others()
             end()
+        def cannot_leave():
+            if rank != 1:
+                hear()
+                say("refused", "x")
+                hear()
     """
     code, started = supervise(tmp_path, f"{textwrap.dedent(text)}\n{script}")
     assert code == 0
-    assert lives(started) == FIRST | {(0, 1), (1, 1), (2, 1)}
+    again = 2 if "cannot_leave" in script else 1  # a replacement was started before
+    assert lives(started) == FIRST | {(0, again), (1, again), (2, again)} | ({(1, 1)} if again == 2 else set())
 
 
 def test_the_budget_ends_the_replacements(tmp_path: Path) -> None:
@@ -391,6 +495,65 @@ def test_a_hung_rank_is_ended_and_replaced(tmp_path: Path) -> None:
     assert replaced(config) == [[1]], output
     [fault] = [each for each in read_ledger(Path(config["run_dir"]) / "ledger") if each["event"] == "fault"]
     assert fault["kind"] == "hang"
+
+
+# -- on an accelerator, whose collectives do not tell that a peer is lost ---------------------------------------------
+
+DEVICE: dict[str, Any] = {"as_on_gpu": {}}
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    if (reason := as_on_gpu.missing()) is not None:
+        pytest.skip(reason)
+    as_on_gpu.build()
+    monkeypatch.setenv("FAKEGPU_COUNT", "3")
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "event", "options"),
+    [
+        pytest.param(3, {"at": "train", "step": 18, "rank": 1}, {}, id="in a step"),
+        pytest.param(2, {"at": "validation", "step": 16, "rank": 0}, {}, id="validation", marks=pytest.mark.campaign),
+        pytest.param(
+            2,
+            {"at": "train", "step": 18, "rank": 1},
+            {"trainer": {"devices": 2, "precision": "16-mixed"}},
+            id="scaled gradients",
+            marks=pytest.mark.campaign,
+        ),
+    ],
+)
+def test_a_rank_is_replaced_whose_peers_wait_in_the_device(
+    tmp_path: Path, ranks: int, event: dict[str, Any], options: dict[str, Any]
+) -> None:
+    config, output = launched(tmp_path, ranks, [event], **{**DEVICE, **options})
+    assert replaced(config) == [[event["rank"]]], output
+    for rank in range(ranks):
+        entered = [json.loads(line) for line in Path(f"{config['run_dir']}.device-{rank}").read_text().splitlines()]
+        assert len({pid for pid, _, _ in entered}) == (2 if rank == event["rank"] else 1)
+        # What the fit has left had of the device, and registered with it, is free.
+        assert [held for _, *held in entered] == [[[], 0], [[], 0]]
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.campaign
+def test_a_hung_rank_whose_peers_wait_in_the_device_is_replaced(tmp_path: Path) -> None:
+    event = {"at": "train", "step": 18, "rank": 1, "do": "SIGSTOP"}
+    config, output = launched(tmp_path, 3, [event], "--section-timeouts", "step:5", **DEVICE)
+    assert replaced(config) == [[1]], output
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.campaign
+def test_a_survivor_whose_device_is_broken_restarts_all(tmp_path: Path) -> None:
+    events = [{"at": "train", "step": 18, "rank": 0, "do": "break_device"}, {"at": "train", "step": 18, "rank": 1}]
+    config, output = launched(tmp_path, 2, events, **DEVICE)
+    starts = [event for event in read_ledger(Path(config["run_dir"]) / "ledger") if event["event"] == "start"]
+    assert len({event["pid"] for event in starts}) == 2, output
+    assert "illegal memory access" in output
 
 
 @pytest.mark.campaign

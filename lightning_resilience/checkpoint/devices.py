@@ -6,6 +6,7 @@ have is in this file, and is done without elsewhere.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import functools
@@ -113,6 +114,37 @@ def _exchange_capture_mode(mode: int) -> int | None:
     function = _capture_mode_function()
     value = ctypes.c_int(mode)
     return None if function is None or function(ctypes.byref(value)) else value.value
+
+
+def why_unusable(device: torch.device, within_s: float) -> str | None:
+    """Why this process cannot use ``device`` any more: some errors stay until it ends. ``None``: it can.
+
+    Args:
+        device: An accelerator; for the host it is always ``None``.
+        within_s: How long it may take, with all that it was given before.
+    """
+    if device.type == "cpu":
+        return None
+
+    def work() -> None:
+        module = torch.get_device_module(device)
+        with module.device(device):
+            module.synchronize(device)
+            torch.zeros(1, device=device).add_(1).item()
+
+    try:
+        in_daemon_thread(work, "probes-device").result(within_s)
+    except concurrent.futures.TimeoutError:
+        return f"{device} does not respond within {within_s:g} s"
+    except Exception as error:
+        return f"{device} can no longer be used ({(str(error) or type(error).__name__).splitlines()[0]})"
+    return None
+
+
+def release_memory(device: torch.device) -> None:
+    """Gives back what torch keeps of the memory of ``device`` for later."""
+    if device.type != "cpu" and (release := getattr(torch.get_device_module(device), "empty_cache", None)) is not None:
+        release()
 
 
 # Host memory

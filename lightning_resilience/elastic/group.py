@@ -1,9 +1,13 @@
-"""The default process group of a generation: its sockets, so that a blocked collective can be ended.
+"""The default process group of a generation: how a blocked collective of it is ended.
 
-When a rank dies, gloo fails only on ranks that exchange data with it. The others wait for their neighbours until the
-timeout of the group, and neither ``abort`` nor ``shutdown`` of the group ends that. Shutting the group's sockets down
-does, on every rank at once and from any thread. Which sockets these are is known by comparison: those that appear while
-the group is opened, but for the ones that lead to its store.
+**gloo.** When a rank dies, gloo fails only on ranks that exchange data with it. The others wait for their neighbours
+until the timeout of the group, and neither ``abort`` nor ``shutdown`` of the group ends that. Shutting the group's
+sockets down does, on every rank at once and from any thread. Which sockets these are is known by comparison: those that
+appear while the group is opened, but for the ones that lead to its store.
+
+**NCCL.** Nobody is told of a death: the device waits for its peers for ever, and the host for the device. To abort the
+communicators, from any thread, ends that, but raises nothing: the host goes on, with results that are arbitrary. The
+next collective raises. So from the abort on nothing may be published (:meth:`DefaultGroup.check_not_aborted`).
 """
 
 from __future__ import annotations
@@ -11,10 +15,18 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
+
+from lightning_resilience.agreement_protocol import PeerLost
+from lightning_resilience.elastic import nccl
+from lightning_resilience.run.deadlines import ABORTED_WITHIN_S
+
+ABORTABLE = {"nccl"}
+"""Backends of which ``abort``, in any thread, ends what is blocked."""
 
 
 class DefaultGroup:
@@ -27,12 +39,20 @@ class DefaultGroup:
     def __init__(self) -> None:
         self.is_known = False
         self._is_installed = False
+        self._is_over: Callable[[], bool] = lambda: False
         self._lock = threading.Lock()
         self._before: set[tuple[int, str]] | None = None  # while a group is opened
         self._sockets: set[tuple[int, str]] = set()
+        self._is_aborted = False
+        self._problem: str | None = None
 
-    def install(self) -> None:
-        """Takes part in ``torch.distributed.init_process_group``, which Lightning calls before any hook."""
+    def install(self, is_over: Callable[[], bool]) -> None:
+        """Takes part in ``torch.distributed.init_process_group``, which Lightning calls before any hook.
+
+        Args:
+            is_over: Whether another rank is lost: then no group is opened.
+        """
+        self._is_over = is_over
         if self._is_installed:
             return
         self._is_installed = True
@@ -41,26 +61,81 @@ class DefaultGroup:
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
                 self._before = _sockets()
+                self._is_aborted, self._problem = False, None
             try:
+                self._check_not_over()
                 result = opens(*args, **kwargs)
                 with self._lock:
                     self._sockets = _sockets() - self._before
                 self.is_known = True
-                return result
             finally:
                 with self._lock:
                     self._before = None
+            self._check_not_over()  # the group was not known when it was cut
+            return result
 
         dist.init_process_group = init_process_group
 
-    def cut(self) -> None:
-        """Ends every collective that is blocked, and the opening of a group; for any thread."""
+    def _check_not_over(self) -> None:
+        if self._is_over():
+            raise PeerLost("another rank was lost while the process group was opened")
+
+    def cut(self) -> str | None:
+        """Ends every collective that is blocked, and the opening of a group; for any thread.
+
+        Returns:
+            Why it may still be blocked; ``None``: it is not.
+        """
         with self._lock:
-            found = self._sockets if self._before is None else _sockets() - self._before
-            store = int(os.environ.get("MASTER_PORT", "0"))
-            for fd, name in found & _sockets():
-                _shut_down(fd, name, store)
+            is_opening = self._before is not None
+            backends = _backends() if dist.is_initialized() and not is_opening else {}
+            if aborted := [backend for name, backend in backends.items() if name in ABORTABLE]:
+                self._abort(aborted)
+            if is_opening or "gloo" in backends:
+                found = self._sockets if self._before is None else _sockets() - self._before
+                store = int(os.environ.get("MASTER_PORT", "0"))
+                for fd, name in found & _sockets():  # NCCL has closed its own
+                    _shut_down(fd, name, store)
             self._sockets = set()
+            return self._problem
+
+    def _abort(self, backends: list[Any]) -> None:
+        if self._is_aborted:
+            return
+        self._is_aborted = True  # before anybody is free to publish
+        failed: list[BaseException] = []
+
+        def abort() -> None:
+            try:
+                for backend in backends:
+                    backend.abort()
+            except Exception as error:
+                failed.append(error)
+
+        # Not in this thread: NCCL's own deadline is that of a collective, and it does not keep it.
+        thread = threading.Thread(target=abort, name="aborts-collectives", daemon=True)
+        thread.start()
+        thread.join(ABORTED_WITHIN_S)
+        if thread.is_alive():
+            self._problem = f"the abort of its collectives has not ended within {ABORTED_WITHIN_S:g} s"
+        elif failed:
+            self._problem = f"the abort of its collectives has failed ({failed[0]})"
+
+    def check_not_aborted(self) -> None:
+        """Raises :class:`PeerLost` if collectives were aborted: what the device computes since then is arbitrary."""
+        if self._is_aborted:
+            raise PeerLost("another rank was lost, and the collectives were aborted")
+
+    def why_not(self) -> str | None:
+        """Why this rank could not go on without those that are lost, as far as the group decides that."""
+        if not self.is_known:
+            return "the script has opened the process group itself"
+        if len(dist.distributed_c10d._world.pg_map) > 1:
+            return "the script has opened other process groups"
+        names = set(_backends())
+        if unknown := names - ABORTABLE - {"gloo"}:
+            return f"collectives of {', '.join(sorted(unknown))} cannot be aborted"
+        return nccl.why_not(os.environ) if "nccl" in names else None
 
     def close(self) -> None:
         """Closes the group that has lost a rank."""
@@ -72,9 +147,19 @@ class DefaultGroup:
         dist.distributed_c10d._world.group_count = 0
 
 
-def count_groups() -> int:
-    """How many process groups there are."""
-    return len(dist.distributed_c10d._world.pg_map)
+DEFAULT = DefaultGroup()
+"""That of this process."""
+
+
+def _backends() -> dict[str, Any]:
+    """The backends of the default group, by name: one for all devices, or one for each."""
+    group = dist.distributed_c10d._get_default_group()
+    found = {}
+    for device in group._device_types:
+        with suppress(RuntimeError):  # none for it
+            backend = group._get_backend(device)
+            found[backend.name()] = backend
+    return found
 
 
 def _sockets() -> set[tuple[int, str]]:

@@ -21,6 +21,7 @@ from lightning_resilience.agreement_protocol import Event, Position
 from lightning_resilience.checkpoint.safe_serialization import device_of
 from lightning_resilience.detect.hangs.progress import Progress, Section
 from lightning_resilience.detect.numerics.divergence import Divergence
+from lightning_resilience.elastic.group import DEFAULT
 from lightning_resilience.fit import checkpoint_io
 from lightning_resilience.fit.participant import Participant, Participants
 from lightning_resilience.launch.job_info import log_job_info
@@ -132,7 +133,13 @@ class FitContext:
         """Patches of the Trainer's saves, undone last: other callbacks may save after an exception."""
 
     def check_owner(self) -> None:
-        """Raises :class:`StaleAttempt` if another attempt owns the run; called before everything that is published."""
+        """Called before everything that is published.
+
+        Raises:
+            StaleAttempt: If another attempt owns the run.
+            PeerLost: If the state may be arbitrary, since collectives of a device were aborted.
+        """
+        DEFAULT.check_not_aborted()
         try:
             self.run.check_owner(self.token)
         except StaleAttempt:

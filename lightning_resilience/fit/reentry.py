@@ -4,7 +4,8 @@ The replacement of a lost rank runs the script from its first line. The others k
 ``trainer.fit``, wait in Lightning's own ``init_process_group`` for the replacement, and begin the fit together with it.
 So the start of a fit is the same for all ranks, and everything that belongs to one start (token, stores, agreement,
 watchdog, local saves) is made anew on all of them by the code that a restart runs. All resume from the newest
-checkpoint that all can verify: where it can be saved, that of the last boundary (:mod:`.last_boundary`).
+checkpoint that all can verify: where it can be saved, that of the last boundary (:mod:`.last_boundary`). Of what a
+device has computed since its collectives were aborted nothing is used.
 
 Nothing happens in a healthy step. What cannot be replaced that way is refused by :func:`why_not`, and then the loss of
 a rank restarts all, as without ``--elastic``.
@@ -18,19 +19,18 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_resilience._lightning import lightning_reentry, lightning_strategies
-from lightning_resilience.elastic.group import DefaultGroup, count_groups
+from lightning_resilience.checkpoint import devices
+from lightning_resilience.elastic.group import DEFAULT
 from lightning_resilience.fit import context
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.launch import membership
 from lightning_resilience.launch.membership import Membership
 from lightning_resilience.run import time_account
-from lightning_resilience.run.deadlines import ENDED_WITHIN_S
+from lightning_resilience.run.deadlines import DEVICE_ANSWERS_WITHIN_S, ENDED_WITHIN_S
 from lightning_resilience.run.events import Event, RestoredInPlace, Resumed, Saved
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_group = DefaultGroup()
 _runs: list[bool] = []
 """For every run of a Trainer that this process has begun, whether it has ended."""
 
@@ -52,9 +51,14 @@ def install(leave_session: Callable[[Trainer, Collection[int]], None]) -> None:
         leave_session: Leaves the session of a Trainer's fit without its peers, of which these ranks were lost.
     """
     if (line := membership.current()) is not None:
-        _group.install()
-        line.cut = _group.cut
+        DEFAULT.install(lambda: line.is_over)
+        line.cut = functools.partial(_cut, line)
         lightning_reentry.on_run(functools.partial(_run, leave_session))
+
+
+def _cut(line: Membership) -> None:
+    if (problem := DEFAULT.cut()) is not None:
+        line.say("refused", problem)
 
 
 def _run(leave_session: Callable[[Trainer, Collection[int]], None], trainer: Trainer, call: Callable[[], Any]) -> Any:
@@ -99,14 +103,25 @@ def _enter(
             log.debug("The fit is left for another generation", exc_info=True)
         if trainer.is_global_zero or 0 in replacement.lost:
             log.info("Lost %s: going on when it is replaced.", replacement)
+        device = trainer.strategy.root_device
+        if (problem := devices.why_unusable(device, DEVICE_ANSWERS_WITHIN_S)) is not None:
+            _end_refused(line, problem)  # its errors stay, and to leave the fit may wait for it
         leave_session(replacement.lost)
         context.fits_begun.clear()
         context.fits_begun.update(begun)
         lightning_reentry.leave_fit(trainer)
-        _group.close()
+        DEFAULT.close()
         gc.collect()  # a wrapper of the old group that is still there would reduce gradients, too
+        devices.release_memory(device)
         line.begin(replacement)
         time_account.OF_PROCESS.enter(time_account.SETUP)
+
+
+def _end_refused(line: Membership, problem: str) -> NoReturn:
+    """Ends this process, which can't be one of the next generation: the supervisor restarts all ranks."""
+    line.say("refused", problem)
+    line.await_restart(ENDED_WITHIN_S)
+    os._exit(0)
 
 
 def why_not(session: FitSession) -> str | None:
@@ -118,16 +133,12 @@ def why_not(session: FitSession) -> str | None:
         trainer
     ):
         return f"ranks of {type(trainer.strategy).__name__} do not all have the same state"
-    if trainer.strategy.root_device.type != "cpu" or torch.distributed.get_backend() != "gloo":
-        return f"it is done with gloo on CPUs only, not on {trainer.strategy.root_device}"
     if trainer.num_nodes > 1:
         return "there are several nodes"
     if fit.index > 0 or len(_runs) > 1:
         return "this fit is not the first that the script does with a Trainer"
-    if not _group.is_known:
-        return "the script has opened the process group itself"
-    if count_groups() > 1:
-        return "the script has opened other process groups"
+    if (reason := DEFAULT.why_not()) is not None:
+        return reason
     if session.selector.local is None and not session.selector.uses_global:
         return "there is neither AutoResume nor LocalCheckpoint to go back to"
     return None
@@ -155,10 +166,21 @@ class Replaceability(Participant):
             return
         if (reason := why_not(session)) is None:
             self._line.say("ready")
+            device, is_first = self._fit.trainer.strategy.root_device, self._line.generation == 0
+            if self._fit.trainer.is_global_zero and device.type != "cpu" and is_first:
+                log.info("--elastic has not been run on GPUs yet: if a replacement fails, all ranks are restarted.")
             return
         self._line.say("refused", reason)
         if self._fit.trainer.is_global_zero:
             log.warning("The loss of a rank will restart all ranks: %s.", reason)
+
+    def check(self) -> None:
+        """At a boundary: ends the fit if what the device has computed is arbitrary, since a rank is lost.
+
+        Raises:
+            PeerLost: To be taken for the loss.
+        """
+        DEFAULT.check_not_aborted()
 
     def end(self) -> None:
         """They have ended."""
@@ -185,6 +207,4 @@ class Replaceability(Participant):
         line = self._line
         if has_state or line is None or line.generation == line.started_in:
             return
-        line.say("refused", "no checkpoint that all ranks can verify")
-        line.await_restart(ENDED_WITHIN_S)
-        os._exit(0)
+        _end_refused(line, "no checkpoint that all ranks can verify")

@@ -26,6 +26,7 @@ from lightning_resilience._lightning import (
     lightning_strategies,
 )
 from lightning_resilience._torch import local
+from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves, Copy
 from lightning_resilience.checkpoint.capacity import format_bytes, memory_left
@@ -665,6 +666,8 @@ def _outcome_of(write: Callable[[], object]) -> Outcome:
         write()
     except SystemExit as error:  # StaleAttempt, also that of rank 0
         return Outcome("stale", str(error))
+    except PeerLost:  # the fit ends, or is entered again
+        return Outcome("invalidated")
     except Exception as error:
         return _failed(error)
     return Outcome("published")

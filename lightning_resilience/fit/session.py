@@ -256,6 +256,7 @@ class FitSession:
         if not self._is_training:
             self.fit.advanced()  # a search
             return True
+        self._replaceability.check()
         fit = self.fit
         step, position = fit.trainer.global_step, agreement_protocol.training(fit.steps_counted)
         if fit.progress is not None:
@@ -356,6 +357,7 @@ class FitSession:
                 self.fit.time.enter(time_account.CALLBACKS)
 
     def _boundary_in_evaluation(self, position: agreement_protocol.Position) -> None:
+        self._replaceability.check()
         self.fit.stand_at("setup" if self.fit.trainer.sanity_checking else "validation", position)
         # In the sanity check there is nothing to save, and the first training boundary follows soon.
         clean = not self.fit.trainer.sanity_checking and lightning_progress.accumulation_window_complete(

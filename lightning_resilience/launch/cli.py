@@ -333,7 +333,7 @@ def _parser() -> argparse.ArgumentParser:
     here.add_argument(
         "--elastic",
         action="store_true",
-        help="replace a killed rank while the others keep their processes (DDP on CPUs of one node); what cannot be "
+        help="replace a killed rank while the others keep their processes (DDP on one node); what cannot be "
         "replaced is restarted as without it",
     )
     here.add_argument("--nnodes", type=_nodes, default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")

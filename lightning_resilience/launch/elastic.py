@@ -38,6 +38,7 @@ from lightning_resilience import _nvrx
 from lightning_resilience._loopback import ADDRESS, listen, serve_store
 from lightning_resilience._output import introduce, log_line
 from lightning_resilience.detect.hangs.deaths import Death
+from lightning_resilience.elastic import nccl
 from lightning_resilience.launch.channel import Message
 from lightning_resilience.launch.spares import SPARES_VARIABLE, Workers
 from lightning_resilience.run import deadlines, exit_codes
@@ -182,6 +183,7 @@ class Supervisor:
         # As torch's: all ranks together must not have more threads than cores. And a store that is closed under its
         # clients is no news.
         defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | ({"OMP_NUM_THREADS": "1"} if self._world_size > 1 else {})
+        defaults |= nccl.ENVIRONMENT
         process = self._workers.start(rank, self._command, defaults | os.environ | environment, None, None)
         member = self._members[rank] = Member(rank, process, self._generation)
         with suppress(OSError, AttributeError):  # an old kernel: it is polled

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -64,12 +65,18 @@ class Membership:
         self._news = threading.Condition()
         self._replacement: Replacement | None = None
         self._restarts = False
+        self._announced = generation
         channel.listen(self._take)
 
     @property
     def is_of_this_process(self) -> bool:
         """Whether this process is the rank, and not a forked child of it."""
         return self._pid == os.getpid()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the generation of this process has lost a rank."""
+        return self._announced > self.generation
 
     def say(self, state: str, reason: str = "") -> None:
         """Tells the supervisor the state of this rank; for any thread."""
@@ -80,6 +87,7 @@ class Membership:
         self._channel.send("saved")
 
     def _take(self, message: Message) -> None:
+        self._announced = message.fields.get("generation", sys.maxsize)
         self.cut()  # before the main thread can know of it, and open the next group
         with self._news:
             if message.kind == "replace":

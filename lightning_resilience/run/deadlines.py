@@ -177,6 +177,12 @@ SURVIVORS_LEAVE_WITHIN_S = 30.0
 LAST_BOUNDARY_SAVED_WITHIN_S = 10.0
 """How long they may take of it to save the state of the last boundary."""
 
+ABORTED_WITHIN_S = 10.0
+"""How long the abort of the collectives of a device may take."""
+
+DEVICE_ANSWERS_WITHIN_S = 10.0
+"""How long the device may take after it, with what it was given before."""
+
 REPLACED_WITHIN_S = 300.0
 """How long the start of a replacement may take, up to its first batch; then all ranks are restarted."""
 

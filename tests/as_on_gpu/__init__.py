@@ -18,9 +18,11 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+
+from lightning_resilience.elastic import group
 
 NAME = "fakegpu"
 _HERE = Path(__file__).parent
@@ -74,6 +76,7 @@ class _FakeGpu(ModuleType):
         super().__init__(f"torch.{NAME}")
         self._ops = torch.ops.fakegpu
         self._forked = False
+        self._is_broken = False
         os.register_at_fork(
             before=self._ops.before_fork,
             after_in_parent=lambda: self._ops.after_fork(False),
@@ -156,6 +159,8 @@ class _FakeGpu(ModuleType):
             self.set_device(device)
 
     def synchronize(self, device: Any = None) -> None:
+        if self._is_broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
         torch.accelerator.synchronize(torch.device(NAME, self._index(device)))
 
     # -- random numbers
@@ -212,19 +217,31 @@ class _FakeGpu(ModuleType):
         """The devices that this process has begun to use."""
         return self._ops.contexts()
 
+    def break_down(self) -> None:
+        """Whoever waits for the device gets an error from now on, until the process ends."""
+        self._is_broken = True
+
+    def registered(self) -> int:
+        """How many pieces of the host's memory are registered."""
+        return len(_Runtime.registered)
+
     def check_races(self, whether: bool) -> None:
         self._ops.check_races(whether)
 
 
 class _Runtime:
+    registered: ClassVar[set[int]] = set()
+
     def __init__(self, ops: Any) -> None:
         self._ops = ops
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         self._ops.pin(address, size)
+        self.registered.add(address)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        self.registered.discard(address)
         return 0 if self._ops.unpin(address) else 1
 
 
@@ -238,6 +255,15 @@ def load() -> Any:
         # Lightning's strategies ask torch.cuda for a stream, whatever the device is.
         torch.cuda.Stream, torch.cuda.stream = torch.fakegpu.Stream, torch.fakegpu.stream
     return getattr(torch, NAME)
+
+
+def _sockets() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.add(int(name))
+    return found
 
 
 def collectives() -> str:
@@ -254,9 +280,12 @@ def collectives() -> str:
         spec.loader.exec_module(module)
 
         def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
-            return module.FakeNccl(torch.distributed.ProcessGroupGloo(store, rank, size, timeout))
+            before = _sockets()
+            gloo = torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
+            return module.FakeNccl(gloo, sorted(_sockets() - before))
 
         torch.distributed.Backend.register_backend(name, make, devices=[NAME])
+        group.ABORTABLE.add(name)
         begin = torch.distributed.init_process_group
 
         def without_device(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
