@@ -39,7 +39,7 @@ HANDLERS = {
 }
 """Where elastic launchers start a worker: NVRx 0.4 has a copy of torch's, later ones have torch's."""
 
-_MEMORY_SHARE = 0.05
+_MEMORY_SHARE = 0.1
 _ANSWERS_WITHIN_S = 5.0
 _READY_WITHIN_S = 900.0
 
