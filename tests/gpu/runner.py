@@ -29,6 +29,7 @@ Function = Callable[["Bench"], None]
 
 ORDER = (
     "resume",
+    "replacement",
     "memory",
     "bad_numbers",
     "syncs",
