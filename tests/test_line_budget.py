@@ -23,7 +23,7 @@ BUDGET = {
     "detect/hangs": 2489,
     "detect/numerics": 788,
     "detect/stragglers": 370,
-    "elastic": 353,
+    "elastic": 372,
     "fit": 5986,
     "launch": 7788,
     "launch/schedulers": 508,

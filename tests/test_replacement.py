@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -36,7 +38,7 @@ from lightning_resilience.launch.membership import Membership, Replacement
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
 from tests import as_on_gpu
-from tests.harness import command, differences, reference, result, samples
+from tests.harness import command, differences, free_port, reference, result, samples
 from tests.ledgers import Ledger, read_ledger
 from tests.test_exact_resume import make, undisturbed
 from tests.test_launch import wait_until
@@ -191,6 +193,8 @@ def test_a_rank_that_nccl_would_end_is_not_kept(variables: dict[str, str], name:
 
 def test_no_group_is_opened_when_another_rank_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over, opened = [False], []
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
     monkeypatch.setattr("torch.distributed.init_process_group", lambda: opened.append(is_over.append(True)))
     own = DefaultGroup()
     own.install(lambda: is_over[-1])
@@ -198,6 +202,19 @@ def test_no_group_is_opened_when_another_rank_is_lost(monkeypatch: pytest.Monkey
         with pytest.raises(PeerLost):  # the first time while it is opened
             torch.distributed.init_process_group()
     assert len(opened) == 1
+
+
+def test_a_store_that_is_closed_while_a_rank_connects_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "_CONNECTS_WITHIN", timedelta(seconds=0.2))
+    monkeypatch.setattr("torch.distributed.init_process_group", None)
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    checks = itertools.count()
+    DefaultGroup().install(lambda: next(checks) > 0)  # it is lost when the first attempt has failed
+    with pytest.raises(PeerLost):
+        rendezvous._create_c10d_store("127.0.0.1", free_port(), 1, 2, timedelta(minutes=30))
+    assert next(checks) == 2
 
 
 # -- the supervisor, with ranks that only talk to it -------------------------------------------------------------------

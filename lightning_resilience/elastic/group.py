@@ -12,11 +12,14 @@ next collective raises. So from the abort on nothing may be published (:meth:`De
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +27,8 @@ import torch.distributed as dist
 from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.elastic import nccl
 from lightning_resilience.run.deadlines import ABORTED_WITHIN_S
+
+_CONNECTS_WITHIN = timedelta(seconds=3)
 
 ABORTABLE = {"nccl"}
 """Backends of which ``abort``, in any thread, ends what is blocked."""
@@ -75,6 +80,24 @@ class DefaultGroup:
             return result
 
         dist.init_process_group = init_process_group
+        rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+        creates = rendezvous._create_c10d_store
+
+        def create_store(host: str, port: int, rank: int, world_size: int, timeout: timedelta, *rest: Any) -> Any:
+            # If the store is closed meanwhile, torch tries to connect until the timeout, and no socket is left to cut.
+            until = time.monotonic() + timeout.total_seconds()
+            while True:
+                self._check_not_over()
+                try:
+                    store = creates(host, port, rank, world_size, min(timeout, _CONNECTS_WITHIN), *rest)
+                except dist.DistError:
+                    if time.monotonic() > until:
+                        raise
+                    continue
+                store.set_timeout(timeout)
+                return store
+
+        rendezvous._create_c10d_store = create_store
 
     def _check_not_over(self) -> None:
         if self._is_over():
