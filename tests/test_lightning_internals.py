@@ -223,6 +223,9 @@ NOT_LIGHTNING = {
     "_popen",  # torch's and NVRx's elastic launchers: where a worker is started
     "_create_c10d_store",  # torch.distributed: with which a rank reaches rank 0's store
     "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone
+    "_get_default_group",  # torch.distributed: the job's process group
+    "_device_types",  # of it: the devices for which it has a backend
+    "_get_backend",  # of it: that of a device, to abort it
     "_comm_hooks",  # torch: see reduction_order.py
     "_extra_state",  # torch: how it ends in a state dict
     "_orig",  # torch: how the names of pruned weights end
