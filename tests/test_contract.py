@@ -511,7 +511,7 @@ def test_two_ranks(names: list[str], place: Path) -> None:
     assert codes == [0, 0], text
     assert "Traceback" not in text
     assert (result(files), samples({**files, **options})) == undisturbed_run(place, **options)
-    left = {"run", "resilience", "out", "log.0", "out.0", "out.1", "log.1", "output"}
+    left = {"run", "resilience", "out", "log.0", "out.0", "out.1", "log.1", "output", "log.started.0", "log.started.1"}
     assert {path.name for path in folder.iterdir()} <= left
 
 

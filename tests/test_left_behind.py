@@ -104,9 +104,17 @@ def test_real_a_launch_leaves_no_socket_and_can_be_reached_from_this_machine_onl
         shutil.rmtree(where)
 
 
-def test_sockets_of_killed_data_loader_workers_lie_in_the_folder_of_the_launch(tmp_path: Path) -> None:
+def test_sockets_of_killed_data_loader_workers_lie_in_the_folder_of_the_launch() -> None:
+    where = Path(tempfile.mkdtemp(prefix="lr-", dir="/tmp"))  # a path of a socket is short
+    try:
+        check_sockets_lie_in_a_folder(where)
+    finally:
+        shutil.rmtree(where)
+
+
+def check_sockets_lie_in_a_folder(where: Path) -> None:
     for name in ("launch", "other"):
-        (tmp_path / name).mkdir()
+        (where / name).mkdir()
     program = """
     import multiprocessing, os, signal, sys
     from lightning_resilience.launch.temporary import keep_sockets_in
@@ -120,11 +128,11 @@ def test_sockets_of_killed_data_loader_workers_lie_in_the_folder_of_the_launch(t
     worker.join()
     os.kill(os.getpid(), signal.SIGKILL)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "launch")]
-    environment = os.environ | {"TMPDIR": str(tmp_path / "other")}
+    command = [sys.executable, "-c", textwrap.dedent(program), str(where / "launch")]
+    environment = os.environ | {"TMPDIR": str(where / "other")}
     assert subprocess.run(command, check=False, env=environment).returncode == -signal.SIGKILL
-    assert len(list((tmp_path / "launch").glob("pymp-*/listener-*"))) == 1
-    assert not list((tmp_path / "other").iterdir())
+    assert len(list((where / "launch").glob("pymp-*/listener-*"))) == 1
+    assert not list((where / "other").iterdir())
 
 
 def test_the_folder_of_a_launch_that_lives_is_not_taken_for_abandoned(

@@ -22,8 +22,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from lightning_resilience.elastic import group
-
 NAME = "fakegpu"
 _HERE = Path(__file__).parent
 _COMPILER = os.environ.get("CXX", "g++")
@@ -271,6 +269,8 @@ def collectives() -> str:
     name = "fakenccl"
     if not hasattr(torch.distributed.Backend, name.upper()):
         import importlib.util
+
+        from lightning_resilience.elastic import group  # not before pytest has set up logging
 
         path = _build("collectives")
         spec = importlib.util.spec_from_file_location("as_on_gpu_collectives", path)
