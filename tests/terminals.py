@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import select
+import signal
 import struct
 import subprocess
 import termios
@@ -38,7 +39,7 @@ class Terminal:
             cwd=cwd,
             env=env,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_as_in_a_terminal,
         )
         os.close(slave)
         self._reader = threading.Thread(target=self._read)
@@ -86,6 +87,12 @@ class Terminal:
             self.process.wait()
         os.close(self._wake_reader)
         os.close(self._wake_writer)
+
+
+def _as_in_a_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):  # the tests may run in the background, by nohup
+        signal.signal(signum, signal.SIG_DFL)
 
 
 def until(condition: Callable[[], object], explain: Callable[[], str] = lambda: "") -> None:
