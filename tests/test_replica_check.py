@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,9 @@ def test_the_run_goes_back_and_ends_as_if_nothing_had_happened(tmp_path: Path) -
         {"step": 38, "rank": 0, "what": "weight", "bit": 30},  # a large number
     ]
     config, text = trained(tmp_path, "disturbed", flips)
-    assert [event["ranks"] for event in events(config, "divergence")] == [[1], [2], [0]], text
+    found = [event["ranks"] for event in events(config, "divergence")]
+    # On a busy machine the next comparison may find it again before the run goes back.
+    assert [ranks for ranks, _ in groupby(found)] == [[1], [2], [0]], text
     assert len(events(config, "rollback")) == 3
     assert "rank 1 holds another state than the other 2" in text
     undisturbed, _ = trained(tmp_path, "undisturbed", [])
