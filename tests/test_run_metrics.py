@@ -93,7 +93,7 @@ def test_scalars_of_the_run_are_in_the_rows_that_lightning_logs(tmp_path: Path) 
     assert productive == sorted(productive)
     assert productive[-1] <= found.by_category["productive"] + 0.001
     start = sum(found.by_category[name] for name in START)
-    assert last["resilience/seconds/start"] == pytest.approx(start, rel=0.01)
+    assert last["resilience/seconds/start"] == pytest.approx(start, abs=0.02)  # sums of rounded milliseconds
 
 
 @pytest.mark.parametrize("is_launched", [True, False])
