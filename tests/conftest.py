@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if case not in marker.args:
                 item.add_marker(pytest.mark.slow)
     missing = {test: cases for test, cases in unknown.items() if cases}
-    are_all_here = not config.getoption("lf") and not any("::" in argument for argument in config.args)
+    are_all_here = not config.getoption("lf", False) and not any("::" in argument for argument in config.args)
     if missing and are_all_here:
         raise pytest.UsageError(f"slow_but_for names cases that these tests do not have: {missing}")
 
