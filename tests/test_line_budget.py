@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "elastic": 372,
-    "fit": 5986,
+    "fit": 5989,
     "launch": 7788,
     "launch/schedulers": 508,
     "run": 3074,

@@ -220,6 +220,7 @@ class LastBoundary(Participant):
 
     def _turn_off(self, reason: str) -> None:
         self._off, self._note = reason, None
+        self._hook.remove()
         if self._session.fit.rank == 0:
             log.info(
                 "After the loss of a rank all will go back to the last checkpoint, not to the last step: %s.", reason

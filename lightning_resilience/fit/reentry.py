@@ -81,6 +81,7 @@ def _without_what_is_there() -> Iterator[None]:
     if gc.get_freeze_count():  # a spare has done it when its imports were done
         yield
         return
+    gc.collect()  # what is garbage now would stay until the fit ends
     gc.freeze()
     try:
         yield

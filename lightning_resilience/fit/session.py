@@ -256,7 +256,8 @@ class FitSession:
         if not self._is_training:
             self.fit.advanced()  # a search
             return True
-        self._replaceability.check()
+        if self.last_boundary is not None:
+            self._replaceability.check()
         fit = self.fit
         step, position = fit.trainer.global_step, agreement_protocol.training(fit.steps_counted)
         if fit.progress is not None:
