@@ -22,6 +22,7 @@ from lightning_resilience.detect.hangs.rank_probe import describe_rank
 from lightning_resilience.launch import cleaning, temporary
 from lightning_resilience.launch.cleaning import Found, clean, find_leftovers, remove
 from lightning_resilience.launch.cli import main
+from lightning_resilience.launch.listing import runs_below
 from lightning_resilience.run import time_account
 from lightning_resilience.run.events import TimeSpent
 from lightning_resilience.run.ledger import read_ledger
@@ -250,6 +251,35 @@ def test_a_run_that_was_put_aside_is_not_gone_though_another_is_in_its_place(tmp
     a_run(run)
     (tmp_path / "other").mkdir()
     assert "has been moved to" in why_kept(find_leftovers(tmp_path / "other"), local)
+
+
+def test_a_folder_is_searched_once_for_all_runs_that_are_gone_and_again_when_they_are_to_be_removed(
+    tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be /tmp, with thousands of folders."""
+    runs = [a_run(tmp_path / "runs" / name) for name in "abc"]
+    local = [local_ckpt(node, run) for run in runs]
+    aside = runs[0].rename(tmp_path / "aside")
+    (aside / "run.json").rename(tmp_path / "run.json.aside")
+    for run in runs[1:]:
+        shutil.rmtree(run)
+    searched = []
+
+    def search(folder: Path) -> tuple[list[Path], list[Path]]:
+        searched.append(folder)
+        return runs_below(folder)
+
+    monkeypatch.setattr(cleaning, "runs_below", search)
+
+    def agrees(question: str) -> bool:
+        (tmp_path / "run.json.aside").rename(aside / "run.json")
+        aside.rename(tmp_path / "runs" / "moved")
+        return "Remove these 3 (" in question
+
+    (tmp_path / "other").mkdir()
+    assert clean(tmp_path / "other", None, False, agrees) == 1
+    assert searched == [tmp_path / "other", tmp_path / "runs", tmp_path / "runs"]
+    assert [path.exists() for path in local] == [True, False, False]
 
 
 def test_it_comes_back_before_it_is_removed(tmp_path: Path, node: Path) -> None:

@@ -78,10 +78,13 @@ class Found:
     Attributes:
         leftovers: What can be removed.
         kept: What might be taken for it, and why it stays.
+        searched: The runs below folders in which runs were looked for that are not where they were, by their names. To
+            be cleared where what is there may have changed: a search may take seconds.
     """
 
     leftovers: list[Leftover] = field(default_factory=list)
     kept: list[tuple[Path, str]] = field(default_factory=list)
+    searched: dict[Path, dict[str | None, Path]] = field(default_factory=dict)
 
     def add(self, kind: str, path: Path, why: str, in_use: Callable[[], str | None], parts: Collection[Path]) -> None:
         """Adds a leftover, if it is this user's alone.
@@ -104,6 +107,17 @@ class Found:
                 return
         if files or folders:
             self.leftovers.append(Leftover(kind, path, why, files, folders, in_use))
+
+    def run_below(self, folder: Path, name: str) -> Path | None:
+        """A run below a folder, if it is there.
+
+        Args:
+            folder: The folder; it is searched once.
+            name: The run's identity.
+        """
+        if folder not in self.searched:
+            self.searched[folder] = {_name_of(path): path for path in reversed(runs_below(folder)[0])}
+        return self.searched[folder].get(name)
 
 
 def _seen(about: os.stat_result) -> _Seen:
@@ -328,8 +342,8 @@ def _of_run_folder(folder: Path, run: _Run | None, found: Found) -> None:
     if run is None:
         if origin is None:
             found.kept.append((folder, "it is not known to which run it belongs: name its run directory"))
-        elif (why := _why_not_gone(origin, folder.name)) is None:
-            in_use = _first_of(partial(_why_not_gone, origin, folder.name), partial(_writer_in, folder))
+        elif (why := _why_not_gone(origin, folder.name, found)) is None:
+            in_use = _first_of(partial(_why_not_gone, origin, folder.name, found), partial(_writer_in, folder))
             found.add(_LOCAL, folder, f"the run in {origin.run_dir} is gone", in_use, [folder])
         elif why:
             found.kept.append((folder, why))
@@ -350,19 +364,20 @@ def _has_final(fit: FitDirectory) -> bool:
     return outcome is not None and outcome.status == "finished" and bool(matching(fit.checkpoints, "step-*-final.ckpt"))
 
 
-def _why_not_gone(origin: Origin, name: str) -> str | None:
+def _why_not_gone(origin: Origin, name: str, found: Found) -> str | None:
     """Why a run may be there; empty if it is there, in a folder that was not asked for; ``None``: it is gone.
 
     Args:
         origin: Where it was.
         name: Its identity.
+        found: Knows what searches have found.
     """
     now, left = _name_of(origin.run_dir), origin.nearest_above
     if now == name:
         return ""
     if left is None or (now is None and os.path.lexists(origin.run_dir)):
         return f"its run directory {origin.run_dir} cannot be seen here"
-    moved = next((path for path in runs_below(left)[0] if _name_of(path) == name), None)
+    moved = found.run_below(left, name)
     return None if moved is None else f"its run has been moved to {moved}"
 
 
@@ -423,6 +438,7 @@ def clean(folder: str | os.PathLike[str], local_dir: Path | None, as_json: bool,
     problems: list[str | None] = [None] * len(leftovers)
     does = bool(leftovers) and agrees(f"Remove these {len(leftovers)} ({size})?")
     if does:
+        found.searched.clear()  # whoever was asked has taken time to answer
         problems = [remove(each) for each in leftovers]
     if as_json:
         print(to_json(_content(found, problems, does)))
