@@ -447,8 +447,20 @@ def test_a_run_with_a_killed_rank_ends_as_the_undisturbed_one(
 ) -> None:
     config, output = launched(tmp_path, ranks, events)
     assert sorted(itertools.chain(*replaced(config))) == sorted(itertools.chain(*lost)), output
-    pids = [event["pid"] for event in read_ledger(Path(config["run_dir"]) / "ledger") if event["event"] == "start"]
-    assert len(set(pids)) == 1 + any(0 in each for each in lost)  # of rank 0
+    ledger = list(read_ledger(Path(config["run_dir"]) / "ledger"))
+    assert len({event["pid"] for event in ledger if event["event"] == "start"}) == 1 + any(0 in each for each in lost)
+    # What the others wait for a replacement is not what they take to set up, about which there would be advice.
+    waited = {
+        (event["restart_count"], rank)
+        for event in ledger
+        if event["event"] == "time_spent"
+        for rank, seconds in zip(event["ranks"], event["seconds"].get("rendezvous", []), strict=False)
+        if seconds
+    }
+    for number, ended in enumerate([range(ranks), *replaced(config)]):
+        theirs = {rank for count, rank in waited if count == number}
+        assert theirs.isdisjoint(ended)
+        assert bool(theirs) == (number > 0), output
     assert not [each for each in psutil.process_iter(["cmdline"]) if config["run_dir"] in (each.info["cmdline"] or [])]
 
 

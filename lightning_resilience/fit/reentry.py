@@ -115,7 +115,7 @@ def _enter(
         gc.collect()  # a wrapper of the old group that is still there would reduce gradients, too
         devices.release_memory(device)
         line.begin(replacement)
-        time_account.OF_PROCESS.enter(time_account.SETUP)
+        time_account.OF_PROCESS.enter(time_account.RENDEZVOUS)
 
 
 def _end_refused(line: Membership, problem: str) -> NoReturn:

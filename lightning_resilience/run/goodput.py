@@ -7,7 +7,7 @@ launcher and scheduler say what happened then:
 ==================  ====================================================================================================
 ``queue``           the scheduler has the job, and no nodes for it yet
 ``launch``          launcher and job retries, from the start of the launch or of the allocation
-``rendezvous``      the elastic launcher: nodes find each other, ended workers are cleared away, new ones started
+``rendezvous``      nodes find each other, ended workers are cleared away, new ones started; survivors wait for those
 ``imports``         of a worker, up to the callbacks, and with them torch and Lightning
 ``script``          of the script, up to ``fit`` and between two fits
 ``setup``           of a fit: process group, strategy, sanity check
@@ -639,7 +639,7 @@ def _add_process(
 
 _STEPS = ("productive", "wasted_progress", *TRAINING[1:])
 _IN_ORDER = (
-    *(("imports",), ("script",), ("setup",), ("restore",), ("fast_forward",), ("first_step",)),
+    *(("imports",), ("script",), ("rendezvous",), ("setup",), ("restore",), ("fast_forward",), ("first_step",)),
     *(_STEPS, ("unfinished_step",), ("teardown",)),
 )
 

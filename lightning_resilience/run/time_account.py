@@ -28,6 +28,7 @@ from lightning_resilience.run.ledger import node_name
 Category = Literal[
     "imports",
     "script",
+    "rendezvous",
     "setup",
     "restore",
     "fast_forward",
@@ -44,7 +45,7 @@ Category = Literal[
 """What a process spends time on.
 
 ``productive`` are steps never done before, ``wasted_progress`` steps done again, and ``unfinished_step`` one in which
-the fit failed.
+the fit failed. In ``rendezvous`` a process that goes on without a lost rank waits for its replacement.
 """
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
@@ -52,6 +53,7 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 (
     IMPORTS,
     SCRIPT,
+    RENDEZVOUS,
     SETUP,
     RESTORE,
     FAST_FORWARD,
