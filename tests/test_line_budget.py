@@ -25,7 +25,7 @@ BUDGET = {
     "detect/stragglers": 370,
     "elastic": 372,
     "fit": 5989,
-    "launch": 7794,
+    "launch": 7850,
     "launch/schedulers": 508,
     "run": 3076,
 }

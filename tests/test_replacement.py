@@ -31,9 +31,10 @@ from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.elastic import group, nccl
 from lightning_resilience.elastic.group import DefaultGroup
 from lightning_resilience.fit import reentry
-from lightning_resilience.launch import elastic, membership
+from lightning_resilience.launch import loss_policy, membership
 from lightning_resilience.launch.channel import Channel, Message
-from lightning_resilience.launch.elastic import Member, Supervisor, is_replaceable
+from lightning_resilience.launch.elastic import Supervisor
+from lightning_resilience.launch.loss_policy import is_replaceable
 from lightning_resilience.launch.membership import Membership, Replacement
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
@@ -290,7 +291,7 @@ def test_a_killed_rank_is_replaced_and_the_others_live_on(tmp_path: Path) -> Non
 def test_what_an_ended_process_has_said_counts_for_nothing(tmp_path: Path) -> None:
     supervisor = Supervisor([], 1, 3, "abc", 5.0, Ledger(tmp_path, rank=None))
     ended, living = (Popen([sys.executable, "-ISc", ""]) for _ in range(2))
-    member = supervisor._members[0] = Member(0, living, generation=1)
+    member, supervisor._processes[0] = supervisor._policy.members[0], living
     for process, state in ((ended, "starting"), (living, "refused")):
         said = {"state": "refused", "generation": member.generation, "reason": "x"}
         supervisor._hear(process, Message("state", said, []))
@@ -382,9 +383,9 @@ def test_a_rank_that_is_killed_is_replaced_and_one_that_fails_is_not() -> None:
     assert is_replaceable(-signal.SIGKILL)
     assert is_replaceable(exit_codes.HUNG)
     assert not is_replaceable(1)
-    assert "SIGKILL" in elastic._how(-signal.SIGKILL)
-    assert "watchdog" in elastic._how(exit_codes.HUNG)  # and no number of which nobody knows what it says
-    assert "exit code 3" in elastic._how(3)
+    assert "SIGKILL" in loss_policy._how(-signal.SIGKILL)
+    assert "watchdog" in loss_policy._how(exit_codes.HUNG)  # and no number of which nobody knows what it says
+    assert "exit code 3" in loss_policy._how(3)
 
 
 # -- real ranks --------------------------------------------------------------------------------------------------------

@@ -10,10 +10,7 @@ of rank 0 is like any other one, nothing of an older generation reaches a newer 
 generation frees every rank that is blocked there. The generation is the restart count, and each counts as one restart
 inside the job.
 
-A death is noticed by a pidfd. It is mended by a replacement if the rank was killed (by a signal, or by its watchdog for
-a hang), all others are in a fit and have agreed to be rejoined (see ``fit/reentry.py``), a state was saved, and the
-budget has a restart left. An exception that ends a rank is the user's own, and restarts all ranks. So does a
-replacement that is refused or takes too long.
+A death is noticed by a pidfd. What follows is decided in :mod:`~lightning_resilience.launch.loss_policy`.
 """
 
 from __future__ import annotations
@@ -29,60 +26,24 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 from lightning_resilience import _nvrx
 from lightning_resilience._loopback import ADDRESS, listen, serve_store
-from lightning_resilience._output import introduce, log_line
-from lightning_resilience.detect.hangs.deaths import Death
+from lightning_resilience._output import introduce
 from lightning_resilience.elastic import nccl
 from lightning_resilience.launch.channel import Message
+from lightning_resilience.launch.loss_policy import LossPolicy
 from lightning_resilience.launch.spares import SPARES_VARIABLE, Workers
-from lightning_resilience.run import deadlines, exit_codes
+from lightning_resilience.run import deadlines
 from lightning_resilience.run.events import RanksReplaced
 from lightning_resilience.run.ledger import Ledger
 from lightning_resilience.run.run_directory import ELASTIC_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
 
-_POLL_S = 0.5
 _POLL_WITHOUT_PIDFD_S = 0.01
-_HEARD_WITHIN_S = 0.5
-
-
-@dataclass
-class Member:
-    """A rank in its present life.
-
-    Args:
-        rank: Its global rank.
-        process: Its process.
-        generation: The generation in which it is, as it says.
-        state: What it has said last; ``starting``: nothing since it was started.
-        reason: Why it has refused.
-    """
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    generation: int
-    state: str = "starting"
-    reason: str = ""
-    pidfd: int | None = None
-
-    @property
-    def exit_code(self) -> int | None:
-        """How its process has ended, if it has."""
-        return self.process.poll()
-
-
-def is_replaceable(exit_code: int) -> bool:
-    """Whether a rank that ended so was killed; what an exception ends is the user's own.
-
-    Args:
-        exit_code: As ``subprocess`` gives it: of a signal the negative number.
-    """
-    return exit_code < 0 or exit_code == exit_codes.HUNG
 
 
 class Supervisor:
@@ -114,16 +75,12 @@ class Supervisor:
         self._world_size = world_size
         self._max_restarts = max_restarts
         self._run_id = run_id
-        self._term_timeout_s = term_timeout_s
         self._ledger = ledger
         self._said: queue.SimpleQueue[tuple[subprocess.Popen[bytes], Message]] = queue.SimpleQueue()
         self._workers = Workers(makes_spares, log, self._put)
-        self._generation = 0
-        self._members: dict[int, Member] = {}
-        self._has_saved = False
-        self._replacing_since: float | None = None
-        self._stop_asked = False
-        self._stops_until: float | None = None
+        self._policy = LossPolicy(self, world_size, max_restarts, term_timeout_s)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._pidfds: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
@@ -143,23 +100,76 @@ class Supervisor:
         server = listen()
         self._port = server.getsockname()[1]
         for rank in range(self._world_size):
-            self._start(rank)
+            self._start(rank, generation=0)
         self._store = serve_store(deadlines.STORE_WITHIN_S, server)  # imports torch, as the ranks do meanwhile
-        while (result := self._step()) is None:
-            has_pidfds = all(member.pidfd is not None for member in self._members.values())
-            self._listen(_POLL_S if has_pidfds else _POLL_WITHOUT_PIDFD_S)
-        return result
+        while self._policy.result is None:
+            self._policy.step(time.monotonic(), self._look())
+            self._listen()
+        return self._policy.result
 
-    def _listen(self, within_s: float) -> None:
-        for key, _ in self._selector.select(within_s):
+    def _listen(self) -> None:
+        within_s = self._policy.wakes_at - time.monotonic()
+        if len(self._pidfds) < self._world_size:
+            within_s = min(within_s, _POLL_WITHOUT_PIDFD_S)
+        for key, _ in self._selector.select(max(0.0, within_s)):
             key.data()
+
+    def _look(self) -> bool:
+        """Passes on what has happened; returns whether that is all that ranks had said before they ended."""
+        for rank, process in self._processes.items():
+            if (code := process.poll()) is not None:
+                self._policy.ended(rank, code)
+        are_heard = self._workers.are_heard
         with suppress(queue.Empty):
             while True:
                 self._hear(*self._said.get_nowait())
+        return are_heard
+
+    # -- what is decided -----------------------------------------------------------------------------------------------
+
+    def open_store(self) -> int:
+        """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
+        self._old_store, self._store = self._store, serve_store(deadlines.STORE_WITHIN_S)
+        port: int = self._store.port
+        self._port = port
+        return port
+
+    def close_old_store(self) -> None:
+        """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
+        del self._old_store
+
+    def start(self, ranks: Collection[int], generation: int) -> None:
+        """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
+        self._workers.ended(*ranks)
+        for rank in ranks:
+            self._forget(rank)
+            self._start(rank, generation)
+
+    def tell(self, ranks: Collection[int], kind: str, **fields: Any) -> None:
+        """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
+        for rank in ranks:
+            self._workers.tell(rank, kind, **fields)
+
+    def send_signal(self, ranks: Collection[int], signum: signal.Signals) -> None:
+        """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
+        for rank in ranks:
+            self._processes[rank].send_signal(signum)
+
+    def record(self, lost: Mapping[int, str], generation: int) -> None:
+        """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
+        event = RanksReplaced(
+            ranks=sorted(lost),
+            kept=self._world_size - len(lost),
+            elastic_run_id=self._run_id,
+            restart_count=generation,
+            reason="; ".join(f"rank {rank} {what}" for rank, what in sorted(lost.items())),
+        )
+        # In a thread: the storage may not answer.
+        threading.Thread(target=lambda: self._ledger.record(event), daemon=True).start()
 
     # -- the ranks -----------------------------------------------------------------------------------------------------
 
-    def _start(self, rank: int) -> None:
+    def _start(self, rank: int, generation: int) -> None:
         local = str(self._world_size)
         environment = {
             "RANK": str(rank),
@@ -173,7 +183,7 @@ class Supervisor:
             "GROUP_WORLD_SIZE": "1",
             "MASTER_ADDR": ADDRESS,
             "MASTER_PORT": str(self._port),
-            "TORCHELASTIC_RESTART_COUNT": str(self._generation),
+            "TORCHELASTIC_RESTART_COUNT": str(generation),
             "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
             "TORCHELASTIC_RUN_ID": self._run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -184,20 +194,18 @@ class Supervisor:
         # clients is no news.
         defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | ({"OMP_NUM_THREADS": "1"} if self._world_size > 1 else {})
         defaults |= nccl.ENVIRONMENT
-        process = self._workers.start(rank, self._command, defaults | os.environ | environment, None, None)
-        member = self._members[rank] = Member(rank, process, self._generation)
+        started = self._workers.start(rank, self._command, defaults | os.environ | environment, None, None)
+        self._processes[rank] = started
         with suppress(OSError, AttributeError):  # an old kernel: it is polled
-            member.pidfd = os.pidfd_open(process.pid)
+            pidfd = self._pidfds[rank] = os.pidfd_open(started.pid)
             # It stays readable.
-            done = functools.partial(self._selector.unregister, member.pidfd)
-            self._selector.register(member.pidfd, selectors.EVENT_READ, done)
+            self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._selector.unregister, pidfd))
 
-    def _forget(self, member: Member) -> None:
-        if member.pidfd is not None:
+    def _forget(self, rank: int) -> None:
+        if (pidfd := self._pidfds.pop(rank, None)) is not None:
             with suppress(KeyError):
-                self._selector.unregister(member.pidfd)
-            os.close(member.pidfd)
-        member.pidfd = None
+                self._selector.unregister(pidfd)
+            os.close(pidfd)
 
     # -- what they say -------------------------------------------------------------------------------------------------
 
@@ -208,168 +216,11 @@ class Supervisor:
             self._waker.send(b"\0")
 
     def _hear(self, process: subprocess.Popen[bytes], message: Message) -> None:
-        if message.kind == "saved":
-            self._has_saved = True
-        if message.kind != "state":
-            return
-        for member in self._members.values():
-            if member.process is process:  # else it has been ended before it was heard
-                member.state, member.generation = str(message.fields["state"]), int(message.fields["generation"])
-                member.reason = str(message.fields["reason"])
-
-    # -- what follows --------------------------------------------------------------------------------------------------
-
-    def _step(self) -> int | None:
-        """Acts on what has happened; returns the exit code when it is over."""
-        now = time.monotonic()
-        codes = {member.rank: member.exit_code for member in self._members.values()}
-        if all(code is not None for code in codes.values()) and (self._stops_until or not any(codes.values())):
-            return 0 if not any(codes.values()) else 1
-        if self._stops_until is not None:
-            if now > self._stops_until:
-                self._signal(signal.SIGKILL)
-            return None
-        if any(codes.values()):
-            if self._stop_asked:  # it had no time to save, and the others cannot without it
-                self._stops_until = now + self._term_timeout_s
-                self._signal(signal.SIGTERM)
-                return None
-            time.sleep(deadlines.DIE_TOGETHER_WITHIN_S)
-            while not self._workers.are_heard and time.monotonic() < now + _HEARD_WITHIN_S:
-                time.sleep(0.001)
-            self._listen(0)  # what was said before
-            return self._mend([member for member in self._members.values() if member.exit_code])
-        if self._replacing_since is not None:
-            self._check_replacement(now - self._replacing_since)
-        if self._stop_asked and self._replacing_since is None:  # else they could not save
-            self._stops_until = now + self._term_timeout_s
-            self._signal(signal.SIGTERM)
-        return None
-
-    def _check_replacement(self, seconds: float) -> None:
-        """Looks whether the ranks of a new generation have come together, or never will."""
-        members = self._members.values()
-        if refusal := next((member for member in members if member.state == "refused"), None):
-            self._restart(f"rank {refusal.rank} cannot go back: {refusal.reason}")
-        elif all(member.state in ("ready", "done") and member.generation == self._generation for member in members):
-            self._replacing_since = None
-        elif seconds > deadlines.REPLACED_WITHIN_S:
-            self._restart(f"the replacement has not begun to train within {seconds:.0f} s")
-        elif seconds > deadlines.SURVIVORS_LEAVE_WITHIN_S:
-            for member in members:
-                if member.exit_code is not None:
-                    return self._restart(f"rank {member.rank} has ended instead of joining the others")
-                if member.state == "ready" and self._is_behind(member):
-                    return self._restart(f"rank {member.rank} has not left the fit within {seconds:.0f} s")
-        return None
-
-    def _is_behind(self, member: Member) -> bool:
-        return member.generation < self._generation
-
-    def _mend(self, dead: list[Member]) -> int | None:
-        """Replaces the ranks that have ended, or restarts all."""
-        how = {member.rank: _how(member.process.returncode) for member in dead}
-        who = ", ".join(f"rank {rank} {what}" for rank, what in sorted(how.items()))
-        if self._generation >= self._max_restarts:
-            log_line(f"{who[0].upper()}{who[1:]}; no restart inside the job is left.")
-            self._end_all()
-            return 1
-        if (reason := self._why_not(dead)) is not None:
-            self._restart(f"{who}, and {reason}")
-            return None
-        self._generation += 1
-        log_line(
-            f"{who[0].upper()}{who[1:]}: starting a replacement (restart {self._generation}). The other ranks keep "
-            "their processes."
-        )
-        old, self._store = self._store, serve_store(deadlines.STORE_WITHIN_S)
-        self._port = self._store.port
-        for member in self._members.values():
-            if member not in dead:
-                self._workers.tell(member.rank, "replace", generation=self._generation, port=self._port, lost=how)
-        del old  # whoever is blocked there is free
-        self._workers.ended(*how)
-        for member in dead:
-            self._forget(member)
-            self._start(member.rank)
-        self._replacing_since = time.monotonic()
-        self._record(how)
-        return None
-
-    def _why_not(self, dead: list[Member]) -> str | None:
-        """Why a loss is not mended by a replacement."""
-        if not all(is_replaceable(member.process.returncode) for member in dead):
-            return "what an exception ends is not replaced"
-        if not self._has_saved:
-            return "nothing was saved yet"
-        others = [member for member in self._members.values() if member not in dead]
-        if not others:
-            return "there is no other rank"
-        for member in others:
-            is_starting = self._replacing_since is not None and member.state in ("starting", "left")
-            if member.state != "ready" and not is_starting:
-                return f"rank {member.rank} is not in a fit" + (f": {member.reason}" if member.reason else "")
-        return None
-
-    def _record(self, how: dict[int, str]) -> None:
-        event = RanksReplaced(
-            ranks=sorted(how),
-            kept=self._world_size - len(how),
-            elastic_run_id=self._run_id,
-            restart_count=self._generation,
-            reason="; ".join(f"rank {rank} {what}" for rank, what in sorted(how.items())),
-        )
-        # In a thread: the storage may not answer.
-        threading.Thread(target=lambda: self._ledger.record(event), daemon=True).start()
-
-    def _restart(self, reason: str) -> None:
-        """Ends all ranks and starts them again."""
-        if self._generation >= self._max_restarts:
-            log_line(f"All ranks end: {reason}; no restart inside the job is left.")
-            self._max_restarts = -1
-        else:
-            log_line(f"Restarting all ranks: {reason}.", is_detail=True)
-        self._end_all()
-        self._replacing_since = None
-        if self._max_restarts < 0:
-            self._stops_until = time.monotonic()
-            return
-        self._generation += 1
-        self._store = serve_store(deadlines.STORE_WITHIN_S)
-        self._port = self._store.port
-        for rank in range(self._world_size):
-            self._forget(self._members[rank])
-            self._start(rank)
-
-    def _end_all(self) -> None:
-        for rank in self._members:
-            self._workers.tell(rank, "restart")
-        for signum, within_s in (
-            (None, deadlines.PEERS_RAISE_WITHIN_S),
-            (signal.SIGTERM, deadlines.WORKERS_STOP_TIMEOUT_S),
-            (signal.SIGKILL, deadlines.LEFTOVERS_PATIENCE_S),
-        ):
-            if signum is not None:
-                self._signal(signum)
-            until = time.monotonic() + within_s
-            while any(member.exit_code is None for member in self._members.values()):
-                if time.monotonic() > until:
-                    break
-                time.sleep(_POLL_WITHOUT_PIDFD_S)
-
-    def _signal(self, signum: signal.Signals) -> None:
-        for member in self._members.values():
-            if member.exit_code is None:
-                member.process.send_signal(signum)
+        rank = next((rank for rank, each in self._processes.items() if each is process), None)
+        self._policy.heard(rank, message.kind, message.fields)
 
     def _ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
-        self._stop_asked = True
-
-
-def _how(exit_code: int) -> str:
-    if exit_code == exit_codes.HUNG:
-        return "hung and was ended by its watchdog"
-    return str(Death(-exit_code if exit_code < 0 else exit_code << 8))
+        self._policy.ask_to_stop()
 
 
 def main() -> None:
