@@ -339,6 +339,11 @@ def test_interruptions_at_random() -> None:
     assert found.spread == pytest.approx(statistics.stdev(truths), abs=0.015)
 
 
+def test_the_order_of_sums_is_that_of_the_categories_whatever_the_seed_of_hashes() -> None:
+    once = dict.fromkeys(time_account.CATEGORIES, 0.1)
+    assert list(predict(replace(STEADY, once=once), "mtbf=9999").predicted.seconds)[: len(once)] == list(once)
+
+
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 STEADY = RunFigures(

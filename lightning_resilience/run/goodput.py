@@ -547,7 +547,8 @@ def _mean(processes: Sequence[_Process]) -> _Process:
         doing=doing,
         seconds={
             category: mean(each.seconds.get(category, 0.0) for each in processes)
-            for category in {category for each in processes for category in each.seconds}
+            # In an order that no hash decides: sums differ by it.
+            for category in dict.fromkeys(category for each in processes for category in each.seconds)
         },
         is_kept=all(each.is_kept for each in processes),
     )
