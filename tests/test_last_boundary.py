@@ -65,6 +65,19 @@ class Net(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def loader(batch_size: int, shuffle: bool = False) -> DataLoader[Any]:
+    data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(3)))
+    return DataLoader(data, batch_size, shuffle=shuffle)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loader(4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return loader(8)
+
+
 class Watched(Participant):
     """Notes the state of each boundary, as a save there would have it."""
 
@@ -95,7 +108,13 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     monkeypatch.setattr("lightning_resilience.checkpoint.node_store.in_node_memory", lambda folder: True)
     context.fits_begun.clear()
 
-    def run(at: int, within: Callable[[LastBoundary, Watched], None], module: Any = None, **options: Any) -> None:
+    def run(
+        at: int,
+        within: Callable[[LastBoundary, Watched], None],
+        module: Any = None,
+        data: type[Data] | None = None,
+        **options: Any,
+    ) -> None:
         module, more = module or Net(), options.pop("callbacks", [])
         torch.manual_seed(1)
         random.seed(1)
@@ -127,9 +146,9 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
             },
             callbacks=[Joins(), local, *more],
         )
-        data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(3)))
+        loaders = loader(4, shuffle=True), loader(8)
         with pytest.raises(Found):
-            trainer.fit(module, DataLoader(data, 4, shuffle=True), DataLoader(data, 8))
+            trainer.fit(module, *loaders) if data is None else trainer.fit(module, datamodule=data())
 
     return run
 
@@ -139,7 +158,7 @@ def known(boundary: LastBoundary, lost: tuple[int, ...] = ()) -> Any:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "plain": {"data": Data},
     "accumulation": {"accumulate_grad_batches": 2},
     "averaged": {"callbacks": [EMAWeightAveraging(decay=0.9)]},
     "validation within the epoch": {"val_check_interval": 2},
@@ -148,7 +167,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("at", [0, 4, 6, 9], ids=["first", "middle", "first of an epoch", "second epoch"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.slow_but_for("accumulation-middle", "averaged-second epoch")
+@pytest.mark.slow_but_for("plain-first", "accumulation-middle", "averaged-second epoch")
 def test_the_state_in_a_step_is_that_of_the_boundary_before(
     train: Callable[..., None], options: dict[str, Any], at: int
 ) -> None:
@@ -258,6 +277,9 @@ def test_what_is_not_known_in_a_step_is_refused_at_the_start(train: Callable[...
         def state_dict(self) -> dict[str, Any]:
             return {"seen": 3}
 
+    class Stateful(Data):
+        state_dict = Counts.state_dict
+
     def refused(why: str) -> Callable[..., None]:
         def look(boundary: LastBoundary, watched: Watched) -> None:
             assert why in str(boundary._off)
@@ -269,6 +291,7 @@ def test_what_is_not_known_in_a_step_is_refused_at_the_start(train: Callable[...
     train(1, refused("Keeps saves a state"), Keeps())
     train(1, refused("gathered.value is a list"), Gathers())
     train(1, refused("Counts saves a state"), callbacks=[Counts()])
+    train(1, refused("Stateful saves a state"), data=Stateful)
 
 
 def test_the_first_survivor_saves_for_the_lost_ranks(train: Callable[..., None]) -> None:

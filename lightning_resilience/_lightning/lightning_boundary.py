@@ -117,13 +117,11 @@ def why_state_is_unknown(trainer: Trainer, module: LightningModule) -> str | Non
         return "each rank's data loader has a state of its own"
     if is_named(fetcher, "_DataLoaderIterDataFetcher") or lightning_data.fetches_ahead_here(trainer):
         return "batches are fetched ahead"
-    owners = [module, getattr(trainer, "datamodule", None)]
-    for owner in filter(None, owners):
-        if lightning_checkpoints.uses_last_argument(owner.on_save_checkpoint, 1):
-            return f"{type(owner).__name__} saves a state of its own"
+    if lightning_checkpoints.uses_last_argument(module.on_save_checkpoint, 1):
+        return f"{type(module).__name__} saves a state of its own"
     if any(type(each).get_extra_state is not torch.nn.Module.get_extra_state for each in module.modules()):
         return "a layer has a state beside its tensors"
-    data: Any = owners[1]
+    data: Any = getattr(trainer, "datamodule", None)
     if data is not None and data.state_dict():
         return f"{type(data).__name__} saves a state of its own"
     return next(_callbacks_with_state(lightning_callbacks.callbacks(trainer)), None)
