@@ -214,7 +214,7 @@ def test_a_store_that_is_closed_while_a_rank_connects_is_left(monkeypatch: pytes
     checks = itertools.count()
     DefaultGroup().install(lambda: next(checks) > 0)  # it is lost when the first attempt has failed
     with pytest.raises(PeerLost):
-        rendezvous._create_c10d_store("127.0.0.1", free_port(), 1, 2, timedelta(minutes=30))
+        rendezvous._create_c10d_store("127.0.0.1", free_port(), 1, 2, timedelta(seconds=20))
     assert next(checks) == 2
 
 
