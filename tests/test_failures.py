@@ -222,6 +222,27 @@ def test_a_traceback_is_no_news_because_the_disk_is_full_now(
     ] * 2
 
 
+GLOO = "[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:7558: Connection reset by peer. See rank 1."
+
+
+@pytest.mark.parametrize(
+    ("error", "is_a_line"),
+    [(RuntimeError(GLOO), True), (RuntimeError("Connection reset by peer"), False), (ValueError(GLOO), False)],
+)
+def test_of_a_lost_peer_a_line_is_shown_and_the_traceback_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, is_a_line: bool
+) -> None:
+    try:
+        raise error
+    except Exception as raised:
+        show(raised, tmp_path, "launch", 0)
+    shown = capsys.readouterr().err.splitlines()
+    assert ("Rank 0 has lost the connection to another rank (Connection reset by peer)" in shown[0]) is is_a_line
+    assert (len(shown) == 1) is is_a_line
+    [kept] = tmp_path.iterdir()
+    assert "Traceback" in kept.read_text()
+
+
 @pytest.mark.parametrize(("world_size", "who"), [(2, "rank 1"), (3, "a worker")])
 def test_the_one_rank_that_has_said_nothing_was_killed(world_size: int, who: str) -> None:
     ids = {"elastic_run_id": "job", "restart_count": 2}

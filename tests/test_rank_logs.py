@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -127,6 +128,30 @@ def test_only_whole_lines_are_shown_unless_a_rank_pauses(node: Node) -> None:
     (node.folder / f"{'0' * 16}-0-1.out").write_bytes(b"one\ntw")
     assert node.show() == b"one\n"
     assert node.show() == b"tw"  # nothing has come meanwhile: a prompt, say
+
+
+LOST_STORE = b"""\
+[rank1]:[W1124 02:04:20.912279404 TCPStore.cpp:115] [c10d] recvVector failed on SocketImpl(fd=7, addr=[n1]:35094, \
+remote=[n1]:55281): Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?
+Exception raised from recvBytes at /torch/csrc/distributed/c10d/Utils.hpp:787 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7f496d777b8d in /torch/lib/libc10.so)
+<omitting python frames>
+frame #48: _start + 0x21 (0x5650bddc4081 in python)
+
+"""
+
+
+def test_stacks_in_cpp_of_ranks_whose_store_has_gone_are_only_in_their_logs(node: Node) -> None:
+    file = node.folder / f"{'0' * 16}-1-2.out"
+    others = b"[rank1]:[W1124 02:04:20.9 TCPStore.cpp:343] [c10d] TCP client failed to connect\nframe #1: mine\n\n"
+    written = b"before\n" + LOST_STORE + b"\nafter\n" + others + LOST_STORE * 2 + b"behind\n"
+    node_shows = b""
+    for end in (0, *itertools.accumulate(map(len, written.splitlines(keepends=True)))):  # as it is written
+        file.write_bytes(written[:end])
+        node_shows += node.show()
+    assert node_shows == b"before\n\nafter\n" + others + b"behind\n"
+    node.keep()
+    assert node.log(1) == written
 
 
 def test_a_log_is_text(node: Node) -> None:

@@ -33,6 +33,12 @@ _REMOVED_AFTER_S = 30.0
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
+# What torch's C++ writes on a rank whose connection to rank 0's store has gone, each with a stack of 20 lines.
+_OF_LOST_STORE = re.compile(
+    rb"(\[rank\d+\]:)?\[[WE]\d{4} [\d:.]+ \w+\.cpp:\d+\] \[c10d\] .*(reset by peer|likely closed|pipe)"
+)
+_OF_STACK = re.compile(rb"Exception raised from |frame #\d+: |<omitting python frames>")
+
 _folder: str | None = None
 
 
@@ -83,9 +89,12 @@ class RankFile:
         self.group, self.rank, self.target = found[1], int(found[2]), int(found[3])
         self.is_terminal = found[4] == "terminal"
         self._shown = self._kept = self._freed = self._size_before = 0
+        self._is_in_stack = False
 
     def show(self, write: Callable[[bytes], None], is_last: bool = False) -> bool:
         """Passes on what was not shown yet, by whole lines unless the rank pauses within one.
+
+        What it says in C++ of a store that has gone is left out: why it has gone is said elsewhere.
 
         Args:
             write: Shows it.
@@ -107,11 +116,25 @@ class RankFile:
                 end = len(data)
             if end == 0:
                 break
-            write(data[:end])
+            if data := self._without_stacks(data[:end]):
+                write(data)
             self._shown += end
         self._size_before = size
         self._free(min(self._shown, max(self._kept, size - _NOT_KEPT)))
         return self._shown < size and until < size
+
+    def _without_stacks(self, data: bytes) -> bytes:
+        """Whole lines without those that are only in the log."""
+        if not self._is_in_stack and b"[c10d]" not in data:
+            return data
+        shown = []
+        for line in data.splitlines(keepends=True):
+            is_of_stack = self._is_in_stack and (not line.strip() or _OF_STACK.match(line) is not None)
+            is_head = _OF_LOST_STORE.match(line) is not None
+            self._is_in_stack = is_head or (is_of_stack and bool(line.strip()))  # an empty line ends it
+            if not (is_head or is_of_stack):
+                shown.append(line)
+        return b"".join(shown)
 
     def keep(self, write: Callable[[bytes], None]) -> bool:
         """Passes on what was not kept yet.

@@ -48,6 +48,8 @@ _WRAPPERS = re.compile(
     r"/(lightning/pytorch|pytorch_lightning)/(trainer/call\.py|strategies/launchers/)"
     r"|/lightning/fabric/strategies/launchers/|/torch/distributed/(elastic/|run\.py|launch\.py)"
 )
+# What ranks raise whose peer has ended: who that was, and why, is said by the watchdog.
+_LOST_PEER = re.compile(r"gloo/transport/.*(Connection closed by peer|Connection reset by peer|Broken pipe)")
 _MOST_FILES = 100
 
 
@@ -137,7 +139,9 @@ def _checks_world_size(frame: types.FrameType) -> bool:
 
 
 def show(error: BaseException, folder: Path, launch_id: str, rank: int) -> None:
-    """Reports an exception as Python does for a script of its own; one that was reported before in a line.
+    """Reports an exception as Python does for a script of its own.
+
+    One that was reported before, or that only says that another rank has gone, is reported in a line.
 
     The traceback is without what led to the script, the launchers that Lightning wraps around a fit, and this package.
     The whole of it is kept.
@@ -158,6 +162,9 @@ def show(error: BaseException, folder: Path, launch_id: str, rank: int) -> None:
         place = f" ({about['place']})" if about["place"] else ""
         line = f"{words[:200]}{place}"
         log_line(f"Rank {rank}, again: {line}; traceback: {path}")
+        return
+    if is_kept and isinstance(error, RuntimeError) and (found := _LOST_PEER.search(words)):
+        log_line(f"Rank {rank} has lost the connection to another rank ({found[1]}); traceback: {path}")
         return
     count = _cut(error, set())
     sys.excepthook(type(error), error, error.__traceback__)
