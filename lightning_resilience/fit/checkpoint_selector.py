@@ -232,13 +232,21 @@ class CheckpointSelector:
             )
         return None
 
+    def is_of_failed_step(self, explicit: str) -> bool:
+        """Whether ``explicit`` was saved by an OnExceptionCheckpoint when this fit has failed, in the middle of a step.
+
+        Lightning takes such a file by itself.
+        """
+        if self.local is None and not self.uses_global:
+            return False
+        begun_from = (self._fit.folder.fingerprint or {}).get("ckpt_path")
+        return begun_from != explicit and explicit in lightning_callbacks.exception_checkpoints(self._fit.trainer)
+
     def _is_users_choice(self, explicit: str, own: bool) -> bool:
         if (self._fit.folder.fingerprint or {}).get("ckpt_path") == explicit:
             return False  # where this fit started: it resumes from its own newer checkpoint
-        # ckpt_path="last" and "hpc" mean "resume"; Lightning has turned them into paths by now. By itself it takes the
-        # file of an OnExceptionCheckpoint, a state in the middle of a step.
-        of_exception = explicit in lightning_callbacks.exception_checkpoints(self._fit.trainer)
-        means_resume = of_exception or Path(explicit).stem.startswith(("last", "hpc_ckpt_"))
+        # ckpt_path="last" and "hpc" mean "resume"; Lightning has turned them into paths by now.
+        means_resume = Path(explicit).stem.startswith(("last", "hpc_ckpt_"))
         if own and not means_resume and self._is_newest_of_this_fit(Path(explicit)):
             means_resume = True
             what = f"fit(ckpt_path={explicit!r}) is the newest file of this fit's ModelCheckpoint"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,6 +53,8 @@ class Restorer:
         """Restores the checkpoint to resume from, where Lightning would load one."""
         self.identity.check_model(explicit)
         self._record_outputs()
+        if explicit is not None and self.fit.from_rank_0(partial(self.selector.is_of_failed_step, explicit)):
+            explicit = None
         self.explicit = explicit
         self.identity.note_optimizers()  # a strategy may restore them with the weights
         self.restore_from(self.selector.choose(explicit), weights_only)
