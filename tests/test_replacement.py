@@ -22,8 +22,9 @@ import lightning.pytorch as L
 import psutil
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from lightning.pytorch.cli import SaveConfigCallback
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 
 from lightning_resilience._lightning import lightning_reentry
 from lightning_resilience.agreement_protocol import PeerLost
@@ -373,10 +374,50 @@ def test_the_callback_of_a_cli_does_the_same_in_a_survivor_as_in_a_replacement(t
     callback = Saves(None, None, save_to_log_dir=False)  # type: ignore[arg-type]
     options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(default_root_dir=tmp_path, max_steps=1, callbacks=[callback], **options)  # type: ignore[arg-type]
-    trainer.fit(BoringModel())
+    module = BoringModel()
+    start = lightning_reentry.Start(trainer, module)
+    trainer.fit(module)
     assert callback.already_saved
-    lightning_reentry.leave_fit(trainer)
+    lightning_reentry.leave_fit(trainer, start)
     assert not callback.already_saved
+
+
+class Thawed(BoringModel):
+    """Is trained as a whole from the second epoch on, and fails in the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normal = torch.nn.BatchNorm1d(2)
+        self.normal.requires_grad_(False)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.normal(self.layer(batch))
+        return output
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(RandomDataset(32, 8), 4)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.normal.requires_grad_(self.current_epoch > 0)
+        if self.current_epoch == 2:
+            raise PeerLost
+
+
+def test_a_survivor_begins_the_fit_with_what_a_replacement_has(tmp_path: Path) -> None:
+    averages, stops = StochasticWeightAveraging(0.1, 1), EarlyStopping("val", strict=False)
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    options |= {"default_root_dir": tmp_path, "max_epochs": 2, "limit_val_batches": 0}
+    trainer = L.Trainer(callbacks=[averages, stops], **options)  # type: ignore[arg-type]
+    module = Thawed()
+    before = [dict(vars(each)) for each in (averages, stops)]
+    start = lightning_reentry.Start(trainer, module)
+    with pytest.raises(PeerLost):
+        trainer.fit(module)
+    assert (averages._initialized, trainer.max_epochs, module.normal.momentum) == (True, 3, None)
+    lightning_reentry.leave_fit(trainer, start)
+    assert [vars(each) for each in (averages, stops)] == before
+    assert (trainer.max_epochs, module.normal.momentum) == (2, 0.1)
+    assert [each.requires_grad for each in module.parameters()] == [True, True, False, False]
 
 
 def test_a_rank_that_is_killed_is_replaced_and_one_that_fails_is_not() -> None:

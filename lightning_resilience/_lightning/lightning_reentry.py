@@ -6,13 +6,14 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from lightning_resilience._lightning.lightning_callbacks import callbacks_named
-from lightning_resilience._lightning.lightning_loops import reset_loops
+from lightning_resilience._lightning.lightning_callbacks import callbacks, callbacks_named
+from lightning_resilience._lightning.lightning_loops import reset_loops, set_train_eval_modes, train_eval_modes
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +21,8 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _wrapped: set[str] = set()
 
 
-def on_run(run: Callable[[Any, Callable[[], Any]], Any]) -> None:
-    """Calls ``run(trainer, call)`` in place of what every Trainer does between the start and the end of a fit.
+def on_run(run: Callable[[Any, Any, Callable[[], Any]], Any]) -> None:
+    """Calls ``run(trainer, module, call)`` in place of what every Trainer does between the start and the end of a fit.
 
     ``call`` does it, and may be called again after :func:`leave_fit`. No hook is outside of it: the process group is
     opened before any callback is called, and after an exception callbacks and loggers are told that the fit has ended.
@@ -34,9 +35,9 @@ def on_run(run: Callable[[Any, Callable[[], Any]], Any]) -> None:
         package.Trainer._run = _wrapper(package.Trainer._run, run)
 
 
-def _wrapper(inner: Callable[..., Any], run: Callable[[Any, Callable[[], Any]], Any]) -> Callable[..., Any]:
-    def wrapped(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(trainer, lambda: inner(trainer, *args, **kwargs))
+def _wrapper(inner: Callable[..., Any], run: Callable[[Any, Any, Callable[[], Any]], Any]) -> Callable[..., Any]:
+    def wrapped(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(trainer, model, lambda: inner(trainer, model, *args, **kwargs))
 
     return wrapped
 
@@ -46,7 +47,45 @@ def is_fit(trainer: Trainer) -> bool:
     return bool(trainer.state.fn == "fit")
 
 
-def leave_fit(trainer: Trainer) -> None:
+class Start:
+    """What a fit may change and no checkpoint has, as it was before the fit: a new process begins with that.
+
+    Callbacks of Lightning change attributes of their own, of the Trainer, and which parameters are trained. Attributes
+    of the script's own callbacks and of the module are left as they are.
+
+    Args:
+        trainer: Its Trainer.
+        module: Its module.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer, self._module = trainer, module
+        self._modes = train_eval_modes(trainer, module)
+        self._max_epochs = trainer.fit_loop.max_epochs
+        self._attributes = [(each, _copy_of(vars(each))) for each in callbacks(trainer) if _is_lightnings(each)]
+
+    def put_back(self) -> None:
+        """Has everything be as it was."""
+        for each in callbacks_named(self._trainer, "StochasticWeightAveraging"):
+            each.reset_momenta()  # of layers
+        for callback, attributes in self._attributes:
+            vars(callback).clear()
+            vars(callback).update(_copy_of(attributes))
+        self._trainer.fit_loop.max_epochs = self._max_epochs
+        self._trainer.fit_loop._skip_backward = False
+        set_train_eval_modes(self._trainer, self._module, self._modes)
+
+
+def _is_lightnings(callback: Any) -> bool:
+    bases = [cls for cls in type(callback).__mro__ if cls.__module__.startswith(_PACKAGES)]
+    return any(cls.__name__ != "Callback" for cls in bases)
+
+
+def _copy_of(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: copy(value) if type(value) in (dict, list, set) else value for name, value in attributes.items()}
+
+
+def leave_fit(trainer: Trainer, start: Start) -> None:
     """Brings a Trainer whose fit has failed to where ``fit`` has begun.
 
     The ``teardown`` of callbacks, module and data module is called, since their ``setup`` will be. Loggers go on.
@@ -56,7 +95,7 @@ def leave_fit(trainer: Trainer) -> None:
     vars(module).pop("forward", None)
     trainer.training = True  # it may have failed in a validation
     data: Any = vars(trainer).get("datamodule")
-    for owner in (data, *vars(trainer)["callbacks"], module):
+    for owner in (data, *callbacks(trainer), module):
         if owner is None:
             continue
         try:
@@ -66,8 +105,6 @@ def leave_fit(trainer: Trainer) -> None:
                 owner.teardown(trainer, module, stage="fit")
         except Exception as error:  # such as a collective without the rank that was lost
             log.warning("%s.teardown has failed: %s", type(owner).__name__, error)
-    for callback in callbacks_named(trainer, "SaveConfigCallback"):
-        callback.already_saved = False  # else its setup leaves out collectives that the others' have
     module._metric_attributes = None  # those that its setup makes
     with suppress(Exception):
         trainer._teardown()
@@ -75,3 +112,4 @@ def leave_fit(trainer: Trainer) -> None:
     reset_loops(trainer, module)
     trainer.strategy.optimizers = []
     trainer.strategy.lr_scheduler_configs = []
+    start.put_back()

@@ -34,7 +34,7 @@ from lightning_resilience.run.deadlines import DEVICE_ANSWERS_WITHIN_S, ENDED_WI
 from lightning_resilience.run.events import Event, RestoredInPlace, Resumed, Saved
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
     from lightning_resilience.fit.session import FitSession
 
@@ -61,7 +61,12 @@ def _cut(line: Membership) -> None:
         line.say("refused", problem)
 
 
-def _run(leave_session: Callable[[Trainer, Collection[int]], None], trainer: Trainer, call: Callable[[], Any]) -> Any:
+def _run(
+    leave_session: Callable[[Trainer, Collection[int]], None],
+    trainer: Trainer,
+    module: LightningModule,
+    call: Callable[[], Any],
+) -> Any:
     line = membership.current()
     number = len(_runs)
     is_inner = not all(_runs)
@@ -70,7 +75,8 @@ def _run(leave_session: Callable[[Trainer, Collection[int]], None], trainer: Tra
         if line is None or is_inner or number > 0 or not lightning_reentry.is_fit(trainer):
             return call()
         with _without_what_is_there():
-            return _enter(trainer, call, line, functools.partial(leave_session, trainer))
+            start = lightning_reentry.Start(trainer, module)
+            return _enter(trainer, call, line, functools.partial(leave_session, trainer), start)
     finally:
         _runs[number] = True
 
@@ -90,7 +96,11 @@ def _without_what_is_there() -> Iterator[None]:
 
 
 def _enter(
-    trainer: Trainer, call: Callable[[], Any], line: Membership, leave_session: Callable[[Collection[int]], None]
+    trainer: Trainer,
+    call: Callable[[], Any],
+    line: Membership,
+    leave_session: Callable[[Collection[int]], None],
+    start: lightning_reentry.Start,
 ) -> Any:
     while True:
         if (replacement := line.replacement()) is not None:  # another rank was lost while this one was not in the fit
@@ -110,7 +120,7 @@ def _enter(
         leave_session(replacement.lost)
         context.fits_begun.clear()
         context.fits_begun.update(begun)
-        lightning_reentry.leave_fit(trainer)
+        lightning_reentry.leave_fit(trainer, start)
         DEFAULT.close()
         gc.collect()  # a wrapper of the old group that is still there would reduce gradients, too
         devices.release_memory(device)
