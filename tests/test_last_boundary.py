@@ -361,3 +361,63 @@ def test_a_save_after_a_loss_is_recorded_when_all_have_saved(train: Callable[...
         assert recorded() == [(9, "0123abcd")]
 
     train(9, look)
+
+
+def test_a_rank_that_validates_or_has_seen_bad_steps_does_not_save(train: Callable[..., None]) -> None:
+    class LooksBad(Participant):
+        def looks_bad(self) -> bool:
+            return True
+
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        exact, participants = boundary._session.exact, boundary._session.fit.participants
+        known(boundary)
+        for name in ("before_evaluation", "resumed"):
+            before = vars(exact)[name]
+            vars(exact)[name] = object()
+            with pytest.raises(_Unknown, match="in a validation, or has not resumed"):
+                known(boundary)
+            vars(exact)[name] = before
+        participants.add(LooksBad())
+        with pytest.raises(_Unknown, match="bad"):
+            known(boundary)
+
+    train(4, look)
+
+
+def test_the_begin_of_an_epoch_is_taken_from_the_same_start_and_epoch_of_a_lost_rank(
+    train: Callable[..., None],
+) -> None:
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        leave_as_rank_1(boundary)
+        fit, begun_at = boundary._session.fit, boundary._begun_at
+        boundary._epoch_of(1, begun_at)
+        with pytest.raises(_Unknown, match="begin of its epoch"):
+            boundary._epoch_of(1, begun_at + 1)
+        fit.nonce = "another start"
+        with pytest.raises(_Unknown, match="begin of its epoch"):
+            boundary._epoch_of(1, begun_at)
+
+    train(9, look)
+
+
+def test_where_the_last_boundary_is_not_kept_no_hook_and_no_check_is_left(
+    train: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[None] = []
+    monkeypatch.setattr(Replaceability, "check", lambda self: checks.append(None))
+
+    def turned_off(boundary: LastBoundary, watched: Watched) -> None:
+        assert boundary._hook.id in boundary._hook.hooks_dict_ref()
+        boundary._turn_off("a test")
+        assert boundary._hook.id not in boundary._hook.hooks_dict_ref()
+
+    train(1, turned_off, num_sanity_val_steps=0)
+    assert len(checks) > 1
+    checks.clear()
+    monkeypatch.setattr(Replaceability, "is_possible", False)  # without --elastic
+
+    def absent(boundary: LastBoundary | None, watched: Watched) -> None:
+        assert boundary is None
+        assert not checks
+
+    train(1, absent, num_sanity_val_steps=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import itertools
 import json
 import re
 import signal
@@ -102,15 +103,22 @@ def test_each_alone(tmp_path: Path, name: str, ranks: int) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("name", ["LearningRateFinder", "ModelCheckpoint", "EMAWeightAveraging"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_under_launch(tmp_path: Path, name: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks", "options"),
+    [
+        *itertools.product(["LearningRateFinder", "ModelCheckpoint", "EMAWeightAveraging"], [1, 2], [[]]),
+        *itertools.product(["LearningRateFinder", "ModelPruning", "StochasticWeightAveraging"], [2], [["--elastic"]]),
+    ],
+)
+def test_under_launch(tmp_path: Path, name: str, ranks: int, options: list[str]) -> None:
     plain, config = (make(tmp_path / each, [name], ranks) for each in ("plain", "launched"))
     codes, text = run(plain, tmp_path / "plain")
     assert set(codes) == {0}, text
     program = str(Path(__file__).with_name("shipped_callbacks.py"))
     launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", f"--run-dir={config['run_dir']}"]
-    done = run_command([*launch, f"--nproc-per-node={ranks}", program, json.dumps({**config, "dies": 35})])
+    launch += [*options, f"--nproc-per-node={ranks}", program]
+    done = run_command([*launch, json.dumps({**config, "dies": 35})])
     assert done.returncode == 0, done.stderr
     assert "Restart 1 inside the job" in done.stderr
+    assert ("starting a replacement" in done.stderr) == bool(options)
     assert came_to(config) == came_to(plain)

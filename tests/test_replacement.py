@@ -12,6 +12,7 @@ import socket
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -104,6 +105,22 @@ def test_a_collection_at_a_loss_leaves_out_what_was_there_before_the_fit() -> No
             assert (gc.get_freeze_count() > 0) == is_spare  # what a fit has left behind can be freed when it is over
         finally:
             gc.unfreeze()
+
+
+def test_garbage_of_before_the_fit_does_not_stay() -> None:
+    class Garbage:
+        pass
+
+    garbage = Garbage()
+    vars(garbage)["self"] = garbage
+    found = weakref.ref(garbage)
+    del garbage
+    gc.disable()
+    try:
+        with reentry._without_what_is_there():
+            assert found() is None
+    finally:
+        gc.enable()
 
 
 def test_the_watchdog_starts_after_the_ranks_that_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
