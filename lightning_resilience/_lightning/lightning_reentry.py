@@ -47,6 +47,11 @@ def is_fit(trainer: Trainer) -> bool:
     return bool(trainer.state.fn == "fit")
 
 
+def why_not(trainer: Trainer) -> str | None:
+    """Why a fit of this Trainer cannot be entered again; ``None``: it can."""
+    return "ModelPruning has changed layers" if callbacks_named(trainer, "ModelPruning") else None
+
+
 class Start:
     """What a fit may change and no checkpoint has, as it was before the fit: a new process begins with that.
 

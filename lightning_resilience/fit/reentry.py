@@ -148,7 +148,7 @@ def why_not(session: FitSession) -> str | None:
         return "there are several nodes"
     if fit.index > 0 or len(_runs) > 1:
         return "this fit is not the first that the script does with a Trainer"
-    if (reason := DEFAULT.why_not()) is not None:
+    if (reason := DEFAULT.why_not() or lightning_reentry.why_not(trainer)) is not None:
         return reason
     if session.selector.local is None and not session.selector.uses_global:
         return "there is neither AutoResume nor LocalCheckpoint to go back to"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,7 +52,8 @@ class Restorer:
         """Restores the checkpoint to resume from, where Lightning would load one."""
         self.identity.check_model(explicit)
         self._record_outputs()
-        if explicit is not None and self.fit.from_rank_0(partial(self.selector.is_of_failed_step, explicit)):
+        # A rank that is replaced may find a file that was not there when the others' fit began.
+        if self.fit.from_rank_0(lambda: explicit is None or self.selector.is_of_failed_step(explicit)):
             explicit = None
         self.explicit = explicit
         self.identity.note_optimizers()  # a strategy may restore them with the weights
