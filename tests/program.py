@@ -86,6 +86,7 @@ DEFAULTS: dict[str, Any] = {
     "batch_norm": False,
     "bucket_cap_mb": None,  # of DDP
     "digests": False,  # every rank writes what it has logged, and what its whole state is in the end
+    "loggers": [],  # Lightning's, by their names; beside what the module logs, a callback gives them numbers
     "kill_points": None,  # the folder of tests/kill_points.py
     "trainer": {},
     "validation": False,
@@ -632,6 +633,17 @@ class User(L.Callback):
         do(self.config, "exception", 0, trainer.global_rank)
 
 
+class LogsItself(L.Callback):
+    """Gives numbers to the loggers itself, in every step, as ``LearningRateMonitor`` does: they write them later."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in trainer.loggers:
+            logger.log_metrics({"by itself": float(next(module.parameters()).sum())}, step)
+            if isinstance(logger, L.loggers.TensorBoardLogger) and trainer.is_global_zero:
+                logger.experiment.add_histogram("weights", next(module.parameters()), step)
+
+
 class Collectives(L.Callback):
     """Writes down the collectives of this process in some steps in the middle: torch's own record of them."""
 
@@ -947,6 +959,8 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         callbacks += replace(recipe, nan_guard=lightning_resilience.NaNGuard(**config["nan_guard"])).callbacks
     if config["collectives"]:
         callbacks.append(Collectives(config["collectives"]))
+    if config["loggers"]:
+        callbacks.append(LogsItself())
     if config["early_stopping"]:
         callbacks.append(L.callbacks.EarlyStopping(config_monitor(config), patience=1, min_delta=0.5))
     if config["accumulates"]:
@@ -982,7 +996,10 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
     if config["bucket_cap_mb"]:
         options["strategy"] = L.strategies.DDPStrategy(bucket_cap_mb=config["bucket_cap_mb"], **collectives)
     if config["digests"]:
-        options |= {"logger": Lines(config["log"]), "log_every_n_steps": 1}
+        options |= {"logger": [Lines(config["log"])], "log_every_n_steps": 1}
+    for name in config["loggers"]:
+        logger = getattr(L.loggers, name)(Path(config["run_dir"]).parent, name=name)
+        options |= {"logger": [*(options["logger"] or []), logger], "log_every_n_steps": 10}
     if config["collective_timeout_s"]:
         seconds = timedelta(seconds=config["collective_timeout_s"])
         options["strategy"] = L.strategies.DDPStrategy(timeout=seconds, **collectives)

@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -13,19 +14,24 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_resilience import LocalCheckpoint
-from lightning_resilience._lightning import lightning_strategies
+from lightning_resilience._lightning import lightning_loggers, lightning_strategies
+from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.checkpoint.safe_serialization import pack
-from lightning_resilience.fit import context, joining
+from lightning_resilience.fit import context, joining, logger_files
+from lightning_resilience.fit.exact_state import LOGS
 from lightning_resilience.fit.last_boundary import LastBoundary, _Unknown
+from lightning_resilience.fit.logger_files import Logs
 from lightning_resilience.fit.participant import Participant, Participants
 from lightning_resilience.fit.reentry import Replaceability
 from lightning_resilience.run.run_directory import StaleAttempt
+from tests import test_logs
 
 
 class Found(Exception):
@@ -129,7 +135,8 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
         class Joins(L.Callback):
             def on_train_start(self, *args: Any) -> None:
                 joining._active.fit.participants.add(watched)
-                joining._active.exact.logs = None  # as on a rank that may be lost with it
+                if not trainer.loggers:
+                    joining._active.exact.logs = None  # as on a rank that may be lost with it
 
         module.within = step
         local = LocalCheckpoint(tmp_path / "local", every_n_train_steps=3, run_dir=tmp_path / "run")
@@ -180,7 +187,7 @@ def test_the_state_in_a_step_is_that_of_the_boundary_before(
 
 
 def leave_as_rank_1(boundary: LastBoundary) -> None:
-    for path in list(boundary._folder.iterdir()):
+    for path in list(boundary._folder.glob("rank-00000.*")):
         shutil.copy(path, boundary._path(1).with_suffix(path.suffix))
 
 
@@ -197,6 +204,96 @@ def test_a_survivor_has_the_state_of_a_lost_rank(train: Callable[..., None]) -> 
         assert state_now() == watched.state
 
     train(9, look)
+
+
+class LogsItself(L.Callback):
+    """Gives numbers to the loggers itself, in the middle of every step."""
+
+    def on_after_backward(self, trainer: L.Trainer, module: Any) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics({"by itself": trainer.global_step / 2}, trainer.global_step)
+
+
+def lost_logs(boundary: LastBoundary) -> Any:
+    """The state of the logs of this rank, if it were lost, as a survivor puts it together."""
+    exact, fit = joining._active.exact, boundary._session.fit
+    leave_as_rank_1(boundary)
+    own, exact.logs, fit.rank = exact.logs, None, 1
+    try:
+        list(boundary._put_back(known(boundary, (0,)), [1, 0]))
+        return exact.own_state(final=False)["kept"][LOGS]
+    finally:
+        exact.logs, exact._kept_of_lost, fit.rank = own, None, 0
+
+
+def test_what_rank_0_had_not_written_to_its_logs_is_in_them_once(
+    train: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        with open(boundary._rows_path(0), "ab") as file:
+            file.write(b'[0, 7, {"by')  # where a kill has cut it off
+        logs = lost_logs(boundary)
+        assert [len(each["unwritten"]) for each in logs.values()] == [2, 1]  # a save has TensorBoard write
+        for has_written_since in (False, True):
+            if has_written_since:  # what lay behind the boundary, too
+                for logger in loggers:
+                    logger.save()
+            copy = tmp_path / f"copy-{has_written_since}"
+            shutil.copytree(tmp_path / "logs", copy)
+            replacement = [kind(copy, kind.__name__, version=0) for kind in (CSVLogger, TensorBoardLogger)]
+            lightning_loggers.append_to_csv(replacement[0])
+            of_replacement = Logs(SimpleNamespace(loggers=replacement), Patches())  # type: ignore[arg-type]
+            of_replacement.load_state_dict({str(copy / Path(*Path(name).parts[-2:])): logs[name] for name in logs})
+            for logger in replacement:
+                logger.log_metrics({"by itself": 4.0}, 8)
+                logger.finalize("success")
+            expected = [(step, step / 2) for step in range(9)]
+            of_csv = [(int(row["step"]), float(row["by itself"])) for row in test_logs.rows(copy) if row["by itself"]]
+            assert of_csv == expected
+            assert test_logs.shown(copy)["by itself"] == expected
+        # What is not known is refused.
+        monkeypatch.setattr(logger_files, "_MOST_UNWRITTEN_BYTES", 1)
+        loggers[1].log_metrics({"large": 1.0}, 8)
+        boundary._keep()
+        with pytest.raises(_Unknown, match="lost rows"):
+            lost_logs(boundary)
+        loggers[1].save()
+        boundary._keep()
+        lost_logs(boundary)
+        loggers[1].experiment.add_scalars("of another file", {"of": 1.0}, 8)
+        boundary._keep()
+        with pytest.raises(_Unknown, match="lost rows"):
+            lost_logs(boundary)
+
+    loggers = [kind(tmp_path / "logs", kind.__name__) for kind in (CSVLogger, TensorBoardLogger)]
+    train(8, look, logger=loggers, callbacks=[LogsItself()], log_every_n_steps=6)
+
+
+def test_rows_of_a_logger_of_the_users_own_are_not_known(train: Callable[..., None], tmp_path: Path) -> None:
+    class Own(CSVLogger):
+        pass
+
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        with pytest.raises(_Unknown, match="lost rows"):
+            lost_logs(boundary)
+
+    train(1, look, logger=Own(tmp_path))
+
+
+def test_what_a_surviving_rank_0_has_logged_in_the_step_is_not_in_the_state(
+    train: Callable[..., None], tmp_path: Path
+) -> None:
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        note = known(boundary)
+        assert joining._active.exact.logs.position() != note.logs
+        list(boundary._put_back(note, [0]))
+        assert state_now() == watched.state
+
+    for log_every_n_steps in (6, 1):  # some rows are not written, or all of them are
+        logger = CSVLogger(tmp_path / str(log_every_n_steps))
+        train(8, look, logger=logger, callbacks=[LogsItself()], log_every_n_steps=log_every_n_steps)
 
 
 def test_of_another_position_token_or_layout_a_lost_rank_has_left_nothing(train: Callable[..., None]) -> None:

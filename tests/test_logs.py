@@ -6,6 +6,7 @@ import csv
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -13,6 +14,8 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_resilience import AutoResume
+from lightning_resilience._lightning.lightning_patches import Patches
+from lightning_resilience.fit.logger_files import Logs
 from tests import harness
 from tests.test_outputs import Worsens
 
@@ -106,13 +109,15 @@ def test_the_csv_of_a_killed_fit_is_that_of_one_that_was_not(tmp_path: Path, dev
     assert rows(killed) == rows(undisturbed)
 
 
-def shown(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def shown(folder: Path) -> dict[str, list[tuple[int, Any]]]:
     """What TensorBoard shows."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     (version,) = (folder / "TensorBoardLogger").iterdir()
-    events = event_accumulator.EventAccumulator(str(version), size_guidance={"scalars": 0})
+    events = event_accumulator.EventAccumulator(str(version), size_guidance={"scalars": 0, "histograms": 0})
     events.Reload()
-    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    scalars = {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    others = events.Tags()["histograms"]
+    return scalars | {tag: [(each.step, each.histogram_value) for each in events.Histograms(tag)] for tag in others}
 
 
 def assert_of_one_run(folder: Path) -> None:
@@ -142,6 +147,40 @@ def test_steps_on_another_axis_are_not_hidden(tmp_path: Path) -> None:
     found = shown(logged(tmp_path, KILLED_AT[1:2], tensorboard=True, own_axis=True))
     assert [step for step, _ in found["by samples"]] == [100 * step for step in range(1, 33)]
     assert {step for step, _ in found["loss"]} == set(range(32))
+
+
+def test_two_loggers_of_one_folder_are_both_restored(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    loggers = [kind(tmp_path, version=0) for kind in (TensorBoardLogger, CSVLogger)]
+    logs = Logs(SimpleNamespace(loggers=loggers), Patches())  # type: ignore[arg-type]
+    states = []
+    for step in (5, 6):
+        for logger in loggers:
+            logger.log_metrics({"loss": 1.0}, step)
+        states.append(logs.state_dict())
+    logs.load_state_dict(states[0])
+    assert logs.state_dict() == states[0] != states[1]
+    assert [each["highest"] for each in states[0].values() if "highest" in each] == [5]
+
+
+def test_rows_that_are_not_written_are_returned_once_and_again_after_a_restore(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    for kind in (CSVLogger, TensorBoardLogger):
+        logger = kind(tmp_path / kind.__name__)
+        logs = Logs(SimpleNamespace(loggers=[logger]), Patches())  # type: ignore[arg-type]
+        logs.follow_rows()
+
+        def new(*steps: int, logger: Any = logger, logs: Logs = logs) -> list[int]:
+            for step in steps:
+                logger.log_metrics({"loss": 1.0}, step)
+            return [number for _, number, _ in logs.new_rows()]
+
+        assert [new(1, 2), new(), new(3)] == [[0, 1], [], [2]]
+        state = logs.state_dict()
+        logger.save()
+        assert [new(), new(4)] == [[], [3]]
+        logs.load_state_dict(state)
+        assert [new(), new(4)] == ([[0, 1, 2], [3]] if kind is CSVLogger else [[], [4]])
 
 
 def fit(folder: Path, run: Path, version: int | None = 0) -> CSVLogger:

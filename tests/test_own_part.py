@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_resilience.elastic import own_rows
 from lightning_resilience.elastic.own_part import _HEADER, ForeignFile, OwnPartWriter, path_of, read_own_parts
+from lightning_resilience.elastic.own_rows import RowsWriter, read_rows
 
 TOKEN = "a start of the fit"
 
@@ -161,3 +163,37 @@ def test_a_generator_that_is_not_known_is_refused(tmp_path: Path) -> None:
         np.random.set_bit_generator(before)
     with pytest.raises(ValueError, match="room for 1024"):
         writer.put(1, 0, [0.0] * 129)
+
+
+# -- rows that the loggers of rank 0 have not written -----------------------------------------------------------------
+
+
+def test_rows_are_those_of_the_last_time_that_they_had_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "0.rows"
+    rows = RowsWriter(path, "token", ["a", "b"])
+    rows.put([(0, 3, {"loss": 0.1}), (1, 3, "x")], False)
+    rows.put([(0, 3, {"loss": 0.2})], False)
+    with open(path, "ab") as file:
+        file.write(b'[0, 4, {"lo')  # the rank was killed
+    assert read_rows(path, "token") == (["a", "b"], {(0, 3): {"loss": 0.2}, (1, 3): "x"})
+    with pytest.raises(ValueError, match="another start"):
+        read_rows(path, "another token")
+
+
+def test_rows_that_were_written_long_ago_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "0.rows"
+    rows = RowsWriter(path, "token", ["a"])
+    long = "x" * own_rows._KEPT_BYTES
+    rows.put([(0, 1, "short")], False)
+    rows.put([], True)
+    assert list(read_rows(path, "token")[1]) == [(0, 1)]  # a rank may be lost that is a boundary behind
+    rows.put([(0, 2, long)], False)
+    rows.put([], False)
+    assert list(read_rows(path, "token")[1]) == [(0, 1), (0, 2)]
+    rows.put([], True)
+    rows.put([(0, 3, "next")], False)
+    assert read_rows(path, "token") == (["a"], {(0, 3): "next"})
+    for _ in range(own_rows._MOST_BYTES // len(long) - 1):
+        rows.put([(0, 4, long)], False)
+    with pytest.raises(OSError, match="not written 16 MiB"):
+        rows.put([(0, 4, long)], False)

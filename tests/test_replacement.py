@@ -40,7 +40,7 @@ from lightning_resilience.launch.loss_policy import is_replaceable
 from lightning_resilience.launch.membership import Membership, Replacement
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
-from tests import as_on_gpu
+from tests import as_on_gpu, test_logs
 from tests.harness import command, differences, free_port, reference, result, samples
 from tests.ledgers import Ledger, read_ledger
 from tests.test_exact_resume import make, undisturbed
@@ -716,6 +716,37 @@ def test_the_last_boundary_is_saved_after_a_loss(
             resumed = next(each for each in lines[number:] if each["event"] == "resumed")
             assert (resumed["step"], resumed["generation"]) == (event["step"], event["generation"])
     assert found == saved, output
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param([(0, "train", 12), (0, "backward", 13), (1, "train", 17)], id="twice before the logger writes"),
+        pytest.param(
+            [(0, "train", 10), (0, "backward", 11), (0, "train", 20), (1, "backward", 31), (0, "train", 44)],
+            id="behind a row of Lightning's, and in other epochs",
+            marks=pytest.mark.campaign,
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_rows_that_rank_0_had_not_written_are_in_its_logs_once(
+    tmp_path: Path, kills: list[tuple[int, str, int]]
+) -> None:
+    pytest.importorskip("tensorboard")
+    callbacks = ["preemption", "auto_resume", "local_checkpoint"]
+    options = {"keeps_nothing": True, "callbacks": callbacks, "loggers": ["CSVLogger", "TensorBoardLogger"]}
+    events = [{"at": at, "step": step, "rank": rank} for rank, at, step in kills]
+    config, output = launched(
+        tmp_path, 2, events, "--in-job-restarts", "9", local={"every_n_train_steps": 7}, validation=False, **options
+    )
+    lines = list(read_ledger(Path(config["run_dir"]) / "ledger"))
+    saved = [each["step"] for each in lines if each["event"] == "saved" and each["reason"] == "after a loss"]
+    assert saved == [step for _, _, step in kills], output
+    of_reference = reference(**{**OPTIONS, "trainer": {"devices": 2}, "validation": False, **options})
+    ours, theirs = (Path(each["run_dir"]).parent for each in (config, of_reference))
+    assert test_logs.rows(ours) == test_logs.rows(theirs)
+    assert test_logs.of_the_training(test_logs.shown(ours)) == test_logs.of_the_training(test_logs.shown(theirs))
 
 
 def with_a_rank_replaced(tmp: Path, options: dict[str, Any]) -> tuple[dict[str, Any], list[str], Popen[str]]:

@@ -31,6 +31,11 @@ def file_loggers(trainer: Trainer) -> list[Any]:
     return [each for each in trainer.loggers if is_named(each, "TensorBoardLogger", "CSVLogger")]
 
 
+def are_lightnings_own(loggers: list[Any]) -> bool:
+    """Whether these :func:`file_loggers` write as is known: a class of the user's may write otherwise."""
+    return all(type(each).__module__.startswith(("lightning.pytorch", "pytorch_lightning")) for each in loggers)
+
+
 def set_logger_folder(logger: Any, save_dir: str, version: int | str | None) -> None:
     """Sets the folder and version of one of :func:`file_loggers`; ``None``: the version that it would take anyway.
 
@@ -77,6 +82,18 @@ def on_new_columns(writer: Any, patches: Patches, write: Callable[[list[str]], N
 def event_file(writer: Any) -> Any:
     """The file to which TensorBoard's ``SummaryWriter`` writes; opened if it is not. Lightning asks for it likewise."""
     return writer._get_file_writer()
+
+
+def event_files(writer: Any) -> list[Any]:
+    """The files to which TensorBoard's own ``SummaryWriter`` writes now; none of another one's, as tensorboardX's."""
+    is_known = type(writer).__module__ == "torch.utils.tensorboard.writer"
+    return list((writer.all_writers or {}).values()) if is_known else []
+
+
+def add_serialized_event(file: Any, event: bytes) -> None:
+    """Writes an event with its own step and time to an :func:`event_file`."""
+    parsed = importlib.import_module("tensorboard.compat.proto.event_pb2").Event.FromString(event)
+    file.add_event(parsed, None, parsed.wall_time)
 
 
 def unopened_csv(logger: Any) -> str | None:

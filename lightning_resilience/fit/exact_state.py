@@ -64,7 +64,7 @@ class ExactState:
         self._fetches_ahead = False
         self._before_fetch: data_position.RandomState | None = None
         self._epoch_begun: tuple[Any, Any] = (None, None)
-        self._stands_in = False
+        self._kept_of_lost: dict[str, Any] | None = None
 
     @property
     def epoch_begun(self) -> tuple[data_position.RandomState | None, data_position.RandomState | None]:
@@ -74,15 +74,21 @@ class ExactState:
             self._epoch_begun = self._epoch_random_state, self._first_batch_random_state
         return self._epoch_begun
 
-    def stand_in(self, epoch: data_position.RandomState | None, first_batch: data_position.RandomState | None) -> None:
+    def stand_in(
+        self,
+        epoch: data_position.RandomState | None,
+        first_batch: data_position.RandomState | None,
+        extra_state: dict[str, Any],
+    ) -> None:
         """From now on :meth:`own_state` is that of a lost rank, in whose place random states and metrics were put.
 
         Args:
             epoch: Its random state at the begin of the epoch.
             first_batch: The same at the first batch.
+            extra_state: Its extra state, by name.
         """
         self._epoch_random_state, self._first_batch_random_state = epoch, first_batch
-        self._stands_in = True
+        self._kept_of_lost = extra_state
 
     def has_generators(self) -> bool:
         """Whether loaders have random generators of their own."""
@@ -124,7 +130,7 @@ class ExactState:
             "fetched": 0 if final else lightning_data.batches_fetched(self.fit.trainer),
             "first_batch": None if final else self._first_batch_random_state,
             "in_flight": None if final else self._before_fetch,
-            "kept": {n: state.state_dict() for n, state in self.extra_state().items() if not self._stands_in},
+            "kept": self._kept(),
             "loader_states": None if final else lightning_data.loader_states(self.fit.trainer),
             "metrics": now["metrics"],
             "reload_epochs": lightning_data.reload_epochs(self.fit.trainer),
@@ -137,6 +143,11 @@ class ExactState:
             "modes": now["modes"],
             "validated": data_position.persistent_workers_run(lightning_data.validation_loaders(self.fit.trainer)),
         }
+
+    def _kept(self) -> dict[str, Any]:
+        if self._kept_of_lost is not None:
+            return self._kept_of_lost
+        return {name: state.state_dict() for name, state in self.extra_state().items()}
 
     def _now(self) -> dict[str, Any]:
         """What an evaluation changes."""

@@ -15,10 +15,12 @@ at the same boundary; if one is elsewhere, or cannot tell, it is incomplete, and
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
+import math
 import operator
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +34,9 @@ from lightning_resilience._torch import before_update
 from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.checkpoint.safe_serialization import from_safe, to_safe
 from lightning_resilience.elastic.own_part import ForeignFile, OwnPart, OwnPartWriter, path_of, read_own_parts
+from lightning_resilience.elastic.own_rows import RowsWriter, read_rows
+from lightning_resilience.fit.exact_state import LOGS
+from lightning_resilience.fit.logger_files import LogPosition
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.run.deadlines import LAST_BOUNDARY_SAVED_WITHIN_S
 
@@ -68,7 +73,7 @@ class _Note(NamedTuple):
     unchanged: list[Any]
     versions: list[int]
     groups: list[dict[str, Any]]
-    logs: Any
+    logs: list[LogPosition]
 
 
 class _OwnValues:
@@ -110,7 +115,8 @@ class _OwnValues:
         if room < 0 or len(self._tensors) + len(self._scalars) > 2 * _MOST_COPIED:
             raise _Unknown("there are too many metrics")
         self.layout = xxhash.xxh3_64_intdigest(repr(kinds).encode())
-        self.size = 8 * (len(kinds) + 1) + sum(each.nbytes + 8 for each in self._tensors)
+        self._of_logs = len(LogPosition(0, 0)) * len(lightning_loggers.file_loggers(trainer))
+        self.size = 8 * (len(kinds) + 1 + self._of_logs) + sum(each.nbytes + 8 for each in self._tensors)
 
     def _add(self, name: str, place: lightning_boundary.Place, is_buffer: bool) -> str:
         value = place[0][place[1]]
@@ -132,16 +138,20 @@ class _OwnValues:
         if not all(each.is_contiguous() for each in tensors):
             raise ValueError("a tensor has gaps")
 
-    def read(self, begun: int) -> tuple[list[float], list[torch.Tensor]]:
+    def read(self, begun: int, logs: Sequence[LogPosition]) -> tuple[list[float], list[torch.Tensor]]:
         """The numbers and tensors of now, as an own part takes them.
 
         Args:
             begun: The position at which the epoch has begun.
+            logs: How far the loggers have logged; empty if that is not known.
 
         Raises:
             ValueError: If they are not what they were.
         """
-        numbers = [begun, *(d[key] for (d, key), _ in self._numbers)]
+        of_logs = list(itertools.chain(*logs))
+        if len(of_logs) != self._of_logs:
+            of_logs = [math.nan] * self._of_logs
+        numbers = [begun, *of_logs, *(d[key] for (d, key), _ in self._numbers)]
         numbers += [d[key].item() for (d, key), _ in self._scalars]
         tensors = [d[key] for d, key in self._places]
         if not all(map(operator.is_, tensors, self._tensors)):
@@ -152,8 +162,8 @@ class _OwnValues:
             self._tensors = tensors
         return numbers, tensors
 
-    def write(self, part: OwnPart) -> int:
-        """Puts what an own part holds in their place; returns ``begun``.
+    def write(self, part: OwnPart) -> tuple[int, list[LogPosition]]:
+        """Puts what an own part holds in their place; returns ``begun`` and ``logs``.
 
         Raises:
             _Unknown: If it holds something else.
@@ -161,7 +171,8 @@ class _OwnValues:
         if part.layout != self.layout:
             raise _Unknown("ranks have different metrics")
         count = len(self._numbers)
-        (begun, *numbers), tensors = part.values(1 + count + len(self._scalars), self._tensors)
+        (begun, *numbers), tensors = part.values(1 + self._of_logs + count + len(self._scalars), self._tensors)
+        of_logs, numbers = iter(numbers[: self._of_logs]), numbers[self._of_logs :]
         for ((owner, key), kind), number in zip(self._numbers, numbers[:count], strict=True):
             owner[key] = kind(number)
         for ((owner, key), like), number in zip(self._scalars, numbers[count:], strict=True):
@@ -172,7 +183,7 @@ class _OwnValues:
                     owner[key].copy_(tensor)
             else:
                 owner[key] = tensor
-        return int(begun)
+        return int(begun), list(map(LogPosition, of_logs, of_logs, of_logs))
 
 
 class LastBoundary(Participant):
@@ -189,6 +200,7 @@ class LastBoundary(Participant):
         self._note: _Note | None = None
         self._step_has_begun = False
         self._writer: OwnPartWriter | None = None
+        self._rows: RowsWriter | None = None
         self._values: _OwnValues | None = None
         self._begun: tuple[Any, Any] | None = None
         self._begun_at = self._epochs = 0
@@ -228,16 +240,19 @@ class LastBoundary(Participant):
 
     def _keep(self) -> None:
         session = self._session
-        position = session.fit.steps_counted
+        position, exact = session.fit.steps_counted, session.exact
         if self._writer is None:
             self._set_up()
+        logs = [] if exact.logs is None else exact.logs.position()
+        if self._rows is not None and exact.logs is not None:
+            self._rows.put(exact.logs.new_rows(), all(each.written == each.logged for each in logs))
         if session.exact.epoch_begun is not self._begun or self._has_new_metrics():
             self._arrange(position)
         try:
-            self._put(position)
+            self._put(position, logs)
         except (ValueError, RuntimeError, AttributeError, TypeError, KeyError, struct.error):  # others than before
             self._arrange(position)
-            self._put(position)
+            self._put(position, logs)
         self._step_has_begun = False
         self._note = _Note(
             position,
@@ -245,17 +260,18 @@ class LastBoundary(Participant):
             [owner[key] for owner, key in self._unchanged],
             [each._version for each in self._parameters],
             [group.copy() for group in self._optimizer.param_groups],
-            None if session.exact.logs is None else session.exact.logs.position(),
+            logs,
         )
 
     def _has_new_metrics(self) -> bool:
         names = lightning_boundary.names_of_metrics(self._session.fit.trainer)
         return self._values is None or names != self._values.names
 
-    def _put(self, position: int) -> None:
+    def _put(self, position: int, logs: Sequence[LogPosition]) -> None:
         assert self._values is not None
         assert self._writer is not None
-        self._writer.put(position, self._values.layout, *self._values.read(self._begun_at))
+        known = logs if self._rows is not None else []
+        self._writer.put(position, self._values.layout, *self._values.read(self._begun_at, known))
 
     def _arrange(self, position: int) -> None:
         """Looks which metrics and buffers there are."""
@@ -289,6 +305,9 @@ class LastBoundary(Participant):
         self._parameters = list(module.parameters())
         self._optimizer: Any = trainer.optimizers[0]
         self._begun = None
+        loggers = lightning_loggers.file_loggers(trainer)
+        if session.exact.logs is not None and loggers and lightning_loggers.are_lightnings_own(loggers):
+            self._rows = RowsWriter(self._rows_path(0), session.fit.nonce, session.exact.logs.follow_rows())
         self._arrange(session.fit.steps_counted)
 
     def _open(self, size: int) -> None:
@@ -299,6 +318,9 @@ class LastBoundary(Participant):
 
     def _path(self, rank: int) -> Path:
         return path_of(self._folder, rank)
+
+    def _rows_path(self, rank: int) -> Path:
+        return self._path(rank).with_suffix(".rows")
 
     def _begin_epoch(self, position: int) -> None:
         """Keeps what is the same until the next epoch."""
@@ -380,10 +402,6 @@ class LastBoundary(Participant):
             raise _Unknown("layers were switched between training and evaluation within the epoch")
         if self._constants != self._digest():
             raise _Unknown("buffers, or parameters that ranks do not exchange, have changed")
-        if exact.logs is not None and note.logs != exact.logs.position():
-            raise _Unknown("something was logged in the step")
-        if 0 in lost and lightning_loggers.file_loggers(fit.trainer):
-            raise _Unknown("rank 0 has lost rows of its logs")
         bad = (looks_bad() for looks_bad in fit.participants.implement(Participant.looks_bad))
         if fit.saves_paused or any(bad):
             raise _Unknown("the last steps were bad")
@@ -396,12 +414,15 @@ class LastBoundary(Participant):
         for (owner, key), value in zip(self._changed, note.changed, strict=True):
             owner[key] = value
         lightning_boundary.forget_new_metrics(session.fit.trainer, values.names)
+        if session.exact.logs is not None:
+            session.exact.logs.go_back(note.logs)
         for rank in ranks:
             part = self._part_of(rank, note.position)
-            begun_at = values.write(part)
+            begun_at, logs = values.write(part)
             part.restore_random_state()
             if rank != session.fit.rank:
-                session.exact.stand_in(*self._epoch_of(rank, begun_at))
+                kept = {LOGS: self._logs_of(rank, logs)} if rank == 0 and logs else {}
+                session.exact.stand_in(*self._epoch_of(rank, begun_at), kept)
             yield rank
 
     def _part_of(self, rank: int, position: int) -> OwnPart:
@@ -426,12 +447,26 @@ class LastBoundary(Participant):
                 return kept["epoch"], kept["first_batch"]
         raise _Unknown(f"rank {rank} has left no begin of its epoch")
 
+    def _logs_of(self, rank: int, logs: list[LogPosition]) -> dict[str, Any]:
+        """The state of a lost rank's logs."""
+        if any(math.isnan(each.logged) for each in logs):
+            raise _Unknown(f"rank {rank} has lost rows of its logs")
+        try:
+            names, rows = read_rows(self._rows_path(rank), self._session.fit.nonce)
+            numbers = [range(int(each.written), int(each.logged)) for each in logs]
+            unwritten = [[rows[log, number] for number in of_log] for log, of_log in enumerate(numbers)]
+            return {name: each.state(of_log) for name, each, of_log in zip(names, logs, unwritten, strict=True)}
+        except (OSError, ValueError, KeyError) as error:
+            raise _Unknown(f"rank {rank} has left other rows of its logs ({error!r})") from None
+
     def leave(self) -> None:
         """The fit has ended."""
         self._hook.remove()
         if self._writer is not None:
             self._writer.close()
             self._writer, self._off = None, "the fit has ended"
+        if self._rows is not None:
+            self._rows.close()
 
 
 def _are_same_settings(before: dict[str, Any], now: dict[str, Any]) -> bool:
