@@ -174,7 +174,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("at", [0, 4, 6, 9], ids=["first", "middle", "first of an epoch", "second epoch"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.slow_but_for("plain-first", "accumulation-middle", "averaged-second epoch")
+@pytest.mark.slow_but_for("plain-first", "accumulation-second epoch", "averaged-second epoch")
 def test_the_state_in_a_step_is_that_of_the_boundary_before(
     train: Callable[..., None], options: dict[str, Any], at: int
 ) -> None:
@@ -518,3 +518,37 @@ def test_where_the_last_boundary_is_not_kept_no_hook_and_no_check_is_left(
         assert not checks
 
     train(1, absent, num_sanity_val_steps=0)
+
+
+def test_where_the_state_of_a_lost_rank_would_not_be_known_the_last_boundary_is_not_kept(
+    train: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Draws(Data):
+        def train_dataloader(self) -> Any:
+            return DataLoader(loader(4).dataset, 4, shuffle=True, generator=torch.Generator())
+
+    def refused(why: str) -> Callable[..., None]:
+        def look(boundary: LastBoundary, watched: Watched) -> None:
+            assert why in str(boundary._off)
+
+        return look
+
+    train(1, refused("a random generator of its own"), data=Draws)
+    with monkeypatch.context() as patch:
+        patch.setattr(lightning_strategies, "replicates_state", lambda trainer: False)
+        train(1, refused("different parameters"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Participants, "own_states", lambda self: ["the counts"])
+        train(1, refused("different states of the counts"))
+    monkeypatch.setattr("lightning_resilience.checkpoint.node_store.in_node_memory", lambda folder: False)
+    train(1, refused("not in node memory"))
+
+
+def test_buffers_that_are_put_back_are_the_same_tensors(train: Callable[..., None]) -> None:
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        module = boundary._session.fit.module
+        before = dict(module.named_buffers())
+        list(boundary._put_back(known(boundary), [0]))
+        assert all(each is before[name] for name, each in module.named_buffers())
+
+    train(4, look)

@@ -57,6 +57,14 @@ def test_what_is_read_is_what_the_rank_has_left(drawn: int, tmp_path: Path) -> N
     assert draw() == expected
 
 
+def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = writer_of(tmp_path)
+    writer.put(1, 0, ())
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    writer.put(2, 0, ())
+    assert [part.position for part in read_own_parts(path(tmp_path), TOKEN)] == [1]
+
+
 def test_the_last_four_are_kept(tmp_path: Path) -> None:
     writer = writer_of(tmp_path)
     for position in range(6):

@@ -236,6 +236,24 @@ def test_a_store_that_is_closed_while_a_rank_connects_is_left(monkeypatch: pytes
     assert next(checks) == 2
 
 
+def test_a_store_has_the_timeout_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[timedelta] = []
+
+    class Store:
+        set_timeout = made.append
+
+    def create(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Any:
+        made.append(timeout)
+        return Store
+
+    monkeypatch.setattr("torch.distributed.init_process_group", None)
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(rendezvous, "_create_c10d_store", create)
+    DefaultGroup().install(lambda: False)
+    assert rendezvous._create_c10d_store("127.0.0.1", 1, 1, 2, timedelta(minutes=30)) is Store
+    assert made == [group._CONNECTS_WITHIN, timedelta(minutes=30)]
+
+
 # -- the supervisor, with ranks that only talk to it -------------------------------------------------------------------
 
 RANK = """
