@@ -303,6 +303,8 @@ def test_a_death_that_is_recorded_when_the_next_workers_have_begun_is_of_those_b
     replaced = {"event": "replaced", "time": 9.0, "ranks": [1], "restart_count": 1, "reason": reason, **ids}
     lines = [job, start(0), resumed(1.0, 0), replaced]
     assert cause_of_end(events_of(lines), "job") == reason
+    for unknown in ({"kind": "died", "reason": "rank 1 died"}, {"kind": "PeerLost", "reason": "PeerLost: rank 1"}):
+        assert cause_of_end(events_of([*lines, {**late, **unknown}]), "job") == reason
     lines += [start(1), late, resumed(12.0, 20)]
     history = history_of(lines)
     assert str(history.failures.last) == "died at step 30"

@@ -198,6 +198,8 @@ def cause_of_end(events: Iterable[Event], elastic_run_id: str | None) -> str | N
         reasons = (str(event.reason) for event in (*group, replaced) if isinstance(event, (Killed, RanksReplaced)))
         return next(reasons, None)
     cause = first_cause(faults)
+    if replaced is not None and (cause is None or str(cause.reason).endswith(" died")):
+        return str(replaced.reason)  # the parent of the ranks has reaped them, and knows how they have ended
     if cause is not None:
         return _described(cause)
     starts = [event for event in group if isinstance(event, (WorkersStart, JobInfo))]
