@@ -69,6 +69,13 @@ def test_a_hang_behind_a_replacement_is_found_in_time() -> None:
     assert at.WATCHDOG_PUT_OFF_S + at.WATCHDOG_POLL_S < 1.5  # beside the limit
 
 
+def test_a_node_that_lives_is_not_taken_for_lost() -> None:
+    assert at.NODE_SILENT_AFTER_S > 4 * at.NODE_BEAT_S
+    # Both nodes of a lost connection end their ranks before others are started.
+    ends = at.PEERS_RAISE_WITHIN_S + at.WORKERS_STOP_TIMEOUT_S + at.LEFTOVERS_PATIENCE_S
+    assert at.NODE_BEAT_S + ends < at.NODE_SILENT_AFTER_S < at.FIRST_NODE_WITHIN_S
+
+
 def test_of_what_a_killed_watchdog_has_seen_a_tenth_is_lost() -> None:
     kept, age = 0.0, 0.0
     while age < 3600:

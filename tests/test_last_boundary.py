@@ -23,6 +23,7 @@ from lightning_resilience import LocalCheckpoint
 from lightning_resilience._lightning import lightning_loggers, lightning_strategies
 from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.checkpoint.digest import digest_of
+from lightning_resilience.checkpoint.generations import rank_locations
 from lightning_resilience.checkpoint.safe_serialization import pack
 from lightning_resilience.fit import context, joining, logger_files
 from lightning_resilience.fit.exact_state import LOGS
@@ -404,6 +405,7 @@ def test_the_first_survivor_saves_for_the_lost_ranks(train: Callable[..., None])
         fit.participants = Participants()
         fit.participants.add(Saves())
         fit.trainer.strategy._world_size = 3
+        boundary._session.selector.local.locations = rank_locations([("here", 0)] * 3)
         boundary.save([1])
         fit.rank = 2
         boundary.save([1])
@@ -423,12 +425,13 @@ def test_survivors_may_publish_although_the_replacement_of_rank_0_has_claimed_th
     def look(boundary: LastBoundary, watched: Watched) -> None:
         fit = boundary._session.fit
         fit.check_owner()
-        fit.run.claim()  # by a process with the same parent, namely this one
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "abc")
+        fit.run.claim()  # by a rank of the same launch, namely this one
         with pytest.raises(StaleAttempt):
             fit.check_owner()
         fit.lost_rank_0 = True
         fit.check_owner()
-        monkeypatch.setattr("os.getppid", lambda: -1)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another one")
         with pytest.raises(StaleAttempt):
             fit.check_owner()
 
@@ -450,7 +453,7 @@ def test_a_save_after_a_loss_is_recorded_when_all_have_saved(train: Callable[...
 
         assert save("0123abcd", ranks(), True, 30.0)
         assert recorded() == [(9, "0123abcd")]
-        policy._kept_here.add(1)  # another rank, which is elsewhere
+        policy.locations = rank_locations([(policy.location.node, 0)] * 2)  # another rank, which is elsewhere
         assert save("0123abce", ranks(), False, 30.0)
         assert not save("0123abcf", ranks(), True, 0.5)
         policy._saves._snapshots._volatile.add("a parameter that is written outside of the optimizer's step")

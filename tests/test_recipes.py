@@ -251,15 +251,16 @@ def test_the_options_of_a_job_say_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [["--elastic"], ["--recipe", "elastic"]])
-def test_ranks_are_replaced_on_one_node_only(
+def test_ranks_are_replaced_on_a_fixed_number_of_nodes(
     given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    assert launch_settings([*given, str(script)]).elastic
+    for nodes in ("1", "2", "2:2"):
+        assert launch_settings([*given, f"--nnodes={nodes}", "--rdzv-endpoint=host:1", str(script)]).elastic
     with pytest.raises(SystemExit):
-        launch_settings([*given, "--nnodes=2", "--rdzv-endpoint=host:1", str(script)])
-    assert f"{' '.join(given)} is for one node" in capsys.readouterr().err
+        launch_settings([*given, "--nnodes=1:2", "--rdzv-endpoint=host:1", str(script)])
+    assert f"{' '.join(given)} needs a fixed number of nodes, such as --nnodes 2" in capsys.readouterr().err
 
 
 def test_one_option_leaves_the_recipes_others(tmp_path: Path) -> None:

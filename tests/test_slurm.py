@@ -233,14 +233,10 @@ def test_what_is_given_goes_before_what_is_derived(
     assert words[words.index("--") + 1 :] == ["--grace-period=30", "--nproc-per-node=4", "train.py"]
     assert f"--run-dir={tmp_path}/run" in words
     assert "--job-name=gpt" in sbatch_options(script)
-    for refused, problem in (
-        ("--time=2:00", "no time to train"),
-        ("--recipe=elastic --nodes=2", "--recipe elastic is for one node"),
-    ):
-        with pytest.raises(SystemExit) as refusal:
-            cli.main(["slurm", *refused.split(), "train.py"])
-        assert refusal.value.code == 2
-        assert problem in capsys.readouterr().err
+    with pytest.raises(SystemExit) as refusal:
+        cli.main(["slurm", "--time=2:00", "train.py"])
+    assert refusal.value.code == 2
+    assert "no time to train" in capsys.readouterr().err
 
 
 def test_a_fresh_run_has_a_script_and_a_folder_of_its_own(

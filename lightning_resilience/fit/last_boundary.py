@@ -5,8 +5,8 @@ of the others as they were at the last boundary. So the survivors save them to l
 and the replacement and they resume from there: only the interrupted step is done again.
 
 What else a step changes is noted at each boundary (:mod:`.lightning_boundary`) and put back before the save. What only
-the lost rank knew, it has left in node memory (:mod:`.own_part`): the first survivor puts that in the place of its own
-and saves in the name of the lost rank, too.
+the lost rank knew, it has left in node memory (:mod:`.own_part`): the first survivor of its node puts that in the place
+of its own and saves in the name of the lost rank, too.
 
 Each survivor decides for itself, since no message can be waited for. The generation has the same name on all that are
 at the same boundary; if one is elsewhere, or cannot tell, it is incomplete, and all go back to an older one.
@@ -32,6 +32,7 @@ from lightning_resilience._files import publish
 from lightning_resilience._lightning import lightning_boundary, lightning_loggers, lightning_loops, lightning_strategies
 from lightning_resilience._torch import before_update
 from lightning_resilience.checkpoint.digest import digest_of
+from lightning_resilience.checkpoint.generations import RankLocation
 from lightning_resilience.checkpoint.safe_serialization import from_safe, to_safe
 from lightning_resilience.elastic.own_part import ForeignFile, OwnPart, OwnPartWriter, path_of, read_own_parts
 from lightning_resilience.elastic.own_rows import RowsWriter, read_rows
@@ -363,9 +364,11 @@ class LastBoundary(Participant):
         is_first = session.fit.rank == alive[0]
         try:
             note = self._known(lost)
+            assert session.selector.local is not None
+            locations = session.selector.local.locations
+            ranks = ranks_to_save(locations, lost, session.fit.rank)
             name = hashlib.blake2b(f"{session.fit.nonce} {note.position}".encode(), digest_size=4).hexdigest()
             policies = session.fit.participants.implement(Participant.save_after_loss)
-            ranks = [session.fit.rank, *(sorted(lost) if is_first else ())]
             session.fit.lost_rank_0 = 0 in lost
             with session.fit.saving():
                 saved = [
@@ -374,9 +377,9 @@ class LastBoundary(Participant):
             if not all(saved):
                 raise _Unknown("not all ranks have saved the state of the same boundary")
             if is_first:
-                log.info(
-                    "Saved step %d after the loss: only the next one is done again.", session.fit.trainer.global_step
-                )
+                is_all = len({each.node for each in locations}) == 1  # what other nodes have saved is not known here
+                then = ": only the next one is done again" if is_all else " on this node"
+                log.info("Saved step %d after the loss%s.", session.fit.trainer.global_step, then)
         except (_Unknown, OSError, ValueError) as error:
             log.log(logging.INFO if is_first else logging.DEBUG, "Going back to the last checkpoint: %s.", error)
         except Exception:
@@ -467,6 +470,25 @@ class LastBoundary(Participant):
             self._writer, self._off = None, "the fit has ended"
         if self._rows is not None:
             self._rows.close()
+
+
+def ranks_to_save(locations: Sequence[RankLocation], lost: Collection[int], rank: int) -> list[int]:
+    """Whose states a rank saves after a loss: its own, and as the first that is left on its node those of the lost.
+
+    Args:
+        locations: Of all ranks.
+        lost: These ranks.
+        rank: The rank.
+
+    Raises:
+        _Unknown: If all ranks of some node were lost: what only they knew is read by nobody.
+    """
+    left = {each.node for each in locations if each.rank not in lost}
+    if gone := {each.node for each in locations} - left:
+        raise _Unknown(f"no rank is left on {min(gone)}")
+    here = [each.rank for each in locations if each.node == locations[rank].node]
+    is_first = rank == min(each for each in here if each not in lost)
+    return [rank, *(each for each in here if each in lost and is_first)]
 
 
 def _are_same_settings(before: dict[str, Any], now: dict[str, Any]) -> bool:

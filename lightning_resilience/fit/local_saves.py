@@ -298,7 +298,7 @@ class LocalSavePolicy(Participant):
     def save_after_loss(self, generation: str, ranks: Iterable[int], records: bool, within_s: float) -> bool:
         """Saves the states of ranks of this node, without the peers; returns whether they are saved.
 
-        On the rank that records it, whether those of all ranks are.
+        On the rank that records it, whether those of all ranks of this node are.
         """
         if self._saves is None or self._saves.sees_writes:
             return False
@@ -318,7 +318,8 @@ class LocalSavePolicy(Participant):
     def _is_complete(self, step: int, generation: str, until: float) -> bool:
         """Waits until all ranks of this node have saved, or it is so late."""
         count = self.location.local_world_size if self._common else 0
-        names = [*map(rank_shard, self._kept_here), *(replicated_shard(index, count) for index in range(count))]
+        here = [each.rank for each in self.locations if each.node == self.location.node]
+        names = [*map(rank_shard, here), *(replicated_shard(index, count) for index in range(count))]
         until = min(until, time.monotonic() + _OTHERS_SAVE_WITHIN_S)
         while not all(self.store.path(step, generation, name).exists() for name in names):
             if time.monotonic() > until:

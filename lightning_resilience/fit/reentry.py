@@ -144,8 +144,6 @@ def why_not(session: FitSession) -> str | None:
         trainer
     ):
         return f"ranks of {type(trainer.strategy).__name__} do not all have the same state"
-    if trainer.num_nodes > 1:
-        return "there are several nodes"
     if fit.index > 0 or len(_runs) > 1:
         return "this fit is not the first that the script does with a Trainer"
     if (reason := DEFAULT.why_not() or lightning_reentry.why_not(trainer)) is not None:

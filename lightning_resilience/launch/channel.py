@@ -72,10 +72,14 @@ class Channel:
     Args:
         connection: The socket; it is this object's from here on, and is not inherited by what is executed.
         takes_within_s: How long the other end may take until it has read enough.
+        largest: How many bytes a message that is received may have.
     """
 
-    def __init__(self, connection: socket.socket, takes_within_s: float = _TAKES_WITHIN_S) -> None:
+    def __init__(
+        self, connection: socket.socket, takes_within_s: float = _TAKES_WITHIN_S, largest: int = _LARGEST
+    ) -> None:
         self._connection = connection
+        self._largest = largest
         self._pid = os.getpid()
         self._sending = threading.Lock()
         connection.set_inheritable(False)
@@ -116,7 +120,7 @@ class Channel:
         with suppress(OSError, ValueError, KeyError):
             header, fds, _, _ = socket.recv_fds(self._connection, _HEADER.size, 2)
             header += self._exactly(_HEADER.size - len(header)) if header else b""
-            if len(header) == _HEADER.size and (size := _HEADER.unpack(header)[0]) <= _LARGEST:
+            if len(header) == _HEADER.size and (size := _HEADER.unpack(header)[0]) <= self._largest:
                 fields = json.loads(self._exactly(size))
                 return Message(fields.pop("kind"), fields, list(fds))
         return None

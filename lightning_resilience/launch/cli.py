@@ -333,8 +333,8 @@ def _parser() -> argparse.ArgumentParser:
     here.add_argument(
         "--elastic",
         action="store_true",
-        help="replace a killed rank while the others keep their processes (DDP on one node); what cannot be "
-        "replaced is restarted as without it",
+        help="replace a killed rank while the others keep their processes (DDP, a fixed number of nodes); what cannot "
+        "be replaced is restarted as without it",
     )
     here.add_argument("--nnodes", type=_nodes, default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")
     here.add_argument(
@@ -512,8 +512,9 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
     if options.run_dir is not None and options.run_dir.exists() and not options.run_dir.is_dir():
         parser.error(f"--run-dir {options.run_dir} is a file, and must be a directory, or not there yet")
     job = JOBS.get(options.recipe, JOBS["nemo"])  # MODULE:FUNCTION is imported by the workers only
-    if (options.elastic or job.elastic) and options.nnodes not in ("1", "1:1"):
-        parser.error(f"{'--elastic' if options.elastic else '--recipe elastic'} is for one node")
+    if (options.elastic or job.elastic) and len({*options.nnodes.split(":")}) > 1:
+        option = "--elastic" if options.elastic else "--recipe elastic"
+        parser.error(f"{option} needs a fixed number of nodes, such as --nnodes {options.nnodes.partition(':')[2]}")
     try:
         section_timeouts = SectionTimeouts.parse(",".join(timeouts)) if timeouts else job.section_timeouts
     except ValueError as error:
@@ -606,8 +607,6 @@ def _batch_script(options: argparse.Namespace, scheduler: Scheduler) -> tuple[Pa
     if options.nproc_per_node == "auto" and options.gpus_per_node is not None:
         options.nproc_per_node = str(options.gpus_per_node)
     settings = _settings(argparse.Namespace(**vars(options) | _ONE_NODE))  # says what is wrong with them
-    if settings.elastic and options.nodes > 1:
-        parser.error(f"--recipe {settings.recipe} is for one node")
     if settings.is_default_run_dir and (other := other_command(settings)) is not None:
         raise Refused(*other)  # launch would not: the batch script names the run directory
     grace_period_s = options.grace_period

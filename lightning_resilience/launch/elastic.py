@@ -26,24 +26,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, Union
 
 from lightning_resilience import _nvrx
 from lightning_resilience._loopback import ADDRESS, listen, serve_store
-from lightning_resilience._output import introduce
-from lightning_resilience.elastic import nccl
+from lightning_resilience._output import introduce, log_line
+from lightning_resilience.launch import follower, node_line, other_nodes
 from lightning_resilience.launch.channel import Message
 from lightning_resilience.launch.loss_policy import LossPolicy
+from lightning_resilience.launch.other_nodes import NodesMissing, OtherNode, OtherNodes, RemoteProcess
 from lightning_resilience.launch.spares import SPARES_VARIABLE, Workers
 from lightning_resilience.run import deadlines
 from lightning_resilience.run.events import RanksReplaced
 from lightning_resilience.run.ledger import Ledger
-from lightning_resilience.run.run_directory import ELASTIC_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
+from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, RunDirectory
 
 _POLL_WITHOUT_PIDFD_S = 0.01
+
+Process = Union["subprocess.Popen[bytes]", RemoteProcess]
 
 
 class Supervisor:
@@ -58,6 +61,7 @@ class Supervisor:
         ledger: Of the run.
         makes_spares: Whether processes wait to replace ranks.
         log: Where it is said what becomes of those.
+        others: Makes this the first of several nodes.
     """
 
     def __init__(
@@ -70,56 +74,84 @@ class Supervisor:
         ledger: Ledger,
         makes_spares: bool = False,
         log: TextIO | None = None,
+        others: Callable[[Callable[[RemoteProcess | None, Message], None]], OtherNodes] | None = None,
     ) -> None:
         self._command = command
         self._world_size = world_size
         self._max_restarts = max_restarts
         self._run_id = run_id
         self._ledger = ledger
-        self._said: queue.SimpleQueue[tuple[subprocess.Popen[bytes], Message]] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[tuple[Process | None, Message]] = queue.SimpleQueue()
         self._workers = Workers(makes_spares, log, self._put)
         self._policy = LossPolicy(self, world_size, max_restarts, term_timeout_s)
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, Process] = {}
         self._pidfds: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(64))
+        self._others = others(self._put) if others is not None else None
+        self._count = world_size // (self._others.count if self._others is not None else 1)
+        self._ended: set[Process] = set()
 
     def handle_signals(self) -> None:
         """Ends the ranks in order on SIGTERM and SIGINT, and on no other signal of a scheduler."""
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self._ask_to_stop)
-        for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-            signal.signal(signum, lambda signum, frame: None)  # unlike SIG_IGN, it is not passed on
+        follower.handle_signals(self._ask_to_stop)
 
     def run(self) -> int:
         """Returns 0 if all ranks have ended with 0, else 1."""
-        server = listen()
+        try:
+            self._gather()
+            server = self._open()
+            for rank in range(self._world_size):
+                self._start(rank, generation=0)
+            self._store = serve_store(deadlines.STORE_WITHIN_S, server)  # imports torch, as the ranks do meanwhile
+            while self._policy.result is None:
+                self._policy.step(time.monotonic(), self._look())
+                self._listen()
+            code = self._policy.result
+        except NodesMissing as missing:
+            log_line(f"The ranks are not started: {missing}.")
+            code = 1
+        if self._others is not None:
+            self._others.finish(code)
+        return code
+
+    def _gather(self) -> None:
+        if self._others is not None:
+            self._others.gather(deadlines.FIRST_NODE_WITHIN_S, lambda: self._policy.is_stopping)
+
+    def _open(self) -> socket.socket:
+        server = listen() if self._others is None else other_nodes.listen(self._others.host)
         self._port = server.getsockname()[1]
-        for rank in range(self._world_size):
-            self._start(rank, generation=0)
-        self._store = serve_store(deadlines.STORE_WITHIN_S, server)  # imports torch, as the ranks do meanwhile
-        while self._policy.result is None:
-            self._policy.step(time.monotonic(), self._look())
-            self._listen()
-        return self._policy.result
+        return server
 
     def _listen(self) -> None:
         within_s = self._policy.wakes_at - time.monotonic()
-        if len(self._pidfds) < self._world_size:
+        if len(self._pidfds) < self._count:
             within_s = min(within_s, _POLL_WITHOUT_PIDFD_S)
         for key, _ in self._selector.select(max(0.0, within_s)):
             key.data()
 
     def _look(self) -> bool:
         """Passes on what has happened; returns whether that is all that ranks had said before they ended."""
+        ended = set()
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
                 self._policy.ended(rank, code)
+                ended.add(process)
         are_heard = self._workers.are_heard
+        if self._others is not None:
+            self._others.close_silent()
+            self._policy.lost_nodes = self._others.lost
+            if self._others.have_stopped:
+                self._policy.ask_to_stop()
+            if ended - self._ended:
+                self._others.settle()
+            are_heard = are_heard and self._others.are_settled
+        self._ended = ended
         with suppress(queue.Empty):
             while True:
                 self._hear(*self._said.get_nowait())
@@ -129,9 +161,8 @@ class Supervisor:
 
     def open_store(self) -> int:
         """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
-        self._old_store, self._store = self._store, serve_store(deadlines.STORE_WITHIN_S)
-        port: int = self._store.port
-        self._port = port
+        self._old_store, self._store = self._store, serve_store(deadlines.STORE_WITHIN_S, self._open())
+        port: int = self._port
         return port
 
     def close_old_store(self) -> None:
@@ -140,7 +171,14 @@ class Supervisor:
 
     def start(self, ranks: Collection[int], generation: int) -> None:
         """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
-        self._workers.ended(*ranks)
+        if self._policy.lost_nodes:
+            lost, within_s = ", ".join(self._policy.lost_nodes), deadlines.FIRST_NODE_WITHIN_S
+            log_line(f"Lost {lost}: waiting up to {within_s:.0f} s for a launch in its place.")
+            self._gather()
+        self._workers.ended(*(rank for rank in ranks if rank < self._count))
+        for number, node in enumerate(self._others.nodes if self._others is not None else [], 1):
+            if here := [local for rank in ranks for group, local in [self._place(rank)] if group == number]:
+                node.clear(here)
         for rank in ranks:
             self._forget(rank)
             self._start(rank, generation)
@@ -148,7 +186,8 @@ class Supervisor:
     def tell(self, ranks: Collection[int], kind: str, **fields: Any) -> None:
         """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
         for rank in ranks:
-            self._workers.tell(rank, kind, **fields)
+            group, local = self._place(rank)
+            (self._node(group) or self._workers).tell(local, kind, **fields)
 
     def send_signal(self, ranks: Collection[int], signum: signal.Signals) -> None:
         """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
@@ -170,36 +209,38 @@ class Supervisor:
     # -- the ranks -----------------------------------------------------------------------------------------------------
 
     def _start(self, rank: int, generation: int) -> None:
-        local = str(self._world_size)
+        group, local = self._place(rank)
+        groups = 1 if self._others is None else self._others.count
         environment = {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(local),
             "ROLE_RANK": str(rank),
-            "GROUP_RANK": "0",
-            "ROLE_NAME": "default",
-            "WORLD_SIZE": local,
-            "LOCAL_WORLD_SIZE": local,
-            "ROLE_WORLD_SIZE": local,
-            "GROUP_WORLD_SIZE": "1",
-            "MASTER_ADDR": ADDRESS,
+            "GROUP_RANK": str(group),
+            "WORLD_SIZE": str(self._world_size),
+            "LOCAL_WORLD_SIZE": str(self._count),
+            "ROLE_WORLD_SIZE": str(self._world_size),
+            "GROUP_WORLD_SIZE": str(groups),
+            "MASTER_ADDR": ADDRESS if self._others is None else self._others.host,
             "MASTER_PORT": str(self._port),
             "TORCHELASTIC_RESTART_COUNT": str(generation),
             "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
-            "TORCHELASTIC_RUN_ID": self._run_id,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # there is one for each generation
-            ELASTIC_VARIABLE: "1",
         }
-        # As torch's: all ranks together must not have more threads than cores. And a store that is closed under its
-        # clients is no news.
-        defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | ({"OMP_NUM_THREADS": "1"} if self._world_size > 1 else {})
-        defaults |= nccl.ENVIRONMENT
-        started = self._workers.start(rank, self._command, defaults | os.environ | environment, None, None)
-        self._processes[rank] = started
+        if (node := self._node(group)) is not None:
+            self._processes[rank] = node.start(local, environment)
+            return
+        full = follower.rank_environment(environment, self._count, self._run_id)
+        started = self._processes[rank] = self._workers.start(rank, self._command, full, None, None)
         with suppress(OSError, AttributeError):  # an old kernel: it is polled
             pidfd = self._pidfds[rank] = os.pidfd_open(started.pid)
             # It stays readable.
             self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._selector.unregister, pidfd))
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """The number of a rank's node, and the rank's own there."""
+        return divmod(rank, self._count)
+
+    def _node(self, number: int) -> OtherNode | None:
+        return self._others.nodes[number - 1] if number and self._others is not None else None
 
     def _forget(self, rank: int) -> None:
         if (pidfd := self._pidfds.pop(rank, None)) is not None:
@@ -209,13 +250,13 @@ class Supervisor:
 
     # -- what they say -------------------------------------------------------------------------------------------------
 
-    def _put(self, process: subprocess.Popen[bytes], message: Message) -> None:
+    def _put(self, process: Process | None, message: Message) -> None:
         """Called in the thread of a channel."""
         self._said.put((process, message))
         with suppress(BlockingIOError):  # it is awake
             self._waker.send(b"\0")
 
-    def _hear(self, process: subprocess.Popen[bytes], message: Message) -> None:
+    def _hear(self, process: Process | None, message: Message) -> None:
         rank = next((rank for rank, each in self._processes.items() if each is process), None)
         self._policy.heard(rank, message.kind, message.fields)
 
@@ -224,15 +265,22 @@ class Supervisor:
 
 
 def main() -> None:
-    """The supervisor's own program: ``--nproc-per-node N --max-restarts N ... -- SCRIPT ARGUMENTS``."""
+    """The supervisor's own program: ``--nproc-per-node N --max-restarts N ... -- SCRIPT ARGUMENTS``.
+
+    With ``--nnodes N --rdzv-endpoint HOST:PORT`` it is that of the first of several nodes, with ``--follow`` another's.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--nproc-per-node")
     parser.add_argument("--max-restarts", type=int)
     parser.add_argument("--term-timeout", type=float)
+    parser.add_argument("--nnodes", type=int, default=1)
+    parser.add_argument("--rdzv-endpoint", default="")
+    parser.add_argument("--follow", action="store_true")
+    parser.add_argument("--node-rank", type=int)
     separator = sys.argv.index("--")
     options = parser.parse_args(sys.argv[1:separator])
     count = options.nproc_per_node
-    world_size = _nvrx.device_count() if count == "auto" else int(count)
+    ranks = _nvrx.device_count() if count == "auto" else int(count)
     command = [sys.executable, "-m", "lightning_resilience.launch.worker", *sys.argv[separator + 1 :]]
     run_id = os.environ.pop(_nvrx.RUN_ID_VARIABLE)
     introduce("launch")
@@ -241,9 +289,26 @@ def main() -> None:
     timeout_s = options.term_timeout
     log = _nvrx.open_log(str(_nvrx.elastic_log(run_directory.path)))
     makes_spares = os.environ.pop(SPARES_VARIABLE, "") == "auto" and sys.platform == "linux"
-    supervisor = Supervisor(command, world_size, options.max_restarts, run_id, timeout_s, ledger, makes_spares, log)
-    supervisor.handle_signals()
-    code = supervisor.run()
+    host, _, port = options.rdzv_endpoint.rpartition(":")
+    host = host.strip("[]")
+    path = node_line.secret_path(run_directory.path, run_id)
+    if options.follow:
+        here = follower.Follower(command, ranks, run_id, makes_spares, log)
+        here.handle_signals()
+        code = here.run((host, int(port)), path, options.node_rank)
+    else:
+        others = None
+        if options.nnodes > 1:
+            secret = node_line.make_secret(path)
+            others = functools.partial(OtherNodes, host, int(port), options.nnodes, ranks, secret)
+        world_size = ranks * options.nnodes
+        supervisor = Supervisor(
+            command, world_size, options.max_restarts, run_id, timeout_s, ledger, makes_spares, log, others
+        )
+        supervisor.handle_signals()
+        code = supervisor.run()
+        with suppress(OSError):
+            path.unlink()
     sys.stderr.flush()
     os._exit(code)
 

@@ -150,13 +150,17 @@ def elastic_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command that runs the workers under NVRx's launcher, or under torch's where NVRx is not installed."""
     if settings.elastic:
-        return [
+        command = [
             *(sys.executable, "-m", "lightning_resilience.launch.elastic"),
             f"--nproc-per-node={settings.nproc_per_node}",
             f"--max-restarts={max_restarts}",
             f"--term-timeout={settings.grace_period_s + deadlines.TERM_MARGIN_S:g}",
-            *("--", *settings.command),
-        ], {_nvrx.RUN_ID_VARIABLE: run_id}
+        ]
+        if not settings.is_single_node:
+            command += [f"--nnodes={settings.nnodes.partition(':')[0]}", f"--rdzv-endpoint={settings.rdzv_endpoint}"]
+            command += [] if settings.is_owner else ["--follow"]
+            command += [] if settings.node_rank is None else [f"--node-rank={settings.node_rank}"]
+        return [*command, "--", *settings.command], {_nvrx.RUN_ID_VARIABLE: run_id}
     command, environment = _nvrx.elastic_launcher(
         max_restarts,
         settings.grace_period_s + deadlines.TERM_MARGIN_S,

@@ -84,6 +84,7 @@ class LossPolicy:
         members: The ranks.
         generation: Number of the present generation.
         result: When all is over: 0 if all ranks have ended with 0, else 1.
+        lost_nodes: Names of nodes that are lost, with all their ranks; a restart is to begin when others are there.
         wakes_at: When :meth:`step` is to be called at the latest, by its clock; earlier when something has happened.
     """
 
@@ -91,6 +92,7 @@ class LossPolicy:
         self.members = {rank: Member(rank, 0) for rank in range(world_size)}
         self.generation = 0
         self.result: int | None = None
+        self.lost_nodes: list[str] = []
         self.wakes_at = math.inf
         self._ranks = ranks
         self._max_restarts = max_restarts
@@ -126,6 +128,11 @@ class LossPolicy:
     def ask_to_stop(self) -> None:
         """The ranks are to save and end."""
         self._stop_asked = True
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether that was asked for."""
+        return self._stop_asked
 
     # -- what follows --------------------------------------------------------------------------------------------------
 
@@ -219,6 +226,8 @@ class LossPolicy:
 
     def _why_not(self, dead: list[Member]) -> str | None:
         """Why a loss is not mended by a replacement."""
+        if self.lost_nodes:
+            return f"node {self.lost_nodes[0]} is lost"
         if not all(is_replaceable(member.exit_code) for member in dead):
             return "what an exception ends is not replaced"
         if not self._has_saved:

@@ -192,3 +192,15 @@ a quarter of a second of CPU time from them."""
 
 DIE_TOGETHER_WITHIN_S = 0.02
 """Deaths within this time are one loss."""
+
+NODE_BEAT_S = 2.0
+"""How often the supervisors of two nodes show each other that they live."""
+
+NODE_SILENT_AFTER_S = 30.0
+"""A node of which nothing was heard for so long is lost."""
+
+NODE_JOINS_WITHIN_S = 10.0
+"""How long a node may take to prove that it belongs to the run."""
+
+WORDS_HEARD_WITHIN_S = 0.5
+"""How long the words of ranks are waited for that have ended."""

@@ -43,8 +43,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
-import psutil
-
 from lightning_resilience._files import create_json, load_json, read_json, temporary_path, write_json
 from lightning_resilience._processes import describe_process, is_being_killed, is_running, pid_namespace
 
@@ -302,19 +300,16 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         _claimed.add(token)
         write_json(
-            self._attempt, {"token": token, "pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
+            self._attempt,
+            {"token": token, "pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
+            | {"elastic_run_id": os.environ.get("TORCHELASTIC_RUN_ID")},
         )
         return token
 
     def is_claimed_by_sibling(self) -> bool:
-        """Whether a process with the same parent has claimed this run last: another rank of the same launcher."""
-        claim = read_json(self._attempt) or {}
-        if claim.get("host") != os.uname().nodename:
-            return False
-        try:
-            return psutil.Process(claim["pid"]).ppid() == os.getppid()
-        except (KeyError, TypeError, ValueError, psutil.Error):
-            return False
+        """Whether another rank of the same launch, perhaps on another node, has claimed this run last."""
+        own = os.environ.get("TORCHELASTIC_RUN_ID")
+        return own is not None and (read_json(self._attempt) or {}).get("elastic_run_id") == own
 
     def enter(self, job: str | None) -> int | None:
         """Says that this process trains here from now on, until it calls :meth:`left`.

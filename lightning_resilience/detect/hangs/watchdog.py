@@ -662,17 +662,18 @@ class Watchdog:
         self._cases += 1
         if judged.get("is_hang"):
             self._lost_fit = next(iter(self.ranks.values())).fit
-            self._end_ranks(hung := self._hung_ranks(judged))
+            if hung := self._hung_ranks(judged):
+                self._end_ranks(hung)
             if len(hung) < len(self.ranks):
                 self._extend(doubled=False)  # they are overdue too, and have to leave the fit
         else:
             self._extend(doubled=bool(judged.get("doubled")))
 
     def _hung_ranks(self, judged: dict[str, Any]) -> list[Rank]:
-        """The ranks to end for a hang: all, but where a replacement lets the others go on."""
+        """The ranks of this node to end for a hang: all, but where a replacement lets the others go on."""
         culprits = {culprit.get("rank") for culprit in judged.get("culprits") or ()}
         hung = [rank for rank in self.ranks.values() if rank.rank in culprits]
-        return hung if hung and _KEEPS_SURVIVORS else list(self.ranks.values())
+        return hung if culprits and _KEEPS_SURVIVORS else list(self.ranks.values())
 
     def _extend(self, doubled: bool) -> None:
         """Gives every rank its time once more, also in NVRx's monitors.

@@ -1,0 +1,243 @@
+"""The supervisor of ``launch --elastic`` on a node that is not the first: it does what that of the first one says.
+
+It starts and signals the ranks of its node as it is told, and passes on what they say and how they end
+(:mod:`~lightning_resilience.launch.node_line`). If it loses the first node, it ends its ranks.
+
+Imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from lightning_resilience._output import log_line
+from lightning_resilience.elastic import nccl
+from lightning_resilience.launch.channel import Message
+from lightning_resilience.launch.node_line import Line, introduce, read_secret
+from lightning_resilience.launch.spares import Workers
+from lightning_resilience.run import deadlines
+from lightning_resilience.run.ledger import node_name
+from lightning_resilience.run.run_directory import ELASTIC_VARIABLE
+
+_POLL_S = 0.05
+_PASSED_ON = ("state", "saved")
+_OF_A_RANK = (
+    *("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+)
+
+
+def rank_environment(own: Mapping[str, str], count: int, run_id: str) -> dict[str, str]:
+    """The environment of a rank.
+
+    Args:
+        own: What differs between ranks and generations.
+        count: How many ranks its node has.
+        run_id: ``TORCHELASTIC_RUN_ID`` of the ranks.
+    """
+    # As torch's: all ranks together must not have more threads than cores. And a store that is closed under its
+    # clients is no news.
+    defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | ({"OMP_NUM_THREADS": "1"} if count > 1 else {})
+    always = {
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # there is one for each generation
+        ELASTIC_VARIABLE: "1",
+    }
+    return {**defaults, **nccl.ENVIRONMENT, **os.environ, **own, **always}
+
+
+def handle_signals(stop: Callable[[int, FrameType | None], None]) -> None:
+    """Has this process stop on SIGTERM and SIGINT, and on no other signal of a scheduler.
+
+    Args:
+        stop: The handler.
+    """
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, stop)
+    for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(signum, lambda signum, frame: None)  # unlike SIG_IGN, it is not passed on
+
+
+class FirstNodeLost(Exception):
+    """The first node cannot be reached, or somebody else is there."""
+
+
+def join(
+    endpoint: tuple[str, int],
+    secret: Callable[[], bytes | None],
+    node_rank: int | None,
+    count: int,
+    has_stopped: Callable[[], bool] = lambda: False,
+) -> Line:
+    """Connects to the first node.
+
+    Args:
+        endpoint: Where it is.
+        secret: Reads the secret.
+        node_rank: The number of this node, if it was given one.
+        count: How many ranks it has.
+        has_stopped: Ends the waiting.
+
+    Raises:
+        FirstNodeLost: If that has failed for ten minutes.
+    """
+    until, problem = time.monotonic() + deadlines.FIRST_NODE_WITHIN_S, "it has not made a secret in the run directory"
+    while time.monotonic() < until and not has_stopped():
+        if (known := secret()) is not None:
+            try:
+                line = Line(socket.create_connection(endpoint, deadlines.NODE_JOINS_WITHIN_S))
+            except OSError as error:
+                problem = str(error)
+            else:
+                if introduce(line, known, node_rank, count):
+                    return line
+                line.close()
+                problem = "it does not know the secret of this run, or does not answer"
+        time.sleep(_POLL_S)
+    raise FirstNodeLost(f"the first node cannot be joined at {endpoint[0]}:{endpoint[1]}: {problem}")
+
+
+class Follower:
+    """The supervisor of a node that is not the first.
+
+    Args:
+        command: What each rank runs.
+        count: How many ranks this node has.
+        run_id: ``TORCHELASTIC_RUN_ID`` of the ranks.
+        makes_spares: Whether processes wait to replace ranks.
+        log: Where it is said what becomes of those.
+    """
+
+    def __init__(
+        self, command: list[str], count: int, run_id: str, makes_spares: bool = False, log: TextIO | None = None
+    ) -> None:
+        self._command, self._count, self._run_id = command, count, run_id
+        self._events: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._workers = Workers(makes_spares, log, self._hear)
+        self._lives: dict[int, subprocess.Popen[bytes]] = {}
+        self._ranks: set[int] = set()
+        self._has_stopped = False
+
+    def handle_signals(self) -> None:
+        """Passes on SIGTERM and SIGINT, and no other signal of a scheduler."""
+        handle_signals(self._stop)
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        self._has_stopped = True
+        self._put("stop")
+
+    def _put(self, kind: str, **fields: Any) -> None:
+        self._events.put(Message(kind, fields, []))
+
+    def _hear(self, process: subprocess.Popen[bytes], message: Message) -> None:
+        if message.kind in _PASSED_ON:
+            self._put("said", process=process, message=message.kind, fields=message.fields)
+
+    def run(self, endpoint: tuple[str, int], secret: Path, node_rank: int | None) -> int:
+        """Does what the first node says; returns its exit code.
+
+        Args:
+            endpoint: Where it is.
+            secret: See :func:`secret_path`.
+            node_rank: The number of this node, if it was given one.
+        """
+        try:
+            line = join(endpoint, lambda: read_secret(secret), node_rank, self._count, lambda: self._has_stopped)
+        except (FirstNodeLost, OSError) as error:
+            log_line(f"No ranks are started on {node_name()}: {error}.")
+            return 1
+        return self._follow(line)
+
+    def _follow(self, line: Line) -> int:
+        line.listen(self._events.put, lambda: self._put("gone"))
+        while True:
+            try:
+                message = self._events.get(timeout=deadlines.NODE_BEAT_S)
+            except queue.Empty:
+                line.close_if_silent()
+                continue
+            if message.kind in ("gone", "end"):
+                break
+            self._act(line, message)
+        if message.kind == "gone" and self._lives:
+            log_line("The first node is lost: the ranks of this one are ended.")
+        for rank in self._ranks:
+            self._workers.tell(rank, "restart")
+        _end_in_order(self._lives.values())
+        line.close()
+        return int(message.fields.get("code", 1))
+
+    def _act(self, line: Line, message: Message) -> None:
+        fields = message.fields
+        if message.kind == "start":
+            self._start(**fields)
+        elif message.kind == "clear":
+            self._workers.ended(*self._ranks.intersection(fields["ranks"]))
+            self._ranks.difference_update(fields["ranks"])
+        elif message.kind == "tell":
+            self._workers.tell(fields["rank"], fields["message"], **fields["fields"])
+        elif message.kind == "signal":
+            if (process := self._lives[fields["life"]]).poll() is None:
+                process.send_signal(fields["signum"])
+        elif message.kind == "said":
+            if (life := self._life_of(fields["process"])) is not None:
+                line.send("said", life=life, message=fields["message"], fields=fields["fields"])
+        elif message.kind in ("ended", "settle") and not fields.get("is_last"):
+            self._await_words()
+            self._events.put(Message(message.kind, {**fields, "is_last": True}, []))  # behind them
+        elif message.kind == "ended":
+            line.send("ended", life=fields["life"], code=fields["code"])
+        elif message.kind == "settle":
+            line.send("settled", number=fields["number"])
+        elif message.kind == "stop":
+            line.send("stop")
+
+    def _await_words(self) -> None:
+        until = time.monotonic() + deadlines.WORDS_HEARD_WITHIN_S
+        while not self._workers.are_heard and time.monotonic() < until:
+            time.sleep(0.001)
+
+    def _life_of(self, process: subprocess.Popen[bytes]) -> int | None:
+        return next((life for life, each in self._lives.items() if each is process), None)
+
+    def _start(self, rank: int, life: int, environment: Mapping[str, str]) -> None:
+        own = {name: str(value) for name, value in environment.items() if name in _OF_A_RANK}
+        full = rank_environment(own, self._count, self._run_id)
+        process = self._lives[life] = self._workers.start(rank, self._command, full, None, None)
+        self._ranks.add(rank)
+
+        def wait() -> None:
+            self._put("ended", life=life, code=process.wait())
+
+        threading.Thread(target=wait, name="resilience-wait", daemon=True).start()
+
+
+def _end_in_order(processes: Collection[subprocess.Popen[bytes]]) -> None:
+    """Ends ranks that were told to end."""
+    for signum, within_s in (
+        (None, deadlines.PEERS_RAISE_WITHIN_S),
+        (signal.SIGTERM, deadlines.WORKERS_STOP_TIMEOUT_S),
+        (signal.SIGKILL, deadlines.LEFTOVERS_PATIENCE_S),
+    ):
+        until = time.monotonic() + within_s
+        for process in processes:
+            if signum is not None and process.poll() is None:
+                process.send_signal(signum)
+        while any(process.poll() is None for process in processes):
+            if time.monotonic() > until:
+                break
+            time.sleep(0.01)

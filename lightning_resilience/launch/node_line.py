@@ -1,0 +1,208 @@
+"""The connection between the first node and a follower, under ``launch --elastic`` with several nodes.
+
+Both ends prove to the other one that they have read a secret in the run directory, a file that only the user can read.
+Messages are those of :class:`~lightning_resilience.launch.channel.Channel`:
+
+=========== ========================= ==================================================================================
+kind        from -> to                meaning, and its other fields
+=========== ========================= ==================================================================================
+``who``     first node -> follower    ``nonce``
+``join``    follower -> first node    ``nonce``, ``proof``, its name ``node``, ``node_rank`` or null, ``count`` of ranks
+``welcome`` first node -> follower    ``proof``
+``start``   first node -> follower    a rank begins a ``life`` of this number: ``rank`` on its node, ``environment``
+``clear``   first node -> follower    these ``ranks`` have ended; if they are started again, the others go on
+``tell``    first node -> follower    what a ``rank`` is told: ``message``, its ``fields``
+``signal``  first node -> follower    the process of a ``life`` gets ``signum``
+``settle``  first node -> follower    what ranks have said and how they ended is to be passed on before the answer,
+                                      ``settled``, with the same ``number``
+``end``     first node -> follower    it is over, with ``code``
+``said``    follower -> first node    the rank of a ``life`` has said ``message``, with ``fields``
+``ended``   follower -> first node    the process of a ``life`` has ended with ``code``
+``settled`` follower -> first node    the answer to ``settle``
+``stop``    follower -> first node    its launcher was told to stop
+``beat``    both                      it lives
+=========== ========================= ==================================================================================
+
+A connection that is closed, or silent for 30 s, is a lost node.
+
+Imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning_resilience.launch.channel import Channel, Message
+from lightning_resilience.run import deadlines
+from lightning_resilience.run.ledger import node_name
+
+_LARGEST = 1 << 20
+_SECRET_BYTES = 32
+
+
+def secret_path(run_dir: Path, run_id: str) -> Path:
+    """Where the secret of a job lies.
+
+    Args:
+        run_dir: The run directory.
+        run_id: Id of the rendezvous.
+    """
+    return run_dir / "elastic" / f"secret-{run_id}"
+
+
+def make_secret(path: Path) -> bytes:
+    """The first node makes it.
+
+    Args:
+        path: See :func:`secret_path`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    secret = secrets.token_bytes(_SECRET_BYTES)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(secret)
+    return secret
+
+
+def read_secret(path: Path) -> bytes | None:
+    """The others read it; ``None``: it is not there yet.
+
+    Args:
+        path: See :func:`secret_path`.
+
+    Raises:
+        PermissionError: If somebody else may know it.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    with open(fd, "rb") as file:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+            raise PermissionError(f"{path} is no file that only this user may read")
+        secret = file.read(_SECRET_BYTES + 1)
+    return secret if len(secret) == _SECRET_BYTES else None
+
+
+def _proof(secret: bytes, *said: object) -> str:
+    return hmac.new(secret, repr(said).encode(), hashlib.sha256).hexdigest()
+
+
+class Line:
+    """One end of the connection between the first node and a follower.
+
+    Args:
+        connection: The socket; it is this object's from here on.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._channel = Channel(connection, largest=_LARGEST)
+        self._heard_at = time.monotonic()
+        self._over = threading.Event()
+        self.send, self.receive = self._channel.send, self._channel.receive
+
+    def listen(self, take: Callable[[Message], None], end: Callable[[], None]) -> None:
+        """Receives in a thread from here on, and shows that this process lives.
+
+        Args:
+            take: Called with every message.
+            end: Called when the other end is gone.
+        """
+
+        def heard(message: Message) -> None:
+            self._heard_at = time.monotonic()
+            if message.kind != "beat":
+                take(message)
+
+        def over() -> None:
+            self._over.set()
+            end()
+
+        def beat() -> None:
+            while not self._over.wait(deadlines.NODE_BEAT_S):
+                self.send("beat")
+
+        self._heard_at = time.monotonic()
+        self._channel.listen(heard, over)
+        threading.Thread(target=beat, name="resilience-beat", daemon=True).start()
+
+    @contextmanager
+    def limited(self, within_s: float) -> Iterator[None]:
+        """Closes it if what is done meanwhile takes longer.
+
+        Args:
+            within_s: Than so long.
+        """
+        too_late = threading.Timer(within_s, self.close)
+        too_late.daemon = True
+        too_late.start()
+        try:
+            yield
+        finally:
+            too_late.cancel()
+
+    def close_if_silent(self) -> None:
+        """Closes it if nothing has been heard for too long."""
+        if time.monotonic() - self._heard_at > deadlines.NODE_SILENT_AFTER_S:
+            self._channel.close()
+
+    def wait_for_end(self, within_s: float) -> None:
+        """Waits until the other end is gone."""
+        self._over.wait(within_s)
+
+    def close(self) -> None:
+        """Ends it."""
+        self._channel.close()
+
+
+def greet(line: Line, secret: bytes) -> dict[str, Any] | None:
+    """The first node lets the other end introduce itself; what it says, if it knows the secret.
+
+    Args:
+        line: To it.
+        secret: See :func:`secret_path`.
+    """
+    with line.limited(deadlines.NODE_JOINS_WITHIN_S):
+        ours = secrets.token_hex()
+        line.send("who", nonce=ours)
+        if (said := line.receive()) is None or said.kind != "join":
+            return None
+        values = [said.fields.get(name) for name in ("nonce", "node", "node_rank", "count")]
+        if not hmac.compare_digest(str(said.fields.get("proof")), _proof(secret, "follower", ours, *values)):
+            return None
+        line.send("welcome", proof=_proof(secret, "first node", ours, said.fields["nonce"]))
+        return said.fields
+
+
+def introduce(line: Line, secret: bytes, node_rank: int | None, count: int) -> bool:
+    """A follower introduces itself; whether the other end is the first node.
+
+    Args:
+        line: To it.
+        secret: See :func:`secret_path`.
+        node_rank: The number of this node, if it was given one.
+        count: How many ranks it has.
+    """
+    with line.limited(deadlines.NODE_JOINS_WITHIN_S):
+        if (who := line.receive()) is None or who.kind != "who":
+            return False
+        ours, theirs, node = secrets.token_hex(), who.fields.get("nonce"), node_name()
+        proof = _proof(secret, "follower", theirs, ours, node, node_rank, count)
+        line.send("join", nonce=ours, node=node, node_rank=node_rank, count=count, proof=proof)
+        said = line.receive()
+        expected = _proof(secret, "first node", theirs, ours)
+        return (
+            said is not None and said.kind == "welcome" and hmac.compare_digest(str(said.fields.get("proof")), expected)
+        )

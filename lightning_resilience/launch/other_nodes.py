@@ -1,0 +1,310 @@
+"""The other nodes, as the supervisor of ``launch --elastic`` on the first one sees them: ranks like its own.
+
+The supervisors of the other nodes (:mod:`~lightning_resilience.launch.follower`) do what it says, so everything is
+decided in one place. The ranks of a node that is lost were killed, as far as that is concerned.
+
+Imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+from lightning_resilience import _loopback
+from lightning_resilience._output import log_line
+from lightning_resilience.launch.channel import Message
+from lightning_resilience.launch.node_line import Line, greet
+from lightning_resilience.run import deadlines
+
+_JOINING_AT_ONCE = 64
+_POLL_S = 0.05
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket to which all nodes can connect.
+
+    Args:
+        host: The name or address by which they know this node.
+        port: Default: any.
+    """
+    if host in (_loopback.ADDRESS, "localhost"):
+        return socket.create_server((_loopback.ADDRESS, port))
+    # On all interfaces, as torch's: the name may lead to another address here (127.0.1.1) than elsewhere.
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", port), backlog=1024)
+
+
+class RemoteProcess:
+    """The process of a rank on another node.
+
+    Args:
+        node: The node.
+        life: Its number, by which both nodes know it.
+
+    Attributes:
+        returncode: How it has ended, if it has; as that of ``subprocess.Popen``.
+    """
+
+    def __init__(self, node: OtherNode, life: int) -> None:
+        self._node, self._life = node, life
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """How it has ended, if it has."""
+        return self.returncode
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        """Sends it a signal."""
+        self._node.line.send("signal", life=self._life, signum=int(signum))
+
+
+class OtherNode:
+    """A node that follows.
+
+    Args:
+        line: To it.
+        name: Its name.
+        node_rank: The number that it was given, if it was.
+        heard: Called in a thread with what a rank says; with ``None``: something else has happened.
+
+    Attributes:
+        is_lost: Whether its connection has ended.
+        has_stopped: Whether its launcher was told to stop.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        name: str,
+        node_rank: int | None,
+        heard: Callable[[RemoteProcess | None, Message], None],
+    ) -> None:
+        self.line, self.name, self.node_rank = line, name, node_rank
+        self.is_lost = self.has_stopped = False
+        self._heard = heard
+        self._lives: list[RemoteProcess] = []
+        self._asked = self._answered = 0
+        line.listen(self._take, self._end)
+
+    def start(self, rank: int, environment: Mapping[str, str]) -> RemoteProcess:
+        """Starts a rank.
+
+        Args:
+            rank: Its local rank.
+            environment: What is its own.
+        """
+        process = RemoteProcess(self, len(self._lives))
+        self._lives.append(process)
+        if self.is_lost or not self.line.send("start", rank=rank, life=len(self._lives) - 1, environment=environment):
+            process.returncode = -signal.SIGKILL
+        return process
+
+    def clear(self, ranks: Collection[int]) -> None:
+        """These ranks have ended.
+
+        Args:
+            ranks: Their local ranks.
+        """
+        self.line.send("clear", ranks=[*ranks])
+
+    def tell(self, rank: int, kind: str, **fields: Any) -> None:
+        """Sends a rank a message.
+
+        Args:
+            rank: Its local rank.
+            kind: What it is, see :mod:`~lightning_resilience.launch.channel`.
+            fields: What it says.
+        """
+        self.line.send("tell", rank=rank, message=kind, fields=fields)
+
+    def settle(self) -> None:
+        """Asks for all that its ranks have said."""
+        self._asked += 1
+        self.line.send("settle", number=self._asked)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether that was heard."""
+        return self.is_lost or self._answered == self._asked
+
+    def _take(self, message: Message) -> None:
+        fields = message.fields
+        if message.kind == "said":
+            self._heard(self._lives[fields["life"]], Message(fields["message"], fields["fields"], []))
+            return
+        if message.kind == "ended":
+            self._lives[fields["life"]].returncode = int(fields["code"])
+        elif message.kind == "settled":
+            self._answered = int(fields["number"])
+        elif message.kind == "stop":
+            self.has_stopped = True
+        self._heard(None, message)
+
+    def _end(self) -> None:
+        self.is_lost = True
+        for process in self._lives:
+            if process.returncode is None:
+                process.returncode = -signal.SIGKILL
+        self._heard(None, Message("gone", {}, []))
+
+
+class NodesMissing(Exception):
+    """Not all nodes are there."""
+
+
+class OtherNodes:
+    """All nodes but the first, which has this.
+
+    Args:
+        host: Where the nodes meet.
+        port: The same.
+        count: How many there are with the first.
+        ranks: How many ranks each of them has.
+        secret: What they have read in the run directory.
+        heard: See :class:`OtherNode`.
+
+    Attributes:
+        host: Where the nodes meet.
+        port: The same.
+        count: How many there are with the first.
+        nodes: Those that take part, by node rank - 1, once they have been gathered.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        count: int,
+        ranks: int,
+        secret: bytes,
+        heard: Callable[[RemoteProcess | None, Message], None],
+    ) -> None:
+        self.host = host
+        self.nodes: list[OtherNode] = []
+        self.count = count
+        self._others, self._ranks, self._secret, self._heard = count - 1, ranks, secret, heard
+        self._joined: list[OtherNode] = []
+        self._joining = threading.Semaphore(_JOINING_AT_ONCE)
+        self._server = listen(host, port)
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, name="resilience-nodes", daemon=True).start()
+
+    def gather(self, within_s: float, has_stopped: Callable[[], bool]) -> None:
+        """Waits until all nodes are there.
+
+        Args:
+            within_s: How long to wait.
+            has_stopped: Ends the waiting.
+
+        Raises:
+            NodesMissing: If some are missing.
+        """
+        until = time.monotonic() + within_s
+        while True:
+            self.close_silent()
+            present = [node for node in self._joined if not node.is_lost]
+            if (found := numbered(present, self._others)) is not None:
+                self.nodes = found
+                return
+            if has_stopped() or time.monotonic() > until:
+                raise NodesMissing(f"{len(present)} of {self._others} other nodes have come")
+            time.sleep(_POLL_S)
+
+    @property
+    def lost(self) -> list[str]:
+        """The names of nodes that are lost."""
+        return [node.name for node in self.nodes if node.is_lost]
+
+    @property
+    def have_stopped(self) -> bool:
+        """Whether a node was told to stop."""
+        return any(node.has_stopped for node in self.nodes)
+
+    def close_silent(self) -> None:
+        """Gives up nodes that are silent."""
+        for node in self._joined:
+            node.line.close_if_silent()
+
+    def settle(self) -> None:
+        """Asks for all that ranks of other nodes have said."""
+        for node in self.nodes:
+            node.settle()
+
+    @property
+    def are_settled(self) -> bool:
+        """Whether that was heard."""
+        return all(node.is_settled for node in self.nodes)
+
+    def finish(self, code: int) -> None:
+        """It is over.
+
+        Args:
+            code: How.
+        """
+        for node in self._joined:
+            node.line.send("end", code=code)
+        until = time.monotonic() + deadlines.LEFTOVERS_PATIENCE_S
+        for node in self._joined:
+            node.line.wait_for_end(until - time.monotonic())
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # else the thread would wait on
+        self._server.close()
+
+    def _accept(self) -> None:
+        while True:
+            self._joining.acquire()
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                if self._server.fileno() < 0:
+                    return
+                self._joining.release()
+                time.sleep(_POLL_S)
+                continue
+            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+
+    def _admit(self, connection: socket.socket) -> None:
+        try:
+            line = Line(connection)
+            if (said := greet(line, self._secret)) is None:
+                return line.close()
+            node_rank, count = said["node_rank"], said["count"]
+            if count != self._ranks:
+                log_line(f"{said['node']} cannot take part: it has {count} ranks, and the first node {self._ranks}.")
+                line.send("end", code=1)
+                return line.close()
+            for other in self._joined:
+                if node_rank is not None and other.node_rank == node_rank:
+                    other.line.close()  # it was started again
+            self._joined.append(OtherNode(line, said["node"], node_rank, self._heard))
+        except (OSError, TypeError, KeyError):  # it is gone, or says something else
+            connection.close()
+        finally:
+            self._joining.release()
+        return None
+
+
+def numbered(nodes: list[OtherNode], count: int) -> list[OtherNode] | None:
+    """These nodes by their numbers, the first of which is 1; those without one come in the order in which they came.
+
+    Args:
+        nodes: Who is there.
+        count: How many take part.
+
+    Returns:
+        ``None`` if some are missing.
+    """
+    places: list[OtherNode | None] = [None] * count
+    for node in nodes:
+        if node.node_rank is not None and 1 <= node.node_rank <= count:
+            places[node.node_rank - 1] = node
+    others = iter([node for node in nodes if node.node_rank is None])
+    found = [node if node is not None else next(others, None) for node in places]
+    return None if None in found else [node for node in found if node is not None]
