@@ -425,6 +425,10 @@ class Thawed(BoringModel):
         self.normal = torch.nn.BatchNorm1d(2)
         self.normal.requires_grad_(False)
 
+    def configure_model(self) -> None:
+        if not hasattr(self, "late"):
+            self.late = torch.nn.Linear(2, 2).requires_grad_(False)
+
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.normal(self.layer(batch))
         return output
@@ -452,7 +456,7 @@ def test_a_survivor_begins_the_fit_with_what_a_replacement_has(tmp_path: Path) -
     lightning_reentry.leave_fit(trainer, start)
     assert [vars(each) for each in (averages, stops)] == before
     assert (trainer.max_epochs, module.normal.momentum) == (2, 0.1)
-    assert [each.requires_grad for each in module.parameters()] == [True, True, False, False]
+    assert [each.requires_grad for each in module.parameters()] == [True, True, *[False] * 4]
 
 
 def test_a_rank_that_is_killed_is_replaced_and_one_that_fails_is_not() -> None:

@@ -10,7 +10,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from lightning_resilience._lightning.lightning_callbacks import callbacks, callbacks_named
-from lightning_resilience._lightning.lightning_loops import reset_loops, set_train_eval_modes, train_eval_modes
+from lightning_resilience._lightning.lightning_loops import reset_loops
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -64,9 +64,11 @@ class Start:
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer, self._module = trainer, module
-        self._modes = train_eval_modes(trainer, module)
-        self._max_epochs = trainer.fit_loop.max_epochs
+        self._trainer = trainer
+        # Layers that are made later may be frozen when they are made.
+        self._trained = [(each, each.requires_grad) for each in module.parameters()]
+        self._modes = [(each, each.training) for each in module.modules()]
+        self._limits = trainer.fit_loop.max_epochs, trainer.accumulate_grad_batches
         self._attributes = [(each, _copy_of(vars(each))) for each in callbacks(trainer) if _is_lightnings(each)]
 
     def put_back(self) -> None:
@@ -76,9 +78,13 @@ class Start:
         for callback, attributes in self._attributes:
             vars(callback).clear()
             vars(callback).update(_copy_of(attributes))
-        self._trainer.fit_loop.max_epochs = self._max_epochs
+        self._trainer.fit_loop.max_epochs, self._trainer.accumulate_grad_batches = self._limits
         self._trainer.fit_loop._skip_backward = False
-        set_train_eval_modes(self._trainer, self._module, self._modes)
+        for parameter, is_trained in self._trained:
+            if parameter.requires_grad != is_trained:  # a lazy parameter takes no call that changes nothing
+                parameter.requires_grad_(is_trained)
+        for layer, is_training in self._modes:
+            layer.training = is_training
 
 
 def _is_lightnings(callback: Any) -> bool:
