@@ -133,14 +133,12 @@ def test_left_overs_of_a_save_that_was_killed_are_removed(tmp_path: Path) -> Non
     assert sorted(path.suffix for path in directory.iterdir()) == [".ckpt", ".ckpt"]
 
 
-@pytest.mark.also_as_on_gpu("4-2")
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
-@pytest.mark.slow_but_for("cpu-2-1")
-def test_another_world_size_goes_on_and_says_that_it_is_not_exact(tmp_path: Path, before: int, after: int) -> None:
-    config = killed(tmp_path, trainer={"devices": before})
-    codes, text = run({**config, "trainer": {"devices": after}}, tmp_path / "run")
+@pytest.mark.slow
+def test_more_ranks_go_on_and_say_that_it_is_not_exact(tmp_path: Path) -> None:
+    config = killed(tmp_path, trainer={"devices": 1})
+    codes, text = run({**config, "trainer": {"devices": 2}}, tmp_path / "run")
     assert set(codes) == {0}, text
-    assert f"was saved by {before} ranks and is resumed by {after}" in text
+    assert "was saved by a run of 1 ranks and is resumed by 2, and there are more ranks than before" in text
     assert result(config)[0]["epoch"] == 3
 
 

@@ -24,7 +24,7 @@ PACKAGES = list(FABRIC)
 NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "Trainer": (
         lambda t: t,
-        {"_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_signal_connector"}
+        {"_accelerator_connector", "_checkpoint_connector", "_data_connector", "_logger_connector", "_signal_connector"}
         | {"_run", "_teardown"}
         | {"barebones", "callbacks", "fast_dev_run", "fit_loop"},
     ),
@@ -36,7 +36,20 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "signal connector": (lambda t: t._signal_connector, {"_original_handlers", "register_signal_handlers", "teardown"}),
     "prediction loop": (lambda t: t.predict_loop, {"_predict_step"}),
-    "accelerator connector": (lambda t: t._accelerator_connector, {"cluster_environment"}),
+    "accelerator connector": (lambda t: t._accelerator_connector, {"cluster_environment", "use_distributed_sampler"}),
+    "data connector": (lambda t: t._data_connector, {"_prepare_dataloader"}),
+    "its module": (
+        lambda t: importlib.import_module(type(t._data_connector).__module__),
+        {"_auto_add_worker_init_fn", "_get_distributed_sampler", "_update_dataloader"},
+    ),
+    "automatic optimization": (
+        lambda t: t.fit_loop.epoch_loop.automatic_optimization,
+        {"_make_closure", "_training_step"},
+    ),
+    "its closure": (
+        lambda t: importlib.import_module(f"{package_of(t)}.loops.optimization.automatic").Closure(lambda: None),
+        {"_backward_fn", "_step_fn", "_zero_grad_fn"},
+    ),
     "logger connector": (
         lambda t: t._logger_connector,
         {"_callback_metrics", "_current_fx", "_first_loop_iter", "_logged_metrics", "_progress_bar_metrics"},
@@ -170,7 +183,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "DDPStrategy": (
         lambda t: importlib.import_module(f"{package_of(t)}.strategies").DDPStrategy(),
-        {"_model_averager", "_timeout"},
+        {"_ddp_kwargs", "_model_averager", "_timeout"},
     ),
     "AsyncCheckpointIO": (
         lambda t: async_checkpoint_io(package_of(t)),
@@ -179,10 +192,13 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "LightningModule": (
         lambda t: t.lightning_module,
         {"CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"}
-        | {"_metric_attributes"},
+        | {"_metric_attributes", "_on_before_batch_transfer"},
     ),
     "torch.nn.Module": (lambda t: torch.nn.Linear(1, 1), {"_buffers"}),
-    "torchmetrics.Metric": (lambda t: torchmetrics.MeanMetric(), {"_computed", "_defaults", "_update_count"}),
+    "torchmetrics.Metric": (
+        lambda t: torchmetrics.MeanMetric(),
+        {"_computed", "_defaults", "_reductions", "_update_count"},
+    ),
     "a running metric": (lambda t: torchmetrics.aggregation.RunningMean(2), {"_num_vals_seen"}),
 }
 

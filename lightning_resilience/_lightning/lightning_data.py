@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.checkpoint import data_position
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 
 def on_train_data(
@@ -109,6 +110,18 @@ def batches_fetched(trainer: Trainer) -> int:
     return fetcher.fetched if by_iterator and fetcher is not None else progress.current.ready
 
 
+def batches_fetched_in_all(trainer: Trainer) -> int:
+    """How many batches of this epoch the Trainer's fetcher has given, those that were fetched again included."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    return fetcher.fetched
+
+
+def fetches_itself(module: LightningModule) -> bool:
+    """Whether ``training_step`` is given an iterator over the data, and not a batch."""
+    return "dataloader_iter" in inspect.signature(module.training_step).parameters
+
+
 def replay_fetch(trainer: Trainer) -> Callable[[], Any]:
     """A function that fetches the next training batch without training on it."""
     fetcher = trainer.fit_loop._data_fetcher
@@ -123,11 +136,18 @@ def fast_forward(trainer: Trainer, batches: int) -> bool:
 
     Both iterators, the combined one of Lightning and the one of torch, count what they have yielded.
     """
-    fit_loop, loaders = trainer.fit_loop, train_loaders(trainer)
-    fetcher, combined = fit_loop._data_fetcher, fit_loop._combined_loader
+    fetcher, combined = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
     if fetcher is None or combined is None or type(fetcher).__name__ != "_PrefetchDataFetcher":
         return False
-    if len(loaders) != 1 or fetcher.length is None or not data_position.can_skip(loaders[0]):
+    if fetcher.length is None or not skip(combined, batches):
+        return False
+    fetcher.fetched += batches
+    return True
+
+
+def skip(combined: Any, batches: int) -> bool:
+    """Moves a combined loader that has begun on, as far as that needs no data. Returns whether it does not."""
+    if len(combined.flattened) != 1 or not data_position.can_skip(combined.flattened[0]):
         return False
     outer: Any = combined._iterator
     inner: Any = outer.iterators[0]
@@ -135,7 +155,6 @@ def fast_forward(trainer: Trainer, batches: int) -> bool:
         inner._next_index()
     inner._num_yielded += batches
     outer._idx += batches
-    fetcher.fetched += batches
     return True
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ class LoggedValues:
     copy, and nothing is read from the device. Metrics of torchmetrics are left as they are.
     """
 
-    _STATE = ("value", "cumulated_batch_size", "_forward_cache")
+    STATE = ("value", "cumulated_batch_size", "_forward_cache")
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._entries: list[tuple[int, int, Any, Any, int, dict[str, Any], Any]] = []
@@ -44,7 +45,7 @@ class LoggedValues:
         patches.set(results, "update_metrics", updated)
 
     def _state(self, metric: Any) -> dict[str, Any]:
-        return {name: vars(metric)[name] for name in self._STATE if name in vars(metric)}
+        return {name: vars(metric)[name] for name in self.STATE if name in vars(metric)}
 
     def leave_out(self, epoch: int, begin: int, end: int) -> None:
         """What the batches from ``begin`` to before ``end`` have logged counts for nothing."""
@@ -139,6 +140,81 @@ def metric_states(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     return {"results": results, "modules": modules, "latest": latest, "loop": loop}
 
 
+@contextmanager
+def nothing_logged(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """What is logged, and what metrics see, counts for nothing."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    names = (*LoggedValues.STATE, "_computed", "_update_count", "has_reset")
+    logged = {key: {name: vars(each)[name] for name in names if name in vars(each)} for key, each in results.items()}
+    seen = [
+        (each, {key: _clone(getattr(each, key)) for key in each._defaults}, each._update_count)
+        for _, each in named_metrics(trainer, module)
+    ]
+    own_update = vars(results).pop("update_metrics", None)  # of LoggedValues
+    try:
+        yield
+    finally:
+        if own_update is not None:
+            vars(results)["update_metrics"] = own_update
+        for key in results.keys() - logged.keys():
+            del results[key]
+        for key, before in logged.items():
+            vars(results[key]).update(before)
+        for metric, state, updates in seen:
+            vars(metric).update(state)
+            metric._update_count, metric._computed = updates, None
+
+
+NOTHING_LOGGED: dict[str, Any] = {"results": {}, "modules": {}, "latest": {}, "loop": {}}
+"""What :func:`metric_states` gives where there are no metrics."""
+
+
+def merged_metric_states(trainer: Trainer, module: LightningModule, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The metrics of a rank that has seen what each of several ranks has seen.
+
+    Args:
+        trainer: The Trainer.
+        module: Its module.
+        states: Of :func:`metric_states`; what was logged last is that of the first.
+    """
+    results, modules = dict(states[0]["results"]), dict(states[0]["modules"])
+    for state in states[1:]:
+        for key, other in state["results"].items():
+            results[key] = _merged_result(results[key], other) if key in results else other
+        for name, metric in named_metrics(trainer, module):
+            if (other := state["modules"].get(name)) is not None:
+                modules[name] = _merged_metric(metric, modules[name], other) if name in modules else other
+    return {**states[0], "results": results, "modules": modules}
+
+
+def _merged_result(mine: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Of two values of ``self.log``; one that is not accumulated is that of the first."""
+    if mine["value"] is None or not mine["meta"]["on_epoch"] or mine["has_reset"] or other["has_reset"]:
+        return other if mine["has_reset"] else mine
+    both = torch.stack([mine["value"], other["value"]])
+    kind = mine["reduce"]
+    value = both.amax(0) if kind == "max" else both.amin(0) if kind == "min" else both.sum(0)
+    merged = {**mine, "value": value, "updates": mine["updates"] + other["updates"]}
+    if mine["cumulated_batch_size"] is not None:
+        merged["cumulated_batch_size"] = mine["cumulated_batch_size"] + other["cumulated_batch_size"]
+    return merged
+
+
+def _merged_metric(metric: Metric, mine: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Of two states of a metric, as torchmetrics reduces them over ranks."""
+    state = {}
+    for key, value in mine["state"].items():
+        theirs = other["state"][key]
+        reduce: Any = metric._reductions[key]
+        if isinstance(value, list):
+            state[key] = [*value, *theirs]
+        elif reduce is None:
+            state[key] = value
+        else:
+            state[key] = reduce(torch.stack([value, theirs]))
+    return {**mine, "state": state, "updates": mine["updates"] + other["updates"]}
+
+
 def named_metrics(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, Metric]]:
     """The metrics of the module and those that callbacks keep, by names that a new process finds again."""
     yield from ((name, each) for name, each in module.named_modules() if isinstance(each, Metric))
@@ -182,6 +258,24 @@ def set_metric_states(trainer: Trainer, module: LightningModule, states: dict[st
     for name, value in states["loop"].items():
         setattr(connector, name, value)
     set_latest_metrics(trainer, states)
+
+
+def take_over_sync(trainer: Trainer, patches: Patches) -> None:
+    """Has restored values take over whether they are reduced, where that is not known.
+
+    A single rank logs all of them with ``sync_dist=False``, whatever the script says, and Lightning refuses a value
+    that is logged with other arguments than before.
+    """
+    results: Any = trainer.fit_loop.epoch_loop._results
+    log = results.log
+
+    def logged(fx: str, name: str, *args: Any, sync_dist: bool = False, **kwargs: Any) -> None:
+        for key in (f"{fx}.{name}", f"{fx}.{name}.{results.dataloader_idx}"):
+            if key in results and results[key].meta.sync.should != sync_dist:
+                results[key].meta.sync.should = sync_dist
+        log(fx, name, *args, sync_dist=sync_dist, **kwargs)
+
+    patches.set(results, "log", logged)
 
 
 def set_latest_metrics(trainer: Trainer, states: dict[str, Any]) -> None:

@@ -101,6 +101,11 @@ def replicates_state(trainer: Trainer) -> bool:
     return not averages and not getattr(ddp, "parameters_to_ignore", None)
 
 
+def has_static_graph(trainer: Trainer) -> bool:
+    """Whether DDP is told that all steps are alike; known before it is set up."""
+    return bool(getattr(trainer.strategy, "_ddp_kwargs", {}).get("static_graph"))
+
+
 def is_zero(optimizer: Any) -> bool:
     """Whether an optimizer shards its state among the ranks (``ZeroRedundancyOptimizer``)."""
     return hasattr(optimizer, "consolidate_state_dict") and hasattr(optimizer, "optim")

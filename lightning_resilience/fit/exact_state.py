@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from lightning_resilience.checkpoint.reduction_order import (
     rebuilds_buckets,
     replay_gradient_arrival,
 )
+from lightning_resilience.fit import absent_ranks
+from lightning_resilience.fit.absent_ranks import AbsentRanks
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.logger_files import Logs
 from lightning_resilience.fit.outcome import FitOutcome
@@ -65,6 +67,9 @@ class ExactState:
         self._before_fetch: data_position.RandomState | None = None
         self._epoch_begun: tuple[Any, Any] = (None, None)
         self._kept_of_lost: dict[str, Any] | None = None
+        self._absent: AbsentRanks | None = None
+        self._was = (0, "")
+        """How many ranks the run has, if not as many are there, and what to say of that."""
 
     @property
     def epoch_begun(self) -> tuple[data_position.RandomState | None, data_position.RandomState | None]:
@@ -89,6 +94,11 @@ class ExactState:
         """
         self._epoch_random_state, self._first_batch_random_state = epoch, first_batch
         self._kept_of_lost = extra_state
+
+    @property
+    def trains_for_absent_ranks(self) -> bool:
+        """Whether there are fewer ranks than the run was begun with, and these take the places of the others."""
+        return self._absent is not None
 
     def has_generators(self) -> bool:
         """Whether loaders have random generators of their own."""
@@ -124,7 +134,7 @@ class ExactState:
             final: Whether the fit has ended.
         """
         now = self.before_evaluation or self._now()
-        return {
+        own = {
             "epoch": None if final else self._epoch_random_state,
             "now": now["random"],
             "fetched": 0 if final else lightning_data.batches_fetched(self.fit.trainer),
@@ -141,8 +151,10 @@ class ExactState:
             "accumulates": self.accumulates,
             "batch_sizes": data_position.batch_sizes(lightning_data.train_loaders(self.fit.trainer)),
             "modes": now["modes"],
+            "world_size": self.fit.trainer.world_size if self._absent is None else self._absent.before,
             "validated": data_position.persistent_workers_run(lightning_data.validation_loaders(self.fit.trainer)),
         }
+        return {**own, "absent": {} if self._absent is None else self._absent.own_states(own)}
 
     def _kept(self) -> dict[str, Any]:
         if self._kept_of_lost is not None:
@@ -167,31 +179,59 @@ class ExactState:
         """
         state: dict[str, Any] = checkpoint[STATE_KEY]
         trainer, arrival_order = self.fit.trainer, state["arrival_order"]
-        mine: dict[str, Any] | None
         if "mine" in state:  # saved by this rank for this rank
             lightning_checkpoints.load_own_checkpoint(trainer, self.loading)
-            own = mine = _with_defaults(state["mine"])
-        elif len(state["ranks"]) == trainer.world_size:
-            own = mine = _with_defaults(state["ranks"][self.fit.rank])
+            states = {self.fit.rank: _with_defaults(state["mine"])}
+            before = states[self.fit.rank].get("world_size", trainer.world_size)
         else:
-            own, mine, arrival_order, before = state["ranks"][0], None, None, len(state["ranks"])
-            batches = _resized(checkpoint, before, trainer.world_size)
-            if trainer.is_global_zero:
-                ranks = f"{path} was saved by {before} ranks and is resumed by {trainer.world_size}"
-                inexact = "weights and optimizer are exact, data order and random numbers are not"
-                log.warning("%s: %s. This epoch continues from batch %d of each rank.", ranks, inexact, batches)
+            states = dict(enumerate(map(_with_defaults, state["ranks"])))
+            before = states[0].get("world_size", len(states))
+        states |= {int(rank): each for present in states.values() for rank, each in present["absent"].items()}
+        own = states[self.fit.rank if self.fit.rank in states else 0]
+        mine: dict[str, Any] | None = own
+        if before != trainer.world_size:
+            ranks = f"{path} was saved by a run of {before} ranks and is resumed by {trainer.world_size}"
+            if (reason := absent_ranks.why_not(trainer, before)) is not None:
+                mine, self._was = None, (before, f"{ranks}, and {reason}")
+            else:
+                self._take_places(before, states, ranks)
         self.resumed = {
             "mine": mine,
+            "metrics": [own["metrics"], *(states[rank]["metrics"] for rank in self._absent_here)],
+            "was_alone": len(state.get("ranks", range(trainer.world_size))) == 1,
             "due": state["due"],
             "final": state["final"],
-            "arrival_order": arrival_order,
+            "arrival_order": arrival_order if mine is not None else None,
             "epoch": checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"],
             "batch_sizes": own.get("batch_sizes"),
         }
         return mine
 
+    @property
+    def _absent_here(self) -> Iterable[int]:
+        return self._absent.ranks if self._absent is not None else ()
+
+    def _take_places(self, before: int, states: dict[int, dict[str, Any]], ranks: str) -> None:
+        """This rank trains for absent ones, too, in the places of ``before`` ranks together with the others."""
+        trainer = self.fit.trainer
+        if self._absent is None or self._absent.before != before:
+            functions = self.fit.advanced, self.get_random_state, self.set_random_state
+            self._absent = AbsentRanks(trainer, self.fit.patches, before, *functions)
+        self._was = before, ranks
+        self._absent.resume(states)
+
     def begin_data(self, loaders: list[Any], load_loader_states: Callable[[], None]) -> None:
         """Prepares the data loaders for the resume, before their workers start."""
+        if self.resumed is not None and self._absent is not None and (reason := self._absent.begin()) is not None:
+            self.resumed["mine"], self.resumed["arrival_order"] = None, None
+            self._was, self._absent = (self._was[0], f"{self._was[1]}, and {reason}"), None
+        elif self.resumed is not None and self._absent is not None and self.fit.trainer.is_global_zero:
+            log.warning(
+                "%s: each also trains on the batches of the ranks that are absent. Steps have the same samples as "
+                "before, and take up to %d times as long.",
+                self._was[1],
+                len(self._absent.ranks) + 1,
+            )
         mine = self.resumed["mine"] if self.resumed is not None else None
         if self.resumed is not None:
             lightning_data.set_epoch_of_samplers(self.fit.trainer, self.resumed["epoch"])
@@ -240,6 +280,8 @@ class ExactState:
         if mine is not None and mine["first_batch"] is not None:
             self.set_random_state(mine["first_batch"])
             self._first_batch_random_state = mine["first_batch"]
+        if mine is None:
+            self._resize()
         change = self._change_of_batch_size(mine)
         if mine is None or mine["loader_states"] is None:
             batches = lightning_progress.epoch_loop_batches(self.fit.trainer)
@@ -264,6 +306,15 @@ class ExactState:
             else:
                 data_position.replay(fetch, batches, self.fit.rank)
             lightning_progress.count_replayed(self.fit.trainer)
+
+    def _resize(self) -> None:
+        """Rescales the progress of the epoch to another number of ranks, rounded down: a few samples may repeat."""
+        before, why = self._was
+        done = lightning_progress.epoch_loop_batches(self.fit.trainer) * before // self.fit.trainer.world_size
+        batches = lightning_progress.count_batches_done(self.fit.trainer, done)
+        if self.fit.trainer.is_global_zero:
+            inexact = "weights and optimizer are exact, data order and random numbers are not"
+            log.warning("%s: %s. This epoch continues from batch %d of each rank.", why, inexact, batches)
 
     def _change_of_batch_size(self, mine: dict[str, Any] | None) -> Fraction:
         """How many batches of now equal one of the checkpoint; updates the loop's counts."""
@@ -322,7 +373,11 @@ class ExactState:
             if not resumed["final"]:
                 raised = self.outcome.is_a_limit_raised(mine.get("limits", {}))
                 self.fit.trainer.should_stop = mine["should_stop"] and not raised
-                lightning_metrics.set_metric_states(self.fit.trainer, self.fit.module, mine["metrics"])
+                fit = self.fit.trainer, self.fit.module
+                metrics = lightning_metrics.merged_metric_states(*fit, resumed["metrics"])
+                lightning_metrics.set_metric_states(*fit, metrics)
+                if resumed["was_alone"] != (self.fit.trainer.world_size == 1):
+                    lightning_metrics.take_over_sync(self.fit.trainer, self.fit.patches)
                 if mine.get("accumulates", self.accumulates) != self.accumulates:
                     del mine["modes"]["accumulate_grad_batches"]  # the script has changed it
                 lightning_loops.set_train_eval_modes(self.fit.trainer, self.fit.module, mine["modes"])
@@ -356,18 +411,11 @@ class ExactState:
         """The fit has ended."""
         if self._recorder is not None:
             self._recorder.stop()
+        if self._absent is not None:
+            self._absent.leave()
 
 
 def _with_defaults(own: dict[str, Any]) -> dict[str, Any]:
     """A rank's own state, with defaults for what could not be saved."""
-    metrics = {"results": {}, "modules": {}, "latest": {}, "loop": {}, **own.get("metrics", {})}
-    return {"loader_states": None, "kept": {}, **own, "metrics": metrics}
-
-
-def _resized(checkpoint: dict[str, Any], before: int, now: int) -> int:
-    """Rescales the progress of the epoch to another world size, rounded down: a few samples may repeat."""
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
-    batches = progress["completed"] * before // now
-    for key in ("ready", "started", "processed", "completed"):
-        progress[key] = batches
-    return int(batches)
+    metrics = {**lightning_metrics.NOTHING_LOGGED, **own.get("metrics", {})}
+    return {"loader_states": None, "kept": {}, "absent": {}, **own, "metrics": metrics}

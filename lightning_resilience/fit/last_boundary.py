@@ -295,6 +295,8 @@ class LastBoundary(Participant):
             raise _Unknown("ranks hold different parameters")
         if (reason := lightning_boundary.why_state_is_unknown(trainer, module)) is not None:
             raise _Unknown(reason)
+        if session.exact.trains_for_absent_ranks:
+            raise _Unknown("ranks are absent")
         if session.exact.has_generators():
             raise _Unknown("a data loader has a random generator of its own")
         if own := session.fit.participants.own_states():

@@ -720,7 +720,8 @@ def _own_entries(state: dict[str, Any]) -> Entries:
     """See :meth:`.ExactState.own_state`."""
     metrics = {name: Entries(each) for name, each in state["metrics"].items()}
     metrics["latest"] = Entries({name: Entries(each) for name, each in state["metrics"]["latest"].items()})
-    return Entries({**state, "kept": Entries(state["kept"]), "metrics": Entries(metrics)})
+    absent = Entries({rank: _own_entries(each) for rank, each in state["absent"].items()})
+    return Entries({**state, "kept": Entries(state["kept"]), "metrics": Entries(metrics), "absent": absent})
 
 
 def _sharded_entries(checkpoint: dict[str, Any], under: str) -> tuple[Entries, list[str]]:

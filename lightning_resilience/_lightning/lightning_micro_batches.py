@@ -1,0 +1,182 @@
+"""Training steps of several ranks in one process: their data, and their forward and backward passes."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_resilience._lightning.lightning_patches import Patches
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class TrainingData:
+    """The training data of a process, divided among more ranks than there are processes.
+
+    Args:
+        trainer: The Trainer, before its data are set up.
+        patches: What undoes it.
+        ranks: Whose data this process reads; the Trainer's own loops get those of the first.
+        among: How many ranks the data are divided among.
+
+    Attributes:
+        refused: Why they are not; ``None`` if they are, or have not been set up yet.
+    """
+
+    def __init__(self, trainer: Trainer, patches: Patches, ranks: Sequence[int], among: int) -> None:
+        self.refused: str | None = None
+        self._trainer = trainer
+        self._ranks, self._among = ranks, among
+        self._others: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+        connector = trainer._data_connector
+        prepare = connector._prepare_dataloader
+
+        def prepared(dataloader: Any, shuffle: bool, mode: Any) -> Any:
+            if mode is not type(mode).TRAINING or self.refused is not None:
+                return prepare(dataloader, shuffle=shuffle, mode=mode)
+            if (reason := self._why_not(dataloader)) is not None:
+                if self._others:
+                    raise ValueError(f"The training data cannot be divided among {among} ranks: {reason}.")
+                self.refused = reason
+                return prepare(dataloader, shuffle=shuffle, mode=mode)
+            own, *others = [self._of(rank, dataloader, shuffle, mode) for rank in ranks]
+            self._others[own] = others
+            return own
+
+        patches.set(connector, "_prepare_dataloader", prepared)
+
+    def _why_not(self, loader: Any) -> str | None:
+        if not isinstance(loader, DataLoader):
+            return f"{type(loader).__name__} is no DataLoader of torch's"
+        if isinstance(loader.dataset, IterableDataset):
+            return "an iterable dataset divides itself"
+        if hasattr(loader, "load_state_dict"):
+            return f"{type(loader).__name__} keeps its place itself"
+        if isinstance(loader.sampler, DistributedSampler):
+            if (
+                type(loader.sampler) is not DistributedSampler
+                or loader.sampler.num_replicas != self._trainer.world_size
+            ):
+                return f"the script's {type(loader.sampler).__name__} divides them in a way of its own"
+        elif not self._trainer._accelerator_connector.use_distributed_sampler:
+            return "the Trainer has use_distributed_sampler=False"
+        return None
+
+    def _of(self, rank: int, loader: DataLoader[Any], shuffle: bool, mode: Any) -> Any:
+        connector: Any = sys.modules[type(self._trainer._data_connector).__module__]
+        trainer: Any = self._trainer
+        theirs = loader.sampler
+        if isinstance(theirs, DistributedSampler):
+            sampler: Any = DistributedSampler(
+                loader.dataset,
+                self._among,
+                rank,
+                shuffle=theirs.shuffle,
+                seed=theirs.seed,
+                drop_last=theirs.drop_last,
+            )
+        else:
+            sampler = connector._get_distributed_sampler(
+                loader,
+                shuffle,
+                mode=mode,
+                overfit_batches=trainer.overfit_batches,
+                num_replicas=self._among,
+                rank=rank,
+            )
+        made = connector._update_dataloader(loader, sampler, mode=mode)
+        connector._auto_add_worker_init_fn(made, rank)
+        return made
+
+    def of_others(self) -> list[Any]:
+        """For each of the other ranks a loader of what the Trainer's has: not begun, at the same epoch."""
+        combined: Any = self._trainer.fit_loop._combined_loader
+        found = []
+        for number in range(len(self._ranks) - 1):
+            loaders = [self._others[own][number] for own in combined.flattened]
+            for own, loader in zip(combined.flattened, loaders, strict=True):
+                _sampler(loader).set_epoch(_sampler(own).epoch)
+            other = copy.copy(combined)
+            other._iterator = None
+            other.flattened = loaders
+            found.append(other)
+        return found
+
+
+def _sampler(loader: Any) -> Any:
+    """The one that divides the data: a loader with a batch sampler of its own has it in there."""
+    return loader.sampler if isinstance(loader.sampler, DistributedSampler) else loader.batch_sampler.sampler
+
+
+MicroBatch = tuple[Any, AbstractContextManager[Any]]
+"""A batch on the host, and what is in force for its forward and backward pass.
+
+Without a batch, that of this rank is taken once more and its gradient counts for nothing: training steps may contain
+collectives, so all processes make as many of them.
+"""
+
+
+def add_micro_batches(
+    trainer: Trainer,
+    patches: Patches,
+    others: Callable[[], list[MicroBatch]],
+    own: Callable[[], None],
+    share: float,
+) -> None:
+    """Has each training batch be followed, in the same optimizer step, by those of others.
+
+    Gradients are reduced once, with the batch of this rank, which comes last.
+
+    Args:
+        trainer: A Trainer whose module uses automatic optimization.
+        patches: What undoes it.
+        others: Gives the batches of the others; as many in all processes.
+        own: Called before the forward pass of this rank's batch.
+        share: What the losses are multiplied by, so that the mean over processes is that over ranks.
+    """
+    optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+    make = optimization._make_closure
+
+    def unreduced() -> AbstractContextManager[Any]:
+        strategy: Any = trainer.strategy
+        return strategy.block_backward_sync() if hasattr(strategy, "block_backward_sync") else nullcontext()
+
+    def on_device(batch: Any) -> Any:
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def scaled(result: Any, factor: float) -> Any:
+        if result.closure_loss is not None:
+            result.closure_loss = result.closure_loss * factor
+        return result
+
+    def make_closure(kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
+        closure = make(kwargs, optimizer, batch_idx)
+        step, backward, zero_grad = closure._step_fn, closure._backward_fn, closure._zero_grad_fn
+        batches = others()
+
+        def all_steps() -> Any:
+            if zero_grad is not None:
+                zero_grad()
+            for batch, context in batches:
+                with context, unreduced():
+                    given = kwargs if batch is None else OrderedDict(kwargs, batch=on_device(batch))
+                    result = scaled(optimization._training_step(given), 0.0 if batch is None else share)
+                    if backward is not None and result.closure_loss is not None:
+                        backward(result.closure_loss)
+            own()
+            return scaled(step(), share)
+
+        closure._step_fn, closure._zero_grad_fn = all_steps, None
+        return closure
+
+    patches.set(optimization, "_make_closure", make_closure)

@@ -1,0 +1,221 @@
+"""A run goes on with fewer ranks than it was begun with: those that are there train on the batches of the others, too.
+
+The ranks of a run are those with which it was begun. Each process is one of them, and takes the places of some that are
+absent: in each optimizer step it makes their forward and backward passes as well, on the batches, with the random
+numbers and from the buffers that they would have, and gradients are reduced once (cf. the virtual nodes of VirtualFlow,
+MLSys 2022, and the threads of EasyScale, SC 2023). So a step has the same samples as before and means the same,
+whatever the loss is; steps, epochs and schedules count as before, no sample is left out or trained on twice, and the
+run can go on with any number of ranks up to the first. Only the order in which gradients are summed differs, and a step
+takes as many times as long as ranks share a process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_resilience._lightning import (
+    lightning_data,
+    lightning_metrics,
+    lightning_micro_batches,
+    lightning_strategies,
+)
+from lightning_resilience._lightning.lightning_micro_batches import MicroBatch, TrainingData
+from lightning_resilience._lightning.lightning_patches import Patches
+from lightning_resilience.checkpoint.data_position import RandomState
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from torch.utils.hooks import RemovableHandle
+
+log = logging.getLogger(__name__)
+
+
+def why_not(trainer: Trainer, before: int) -> str | None:
+    """Why the ranks that are there cannot train for those that are absent; ``None`` if they can.
+
+    Args:
+        trainer: The Trainer, before its strategy is set up.
+        before: How many ranks the run has.
+    """
+    module = trainer.lightning_module
+    if before < trainer.world_size:
+        return "there are more ranks than before"
+    if lightning_strategies.name_of(trainer.strategy) not in ("DDPStrategy", "SingleDeviceStrategy"):
+        return f"{type(trainer.strategy).__name__} is not plain DDP"
+    if lightning_strategies.has_static_graph(trainer):
+        return "DDP has static_graph=True"
+    if not module.automatic_optimization:
+        return "manual optimization makes its steps itself"
+    if lightning_data.fetches_itself(module):
+        return "training_step fetches its batches itself"
+    return None
+
+
+class AbsentRanks:
+    """The places of absent ranks that this process takes.
+
+    Args:
+        trainer: The Trainer, before its data are set up.
+        patches: What undoes it.
+        before: How many ranks the run has.
+        advanced: Called after each batch that is fetched again.
+        get_random_state: Gives this process's random state.
+        set_random_state: Restores one.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        patches: Patches,
+        before: int,
+        advanced: Callable[[], None],
+        get_random_state: Callable[[], RandomState],
+        set_random_state: Callable[[RandomState], None],
+    ) -> None:
+        self.before = before
+        self._trainer = trainer
+        self._advanced = advanced
+        self._get_random_state, self._set_random_state = get_random_state, set_random_state
+        self.ranks = range(trainer.global_rank + trainer.world_size, before, trainer.world_size)
+        self._states: dict[int, dict[str, Any]] = {}
+        self._is_resuming = False
+        self._loaders: list[Any] = []
+        self._fetched = 0
+        self._data = TrainingData(trainer, patches, [trainer.global_rank, *self.ranks], before)
+        self._buffers: list[torch.Tensor] = []
+        self._begun: list[torch.Tensor] | None = None
+        self._is_next = False
+        self._hook: RemovableHandle | None = None
+        self._patches: Patches | None = patches
+
+    def resume(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """The training continues from these states.
+
+        Args:
+            states: Of ranks, as :meth:`.ExactState.own_state` gives them.
+        """
+        nothing = {"metrics": lightning_metrics.NOTHING_LOGGED, "absent": {}}
+        self._states = {rank: {**states[rank], **nothing} for rank in self.ranks}
+        self._is_resuming, self._loaders = True, []
+
+    def begin(self) -> str | None:
+        """The training data are set up. Why they cannot be divided among the ranks of the run; ``None`` if they are."""
+        if self._data.refused is None and (patches := self._patches) is not None:
+            share, self._patches = self._trainer.world_size / self.before, None
+            passes = self._micro_batches, self._expect_forward
+            lightning_micro_batches.add_micro_batches(self._trainer, patches, *passes, share)
+        return self._data.refused
+
+    def leave(self) -> None:
+        """The fit has ended."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._loaders = []
+
+    def own_states(self, mine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The states of the absent ranks, by their numbers.
+
+        Args:
+            mine: That of this rank, as :meth:`.ExactState.own_state` gives it.
+        """
+        theirs = {"now", *(("epoch", "first_batch") if mine["epoch"] is not None else ()), "kept", "metrics", "absent"}
+        same = {key: value for key, value in mine.items() if key not in theirs}
+        return {str(rank): {**state, **same} for rank, state in self._states.items()}
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def _micro_batches(self) -> list[MicroBatch]:
+        """The batches that the absent ranks have at the place at which this one is."""
+        place = lightning_data.batches_fetched_in_all(self._trainer)
+        if self._is_resuming or place <= self._fetched:
+            self._begin_epoch(place - 1 if self._is_resuming else 0)
+        batches: list[MicroBatch] = []
+        self._begun = None
+        for rank, loader in zip(self._states, self._loaders, strict=True):
+            with self._random_state_of(rank):
+                for _ in range(place - self._fetched):
+                    batch, *_ = next(loader)
+                    self._advanced()
+            batches.append((batch, self._in_place_of(rank)))
+        self._fetched = place
+        most = -(-self.before // self._trainer.world_size) - 1
+        return batches + [(None, self._in_vain()) for _ in range(most - len(batches))]
+
+    def _begin_epoch(self, done: int) -> None:
+        # The first batch of all may be that of the next epoch, where the checkpoint is from the end of one.
+        is_first = lightning_data.batches_fetched(self._trainer) == 1
+        is_resuming, self._is_resuming = self._is_resuming, False
+        self._loaders, self._fetched = self._data.of_others(), done
+        for (rank, state), loader in zip(self._states.items(), self._loaders, strict=True):
+            if is_resuming and state["epoch"] is not None and not (is_first and state["fetched"]):
+                now, state["now"] = state["now"], state["epoch"]
+                with self._random_state_of(rank):
+                    iter(loader)
+                    if state["first_batch"] is not None:
+                        self._set_random_state(state["first_batch"])
+                    self._fetch_again(loader, done)
+                state["now"] = now
+            else:
+                state["epoch"] = state["now"]
+                with self._random_state_of(rank):
+                    iter(loader)
+                state["first_batch"] = state["now"]
+
+    def _fetch_again(self, loader: Any, batches: int) -> None:
+        if batches and not lightning_data.skip(loader, batches):
+            for _ in range(batches):
+                next(loader)
+                self._advanced()
+
+    @contextmanager
+    def _random_state_of(self, rank: int) -> Iterator[None]:
+        state, own = self._states[rank], self._get_random_state()
+        self._set_random_state(state["now"])
+        try:
+            yield
+        finally:
+            state["now"] = self._get_random_state()
+            self._set_random_state(own)
+
+    # -- forward and backward passes -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _in_place_of(self, rank: int) -> Iterator[None]:
+        self._expect_forward()
+        with self._random_state_of(rank):
+            yield
+
+    @contextmanager
+    def _in_vain(self) -> Iterator[None]:
+        self._expect_forward()
+        before = self._get_random_state()
+        with lightning_metrics.nothing_logged(self._trainer, self._trainer.lightning_module):
+            yield
+        self._set_random_state(before)
+
+    def _expect_forward(self) -> None:
+        """The forward pass of a rank comes next."""
+        if not self._buffers and (buffers := list(self._trainer.lightning_module.buffers())):
+            self._buffers = buffers
+            if lightning_strategies.ddp_wrapper(self._trainer) is not None:
+                self._hook = self._trainer.lightning_module.register_forward_pre_hook(self._before_forward)
+        self._is_next = True
+        if lightning_strategies.ddp_wrapper(self._trainer) is None:
+            self._before_forward()
+
+    def _before_forward(self, *_: Any) -> None:
+        """Each rank begins a step with the buffers of rank 0; under DDP they have come right before."""
+        if not self._is_next:
+            return
+        self._is_next = False
+        with torch.no_grad():
+            if self._begun is None:
+                self._begun = [each.clone() for each in self._buffers]
+            else:
+                for buffer, begun in zip(self._buffers, self._begun, strict=True):
+                    buffer.copy_(begun)

@@ -1,0 +1,165 @@
+"""A run goes on with fewer ranks, in the midst of an epoch: no sample is left out or trained on twice."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_resilience._lightning import lightning_metrics
+from lightning_resilience.run.run_directory import RunDirectory
+from tests.harness import result, run
+from tests.test_exact_resume import make
+
+BATCHES = 48  # of all ranks in an epoch
+
+
+def with_ranks(config: dict[str, Any], ranks: int) -> dict[str, Any]:
+    return {**config, "batches": BATCHES // ranks, "trainer": {**config["trainer"], "devices": ranks}}
+
+
+def samples(log: str) -> dict[int, list[int]]:
+    """What all ranks together have trained on, by steps, each sample once."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for path in Path(log).parent.glob(f"{Path(log).name}.[0-9]"):
+        for _, step, ids in map(json.loads, path.read_text().splitlines()):
+            found[step] += ids
+    return {step: sorted(set(ids)) for step, ids in sorted(found.items())}
+
+
+def state_at_the_end(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    (path,) = RunDirectory(config["run_dir"]).fit(0).checkpoints.glob("*-final.ckpt")
+    state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    if config.get("batch_norm"):  # behind a bias, whose gradient is noise that Adam makes large
+        state = {name: each for name, each in state.items() if not name.endswith(("0.bias", "running_mean"))}
+    return state
+
+
+def killed_and_resumed(tmp: Path, *ranks: int, **options: Any) -> tuple[dict[str, Any], dict[int, list[int]], str]:
+    """Kills a run in its eighth step, its sixteenth and so on, and resumes it with other numbers of ranks.
+
+    Returns:
+        Its config, the samples that count of each step, and the output of the last part.
+    """
+    config = make(tmp, "disturbed", **{"trainer": {"max_epochs": 3}, **options})
+    trained: dict[int, list[int]] = {}
+    output = ""
+    for number, count in enumerate(ranks):
+        is_last = number == len(ranks) - 1
+        log = f"{config['log']}-{number}"
+        events = [] if is_last else [{"at": "train", "step": 8 + 8 * number, "do": "SIGKILL"}]
+        events += options.get("events", [])
+        codes, output = run({**with_ranks(config, count), "log": log, "events": events}, tmp / "disturbed")
+        assert (set(codes) == {0}) if is_last else (-signal.SIGKILL in codes), output
+        trained |= samples(log)
+    return config, trained, output
+
+
+def undisturbed(tmp: Path, ranks: int, **options: Any) -> tuple[dict[str, Any], dict[int, list[int]]]:
+    config = with_ranks(make(tmp, "undisturbed", **{"trainer": {"max_epochs": 3}, **options, "events": []}), ranks)
+    codes, output = run(config, tmp / "undisturbed")
+    assert set(codes) == {0}, output
+    return config, samples(config["log"])
+
+
+def assert_the_same_run(tmp: Path, *ranks: int, tolerance: float = 1e-5, **options: Any) -> str:
+    """Steps have the samples that they would have had, with the same augmentation and dropout, and so the losses."""
+    got, trained, output = killed_and_resumed(tmp, *ranks, **options)
+    wanted, steps = undisturbed(tmp, ranks[0], **options)
+    assert trained == steps
+    for name in ("train_loss_epoch", "train_metric"):
+        value, known = (result(config)[0]["metrics"][name] for config in (got, wanted))
+        assert value == pytest.approx(known, rel=tolerance), name
+    if tolerance < 1e-3:
+        torch.testing.assert_close(state_at_the_end(got), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)
+    return output
+
+
+@pytest.mark.also_as_on_gpu("4-2-4")
+@pytest.mark.parametrize(
+    "ranks", [(4, 2, 4), (4, 3), (4, 3, 1, 4), (3, 2), (2, 1)], ids=lambda x: "-".join(map(str, x))
+)
+@pytest.mark.slow_but_for("cpu-4-3")
+def test_steps_are_those_of_the_run_as_it_was_begun(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    # With one epoch, its means are of steps before and after.
+    output = assert_the_same_run(tmp_path, *ranks, trainer={"max_epochs": 1 if len(ranks) == 2 else 3})
+    if ranks == (4, 3):
+        assert "was saved by a run of 4 ranks and is resumed by 3: each also trains on the batches" in output
+        assert "take up to 2 times as long" in output
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "workers": {"workers": 2},
+    "batch norm": {"batch_norm": True},
+    "accumulation": {"trainer": {"max_epochs": 3, "accumulate_grad_batches": 3}, "save_every": 1},
+    "a schedule that needs the data early": {"one_cycle": True, "workers": 1},
+    "validation within the epoch": {"validation": True, "plateau": True, "trainer": {"max_epochs": 3}},
+    "loaders made anew": {"trainer": {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}},
+    "data that can be skipped": {"data": "tensors"},
+    "NaNGuard": {"callbacks": ["preemption", "auto_resume", "nan_guard"]},
+    "a way back": {"events": [{"at": "train", "step": 20, "do": "go_back", "once": True}]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_with_what_else_there_is(tmp_path: Path, options: dict[str, Any]) -> None:
+    draws = options.get("validation") or options.get("trainer", {}).get("reload_dataloaders_every_n_epochs")
+    # What draws random numbers outside of training steps, such as a validation, is not done for absent ranks.
+    assert_the_same_run(tmp_path, 4, 3, tolerance=0.1 if draws else 1e-5, **options)
+
+
+@pytest.mark.slow
+def test_local_checkpoints_of_fewer_ranks_hold_the_states_of_all(tmp_path: Path) -> None:
+    callbacks = ["preemption", "auto_resume", "local_checkpoint"]
+    options = {"callbacks": callbacks, "local": {"every_n_train_steps": 1}, "save_every": 7, "step_s": 0.05}
+    output = assert_the_same_run(tmp_path, 4, 3, 3, trainer={"max_epochs": 2}, **options)
+    assert re.search(r"Resuming from step \d+ \(local checkpoint", output)
+
+
+REFUSED = {
+    "an iterable dataset divides itself": {"data": "iterable"},
+    "StatefulDataLoader keeps its place itself": {"data": "stateful"},
+    "manual optimization makes its steps itself": {"manual": True},
+    "DDP has static_graph=True": {"ddp": {"static_graph": True}},
+    "there are more ranks than before": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("why", "options"), REFUSED.items(), ids=REFUSED.keys())
+def test_where_they_cannot_it_is_said_and_rounded_down(tmp_path: Path, why: str, options: dict[str, Any]) -> None:
+    ranks = (2, 4) if not options else (4, 2)
+    _, _, output = killed_and_resumed(tmp_path, *ranks, **options)
+    assert f"was saved by a run of {ranks[0]} ranks and is resumed by {ranks[1]}, and {why}: weights" in output
+    batch = re.search(r"continues from batch (\d+) of each rank", output)
+    assert batch is not None
+    assert int(batch[1]) == 5 * ranks[0] // ranks[1]
+
+
+def test_what_was_logged_is_merged() -> None:
+    meta = {"on_epoch": True}
+
+    def logged(value: float, batch: float | None, reduce: str, has_reset: bool = False) -> dict[str, Any]:
+        return {
+            "meta": meta,
+            "reduce": reduce,
+            "value": torch.tensor(value),
+            "cumulated_batch_size": None if batch is None else torch.tensor(batch),
+            "updates": 2,
+            "has_reset": has_reset,
+        }
+
+    merged = lightning_metrics._merged_result
+    both = merged(logged(3.0, 4.0, "mean"), logged(5.0, 8.0, "mean"))
+    assert (both["value"].item(), both["cumulated_batch_size"].item(), both["updates"]) == (8.0, 12.0, 4)
+    assert merged(logged(3.0, None, "max"), logged(5.0, None, "max"))["value"].item() == 5.0
+    assert merged(logged(3.0, None, "min"), logged(5.0, None, "min"))["value"].item() == 3.0
+    assert merged(logged(3.0, None, "sum"), logged(5.0, None, "sum"))["value"].item() == 8.0
+    assert merged(logged(0.0, 0.0, "mean", has_reset=True), logged(5.0, 8.0, "mean"))["value"].item() == 5.0
