@@ -318,6 +318,48 @@ def test_a_log_is_chosen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
         show_logs(tmp_path, attempt=3)
 
 
+@pytest.mark.parametrize("chunk", [8, 1 << 14], ids=["in small pieces", "at once"])
+def test_of_all_ranks_lines_are_shown_in_the_order_of_time(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(logs, "_CHUNK", chunk)
+    monkeypatch.setattr(logs, "timestamp", lambda began: "2026-11-24 23:59:50")
+    folder_of(tmp_path, 1).mkdir(parents=True)
+    (folder_of(tmp_path, 1) / "attempt.json").write_text('{"began": 1.0}')
+    at = "[lightning-resilience {} rank {}] {}\n".format
+    write_log(
+        tmp_path, 1, 0, at("23:59:58", 0, "a") + "of a\n" + at("23:59:59", 0, "b") + at("00:00:02", 0, "c") + "end"
+    )
+    write_log(tmp_path, 1, 10, "first\n\n" + at("00:00:01", 10, "d") + "of d\n" + at("00:00:03", 10, "e"))
+    show_logs(tmp_path, rank="all")
+    out, err = capfd.readouterr()
+    assert "all ranks" in err
+    lines = [line.replace("lightning-resilience ", "") for line in out.splitlines()]
+    assert lines == [
+        *("rank 10 | first", "rank 10 | ", "rank  0 | [23:59:58 rank 0] a", "rank  0 | of a"),
+        *("rank  0 | [23:59:59 rank 0] b", "rank 10 | [00:00:01 rank 10] d", "rank 10 | of d"),
+        *("rank  0 | [00:00:02 rank 0] c", "rank  0 | end", "rank 10 | [00:00:03 rank 10] e"),
+    ]
+
+
+def test_all_ranks_are_followed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(RunDirectory(tmp_path).ledger, rank=None)
+    names = [name for name, is_required in LaunchStart.own_fields.items() if is_required]
+    ledger.record(LaunchStart(**dict.fromkeys(names)))
+    steps: list[Callable[[], Any]] = [
+        lambda: write_log(tmp_path, 1, 0, "one\nin the mid"),
+        lambda: write_log(tmp_path, 1, 3, "late\n"),  # its first words
+        lambda: write_log(tmp_path, 1, 0, "dle\nlast words"),
+        lambda: ledger.record(LaunchExit(status="finished", exit_code=0, reason="the script ended")),
+    ]
+    monkeypatch.setattr(time, "sleep", lambda seconds: steps.pop(0)())
+    monkeypatch.setattr(logs, "now", lambda history, run_dir: ("running", True))
+    show_logs(tmp_path, rank="all", follow=True)
+    assert capfd.readouterr().out == "rank 0 | one\nrank 3 | late\nrank 0 | in the middle\nrank 0 | last words\n"
+
+
 def test_a_log_is_followed_over_restarts_to_the_end_of_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

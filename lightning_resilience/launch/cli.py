@@ -400,14 +400,14 @@ def _parser() -> argparse.ArgumentParser:
 
     logged = actions.add_parser(
         "logs",
-        help="show what a rank has written, also while it runs",
-        description="Prints the log of a rank: what it has written to stdout and stderr.",
+        help="show what ranks have written, also while they run",
+        description="Prints the log of a rank, or of all: what they have written to stdout and stderr.",
     )
     logged.add_argument("run_dir", metavar="RUN_DIR")
     logged.add_argument(
         "-f", "--follow", action="store_true", help="go on with what comes, over restarts, until the run ends"
     )
-    logged.add_argument("--rank", type=_count, metavar="R", help="rank (default: 0)")
+    logged.add_argument("--rank", type=_rank, metavar="R|all", help="rank, or all, ordered by time (default: 0)")
     logged.add_argument("--attempt", type=_at_least_one, metavar="K", help="start of the workers (default: the newest)")
 
     diagnosed = actions.add_parser(
@@ -662,6 +662,7 @@ def _matching(pattern: str, problem: str, kind: Callable[[str], Any] = str) -> C
 _count = _matching("[0-9]+", "not a number of at least 0", int)
 _at_least_one = _matching("[1-9][0-9]*", "not a number of at least 1", int)
 _count_or_auto = _matching("auto|[1-9][0-9]*", "neither a number of at least 1 nor 'auto'")
+_rank = _matching("all|[0-9]+", "neither a rank nor 'all'", lambda text: text if text == "all" else int(text))
 _endpoint = _matching(".+:[0-9]+", "not HOST:PORT")
 
 

@@ -1,11 +1,16 @@
-"""``lightning-resilience logs``: what a rank has written, also while it runs and over its restarts."""
+"""``lightning-resilience logs``: what ranks have written, also while they run and over their restarts."""
 
 from __future__ import annotations
 
+import heapq
 import os
+import re
 import sys
 import time
+from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
+from typing import Literal
 
 from lightning_resilience._files import read_json
 from lightning_resilience._formatting import timestamp
@@ -19,6 +24,13 @@ from lightning_resilience.run.run_directory import RunDirectory
 _POLL_S = 0.3
 _SETTLES_S = 2.0
 _LOOK_FOR_END_EVERY_S = 15.0
+_CHUNK = 1 << 14  # of each rank, of which there may be a thousand
+_TIME = re.compile(
+    rb"(?:\[lightning-resilience |(?:\[rank\d+\]:)?\[[A-Z]\d{4} )(\d\d:\d\d:\d\d)\b"
+)  # ours, and torch's in C++
+_DAY_S = 24 * 3600
+
+Rank = int | Literal["all"]
 
 
 class NoLog(Exception):
@@ -26,13 +38,13 @@ class NoLog(Exception):
 
 
 def show_logs(
-    run_dir: str | os.PathLike[str], rank: int | None = None, attempt: int | None = None, follow: bool = False
+    run_dir: str | os.PathLike[str], rank: Rank | None = None, attempt: int | None = None, follow: bool = False
 ) -> None:
-    """Writes the log of a rank to stdout, and to stderr which one it is.
+    """Writes the log of a rank, or of all with the rank before each line, to stdout, and to stderr which one it is.
 
     Args:
         run_dir: The run directory.
-        rank: The rank; default: 0, or the lowest that has written anything.
+        rank: The rank, or ``"all"``; default: 0, or the lowest that has written anything.
         attempt: The number of the attempt; default: the newest.
         follow: Whether to go on with what comes, over restarts unless ``attempt`` is given, until the run ends or
             somebody presses Ctrl-C.
@@ -46,7 +58,7 @@ def show_logs(
             _follow(directory, rank, attempt)
         else:
             number = _newest(directory) if attempt is None else attempt
-            _print_all(_open(directory, number, rank))
+            _open(directory, number, rank).print_new(is_last=True)
     except KeyboardInterrupt:
         print(file=sys.stderr)
 
@@ -57,8 +69,8 @@ def _newest(directory: Path) -> int:
     return numbers[-1]
 
 
-def _open(directory: Path, attempt: int, rank: int | None) -> LogReader:
-    """The log of a rank, after a line about it.
+def _open(directory: Path, attempt: int, rank: Rank | None) -> _Log | _AllLogs:
+    """The log of a rank or of all, after a line about it.
 
     Raises:
         NoLog: If there is none.
@@ -69,14 +81,15 @@ def _open(directory: Path, attempt: int, rank: int | None) -> LogReader:
     found = ranks(directory, attempt)
     if rank is None:
         rank = found[0] if found else 0
-    if rank not in found:
+    if rank != "all" and rank not in found:
         raise NoLog(f"rank {rank} has no log in {folder}; ranks with one: {_range(found)}")
     began = (read_json(folder / "attempt.json") or {}).get("began")
     since = f", began {timestamp(began)}" if isinstance(began, float) else ""
     others = [f"ranks {_range(found)}"] * (len(found) > 1) + [f"attempts {_range(numbers)}"] * (len(numbers) > 1)
     also = f"; there are {' and '.join(others)}" if others else ""
-    print(f"==> attempt {attempt}{since}, rank {rank}: {log_of(folder, rank)}{also} <==", file=sys.stderr, flush=True)
-    return LogReader(folder, rank)
+    what = f"all ranks: {folder}" if rank == "all" else f"rank {rank}: {log_of(folder, rank)}"
+    print(f"==> attempt {attempt}{since}, {what}{also} <==", file=sys.stderr, flush=True)
+    return _AllLogs(directory, attempt) if rank == "all" else _Log(LogReader(folder, rank))
 
 
 def _range(numbers: list[int]) -> str:
@@ -87,24 +100,85 @@ def _range(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:8])) + ("" if len(numbers) <= 8 else ", ...")
 
 
-def _print_all(log: LogReader) -> bool:
-    """Whether there was anything new."""
-    found = False
-    while data := log.read():
-        sys.stdout.buffer.write(data)
+class _Log:
+    """The log of one rank."""
+
+    def __init__(self, log: LogReader) -> None:
+        self._log = log
+
+    def print_new(self, is_last: bool = False) -> None:
+        """Prints what was not printed yet.
+
+        Args:
+            is_last: Whether nothing comes after it.
+        """
+        while data := self._log.read():
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+
+
+class _AllLogs:
+    """The logs of all ranks of an attempt: each one's lines in their order, and those of different ranks by time.
+
+    When it was written, a line of this package or of torch's C++ says. Others count as written right after such a one.
+    """
+
+    def __init__(self, directory: Path, attempt: int) -> None:
+        self._directory, self._attempt = directory, attempt
+        self._logs: dict[int, _TimedLog] = {}
+        began = (read_json(folder_of(directory, attempt) / "attempt.json") or {}).get("began")
+        self._began = _time_of_day(timestamp(began)[11:]) if isinstance(began, float) else 0
+
+    def print_new(self, is_last: bool = False) -> None:
+        """As that of one rank."""
+        folder, found = folder_of(self._directory, self._attempt), ranks(self._directory, self._attempt)
+        for rank in found:  # one may write its first words later
+            self._logs.setdefault(rank, _TimedLog(LogReader(folder, rank, _CHUNK), rank, self._began))
+        width = len(str(max(found, default=0)))
+        for _, rank, line in heapq.merge(*(log.lines(is_last) for log in self._logs.values()), key=itemgetter(0)):
+            sys.stdout.buffer.write(b"rank %*d | %s\n" % (width, rank, line))
         sys.stdout.buffer.flush()
-        found = True
-    return found
 
 
-def _follow(directory: Path, rank: int | None, attempt: int | None) -> None:
-    end, number, log, has_said = _End(directory), attempt, None, False
+class _TimedLog:
+    """The log of one of several ranks."""
+
+    def __init__(self, log: LogReader, rank: int, began: int) -> None:
+        self._log, self._rank = log, rank
+        self._rest = b""
+        self._time = began
+
+    def lines(self, is_last: bool) -> Iterator[tuple[int, int, bytes]]:
+        """New lines, each with when it was written and the rank."""
+        while data := self._log.read():
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            yield from map(self._timed, lines)
+        if is_last and self._rest:
+            rest, self._rest = self._rest, b""
+            yield self._timed(rest)
+
+    def _timed(self, line: bytes) -> tuple[int, int, bytes]:
+        if (found := _TIME.match(line)) is not None:
+            time_of_day = _time_of_day(found[1].decode())
+            days = (self._time - time_of_day + _DAY_S // 2) // _DAY_S  # it may be behind midnight
+            self._time = max(self._time, time_of_day + days * _DAY_S)
+        return self._time, self._rank, line
+
+
+def _time_of_day(text: str) -> int:
+    hours, minutes, seconds = map(int, text.split(":"))
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def _follow(directory: Path, rank: Rank | None, attempt: int | None) -> None:
+    end, number, has_said = _End(directory), attempt, False
+    log: _Log | _AllLogs | None = None
     while True:
         over = end.reason()  # before the log is read, which is complete then
         later = [each for each in attempts(directory) if number is not None and each > number]
         try:
             number = _newest(directory) if number is None else number
-            log = log or _open(directory, number, rank or 0)
+            log = log or _open(directory, number, 0 if rank is None else rank)
         except NoLog as error:
             if over and not later:
                 raise
@@ -112,10 +186,10 @@ def _follow(directory: Path, rank: int | None, attempt: int | None) -> None:
                 print(f"Waiting: {error}.", file=sys.stderr, flush=True)
                 has_said = True
         if log is not None:
-            _print_all(log)
+            log.print_new(is_last=bool(over))
         if later and log is not None:  # one node may be a little behind another one with the last words
             time.sleep(_SETTLES_S)
-            _print_all(log)
+            log.print_new(is_last=True)
         if later and attempt is None:
             number, log = later[0], None
         elif later or over:

@@ -83,10 +83,11 @@ class LogReader:
     Args:
         folder: That of an attempt.
         rank: The rank.
+        at_a_time: How many bytes are read at once, about.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
+    def __init__(self, folder: Path, rank: int, at_a_time: int = 1 << 20) -> None:
+        self._folder, self._rank, self._at_a_time = folder, rank, at_a_time
         self._part, self._offset = 1, 0
 
     def read(self) -> bytes:
@@ -104,7 +105,7 @@ class LogReader:
     def _rest_of_part(self) -> bytes:
         with suppress(OSError), open(log_of(self._folder, self._rank, self._part), "rb") as file:
             file.seek(self._offset)
-            data = file.read(1 << 20)
+            data = file.read(self._at_a_time)
             self._offset += len(data)
             return data
         return b""
