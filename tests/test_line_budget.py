@@ -25,9 +25,9 @@ BUDGET = {
     "detect/stragglers": 370,
     "elastic": 409,
     "fit": 6334,
-    "launch": 8373,
+    "launch": 8424,
     "launch/schedulers": 508,
-    "run": 3078,
+    "run": 3079,
 }
 
 _NO_CODE = (

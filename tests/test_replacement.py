@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning.pytorch as L
 import psutil
@@ -36,7 +37,7 @@ from lightning_resilience.fit import reentry
 from lightning_resilience.launch import loss_policy, membership
 from lightning_resilience.launch.channel import Channel, Message
 from lightning_resilience.launch.elastic import Supervisor
-from lightning_resilience.launch.loss_policy import is_replaceable
+from lightning_resilience.launch.loss_policy import LossPolicy, is_replaceable
 from lightning_resilience.launch.membership import Membership, Replacement
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
@@ -466,6 +467,25 @@ def test_a_rank_that_is_killed_is_replaced_and_one_that_fails_is_not() -> None:
     assert "SIGKILL" in loss_policy._how(-signal.SIGKILL)
     assert "watchdog" in loss_policy._how(exit_codes.HUNG)  # and no number of which nobody knows what it says
     assert "exit code 3" in loss_policy._how(3)
+
+
+@pytest.mark.parametrize(
+    ("code", "generations"), [(exit_codes.HUNG, [[1, 2]]), (-9, [[1], [2]])], ids=["hung", "killed"]
+)
+def test_ranks_that_a_watchdog_ends_for_one_hang_are_one_loss(code: int, generations: list[list[int]]) -> None:
+    """One of them takes longer to end."""
+    ranks = MagicMock()
+    policy = LossPolicy(ranks, 3, 3, 30.0)
+    policy.heard(0, "saved", {})
+    for rank in range(3):
+        policy.heard(rank, "state", {"state": "ready", "generation": 0, "reason": ""})
+    policy.ended(1, code)
+    policy.step(0.0, True)
+    policy.step(0.1, True)
+    policy.ended(2, code)
+    for now in (0.2, 0.3, 0.4, 0.5):
+        policy.step(now, True)
+    assert [sorted(call.args[0]) for call in ranks.start.call_args_list] == generations
 
 
 # -- real ranks --------------------------------------------------------------------------------------------------------

@@ -173,7 +173,9 @@ class LossPolicy:
         """Whether those were heard that have ended, and ranks that die together had the time."""
         if self._lost_at is None:
             self._lost_at = now
-        until = self._lost_at + deadlines.DIE_TOGETHER_WITHIN_S
+        are_hung = any(member.exit_code == exit_codes.HUNG for member in self.members.values())
+        together_s = deadlines.HUNG_DIE_TOGETHER_WITHIN_S if are_hung else deadlines.DIE_TOGETHER_WITHIN_S
+        until = self._lost_at + together_s
         self.wakes_at = max(until, now + _HEARD_POLL_S)
         return now >= until and (all_is_heard or now >= self._lost_at + _HEARD_WITHIN_S)
 

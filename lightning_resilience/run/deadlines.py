@@ -193,6 +193,9 @@ a quarter of a second of CPU time from them."""
 DIE_TOGETHER_WITHIN_S = 0.02
 """Deaths within this time are one loss."""
 
+HUNG_DIE_TOGETHER_WITHIN_S = 0.25
+"""The same for ranks that a watchdog has ended: it has signalled all that hang, and one may take longer to end."""
+
 NODE_BEAT_S = 2.0
 """How often the supervisors of two nodes show each other that they live."""
 
