@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 from collections.abc import Iterator
 
@@ -43,6 +44,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # Where sockets of all processes are: not below a folder of a test, whose path is too long. Not made by an import,
+    # which each rank of a test does again: a thousand folders would stay.
+    multiprocessing.util.get_temp_dir()
     own = tmp_path_factory.getbasetemp()
     harness.SHARED = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 

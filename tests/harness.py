@@ -26,7 +26,6 @@ PROGRAM = Path(__file__).with_name("program.py")
 _WHERE_ARE_YOU = signal.SIGRTMIN + 5
 CONTEXT = multiprocessing.get_context("forkserver")
 """For every test that starts processes. There is one server for all, and who sets other imports takes these from it."""
-multiprocessing.util.get_temp_dir()  # where its sockets are: not below a folder of a test, whose path is too long
 CONTEXT.set_forkserver_preload(
     [
         "lightning.pytorch",
