@@ -200,7 +200,7 @@ class Disturbed:
 
     def _kill(self, number: int, point: str) -> bool:
         """Kills at a point; whether there may be another one."""
-        count = 2 if self._world_size > 2 and self._chance.random() < 0.25 else 1
+        count = 2 if self._world_size > 2 and (self._chance.random() < 0.25 or point == kill_points.SKEWED) else 1
         ranks = self._chance.sample(range(self._world_size), count)
         new_steps = self._chance.randint(1, 6)
         if point == SOON and number:
@@ -331,6 +331,7 @@ class Disturbed:
 
     def _account(self) -> Account:
         account, kills = Account(), self._kills()
+        saved = [event["time"] for event in self._events("saved") if event["reason"] == "after a loss"]
         marks = sorted(
             (line[0], line[2])
             for rank in range(self._world_size)
@@ -356,6 +357,7 @@ class Disturbed:
                     "replaced" if "replaced" in happened else "restarted" if "start" in happened else "a spare was hit"
                 )
                 answer += ", from scratch" if "fresh" in happened else ""
+                answer += ", from the last boundary" if any(since < each < after for each in saved) else ""
                 account.seconds.setdefault(answer, []).append(seconds)
                 account.redone.append(max(0, reached + 1 - (again or 0)))
             account.answers[answer] += 1

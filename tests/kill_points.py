@@ -1,6 +1,7 @@
 """Points at which a rank of the test program kills itself, or others too, when it is asked to by a file.
 
 Who wants a kill writes ``aim-RANK``: the name of a point, how often the rank passes it before, and whom it kills first.
+At one of them it does not kill itself, see :data:`SKEWED`.
 The rank writes ``pid-RANK`` when its script begins, and each kill into ``killed``.
 """
 
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from lightning_resilience.launch import membership
 
 POINTS: dict[str, tuple[str, str]] = {
     "forward": ("torch.nn:Tanh.forward", "before"),
@@ -45,10 +48,14 @@ IN_THE_PROGRAM = {
     "epoch_end": "end of an epoch",
     "save": "save",
     "train_end": "end of the fit",
+    "reduced": "behind the reduction, as if it had failed on another rank",
 }
 """What the test program passes itself, by its own names."""
 
 ALL_POINTS = [*BUCKETS, *IN_THE_PROGRAM.values(), *POINTS]
+
+SKEWED = IN_THE_PROGRAM["reduced"]
+"""Here the rank kills the others, and takes its own reduction for one that has failed: it stays a step behind."""
 
 IN_A_RECOVERY = ("joining", "joined", "restoring", "restored")
 """What ranks pass only when they start, or go back."""
@@ -129,10 +136,14 @@ def passes(point: str) -> None:
 def _kill(aim: Aim) -> None:
     assert _folder is not None
     os.unlink(_path)
-    record(_folder, aim.point, [int(os.environ["RANK"]), *aim.others])
+    line = membership.current() if aim.point == SKEWED and aim.others else None
+    record(_folder, aim.point, [*([int(os.environ["RANK"])] if line is None else []), *aim.others])
     for other in aim.others:
         with suppress(ProcessLookupError, FileNotFoundError):
             os.kill(int((_folder / f"pid-{other}").read_text()), signal.SIGKILL)
+    if line is not None:
+        line.replacement(60.0)
+        raise RuntimeError("Connection closed by peer, as the test has it")
     os.kill(os.getpid(), signal.SIGKILL)
 
 

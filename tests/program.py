@@ -222,6 +222,11 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
             while not record.exists():
                 time.sleep(0.01)  # it starts beside the training
             os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+        elif what == "lose_peer":  # its reduction has failed, although that of others may not have
+            line = membership.current()
+            assert line is not None
+            assert line.replacement(60.0) is not None
+            raise RuntimeError("Connection closed by peer, as the test has it")
         elif what == "break_device":
             as_on_gpu.load().break_down()
         elif what in ("hold_gil", "block"):  # the latter as whoever waits for a device: no exception gets there
@@ -499,6 +504,10 @@ class Module(L.LightningModule):
                 for parameter in self.parameters():
                     parameter.mul_(0.5)
         do(self.config, "train_end", self.trainer.global_step, self.trainer.global_rank)
+
+    def on_after_backward(self) -> None:
+        if self.config["kill_points"] or any(event["at"] == "reduced" for event in self.config["events"]):
+            self.happens("reduced")
 
     def on_train_batch_end(self, *args: Any) -> None:
         do(self.config, "batch_end", self.trainer.fit_loop.epoch_loop.total_batch_idx, self.trainer.global_rank)

@@ -65,6 +65,10 @@ def test_one_rank_of_a_node_starts_its_watchdog() -> None:
     assert at.FIRST_STARTS_WATCHDOG_WITHIN_S < at.FIRST_RANK_WITHIN_S
 
 
+def test_survivors_have_left_the_fit_before_all_ranks_are_restarted() -> None:
+    assert at.SURVIVORS_FOUND_WITHIN_S + at.LAST_BOUNDARY_SAVED_WITHIN_S < at.SURVIVORS_LEAVE_WITHIN_S - 10.0
+
+
 def test_a_hang_behind_a_replacement_is_found_in_time() -> None:
     assert at.WATCHDOG_PUT_OFF_S + at.WATCHDOG_POLL_S < 1.5  # beside the limit
 

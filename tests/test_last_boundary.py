@@ -20,14 +20,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_resilience import LocalCheckpoint
+from lightning_resilience._files import write_json
 from lightning_resilience._lightning import lightning_loggers, lightning_strategies
 from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.checkpoint.generations import rank_locations
 from lightning_resilience.checkpoint.safe_serialization import pack
-from lightning_resilience.fit import context, joining, logger_files
+from lightning_resilience.fit import context, joining, last_boundary, logger_files
 from lightning_resilience.fit.exact_state import LOGS
-from lightning_resilience.fit.last_boundary import LastBoundary, _Unknown
+from lightning_resilience.fit.last_boundary import LastBoundary, _savers, _Standing, _Unknown
 from lightning_resilience.fit.logger_files import Logs
 from lightning_resilience.fit.participant import Participant, Participants
 from lightning_resilience.fit.reentry import Replaceability
@@ -161,8 +162,8 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     return run
 
 
-def known(boundary: LastBoundary, lost: tuple[int, ...] = ()) -> Any:
-    return boundary._known(lost)
+def known(boundary: LastBoundary) -> Any:
+    return boundary._known()
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -195,7 +196,7 @@ def leave_as_rank_1(boundary: LastBoundary) -> None:
 def test_a_survivor_has_the_state_of_a_lost_rank(train: Callable[..., None]) -> None:
     def look(boundary: LastBoundary, watched: Watched) -> None:
         leave_as_rank_1(boundary)
-        note = known(boundary, (1,))
+        note = known(boundary)
         states, exact = boundary._put_back(note, [0, 1]), joining._active.exact
         next(states)
         torch.rand(7)
@@ -221,7 +222,7 @@ def lost_logs(boundary: LastBoundary) -> Any:
     leave_as_rank_1(boundary)
     own, exact.logs, fit.rank = exact.logs, None, 1
     try:
-        list(boundary._put_back(known(boundary, (0,)), [1, 0]))
+        list(boundary._put_back(known(boundary), [1, 0]))
         return exact.own_state(final=False)["kept"][LOGS]
     finally:
         exact.logs, exact._kept_of_lost, fit.rank = own, None, 0
@@ -299,7 +300,7 @@ def test_what_a_surviving_rank_0_has_logged_in_the_step_is_not_in_the_state(
 
 def test_of_another_position_token_or_layout_a_lost_rank_has_left_nothing(train: Callable[..., None]) -> None:
     def look(boundary: LastBoundary, watched: Watched) -> None:
-        note, fit = known(boundary, (1,)), boundary._session.fit
+        note, fit = known(boundary), boundary._session.fit
         leave_as_rank_1(boundary)
 
         def refused(why: str, position: int = note.position) -> None:
@@ -392,29 +393,101 @@ def test_what_is_not_known_in_a_step_is_refused_at_the_start(train: Callable[...
     train(1, refused("Stateful saves a state"), data=Stateful)
 
 
-def test_the_first_survivor_saves_for_the_lost_ranks(train: Callable[..., None]) -> None:
+STANDINGS: dict[str, tuple[dict[int, _Standing], list[int] | str]] = {
+    "all at the same boundary": ({0: _Standing(7), 2: _Standing(7)}, [0, 2]),
+    "one a step ahead": ({0: _Standing(8), 1: _Standing(7), 3: _Standing(7)}, [1, 3]),
+    "one in the optimizer's step": ({1: _Standing(None), 2: _Standing(7)}, [2]),
+    "all in the optimizer's step": ({0: _Standing(None), 1: _Standing(None)}, "all ranks have gone on"),
+    "one refuses": ({0: _Standing(7), 1: _Standing(None, "something was logged")}, "something was logged"),
+}
+
+
+def test_the_ranks_at_the_oldest_boundary_save() -> None:
+    for name, (standings, expected) in STANDINGS.items():
+        if isinstance(expected, list):
+            assert _savers(standings) == expected, name
+        else:
+            with pytest.raises(_Unknown, match=expected):
+                _savers(standings)
+
+
+def leave_word(boundary: LastBoundary, rank: int, standing: _Standing, **more: Any) -> None:
+    token = boundary._session.fit.nonce
+    write_json(boundary._standing_path(rank), {"token": token, **standing._asdict(), **more})
+
+
+def test_the_first_survivor_at_the_oldest_boundary_saves_for_the_others(
+    train: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def look(boundary: LastBoundary, watched: Watched) -> None:
         calls = []
 
         class Saves(Participant):
+            settles = True
+
+            def settle_saves(self, within_s: float) -> bool:
+                return self.settles
+
             def save_after_loss(self, generation: str, ranks: Any, records: bool, within_s: float) -> bool:
-                calls.append((generation, records))
+                calls.append((generation, fit.rank, list(ranks), records))
                 return True
 
         fit = boundary._session.fit
-        fit.participants = Participants()
-        fit.participants.add(Saves())
-        fit.trainer.strategy._world_size = 3
-        boundary._session.selector.local.locations = rank_locations([("here", 0)] * 3)
-        boundary.save([1])
-        fit.rank = 2
-        boundary.save([1])
-        (name, first), (same, second) = calls
-        assert (first, second) == (True, False)
-        assert name == same
+        fit.participants, saves = Participants(), Saves()
+        fit.participants.add(saves)
+        monkeypatch.setattr(L.Trainer, "world_size", 4)
+        boundary._session.selector.local.locations = rank_locations([("here", 0)] * 4)
+        here = boundary._note.position
+        for rank in range(1, 4):
+            shutil.copy(boundary._path(0), boundary._path(rank))
+            shutil.copy(boundary._epoch_path(0, boundary._epochs), boundary._epoch_path(rank, boundary._epochs))
+
+        def saved(rank: int, lost: tuple[int, ...] = (1,), /, **others: _Standing) -> Any:
+            calls.clear()
+            for each in range(4):
+                boundary._standing_path(each).unlink(missing_ok=True)
+            for name, standing in others.items():
+                leave_word(boundary, int(name[1:]), standing)
+            fit.rank = rank
+            boundary.save(lost)
+            return [call[1:] for call in calls]
+
+        same, ahead = _Standing(here), _Standing(here + 1)
+        assert saved(0, r2=same, r3=same) == [(0, [0, 1], True)]
+        name = calls[0][0]
+        assert saved(2, r0=same, r3=same) == [(2, [2], False)]
+        assert calls[0][0] == name
+        assert saved(2, r0=ahead, r3=same) == [(2, [2, 0, 1], True)]
+        assert saved(3, r0=ahead, r2=same) == [(3, [3], False)]
+        assert saved(2, r0=_Standing(None), r3=ahead) == [(2, [2, 0, 1, 3], True)]
+        assert saved(2, r0=_Standing(here - 1), r3=same) == []
+        assert saved(2, r0=_Standing(None, "no"), r3=same) == []
+        # Rank 3 says nothing in time, or only something of an earlier start; or it is found to be lost, too.
+        monkeypatch.setattr(last_boundary, "SURVIVORS_FOUND_WITHIN_S", 0.02)
+        assert saved(0, r2=same) == []
+        leave_word(boundary, 3, same, token="another start")
+        boundary.save((1,))
+        assert calls == []
+        monkeypatch.setattr(last_boundary, "_lost_by_now", lambda lost: {*lost, 3})
+        assert saved(0, r2=same) == [(0, [0, 1, 3], True)]
+        # Of several nodes each has its own words; the first that is left of all reports it.
+        boundary._session.selector.local.locations = rank_locations([("here", 0)] * 2 + [("there", 1)] * 2)
+        monkeypatch.setattr(last_boundary, "_lost_by_now", lambda lost: {*lost})
+        assert saved(0) == [(0, [0, 1], True)]
+        assert saved(3, r2=ahead) == [(3, [3, 2], False)]
+        assert saved(2, (3,)) == [(2, [2, 3], False)]
+        boundary._session.selector.local.locations = rank_locations([("here", 0)] * 4)
+        # Who cannot save says so, and the others need not wait.
+        saves.settles = False
+        assert saved(0, r2=same) == []
+        assert boundary._standing_of(0) == _Standing(None, "a local save in progress is stuck")
+        saves.settles = True
+        boundary._step_has_begun = True
+        assert saved(0, r2=same) == []
+        assert boundary._standing_of(0) == _Standing(None)
+        boundary._step_has_begun = False
         boundary._note = boundary._note._replace(position=7)
-        boundary.save([1])
-        assert calls[2][0] != name
+        boundary._note.unchanged[:] = [owner[key] for owner, key in boundary._unchanged]
 
     train(4, look)
 
@@ -429,7 +502,7 @@ def test_survivors_may_publish_although_the_replacement_of_rank_0_has_claimed_th
         fit.run.claim()  # by a rank of the same launch, namely this one
         with pytest.raises(StaleAttempt):
             fit.check_owner()
-        fit.lost_rank_0 = True
+        fit.rank_0_may_go_ahead = True
         fit.check_owner()
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another one")
         with pytest.raises(StaleAttempt):
@@ -471,10 +544,10 @@ def test_a_rank_that_validates_or_has_seen_bad_steps_does_not_save(train: Callab
     def look(boundary: LastBoundary, watched: Watched) -> None:
         exact, participants = boundary._session.exact, boundary._session.fit.participants
         known(boundary)
-        for name in ("before_evaluation", "resumed"):
+        for name, why in (("before_evaluation", "in a validation"), ("resumed", "has not resumed yet")):
             before = vars(exact)[name]
             vars(exact)[name] = object()
-            with pytest.raises(_Unknown, match="in a validation, or has not resumed"):
+            with pytest.raises(_Unknown, match=why):
                 known(boundary)
             vars(exact)[name] = before
         participants.add(LooksBad())

@@ -23,11 +23,11 @@ BUDGET = {
     "detect/hangs": 2490,
     "detect/numerics": 788,
     "detect/stragglers": 370,
-    "elastic": 409,
-    "fit": 6334,
-    "launch": 8424,
+    "elastic": 414,
+    "fit": 6407,
+    "launch": 8425,
     "launch/schedulers": 508,
-    "run": 3079,
+    "run": 3080,
 }
 
 _NO_CODE = (

@@ -71,8 +71,8 @@ class FitContext:
         """Whether the fit ends with an exception: other ranks may be gone."""
         self.peer_is_lost = False
         """Whether it fails because another rank is gone, which nobody need wait for."""
-        self.lost_rank_0 = False
-        """Whether rank 0 is being replaced, which claims the run before this rank has left the fit."""
+        self.rank_0_may_go_ahead = False
+        """Whether a rank was lost: rank 0, or its replacement, may claim the run before this rank has left the fit."""
         self.counted_before = 0
         """``steps_counted`` at the last rollback."""
         self._has_logged_divergence = False
@@ -143,7 +143,7 @@ class FitContext:
         try:
             self.run.check_owner(self.token)
         except StaleAttempt:
-            if not (self.lost_rank_0 and self.run.is_claimed_by_sibling()):
+            if not (self.rank_0_may_go_ahead and self.run.is_claimed_by_sibling()):
                 raise
 
     def check_owner_if_known(self) -> None:

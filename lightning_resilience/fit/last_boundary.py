@@ -5,11 +5,13 @@ of the others as they were at the last boundary. So the survivors save them to l
 and the replacement and they resume from there: only the interrupted step is done again.
 
 What else a step changes is noted at each boundary (:mod:`.lightning_boundary`) and put back before the save. What only
-the lost rank knew, it has left in node memory (:mod:`.own_part`): the first survivor of its node puts that in the place
-of its own and saves in the name of the lost rank, too.
+the lost rank knew, it has left in node memory (:mod:`.own_part`): a survivor puts that in the place of its own and
+saves in the name of the lost rank, too.
 
-Each survivor decides for itself, since no message can be waited for. The generation has the same name on all that are
-at the same boundary; if one is elsewhere, or cannot tell, it is incomplete, and all go back to an older one.
+Survivors may differ by a step: one has ended its reduction, which failed on another. So each leaves word in node memory
+at which boundary it is, and waits for that of the others. Those at the oldest boundary save: they have its parameters,
+and what else the others had there lies in node memory. The generation has the same name on all of them; if one of them
+does not save, it is incomplete, and all go back to an older one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import logging
 import math
 import operator
 import struct
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +32,7 @@ import torch
 import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_resilience._files import publish
+from lightning_resilience._files import publish, read_json, write_json
 from lightning_resilience._lightning import lightning_boundary, lightning_loggers, lightning_loops, lightning_strategies
 from lightning_resilience._torch import before_update
 from lightning_resilience.checkpoint.digest import digest_of
@@ -39,7 +43,8 @@ from lightning_resilience.elastic.own_rows import RowsWriter, read_rows
 from lightning_resilience.fit.exact_state import LOGS
 from lightning_resilience.fit.logger_files import LogPosition
 from lightning_resilience.fit.participant import Participant
-from lightning_resilience.run.deadlines import LAST_BOUNDARY_SAVED_WITHIN_S
+from lightning_resilience.launch import membership
+from lightning_resilience.run.deadlines import LAST_BOUNDARY_SAVED_WITHIN_S, SURVIVORS_FOUND_WITHIN_S
 
 if TYPE_CHECKING:
     from lightning_resilience.fit.session import FitSession
@@ -55,6 +60,22 @@ _MOST_DIGESTED_BYTES = 64 << 20
 
 class _Unknown(Exception):
     """Why the state of the last boundary is not known."""
+
+
+class _GoneOn(_Unknown):
+    """This rank is behind the last boundary, and not yet at the next one."""
+
+
+class _Standing(NamedTuple):
+    """Where a survivor is after a loss.
+
+    Attributes:
+        position: Of its boundary; ``None`` if it has gone on from the last one.
+        refusal: Why no state may be saved; empty: it may.
+    """
+
+    position: int | None
+    refusal: str = ""
 
 
 class _Note(NamedTuple):
@@ -301,7 +322,6 @@ class LastBoundary(Participant):
             raise _Unknown("a data loader has a random generator of its own")
         if own := session.fit.participants.own_states():
             raise _Unknown(f"ranks hold different states of {', '.join(own)}")
-        self._folder = session.selector.local.store.directory / "own"
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._changed = lightning_boundary.changed_by_step(trainer)
         self._unchanged = lightning_boundary.unchanged_by_step(trainer)
@@ -318,6 +338,11 @@ class LastBoundary(Participant):
             self._writer.close()
         self._room = 4096 + 2 * size
         self._writer = OwnPartWriter(self._path(self._session.fit.rank), self._session.fit.nonce, self._room)
+
+    @property
+    def _folder(self) -> Path:
+        assert self._session.selector.local is not None
+        return self._session.selector.local.store.directory / "own"
 
     def _path(self, rank: int) -> Path:
         return path_of(self._folder, rank)
@@ -361,44 +386,101 @@ class LastBoundary(Participant):
         Args:
             lost: These ranks.
         """
-        session = self._session
-        alive = [rank for rank in range(session.fit.trainer.world_size) if rank not in lost]
-        is_first = session.fit.rank == alive[0]
+        fit = self._session.fit
+        first = min({*range(fit.trainer.world_size)} - {*lost})
+        is_first = fit.rank == first
+        fit.rank_0_may_go_ahead = True
         try:
-            note = self._known(lost)
-            assert session.selector.local is not None
-            locations = session.selector.local.locations
-            ranks = ranks_to_save(locations, lost, session.fit.rank)
-            name = hashlib.blake2b(f"{session.fit.nonce} {note.position}".encode(), digest_size=4).hexdigest()
-            policies = session.fit.participants.implement(Participant.save_after_loss)
-            session.fit.lost_rank_0 = 0 in lost
-            with session.fit.saving():
-                saved = [
-                    each(name, self._put_back(note, ranks), is_first, LAST_BOUNDARY_SAVED_WITHIN_S) for each in policies
-                ]
-            if not all(saved):
-                raise _Unknown("not all ranks have saved the state of the same boundary")
-            if is_first:
-                is_all = len({each.node for each in locations}) == 1  # what other nodes have saved is not known here
-                then = ": only the next one is done again" if is_all else " on this node"
-                log.info("Saved step %d after the loss%s.", session.fit.trainer.global_step, then)
+            standings = self._standings(lost)
+            savers = _savers(standings)
+            is_first = fit.rank == savers[0] and first in standings  # on its node, of several
+            if fit.rank in savers:
+                self._save(_lost_by_now(lost) | (standings.keys() - {*savers}), is_first)
         except (_Unknown, OSError, ValueError) as error:
             log.log(logging.INFO if is_first else logging.DEBUG, "Going back to the last checkpoint: %s.", error)
         except Exception:
             log.warning("Going back to the last checkpoint: a later state could not be saved.", exc_info=True)
         finally:
-            session.fit.lost_rank_0 = False
+            fit.rank_0_may_go_ahead = False
 
-    def _known(self, lost: Collection[int]) -> _Note:
+    def _save(self, absent: Collection[int], is_first: bool) -> None:
+        fit, note, local = self._session.fit, self._note, self._session.selector.local
+        assert note is not None
+        assert local is not None
+        ranks = ranks_to_save(local.locations, absent, fit.rank)
+        name = hashlib.blake2b(f"{fit.nonce} {note.position}".encode(), digest_size=4).hexdigest()
+        policies = fit.participants.implement(Participant.save_after_loss)
+        with fit.saving():
+            saved = [
+                each(name, self._put_back(note, ranks), is_first, LAST_BOUNDARY_SAVED_WITHIN_S) for each in policies
+            ]
+        if not all(saved):
+            raise _Unknown("not all ranks have saved the state of the same boundary")
+        if is_first:
+            is_all = len({each.node for each in local.locations}) == 1  # what other nodes have saved is not known here
+            then = ": only the next one is done again" if is_all else " on this node"
+            log.info("Saved step %d after the loss%s.", fit.trainer.global_step, then)
+
+    def _standings(self, lost: Collection[int]) -> dict[int, _Standing]:
+        """Where each survivor of this node is, when all have left word.
+
+        Raises:
+            _Unknown: If this rank refuses, or another one leaves no word in time.
+        """
+        fit, local = self._session.fit, self._session.selector.local
+        until = time.monotonic() + SURVIVORS_FOUND_WITHIN_S
+        mine = self._standing(SURVIVORS_FOUND_WITHIN_S)
+        if local is not None:
+            with suppress(FileNotFoundError):  # no rank has come to a boundary
+                write_json(self._standing_path(fit.rank), {"token": fit.nonce, **mine._asdict()})
+        if mine.refusal or local is None:
+            raise _Unknown(mine.refusal)
+        here = {each.rank for each in local.locations if each.node == local.locations[fit.rank].node}
+        while True:
+            survivors = here - _lost_by_now(lost)
+            found = {rank: mine if rank == fit.rank else self._standing_of(rank) for rank in survivors}
+            if missing := [rank for rank, each in found.items() if each is None]:
+                if time.monotonic() > until:
+                    raise _Unknown(f"rank {missing[0]} has not left its step")
+                time.sleep(0.002)
+                continue
+            return {rank: each for rank, each in found.items() if each is not None}
+
+    def _standing(self, within_s: float) -> _Standing:
+        """Where this rank is."""
+        try:
+            # What ends later removes older generations of this rank, and what others save in its name.
+            settled = [each(within_s) for each in self._session.fit.participants.implement(Participant.settle_saves)]
+            if not all(settled):
+                raise _Unknown("a local save in progress is stuck")
+            return _Standing(self._known().position)
+        except _GoneOn:
+            return _Standing(None)
+        except _Unknown as error:
+            return _Standing(None, str(error))
+
+    def _standing_of(self, rank: int) -> _Standing | None:
+        """Where another rank says that it is; ``None`` if it has not said it yet."""
+        left = read_json(self._standing_path(rank))
+        if left is None or left["token"] != self._session.fit.nonce:
+            return None
+        return _Standing(left["position"], left["refusal"])
+
+    def _standing_path(self, rank: int) -> Path:
+        return self._path(rank).with_suffix(".standing")
+
+    def _known(self) -> _Note:
         """The last boundary, if its state is still there."""
         session, note, values = self._session, self._note, self._values
         fit, exact = session.fit, session.exact
         if note is None or values is None:
             raise _Unknown(self._off or "there was no boundary yet")
         if self._step_has_begun or note.unchanged != [owner[key] for owner, key in self._unchanged]:
-            raise _Unknown("this rank has gone on from the last boundary")
-        if exact.resumed is not None or exact.before_evaluation is not None:
-            raise _Unknown("this rank is in a validation, or has not resumed yet")
+            raise _GoneOn("this rank has gone on from the last boundary")
+        if exact.before_evaluation is not None:
+            raise _GoneOn("this rank is in a validation")
+        if exact.resumed is not None:
+            raise _Unknown("this rank has not resumed yet")
         if note.versions != [each._version for each in self._parameters]:
             raise _Unknown("the step has written to parameters before the optimizer has")
         if not all(map(_are_same_settings, note.groups, self._optimizer.param_groups)):
@@ -479,7 +561,7 @@ def ranks_to_save(locations: Sequence[RankLocation], lost: Collection[int], rank
 
     Args:
         locations: Of all ranks.
-        lost: These ranks.
+        lost: These ranks, and those of its node that have gone on.
         rank: The rank.
 
     Raises:
@@ -491,6 +573,31 @@ def ranks_to_save(locations: Sequence[RankLocation], lost: Collection[int], rank
     here = [each.rank for each in locations if each.node == locations[rank].node]
     is_first = rank == min(each for each in here if each not in lost)
     return [rank, *(each for each in here if each in lost and is_first)]
+
+
+def _lost_by_now(lost: Collection[int]) -> set[int]:
+    """The ranks that were lost, and those that were since then."""
+    line = membership.current()
+    replacement = None if line is None else line.replacement()
+    return {*lost, *(() if replacement is None else replacement.lost)}
+
+
+def _savers(standings: Mapping[int, _Standing]) -> list[int]:
+    """The ranks that save the state of the last boundary: those at the oldest one. The first also saves for the others.
+
+    Args:
+        standings: Where each survivor is.
+
+    Raises:
+        _Unknown: If there are none.
+    """
+    if refusals := [each.refusal for _, each in sorted(standings.items()) if each.refusal]:
+        raise _Unknown(refusals[0])
+    positions = {rank: each.position for rank, each in sorted(standings.items()) if each.position is not None}
+    if not positions:
+        raise _Unknown("all ranks have gone on from the last boundary")
+    oldest = min(positions.values())
+    return [rank for rank, position in positions.items() if position == oldest]
 
 
 def _are_same_settings(before: dict[str, Any], now: dict[str, Any]) -> bool:

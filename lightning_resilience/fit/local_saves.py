@@ -295,6 +295,13 @@ class LocalSavePolicy(Participant):
             self._record(trainer.global_step, generation, reason)
         return complete
 
+    def settle_saves(self, within_s: float) -> bool:
+        """Waits for the save in progress; returns whether it has ended."""
+        if self._saves is None:
+            return True
+        self._saves.fence()
+        return self._saves.wait_for_save(within_s)
+
     def save_after_loss(self, generation: str, ranks: Iterable[int], records: bool, within_s: float) -> bool:
         """Saves the states of ranks of this node, without the peers; returns whether they are saved.
 

@@ -19,7 +19,7 @@ Save
 Rollback
     ``before_rollback``, loading of the older checkpoint, ``after_rollback``.
 Loss of a rank that is replaced
-    ``save_after_loss``, ``leave``, ``left``.
+    ``settle_saves``, ``save_after_loss``, ``leave``, ``left``.
 Failure
     ``on_raised``, ``on_exception`` of the callbacks before ours, ``on_failure``, ``leave``, ``left``.
 End
@@ -149,6 +149,10 @@ class Participant:
             Whether all ranks have saved.
         """
         return False
+
+    def settle_saves(self, within_s: float) -> bool:
+        """A rank was lost: waits for the local save in progress, without the peers; returns whether it has ended."""
+        return True
 
     def save_after_loss(self, generation: str, ranks: Iterable[int], records: bool, within_s: float) -> bool:
         """Saves the state of the last boundary to local storage, without the peers, of which some are lost.

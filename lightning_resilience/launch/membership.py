@@ -91,7 +91,8 @@ class Membership:
         self.cut()  # before the main thread can know of it, and open the next group
         with self._news:
             if message.kind == "replace":
-                lost = {int(rank): str(how) for rank, how in message.fields["lost"].items()}
+                lost = {} if self._replacement is None else self._replacement.lost  # of a generation that none begins
+                lost = lost | {int(rank): str(how) for rank, how in message.fields["lost"].items()}
                 self._replacement = Replacement(message.fields["generation"], message.fields["port"], lost)
             else:
                 self._restarts = True

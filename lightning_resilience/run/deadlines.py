@@ -174,6 +174,9 @@ OWN_ERROR_RAISED_AFTER_S = 0.5
 SURVIVORS_LEAVE_WITHIN_S = 30.0
 """How long survivors may take to leave the fit: a local save that is being written is given some seconds."""
 
+SURVIVORS_FOUND_WITHIN_S = 5.0
+"""How long they may take of it until each has said at which boundary it is."""
+
 LAST_BOUNDARY_SAVED_WITHIN_S = 10.0
 """How long they may take of it to save the state of the last boundary."""
 
