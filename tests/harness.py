@@ -8,7 +8,6 @@ import hashlib
 import importlib
 import json
 import multiprocessing
-import multiprocessing.util
 import os
 import signal
 import socket
