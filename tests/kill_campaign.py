@@ -32,7 +32,7 @@ import psutil
 from lightning_resilience._processes import has_signal
 from lightning_resilience.detect.hangs.rank_probe import STACKS_SIGNAL
 from lightning_resilience.run.run_directory import RunDirectory
-from tests import harness, kill_points
+from tests import harness, kill_points, test_logs
 from tests.harness import command, lines
 from tests.kill_points import ALL_POINTS, IN_A_RECOVERY, Aim
 from tests.ledgers import read_ledger
@@ -116,6 +116,8 @@ def options_of(chance: random.Random) -> dict[str, Any]:
     }
     if chance.random() < 0.4:
         options["lightning_callbacks"] = {"EMAWeightAveraging": {"decay": 0.9}}
+    if chance.random() < 0.3:
+        options["loggers"] = ["CSVLogger", "TensorBoardLogger"]
     if chance.random() < 0.4:  # else those of the recipe
         options |= {
             "callbacks": ["auto_resume", "local_checkpoint"],
@@ -123,6 +125,18 @@ def options_of(chance: random.Random) -> dict[str, Any]:
             "local": {"every_n_train_steps": 3},
         }
     return options
+
+
+def _differences_of_logs(ours: Path, theirs: Path) -> Iterator[str]:
+    """In what Lightning's loggers have written, each row once."""
+
+    def shown(folder: Path) -> Any:
+        return test_logs.of_the_training(test_logs.shown(folder))
+
+    readers: dict[str, Any] = {"CSVLogger": test_logs.rows, "TensorBoardLogger": shown}
+    for kind, read in readers.items():
+        if (theirs / kind).exists() and read(ours) != read(theirs):
+            yield f"{kind} has other rows"
 
 
 def draw_points(chance: random.Random, count: int, among: Sequence[str] | None = None) -> list[str]:
@@ -191,7 +205,9 @@ class Disturbed:
             self._end()
         if self._launch.returncode == 0:
             options = {name: each for name, each in self._config.items() if name not in ("run_dir", "out", "log")}
-            problems += harness.differences(self._config, harness.reference(**options))
+            undisturbed = harness.reference(**options)
+            problems += harness.differences(self._config, undisturbed)
+            problems += _differences_of_logs(*(Path(each["run_dir"]).parent for each in (self._config, undisturbed)))
         account = self._account()
         account.problems = problems
         return account
