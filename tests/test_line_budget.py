@@ -25,7 +25,7 @@ BUDGET = {
     "detect/stragglers": 370,
     "elastic": 414,
     "fit": 6407,
-    "launch": 8425,
+    "launch": 8426,
     "launch/schedulers": 508,
     "run": 3080,
 }

@@ -471,6 +471,43 @@ def test_a_survivor_begins_the_fit_with_what_a_replacement_has(tmp_path: Path) -
     assert [each.requires_grad for each in module.parameters()] == [True, True, *[False] * 4]
 
 
+class Ranks:
+    """Takes note of what is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def tell(self, ranks: Any, kind: str, **fields: Any) -> None:
+        self.told.append(kind)
+
+    def open_store(self) -> int:
+        return 0
+
+    def close_old_store(self) -> None: ...
+
+    def start(self, ranks: Any, generation: int) -> None: ...
+
+    def record(self, lost: Any, generation: int) -> None: ...
+
+
+@pytest.mark.parametrize("state", ["ready", "done"])
+def test_a_rank_whose_fit_ends_as_another_one_dies_is_not_awaited_for_long(state: str) -> None:
+    """Its script may go on for hours."""
+    ranks: Any = Ranks()
+    policy = LossPolicy(ranks, world_size=2, max_restarts=3, term_timeout_s=5.0)
+    for rank in range(2):
+        policy.heard(rank, "state", {"state": "ready", "generation": 0, "reason": ""})
+    policy.heard(None, "saved", {})
+    policy.ended(1, -signal.SIGKILL)
+    for now in (0.0, 1.0):
+        policy.step(now, all_is_heard=True)
+    assert ranks.told == ["replace"]
+    policy.heard(0, "state", {"state": state, "generation": 0, "reason": ""})  # it had not said so yet
+    for now in (2.0, deadlines.SURVIVORS_LEAVE_WITHIN_S + 2.0):
+        policy.step(now, all_is_heard=True)
+    assert ranks.told == ["replace", "restart"]
+
+
 def test_a_rank_that_is_killed_is_replaced_and_one_that_fails_is_not() -> None:
     assert is_replaceable(-signal.SIGKILL)
     assert is_replaceable(exit_codes.HUNG)

@@ -191,9 +191,10 @@ class LossPolicy:
             self._restart(now, f"the replacement has not begun to train within {seconds:.0f} s")
         elif seconds > deadlines.SURVIVORS_LEAVE_WITHIN_S:
             for member in members:
-                if member.exit_code is not None:
+                is_behind = member.generation < self.generation
+                if member.exit_code is not None or (member.state == "done" and is_behind):
                     return self._restart(now, f"rank {member.rank} has ended instead of joining the others")
-                if member.state == "ready" and member.generation < self.generation:
+                if member.state == "ready" and is_behind:
                     return self._restart(now, f"rank {member.rank} has not left the fit within {seconds:.0f} s")
         return None
 
@@ -269,7 +270,7 @@ class LossPolicy:
         until, signum = self._ending[0]
         if living := self._living():
             self.wakes_at = until
-            if now <= until:
+            if now < until:
                 return
             if signum is not None:
                 del self._ending[0]
