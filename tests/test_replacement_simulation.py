@@ -1266,7 +1266,6 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "another boundary of the lost rank": (simulation, "Boundary", TakesTheNewest),
     "a lost rank's own part is not taken": (simulation, "Boundary", ForgetsTheLost),
     "not all shards are there": (Generation, "missing", property(lambda self: [])),
-    "no fence": (FitContext, "check_owner", lambda self: None),
 }
 
 
@@ -1288,7 +1287,6 @@ FOUND_LATE = {
     "a second loss is forgotten",
     "nobody is cut",
     "another boundary of the lost rank",
-    "no fence",
 }
 
 
