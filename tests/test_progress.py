@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import multiprocessing
 import struct
@@ -9,7 +10,7 @@ import time
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -152,20 +153,26 @@ def test_a_section_of_another_version_is_none(path: Path, three: list[bytes]) ->
     assert read_progress(path) is None
 
 
-def _write(path: Path, count: int) -> None:
+def _write(path: Path, is_enough: Any) -> None:
     progress = Progress(path, {"step": 5.0})
-    for number in range(count):
+    for number in itertools.count():
         progress.at("step", number, (number, number, number, number))
+        if is_enough.is_set():
+            break
 
 
 def test_a_reader_never_sees_half_a_record(path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=_write, args=(path, 300_000))
+    context = multiprocessing.get_context("fork")
+    is_enough = context.Event()
+    seen: set[int] = set()
+    process = context.Process(target=_write, args=(path, is_enough))
     process.start()
-    seen = set()
-    while process.is_alive():
-        stay = read_progress(path)
-        if stay is not None:
-            assert stay.position == (stay.step,) * 4
-            seen.add(stay.step)
-    process.join()
-    assert len(seen) > 10
+    try:
+        while len(seen) < 2000 and process.is_alive():
+            if (stay := read_progress(path)) is not None:
+                assert stay.position == (stay.step,) * 4
+                seen.add(stay.step)
+    finally:
+        is_enough.set()
+        process.join()
+    assert len(seen) == 2000
