@@ -585,7 +585,7 @@ def plain_20187(tmp: Path) -> None:
     saves = {"OnExceptionCheckpoint": {"dirpath": str(tmp)}}
     codes, text = in_ddp(tmp, lightning_callbacks=saves, **RAISES)
     assert 0 not in codes
-    assert "Timed out" in text
+    assert "Timed out" in text or "Application timeout" in text  # whichever end of the connection gloo asks first
 
 
 def ours_20187(tmp: Path) -> None:
