@@ -43,8 +43,8 @@ ARMS = {
     "`torchrun`, Lightning's checkpoints": [sys.executable, "-m", "torch.distributed.run", "--max-restarts=1000"],
 }
 PATIENCE_S = 180.0
-BETWEEN_S = 8.0
-"""Between a recovery and the next kill: a spare is made again in that time."""
+BETWEEN_S = {name: 6.0 if name in ("`launch --spares auto`", "`launch --elastic`") else 2.0 for name in ARMS}
+"""Between a recovery and the next kill: in the longer time a spare is made again."""
 
 
 @dataclass(frozen=True)
@@ -186,10 +186,10 @@ def measure(name: str, model: str, ranks: int, kills: int, seed: int) -> list[tu
         arm = Arm(ARMS[name], model, ranks, Path(folder))
         found = []
         try:
-            arm.train_on(BETWEEN_S)
+            arm.train_on(BETWEEN_S[name])
             for _ in range(kills):
                 found.append(arm.kill(draw.randrange(ranks)))
-                arm.train_on(BETWEEN_S + draw.random())
+                arm.train_on(BETWEEN_S[name] + draw.random())
         finally:
             arm.end()
     return found
