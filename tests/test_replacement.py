@@ -40,7 +40,7 @@ from lightning_resilience.launch.elastic import Supervisor
 from lightning_resilience.launch.loss_policy import LossPolicy, is_replaceable
 from lightning_resilience.launch.membership import Membership, Replacement
 from lightning_resilience.run import deadlines, exit_codes
-from lightning_resilience.run.run_directory import RunDirectory
+from lightning_resilience.run.run_directory import JOINS_VARIABLE, RunDirectory
 from tests import as_on_gpu, test_logs
 from tests.harness import command, differences, free_port, reference, result, samples
 from tests.ledgers import Ledger, read_ledger
@@ -67,13 +67,13 @@ def test_a_rank_learns_of_a_loss_when_its_group_is_cut(ends: tuple[Membership, C
     line.cut = lambda: known_at_cut.append(line.replacement())
     end.send("replace", generation=3, port=4711, lost={0: "was killed by SIGKILL"})
     replacement = line.replacement_behind(RuntimeError("Connection closed by peer"))
-    assert replacement == Replacement(3, 4711, {0: "was killed by SIGKILL"})
+    assert replacement == Replacement(3, 4711, {0: "was killed by SIGKILL"}, (0,))
     assert known_at_cut == [None]  # else the main thread may have opened the next group, which would be cut
     line.begin(replacement)
     assert (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"]) == ("3", "4711")
     said = end.receive()
     assert said is not None
-    assert (said.kind, said.fields) == ("state", {"state": "left", "generation": 3, "reason": ""})
+    assert (said.kind, said.fields) == ("state", {"state": "left", "generation": 3, "reason": "", "fewer": ""})
     assert line.replacement() is None
 
 
@@ -81,11 +81,37 @@ def test_ranks_that_are_lost_before_a_generation_begins_are_lost_together(ends: 
     line, end = ends
     for generation, lost in ((1, {0: "one"}), (2, {2: "another"})):
         end.send("replace", generation=generation, port=generation, lost=lost)
-    wait_until(lambda: (line.replacement() or Replacement(0, 0, {})).generation == 2, lambda: "nothing was heard")
-    assert line.replacement() == Replacement(2, 2, {0: "one", 2: "another"})
-    line.begin(Replacement(2, 2, {0: "one", 2: "another"}))
+    wait_until(lambda: (line.replacement() or Replacement(0, 0, {}, (0,))).generation == 2, lambda: "nothing was heard")
+    assert line.replacement() == Replacement(2, 2, {0: "one", 2: "another"}, (0,))
+    line.begin(Replacement(2, 2, {0: "one", 2: "another"}, (0,)))
     end.send("replace", generation=3, port=3, lost={1: "the next"})
-    assert line.replacement(10.0) == Replacement(3, 3, {1: "the next"})
+    assert line.replacement(10.0) == Replacement(3, 3, {1: "the next"}, (0,))
+
+
+def test_the_ranks_of_a_generation_are_numbered_by_its_members(
+    ends: tuple[Membership, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
+        monkeypatch.setenv(name, "4" if "WORLD" in name else "2")
+    monkeypatch.setenv(JOINS_VARIABLE, "1")
+    ours, theirs = (Channel(each) for each in socket.socketpair())
+    line = Membership(theirs, generation=3)
+    assert line.is_at_door
+    ours.send("replace", generation=4, port=4, lost={}, members=[0, 2, 3])
+    replacement = line.await_admission()
+    assert (said := ours.receive()) is not None
+    assert (said.fields["state"], said.fields["generation"]) == ("waiting", 3)
+    assert replacement is not None
+    line.begin(replacement)
+    assert not line.is_at_door
+    assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == [*"1133"]
+    ours.send("replace", generation=5, port=5, lost={1: "a newcomer", 3: "a rank"}, members=[0, 2])
+    replacement = line.replacement(10.0)
+    assert replacement is not None
+    assert line.ranks(replacement.lost) == {2}
+    line.begin(replacement)
+    assert [os.environ[name] for name in ("RANK", "WORLD_SIZE")] == [*"12"]
+    ours.close()
 
 
 def test_an_error_of_the_user_is_raised(ends: tuple[Membership, Channel], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,27 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
+def why_not(trainer: Trainer, loader: Any) -> str | None:
+    """Why the data of a loader cannot be divided among more ranks than there are processes; ``None`` if they can.
+
+    Args:
+        trainer: The Trainer.
+        loader: The script's, or what the Trainer has made of it.
+    """
+    if not isinstance(loader, DataLoader):
+        return f"{type(loader).__name__} is no DataLoader of torch's"
+    if isinstance(loader.dataset, IterableDataset):
+        return "an iterable dataset divides itself"
+    if hasattr(loader, "load_state_dict"):
+        return f"{type(loader).__name__} keeps its place itself"
+    if isinstance(loader.sampler, DistributedSampler):
+        if type(loader.sampler) is not DistributedSampler or loader.sampler.num_replicas != trainer.world_size:
+            return f"the script's {type(loader.sampler).__name__} divides them in a way of its own"
+    elif not trainer._accelerator_connector.use_distributed_sampler:
+        return "the Trainer has use_distributed_sampler=False"
+    return None
+
+
 class TrainingData:
     """The training data of a process, divided among more ranks than there are processes.
 
@@ -42,7 +63,7 @@ class TrainingData:
         def prepared(dataloader: Any, shuffle: bool, mode: Any) -> Any:
             if mode is not type(mode).TRAINING or self.refused is not None:
                 return prepare(dataloader, shuffle=shuffle, mode=mode)
-            if (reason := self._why_not(dataloader)) is not None:
+            if (reason := why_not(self._trainer, dataloader)) is not None:
                 if self._others:
                     raise ValueError(f"The training data cannot be divided among {among} ranks: {reason}.")
                 self.refused = reason
@@ -52,23 +73,6 @@ class TrainingData:
             return own
 
         patches.set(connector, "_prepare_dataloader", prepared)
-
-    def _why_not(self, loader: Any) -> str | None:
-        if not isinstance(loader, DataLoader):
-            return f"{type(loader).__name__} is no DataLoader of torch's"
-        if isinstance(loader.dataset, IterableDataset):
-            return "an iterable dataset divides itself"
-        if hasattr(loader, "load_state_dict"):
-            return f"{type(loader).__name__} keeps its place itself"
-        if isinstance(loader.sampler, DistributedSampler):
-            if (
-                type(loader.sampler) is not DistributedSampler
-                or loader.sampler.num_replicas != self._trainer.world_size
-            ):
-                return f"the script's {type(loader.sampler).__name__} divides them in a way of its own"
-        elif not self._trainer._accelerator_connector.use_distributed_sampler:
-            return "the Trainer has use_distributed_sampler=False"
-        return None
 
     def _of(self, rank: int, loader: DataLoader[Any], shuffle: bool, mode: Any) -> Any:
         connector: Any = sys.modules[type(self._trainer._data_connector).__module__]

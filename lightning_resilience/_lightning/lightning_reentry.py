@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -65,11 +65,22 @@ class Start:
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer = trainer
+        self._devices: Any = getattr(trainer.strategy, "parallel_devices", None)
         # Layers that are made later may be frozen when they are made.
         self._trained = [(each, each.requires_grad) for each in module.parameters()]
         self._modes = [(each, each.training) for each in module.modules()]
         self._limits = trainer.fit_loop.max_epochs, trainer.accumulate_grad_batches
         self._attributes = [(each, _copy_of(vars(each))) for each in callbacks(trainer) if _is_lightnings(each)]
+
+    def take_place(self, slots: Sequence[int]) -> None:
+        """Has the Trainer be one of fewer ranks, or more, on one node; its rank is in the environment.
+
+        Args:
+            slots: Of the ranks, in their order: for each, which of the Trainer's devices it has.
+        """
+        if self._devices is not None and len(slots) <= len(self._devices):
+            strategy: Any = self._trainer.strategy
+            strategy.parallel_devices = [self._devices[slot] for slot in slots]
 
     def put_back(self) -> None:
         """Has everything be as it was."""

@@ -56,6 +56,12 @@ def why_not(trainer: Trainer, before: int) -> str | None:
     return None
 
 
+def why_not_divided(trainer: Trainer) -> str | None:
+    """Why the training data of a fit that has begun cannot be divided among more ranks; ``None`` if they can."""
+    loaders = lightning_data.train_loaders(trainer)
+    return next(filter(None, (lightning_micro_batches.why_not(trainer, each) for each in loaders)), None)
+
+
 class AbsentRanks:
     """The places of absent ranks that this process takes.
 

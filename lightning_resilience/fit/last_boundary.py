@@ -579,7 +579,7 @@ def _lost_by_now(lost: Collection[int]) -> set[int]:
     """The ranks that were lost, and those that were since then."""
     line = membership.current()
     replacement = None if line is None else line.replacement()
-    return {*lost, *(() if replacement is None else replacement.lost)}
+    return {*lost, *(() if line is None or replacement is None else line.ranks(replacement.lost))}
 
 
 def _savers(standings: Mapping[int, _Standing]) -> list[int]:

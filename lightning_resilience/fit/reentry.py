@@ -22,13 +22,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_resilience._lightning import lightning_reentry, lightning_strategies
+from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.checkpoint import devices
 from lightning_resilience.elastic.group import DEFAULT
-from lightning_resilience.fit import context
+from lightning_resilience.fit import absent_ranks, context
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.launch import membership
-from lightning_resilience.launch.membership import Membership
+from lightning_resilience.launch.membership import Membership, Replacement
 from lightning_resilience.run import time_account
 from lightning_resilience.run.deadlines import DEVICE_ANSWERS_WITHIN_S, ENDED_WITHIN_S
 from lightning_resilience.run.events import Event, RestoredInPlace, Resumed, Saved
@@ -102,9 +103,13 @@ def _enter(
     leave_session: Callable[[Collection[int]], None],
     start: lightning_reentry.Start,
 ) -> Any:
+    if line.is_at_door:
+        if (replacement := line.await_admission()) is None:
+            os._exit(0)
+        _begin(line, replacement, start)
     while True:
         if (replacement := line.replacement()) is not None:  # another rank was lost while this one was not in the fit
-            line.begin(replacement)
+            _begin(line, replacement, start)
         begun = dict(context.fits_begun)
         try:
             return call()
@@ -112,20 +117,27 @@ def _enter(
             if (replacement := line.replacement_behind(error)) is None:
                 raise
             log.debug("The fit is left for another generation", exc_info=True)
-        if trainer.is_global_zero or 0 in replacement.lost:
-            log.info("Lost %s: going on when it is replaced.", replacement)
+        if replacement.lost and (trainer.is_global_zero or 0 in replacement.lost):
+            goes_on = len(replacement.members) < len(line.slots)
+            what = f"with {len(replacement.members)} of {len(line.slots)} ranks" if goes_on else "when it is replaced"
+            log.info("Lost %s: going on %s.", replacement, what)
         device = trainer.strategy.root_device
         if (problem := devices.why_unusable(device, DEVICE_ANSWERS_WITHIN_S)) is not None:
             _end_refused(line, problem)  # its errors stay, and to leave the fit may wait for it
-        leave_session(replacement.lost)
+        leave_session(line.ranks(replacement.lost))
         context.fits_begun.clear()
         context.fits_begun.update(begun)
         lightning_reentry.leave_fit(trainer, start)
         DEFAULT.close()
         gc.collect()  # a wrapper of the old group that is still there would reduce gradients, too
         devices.release_memory(device)
-        line.begin(replacement)
+        _begin(line, replacement, start)
         time_account.OF_PROCESS.enter(time_account.RENDEZVOUS)
+
+
+def _begin(line: Membership, replacement: Replacement, start: lightning_reentry.Start) -> None:
+    line.begin(replacement)
+    start.take_place(line.members)
 
 
 def _end_refused(line: Membership, problem: str) -> NoReturn:
@@ -138,7 +150,8 @@ def _end_refused(line: Membership, problem: str) -> NoReturn:
 def why_not(session: FitSession) -> str | None:
     """Why the loss of a rank of this fit restarts all of them; ``None``: it is replaced."""
     fit, trainer = session.fit, session.fit.trainer
-    if trainer.world_size == 1:
+    line = membership.current()
+    if trainer.world_size == 1 and (line is None or len(line.slots) == 1):
         return "there is no other rank"
     if lightning_strategies.name_of(trainer.strategy) != "DDPStrategy" or not lightning_strategies.replicates_state(
         trainer
@@ -174,9 +187,11 @@ class Replaceability(Participant):
         if self._line is None:
             return
         if (reason := why_not(session)) is None:
-            self._line.say("ready")
-            device, is_first = self._fit.trainer.strategy.root_device, self._line.generation == 0
-            if self._fit.trainer.is_global_zero and device.type != "cpu" and is_first:
+            trainer = self._fit.trainer
+            fewer = absent_ranks.why_not(trainer, len(self._line.slots)) or absent_ranks.why_not_divided(trainer)
+            self._line.say("ready", fewer=fewer or "")
+            device, is_first = trainer.strategy.root_device, self._line.generation == 0
+            if trainer.is_global_zero and device.type != "cpu" and is_first:
                 log.info("--elastic has not been run on GPUs yet: if a replacement fails, all ranks are restarted.")
             return
         self._line.say("refused", reason)
@@ -190,6 +205,17 @@ class Replaceability(Participant):
             PeerLost: To be taken for the loss.
         """
         DEFAULT.check_not_aborted()
+
+    def check_members(self) -> None:
+        """At a boundary whose state is noted: ends the fit if another generation begins.
+
+        A rank that is alone has no peers whose connections would break.
+
+        Raises:
+            PeerLost: To be taken for the loss.
+        """
+        if self._line is not None and self._line.is_over:
+            raise PeerLost("the ranks of this run are others from here on")
 
     def end(self) -> None:
         """They have ended."""

@@ -291,6 +291,8 @@ class FitSession:
                 return False
         for before_batch in calls.before_batch:
             before_batch()
+        if self.last_boundary is not None:
+            self._replaceability.check_members()
         if not is_first:
             fit.time.begin_batch(step)
         self.outcome.has_trained = self._in_batch = True

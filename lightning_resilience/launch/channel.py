@@ -14,12 +14,13 @@ kind        from -> to                  meaning, and its other fields
 ``go``      launcher -> spare           it is a worker now: ``env``, ``cwd``, ``redirected``: which of descriptors 1 and
                                         2 come with the message
 ``going``   worker that was a spare ->  it has read that
-``state``   rank -> ``--elastic``       ``state``: ``ready`` (the loss of another rank can be mended by a replacement),
-                                        ``refused`` (it cannot; ``reason``), ``left`` (it has left the fit, to enter it
-                                        again), ``done``; ``generation``: in which it is
+``state``   rank -> ``--elastic``       ``state``: ``ready`` (the loss of another rank can be mended; ``fewer``: why its
+                                        fit cannot go on with fewer ranks, or ""), ``refused`` (it cannot; ``reason``),
+                                        ``left`` (it has left the fit, to enter it again), ``waiting`` (at the door, to
+                                        be taken into a generation), ``done``; ``generation``: in which it is
 ``saved``   rank -> ``--elastic``       there is a state to go back to
-``replace`` ``--elastic`` -> rank       other ranks were lost and are replaced: ``lost``: how each has ended;
-                                        ``generation``: the next one; ``port``: of its store
+``replace`` ``--elastic`` -> rank       another generation begins: ``lost``: how each rank that was lost has ended;
+                                        ``generation``: its number; ``port``: of its store; ``members``: who is in it
 ``restart`` ``--elastic`` -> rank       all ranks are ended and started again
 =========== =========================== =======================================================================
 

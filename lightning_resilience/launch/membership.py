@@ -3,6 +3,9 @@
 The messages are those of :mod:`~lightning_resilience.launch.channel`. A generation is one start of a process group. It
 is known by the restart count and has a store, hence a port, of its own, like each restart by torch's elastic launcher.
 
+With ``--when-lost go-on`` a generation need not have all ranks. The *slot* of a process is the rank that it had, or
+would have had, in the first one; its rank in a generation is the place of its slot among those of the members.
+
 Imports neither torch nor Lightning.
 """
 
@@ -12,31 +15,35 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from lightning_resilience.launch.channel import Channel, Message, of_worker
 from lightning_resilience.run.deadlines import LOSS_CONFIRMED_WITHIN_S, OWN_ERROR_RAISED_AFTER_S
-from lightning_resilience.run.run_directory import ELASTIC_VARIABLE
+from lightning_resilience.run.run_directory import ELASTIC_VARIABLE, JOINS_VARIABLE
 
 _OF_PEERS = re.compile(r"gloo|connect|peer|socket|recv|broken pipe|timed? ?out|store|rank", re.IGNORECASE)
 _JUDGED = "lightning_resilience_is_own"
+_RANKS = "RANK", "LOCAL_RANK", "ROLE_RANK"
+_WORLD_SIZES = "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """Ranks were lost and are replaced.
+    """Another generation begins: ranks were lost, or come back.
 
     Args:
-        generation: Number of the generation that begins.
+        generation: Its number.
         port: Of its store.
-        lost: The ranks, and how each has ended.
+        lost: The slots of the ranks that were lost, and how each has ended; none: ranks come back.
+        members: The slots of those that are in it, in the order of their ranks.
     """
 
     generation: int
     port: int
     lost: dict[int, str]
+    members: tuple[int, ...]
 
     def __str__(self) -> str:
         return ", ".join(f"rank {rank} ({how})" for rank, how in sorted(self.lost.items()))
@@ -52,12 +59,17 @@ class Membership:
     Attributes:
         generation: The generation in which this process is.
         started_in: The generation that it was started for.
+        slot: The slot of this process.
+        slots: Those of all ranks.
+        members: Those of the ranks of its generation, in their order.
         cut: Called in the thread of the channel when a rank was lost: frees a main thread that waits for it.
         begin_generation: Called in the main thread when a generation begins.
     """
 
     def __init__(self, channel: Channel, generation: int) -> None:
         self.generation = self.started_in = generation
+        self.slot = int(os.environ.get("RANK", "0"))
+        self.slots = self.members = tuple(range(int(os.environ.get("WORLD_SIZE", "1"))))
         self.cut: Callable[[], None] = lambda: None
         self.begin_generation: Callable[[], None] = lambda: None
         self._pid = os.getpid()
@@ -78,9 +90,18 @@ class Membership:
         """Whether the generation of this process has lost a rank."""
         return self._announced > self.generation
 
-    def say(self, state: str, reason: str = "") -> None:
+    @property
+    def is_at_door(self) -> bool:
+        """Whether this process is in no generation yet: it waits to be taken into one."""
+        return JOINS_VARIABLE in os.environ
+
+    def ranks(self, slots: Iterable[int]) -> set[int]:
+        """The ranks that these slots have in the generation of this process, as far as they are in it."""
+        return {self.members.index(slot) for slot in slots if slot in self.members}
+
+    def say(self, state: str, reason: str = "", fewer: str = "") -> None:
         """Tells the supervisor the state of this rank; for any thread."""
-        self._channel.send("state", state=state, generation=self.generation, reason=reason)
+        self._channel.send("state", state=state, generation=self.generation, reason=reason, fewer=fewer)
 
     def say_saved(self) -> None:
         """Tells the supervisor that there is a state to go back to; for any thread."""
@@ -93,7 +114,8 @@ class Membership:
             if message.kind == "replace":
                 lost = {} if self._replacement is None else self._replacement.lost  # of a generation that none begins
                 lost = lost | {int(rank): str(how) for rank, how in message.fields["lost"].items()}
-                self._replacement = Replacement(message.fields["generation"], message.fields["port"], lost)
+                members = tuple(message.fields.get("members", self.slots))
+                self._replacement = Replacement(message.fields["generation"], message.fields["port"], lost, members)
             else:
                 self._restarts = True
             self._news.notify_all()
@@ -106,6 +128,13 @@ class Membership:
         """
         with self._news:
             self._news.wait_for(lambda: self._replacement is not None or self._restarts, within_s)
+            return None if self._restarts else self._replacement
+
+    def await_admission(self) -> Replacement | None:
+        """Waits at the door until this process is taken into a generation; ``None`` when all ranks are restarted."""
+        self.say("waiting")
+        with self._news:
+            self._news.wait_for(lambda: self._replacement is not None or self._restarts)
             return None if self._restarts else self._replacement
 
     def await_restart(self, within_s: float) -> None:
@@ -136,6 +165,11 @@ class Membership:
         self.generation = replacement.generation
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(replacement.generation)
         os.environ["MASTER_PORT"] = str(replacement.port)
+        if replacement.members != self.members:  # on one node
+            self.members = replacement.members
+            rank, world_size = str(self.members.index(self.slot)), str(len(self.members))
+            os.environ.update(dict.fromkeys(_RANKS, rank) | dict.fromkeys(_WORLD_SIZES, world_size))
+        os.environ.pop(JOINS_VARIABLE, None)
         self.begin_generation()
         self.say("left")
 

@@ -87,7 +87,9 @@ def main() -> None:
     ledger = Ledger(run_directory.ledger, rank=int(os.environ.get("RANK", "0")))
     if (line := membership.join()) is not None:
         line.begin_generation = functools.partial(_begin_generation, run_directory, ledger)
-    _begin_watch(run_directory, ledger.rank or 0)
+    is_at_door = line is not None and line.is_at_door  # then it does the rest when it is taken in
+    if not is_at_door:
+        _begin_watch(run_directory, ledger.rank or 0)
     if (count := end_what_earlier_ranks_left()) and os.environ.get("LOCAL_RANK", "0") == "0":
         log_line(f"Terminated {count} remaining processes of earlier ranks on {node_name()}.", is_detail=True)
     began = time.time()
@@ -96,9 +98,10 @@ def main() -> None:
     if first is not None and first.launch_id not in ("", os.environ.get(FIRST_LAUNCH_VARIABLE)):
         sys.exit(0)  # another launch has taken the run over: to claim it back would end that one's workers
     _wait_for_other_nodes(run_directory)
-    _end_if_restarts_are_spent(run_directory, ledger.rank or 0)
-    if ledger.rank == 0:
-        _record_start(run_directory, ledger)
+    if not is_at_door:
+        _end_if_restarts_are_spent(run_directory, ledger.rank or 0)
+        if ledger.rank == 0:
+            _record_start(run_directory, ledger)
     history = read_history(run_directory.ledger)  # also: what this process records comes after it
     if (reason := history.why_not_again) is not None:
         # On one node all find the same in the ledger. With several the first node's launch decides, for all, and ends
@@ -196,10 +199,11 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
 
 
 def _begin_generation(run_directory: RunDirectory, ledger: Ledger) -> None:
-    """Another rank is replaced, and this one goes on: what a restarted process does, and what it records."""
+    """This process is in another generation of ranks: what a restarted one does, and what it records."""
     redirect_streams()  # into the same attempt's logs as the replacement
     if (probe := probe_of_worker()) is not None:
         probe.close()  # its watchdog ends with it: it watches the ranks of one start
+    ledger.rank = int(os.environ.get("RANK", "0"))
     _begin_watch(run_directory, ledger.rank or 0)
     try:
         _end_if_restarts_are_spent(run_directory, ledger.rank or 0)

@@ -69,6 +69,9 @@ search, say) is none of the run's."""
 ELASTIC_VARIABLE = "LIGHTNING_RESILIENCE_ELASTIC"
 """Environment variable of ranks that ``launch --elastic`` has started, and so replaces one by one."""
 
+JOINS_VARIABLE = "LIGHTNING_RESILIENCE_JOINS"
+"""Environment variable of a rank that others may have gone on without: it waits in its first fit to be taken in."""
+
 Status = Literal["finished", "interrupted", "failed", "halted"]
 """How a fit or a script ended.
 
