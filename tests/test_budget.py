@@ -178,6 +178,21 @@ def test_a_step_below_the_highest_ever_reached_is_no_progress() -> None:
     assert history.job([50]).action == "give_up"
 
 
+def test_to_take_ranks_in_again_is_no_failure() -> None:
+    history = History(Budget(in_job_restarts=1, job_retries=0))
+    history.record("job_start", retry=False)
+    history.start(0)
+    history.record("replaced", ranks=[1], members=[0], elastic_run_id="job", restart_count=1)
+    assert history.allows_restart(1)
+    history.start(1)
+    history.record("replaced", ranks=[], members=[0, 1], elastic_run_id="job", restart_count=2)
+    assert history.allows_restart(2)
+    history.start(2)
+    assert history_of(history.events).failures.in_job == 1
+    history.record("replaced", ranks=[1], members=[0], elastic_run_id="job", restart_count=3)
+    assert not history.allows_restart(3)
+
+
 def test_a_later_fit_begins_at_step_0_and_is_progress_all_the_same() -> None:
     history = History(Budget(in_job_restarts=1, job_retries=0))
     history.record("job_start", retry=False)

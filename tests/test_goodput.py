@@ -23,6 +23,7 @@ from lightning_resilience.run.events import (
     LauncherKilled,
     LaunchExit,
     LaunchStart,
+    RanksReplaced,
     Resumed,
     Saved,
     SignalReceived,
@@ -228,6 +229,20 @@ def test_a_verdict_that_comes_when_the_next_workers_have_begun_is_of_those_befor
     lost = Fault(time=9.5, rank=0, node="n1", fit=0, kind="RuntimeError", reason="Connection closed by peer")
     found = account([launch(0.0, 0.0), workers(0.0, 0), workers(10.0, 1), lost, died, ended(20.0)])
     assert [(each.cause, each.reason, each.node) for each in found.interruptions] == [("killed", "killed", "n1")]
+
+
+def test_ranks_that_are_taken_in_again_interrupt_nothing_though_their_processes_are_older() -> None:
+    first = spent(0.0, 9.0, 10.0, attempt="a", restart_count=0)
+    died = Fault(time=10.0, rank=1, node="n1", kind="died", reason="killed", elastic_run_id="job", restart_count=0)
+    fewer = spent(10.5, 15.0, 15.0, attempt="b", restart_count=1, world_size=1, ranks=[0])
+    change: dict[str, Any] = {"elastic_run_id": "job", "kept": 1, "reason": None, "node": "n1"}
+    grown = RanksReplaced(time=15.0, ranks=[], members=[0, 1], restart_count=2, **change)
+    # The newcomer was started before those that are left began again.
+    again = spent(15.0, 20.0, 20.0, attempt="c", restart_count=2)
+    again.began = [15.0, 10.1]
+    found = account([launch(0.0, 0.0), first, died, fewer, grown, again, ended(20.0)])
+    assert [each.cause for each in found.interruptions] == ["killed"]
+    assert [life.began for life in found.lives] == [0.0, 10.5, 15.0]
 
 
 @pytest.mark.parametrize(

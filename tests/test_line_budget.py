@@ -25,9 +25,9 @@ BUDGET = {
     "detect/stragglers": 370,
     "elastic": 414,
     "fit": 6428,
-    "launch": 8451,
+    "launch": 8671,
     "launch/schedulers": 508,
-    "run": 3081,
+    "run": 3110,
 }
 
 _NO_CODE = (

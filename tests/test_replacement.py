@@ -34,11 +34,12 @@ from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.elastic import group, nccl
 from lightning_resilience.elastic.group import DefaultGroup
 from lightning_resilience.fit import reentry
-from lightning_resilience.launch import loss_policy, membership
+from lightning_resilience.launch import membership
 from lightning_resilience.launch.channel import Channel, Message
 from lightning_resilience.launch.elastic import Supervisor
-from lightning_resilience.launch.loss_policy import LossPolicy, is_replaceable
+from lightning_resilience.launch.loss_policy import LossPolicy
 from lightning_resilience.launch.membership import Membership, Replacement
+from lightning_resilience.launch.newcomers import how_ended, is_replaceable
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.run_directory import JOINS_VARIABLE, RunDirectory
 from tests import as_on_gpu, test_logs
@@ -511,9 +512,9 @@ class Ranks:
 
     def close_old_store(self) -> None: ...
 
-    def start(self, ranks: Any, generation: int) -> None: ...
+    def start(self, ranks: Any, generation: int, is_newcomer: bool) -> None: ...
 
-    def record(self, lost: Any, generation: int) -> None: ...
+    def record(self, *change: Any) -> None: ...
 
 
 @pytest.mark.parametrize("state", ["ready", "done"])
@@ -538,9 +539,9 @@ def test_a_rank_that_is_killed_is_replaced_and_one_that_fails_is_not() -> None:
     assert is_replaceable(-signal.SIGKILL)
     assert is_replaceable(exit_codes.HUNG)
     assert not is_replaceable(1)
-    assert "SIGKILL" in loss_policy._how(-signal.SIGKILL)
-    assert "watchdog" in loss_policy._how(exit_codes.HUNG)  # and no number of which nobody knows what it says
-    assert "exit code 3" in loss_policy._how(3)
+    assert "SIGKILL" in how_ended(-signal.SIGKILL)
+    assert "watchdog" in how_ended(exit_codes.HUNG)  # and no number of which nobody knows what it says
+    assert "exit code 3" in how_ended(3)
 
 
 @pytest.mark.parametrize(

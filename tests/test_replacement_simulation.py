@@ -24,8 +24,17 @@ random state: two states are the same where weights would be bitwise the same. W
    stopped while ranks are replaced, which could not save.
 8. A process without the newest claim publishes nothing, but for the last boundary after a loss.
 
+With ``--when-lost go-on`` the ranks that are left make the updates of those that are absent, too, and take them in when
+they are back. Newcomers are killed, fail and wait before their door, at it and behind it. Then also:
+
+9. A generation has the members that the supervisor has named, each with the number that its slot has among them. There
+   are never fewer than ``min_ranks``, rank 0 is one of them, and all of them if the fit cannot go on with fewer.
+10. No generation trains when a later one has trained.
+11. Only a loss costs a restart, also that of a newcomer; to take newcomers in costs none, unless it fails. A newcomer
+    that has failed by itself is not started again, and a run with members that go on does not end for it.
+
 The last tests put mistakes back, and expect one of them. Many more schedules:
-``python -m tests.test_replacement_simulation --schedules 5000 --seed 1``.
+``python -m tests.test_replacement_simulation --schedules 5000 --seed 1 [--when-lost go-on]``.
 """
 
 from __future__ import annotations
@@ -35,7 +44,6 @@ import json
 import logging
 import random
 import signal
-import struct
 import sys
 import tempfile
 import threading
@@ -68,13 +76,14 @@ from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.last_boundary import LastBoundary
 from lightning_resilience.fit.local_saves import LocalSavePolicy
 from lightning_resilience.fit.reentry import Replaceability
-from lightning_resilience.launch import loss_policy, membership
+from lightning_resilience.launch import loss_policy, membership, newcomers
 from lightning_resilience.launch.channel import Message
 from lightning_resilience.launch.loss_policy import LossPolicy, Member
 from lightning_resilience.launch.membership import Membership
+from lightning_resilience.launch.newcomers import Newcomers
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.events import Resumed, Saved
-from lightning_resilience.run.run_directory import StaleAttempt
+from lightning_resilience.run.run_directory import JOINS_VARIABLE, StaleAttempt
 from tests.test_agreement_simulation import Violation, schedules
 
 STEPS, SAVE_EVERY, VALIDATE_BEHIND = 6, 2, 3
@@ -119,6 +128,13 @@ class Schedule:
         stop_at: After how many turns the supervisor is asked to stop.
         refuses: The rank that cannot go back, if it has to.
         max_restarts: How many there may be.
+        steps: How many steps there are.
+        when_lost: Whether the others wait for a replacement.
+        min_ranks: How many of them may go on without.
+        fewer: Why the fit cannot go on with fewer ranks.
+        spares: How often a spare is ready.
+        start_s: How long a process takes up to the script; 0: as the seed says.
+        newcomers_fail: Which newcomers raise an error of the user's own before their fit.
     """
 
     seed: int
@@ -130,6 +146,13 @@ class Schedule:
     stop_at: int | None = None
     refuses: int | None = None
     max_restarts: int = 50
+    steps: int = STEPS
+    when_lost: loss_policy.WhenLost = "hold"
+    min_ranks: int = 1
+    fewer: str = ""
+    spares: float = 0.0
+    start_s: float = 0.0
+    newcomers_fail: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, seed: int) -> Schedule:
@@ -158,6 +181,30 @@ class Schedule:
         elif kind == 7:
             options["max_restarts"] = chosen.randrange(3)
         return cls(seed, world_size, frozenset(falls if chosen.random() < 0.9 else ()), **options)
+
+    @classmethod
+    def going_on(cls, seed: int) -> Schedule:
+        """The same with ``--when-lost go-on``: there are steps enough for newcomers to come back, and to be lost."""
+        chosen, base = random.Random(f"go on {seed}"), cls.of(seed)
+        size, steps = base.world_size, chosen.choice([8, 14, 14])
+        others = [*range(1, size)] * 3
+        first, who = 50 + chosen.randrange(7 * steps), chosen.choice([0, *others, *others])
+        falls = {each for each in base.falls if each[0] == SUPERVISOR} | {(who, first)}
+        for _ in range(chosen.randrange(5)):
+            later = chosen.randrange(chosen.choice([5, 12, 30, 90]))
+            falls.add((who if chosen.random() < 0.5 else chosen.choice([0, *others]), first + later))
+        return replace(
+            base,
+            falls=frozenset(falls),
+            raises=base.raises if chosen.random() < 0.3 else frozenset(),
+            steps=steps,
+            when_lost="go_on",
+            min_ranks=chosen.choice([1, 1, 1, 1, 1, 2, 3 if size > 2 else 1]),
+            fewer=chosen.choice([*11 * [""], "of the test"]),
+            spares=chosen.choice([0.0, 0.0, 0.0, 0.3, 1.0]),
+            start_s=chosen.choice([0.03, 0.03, 0.1, 0.5, 3.0]),
+            newcomers_fail=frozenset({who} if chosen.random() < 0.2 else ()),
+        )
 
 
 class Strand:
@@ -230,7 +277,7 @@ class Condition:
 
     def notify_all(self) -> None: ...
 
-    def wait_for(self, is_so: Callable[[], bool], within_s: float) -> bool:
+    def wait_for(self, is_so: Callable[[], bool], within_s: float = float("inf")) -> bool:
         if not is_so():
             of_now().pause(of_now().now + within_s, is_so)
         return is_so()
@@ -241,6 +288,7 @@ class Store:
     """The store of a generation."""
 
     generation: int
+    size: int = 0
     is_open: bool = True
     joined: dict[int, Process] = field(default_factory=dict)
     entered: dict[int, list[tuple[Any, Any]]] = field(default_factory=dict)  # of each rank the collectives of its group
@@ -249,10 +297,10 @@ class Store:
 
     def hears_of(self, rank: int) -> bool:
         """Whether a rank notices by itself that a collective cannot end: it reads from the one before it."""
-        return bool(self.gone & self.read_by(rank))
+        return self.size > 1 and bool(self.gone & self.read_by(rank))
 
     def read_by(self, rank: int) -> set[int]:
-        return {rank, (rank - 1) % of_now().schedule.world_size}
+        return {rank, (rank - 1) % self.size}
 
 
 class Channel:
@@ -289,9 +337,12 @@ class Channel:
 class Process:
     """A process of a rank."""
 
-    def __init__(self, simulation: Simulation, rank: int, generation: int, port: int) -> None:
-        self.simulation, self.rank, self.pid = simulation, rank, next(simulation.pids)
-        self.environ = {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(generation), "MASTER_PORT": str(port)}
+    def __init__(self, simulation: Simulation, slot: int, generation: int, port: int, is_newcomer: bool) -> None:
+        self.simulation, self.slot, self.pid = simulation, slot, next(simulation.pids)
+        self.environ = {"RANK": str(slot), "WORLD_SIZE": str(simulation.schedule.world_size)}
+        self.environ |= {"TORCHELASTIC_RESTART_COUNT": str(generation), "MASTER_PORT": str(port)}
+        self.environ |= {JOINS_VARIABLE: "1"} if is_newcomer else {}
+        self.is_member = not is_newcomer
         self.exit_code: int | None = None
         self.ended_at = 0.0
         self.channel = Channel(simulation, self)
@@ -299,6 +350,7 @@ class Process:
         self.has_script = self.has_finished = self.is_stopping = False
         self.sockets: set[tuple[int, str]] = set()
         self.store: Store | None = None
+        self.rank_in_store = 0
         self.is_initialized = False
         self.dist = SimpleNamespace(
             DistError=DistError,
@@ -309,7 +361,9 @@ class Process:
         )
         self.rendezvous = SimpleNamespace(_create_c10d_store=simulation.connect)
         # The training state.
-        self.global_step = self.batch = self.drawn = self.metric = 0
+        self.global_step = self.batch = 0
+        self.drawn: dict[int, int] = {}  # of this rank, and of those that are absent and whose updates it makes
+        self.metric: dict[int, int] = {}
         self.state: tuple[Any, ...] = ()
         self.parameter = SimpleNamespace(_version=0)
         self.lost: Collection[int] = ()
@@ -325,31 +379,54 @@ class Process:
     def generation(self) -> int:
         return int(self.environ["TORCHELASTIC_RESTART_COUNT"])
 
+    @property
+    def rank(self) -> int:
+        return int(self.environ["RANK"])
+
+    @property
+    def size(self) -> int:
+        return int(self.environ["WORLD_SIZE"])
+
+    @property
+    def waits(self) -> bool:
+        return self.has_script and JOINS_VARIABLE in self.environ
+
+    @property
+    def own(self) -> Any:
+        return self.batch, tuple(sorted(self.drawn.items())), tuple(sorted(self.metric.items()))
+
     def close_group(self) -> None:
         self.is_initialized = False
         self.cut()
 
     def cut(self, is_torn: bool = True) -> None:
         if self.store is not None:
-            self.store.gone.add(self.rank)
+            self.store.gone.add(self.rank_in_store)
             if is_torn:
-                self.store.torn.add(self.rank)
+                self.store.torn.add(self.rank_in_store)
 
 
 class Values:
-    """Stands for `_OwnValues`: a count of random numbers, and a metric."""
+    """Stands for `_OwnValues`: of each place a count of random numbers, and a metric."""
 
-    layout, names, size = 7, (), 24
+    layout, names = 7, ()
 
     def __init__(self, process: Process) -> None:
         self._process = process
+        self._places = range(process.simulation.schedule.world_size)
+        self.size = 8 * (1 + 2 * len(self._places))
 
     def read(self, begun: int, logs: Any) -> tuple[list[float], list[Any]]:
-        return [begun, self._process.drawn, self._process.metric], []
+        process = self._process
+        return [begun, *(of.get(place, -1) for of in (process.drawn, process.metric) for place in self._places)], []
 
     def write(self, part: own_part.OwnPart) -> tuple[int, list[Any]]:
-        (begun, drawn, metric), _ = part.values(3, [])
-        self._process.drawn, self._process.metric = int(drawn), int(metric)
+        count = len(self._places)
+        (begun, *numbers), _ = part.values(1 + 2 * count, [])
+        self._process.drawn, self._process.metric = (
+            {place: int(number) for place, number in zip(self._places, of, strict=True) if number >= 0}
+            for of in (numbers[:count], numbers[count:])
+        )
         return int(begun), []
 
 
@@ -389,7 +466,7 @@ class Policy(LocalSavePolicy):
     """The local saves, whose files are the simulation's."""
 
     def __init__(self, process: Process, session: Any) -> None:
-        size = process.simulation.schedule.world_size
+        size = process.size
         self.process, self.session = process, session
         self.locations = [RankLocation(rank, size, rank, size, "node") for rank in range(size)]
         self.location = self.locations[process.rank]
@@ -399,7 +476,7 @@ class Policy(LocalSavePolicy):
 
     def _state(self) -> Any:
         process = self.process
-        return (process.batch, process.drawn, process.metric), process.state, process.global_step
+        return process.own, process.state, process.global_step
 
     def path(self, step: int, generation: str, name: str) -> Any:
         process = self.process
@@ -485,18 +562,24 @@ class Simulation:
         self.turns: Counter[int] = Counter()
         self.pids = iter(range(100, 1 << 20))
         self.starved = self.random.randrange(2 * schedule.world_size)
-        self.start_s = self.random.choice([0.1, 0.1, 3.0])
+        start_s = self.random.choice([0.1, 0.1, 3.0])
+        self.start_s = schedule.start_s or start_s
         self.ports: dict[int, Store] = {}
         self.processes: list[Process] = []
         self.members: dict[int, Process] = {}
+        self.members_of = {0: list(range(schedule.world_size))}  # each generation
+        self.last_trained = 0
         self.files: dict[tuple[int, str, str], tuple[ShardInfo, Any]] = {}
         self.claim = ""
         self.claims = 0
         self.results: list[tuple[Process, tuple[Any, ...]]] = []
-        self.stopped: dict[int, int] = {}  # of each rank that was asked to stop the step that it has saved
+        self.stopped: dict[int, int] = {}  # of each slot that was asked to stop the step that it has saved
         self.raised: set[tuple[int, int]] = set()
         self.fallen: list[int] = []
-        self.replacements = self.restarts = self.saved_after_loss = 0
+        self.replacements = self.restarts = self.saved_after_loss = self.growths = self.newcomers_lost = 0
+        self.gone_on = self.at_once = 0
+        self.grown_at: list[float] = []
+        self.last_kept: list[Process] = []  # by those that have taken newcomers in
         self.resumed: Counter[int] = Counter()
         self.supervisor_is_dead = False
         self.replaced_in = -1
@@ -512,7 +595,9 @@ class Simulation:
         self.folder = folder
         _now.append(self)
         try:
-            self.policy = LossPolicy(self, self.schedule.world_size, self.schedule.max_restarts, TERM_S)
+            schedule = self.schedule
+            options = (schedule.when_lost, schedule.min_ranks)
+            self.policy = LossPolicy(self, schedule.world_size, schedule.max_restarts, TERM_S, *options)
             self.supervisor = self.start_strand(None, self.supervise)
             self.start_strand(None, self.launch)
             while self.strands:
@@ -551,7 +636,7 @@ class Simulation:
 
     def rank_of(self, strand: Strand) -> int | None:
         if strand.process is not None:
-            return strand.process.rank
+            return strand.process.slot
         return SUPERVISOR if strand is self.supervisor else None
 
     def fall(self, strand: Strand) -> None:
@@ -564,7 +649,7 @@ class Simulation:
             for process in self.processes:
                 process.channel.tell(None)
             return
-        self.fallen.append(strand.process.rank)
+        self.fallen.append(strand.process.slot)
         strand.process.was_disturbed = True
         self.end(strand.process, -signal.SIGKILL)
         for each in [each for each in self.strands if each.killed]:
@@ -602,26 +687,27 @@ class Simulation:
 
     def describe(self) -> str:
         members = [(each.rank, each.generation, each.state, each.exit_code) for each in self.policy.members.values()]
-        return f"{self.schedule}, generation {self.policy.generation}, {members}"
+        coming = [*self.policy._newcomers.coming.values()]
+        return f"{self.schedule}, generation {self.policy.generation}, {members}, coming: {coming}"
 
     # -- the supervisor and `launch` -----------------------------------------------------------------------------------
 
     def supervise(self) -> None:
         self.open_store()
         for rank in range(self.schedule.world_size):
-            self._start(rank, 0)
+            self._start(rank, 0, is_newcomer=False)
         while self.policy.result is None:
             heard = self.look()
             if self.schedule.stop_at is not None and sum(self.turns.values()) >= self.schedule.stop_at:
                 self.policy.ask_to_stop()
             self.policy.step(self.now, heard)
             self.pause(self.policy.wakes_at, self.has_news)
-        if living := [each.rank for each in self.processes if each.exit_code is None]:
+        if living := [each.slot for each in self.processes if each.exit_code is None]:
             raise Violation(f"ranks {living} are left: {self.describe()}")
 
     def has_news(self) -> bool:
         return any(
-            (each.exit_code is not None and self.policy.members[each.rank].exit_code is None)
+            (each.exit_code is not None and (of := self.policy._life_of(each.slot)) and of.exit_code is None)
             or (each.channel.said and each.channel.said[0][0] <= self.now)
             for each in self.members.values()
         )
@@ -632,10 +718,10 @@ class Simulation:
                 self.policy.ended(rank, process.exit_code)
         is_heard = True
         for process in self.processes:
-            said, is_member = process.channel.said, self.members.get(process.rank) is process
+            said, is_member = process.channel.said, self.members.get(process.slot) is process
             while said and said[0][0] <= self.now:
                 _, message = said.popleft()
-                self.policy.heard(process.rank if is_member else None, message.kind, message.fields)
+                self.policy.heard(process.slot if is_member else None, message.kind, message.fields)
             is_heard &= not said
         return is_heard
 
@@ -650,28 +736,59 @@ class Simulation:
         for port in list(self.ports.values())[:-1]:
             port.is_open = False
 
-    def start(self, ranks: Collection[int], generation: int) -> None:
+    def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
         if len(ranks) == self.schedule.world_size:
             self.restarts += 1
-            if living := [each.rank for each in self.processes if each.exit_code is None]:
+            self.members_of[generation] = list(ranks)
+            if living := [each.slot for each in self.processes if each.exit_code is None]:
                 raise Violation(f"ranks {living} are left at a restart")
+            finished = [each for each in self.last_kept if each.has_finished and each.generation < generation - 1]
+            if finished and finished == self.last_kept and not any(each.was_disturbed for each in finished):
+                raise Violation("the run was over, and is restarted for newcomers")
+            self.last_kept = []
         for rank in ranks:
             self.pause()
-            self._start(rank, generation)
+            last = self.members[rank]
+            if last.exit_code is None:
+                raise Violation(f"rank {rank} is started beside itself")
+            if not last.is_member and is_newcomer:
+                self.newcomers_lost += last.was_disturbed
+                if last.exit_code == 1:
+                    raise Violation(f"newcomer {rank} has failed by itself, and is started again")
+            self._start(rank, generation, is_newcomer)
 
-    def _start(self, rank: int, generation: int) -> None:
-        process = self.members[rank] = Process(self, rank, generation, 4999 + len(self.ports))
+    def _start(self, slot: int, generation: int, is_newcomer: bool) -> None:
+        process = self.members[slot] = Process(self, slot, generation, 4999 + len(self.ports), is_newcomer)
         self.processes.append(process)
         self.start_strand(process, lambda: self.main(process))
 
+    def has_spare(self, rank: int) -> bool:
+        return self.random.random() < self.schedule.spares
+
     def tell(self, ranks: Collection[int], kind: str, **fields: Any) -> None:
+        if kind == "replace":
+            self.members_of[fields["generation"]] = members = fields["members"]
+            self.check_members(members)
         for rank in ranks:
             self.pause()
+            if kind == "replace":
+                self.members[rank].is_member = True
             self.members[rank].channel.tell(Message(kind, json.loads(json.dumps(fields)), []))
 
+    def check_members(self, members: list[int]) -> None:
+        schedule = self.schedule
+        is_whole = len(members) == schedule.world_size
+        if len({*members}) < len(members) or members != sorted(members):
+            raise Violation(f"{members} are not the members of a generation")
+        if not is_whole and (schedule.fewer or schedule.when_lost == "hold"):
+            raise Violation(f"the fit cannot go on with {members} only")
+        if len(members) < schedule.min_ranks or 0 not in members:
+            raise Violation(f"{members} go on, and are too few")
+
     def send_signal(self, ranks: Collection[int], signum: signal.Signals) -> None:
-        ready_in = [each.ready_in for each in self.members.values() if each.exit_code is None]
-        is_stop = signum == signal.SIGTERM and not self.policy._ending and len(ready_in) == self.schedule.world_size
+        members = [self.members[rank] for rank in self.policy.members]
+        ready_in = [each.ready_in for each in members if each.exit_code is None]
+        is_stop = signum == signal.SIGTERM and not self.policy._ending and len(ready_in) == len(members)
         if is_stop and self.replaced_in == self.policy.generation not in ready_in:
             raise Violation("a stop is passed on while ranks are replaced, which cannot save")
         for rank in ranks:
@@ -684,11 +801,19 @@ class Simulation:
         process.is_stopping = True
         self.last_disturbance = self.now  # it has its time to save
 
-    def record(self, lost: Mapping[int, str], generation: int) -> None:
-        self.replacements += 1
+    def record(
+        self, lost: Mapping[int, str], generation: int, members: Collection[int] | None, kept: Collection[int]
+    ) -> None:
+        self.replacements += bool(lost)
+        self.growths += not lost
+        self.grown_at += [] if lost else [self.now]
+        self.last_kept = [] if lost else [self.members[rank] for rank in kept]
+        self.gone_on += bool(lost) and members is not None and len(members) == len(kept)
+        self.at_once += bool(lost) and members is not None and len(members) > len(kept)
         self.replaced_in = generation
         for rank in lost:
-            if (code := [each for each in self.processes if each.rank == rank][-2].exit_code) == 1:
+            ended = [each for each in self.processes if each.slot == rank and each.exit_code is not None]
+            if (code := ended[-1].exit_code) == 1 and (members is None or rank in members):
                 raise Violation(f"rank {rank} is replaced, and ended with {code}")
 
     def launch(self) -> None:
@@ -710,13 +835,19 @@ class Simulation:
             process.has_script = True
             process.line = line = membership.Membership(process.channel, process.generation)  # type: ignore[arg-type]
             line.begin_generation = lambda: self.begin_generation(process)
-            self.begin_generation(process)
+            if not line.is_at_door:
+                self.begin_generation(process)
             self.sleep(0.1)
+            if line.is_at_door and process.slot in self.schedule.newcomers_fail:
+                process.was_disturbed = True
+                self.last_disturbance = self.now
+                raise Boom("a newcomer's own error")
             reentry.install(lambda trainer, lost: None)
+            start: Any = SimpleNamespace(take_place=lambda slots: None)
             trainer: Any = SimpleNamespace(is_global_zero=False, strategy=SimpleNamespace(root_device=CPU))
-            reentry._enter(trainer, lambda: self.fit(process), line, lambda lost: self.leave(process, lost), None)
+            reentry._enter(trainer, lambda: self.fit(process), line, lambda lost: self.leave(process, lost), start)
             process.has_finished = True
-            self.results.append((process, (process.state, process.batch, process.drawn, process.metric)))
+            self.results.append((process, (process.state, process.own)))
             self.pause(self.now + self.random.choice([0.1, 0.5, SCRIPT_ENDS_S]))  # the script does something else
         except Stopped:
             pass
@@ -746,7 +877,9 @@ class Simulation:
 
     def open_group(self, process: Process) -> None:
         """torch's ``init_process_group``: all meet in the store, and connect to each other."""
-        size = self.schedule.world_size
+        size, members = process.size, self.members_of[process.generation]
+        if members[process.rank : process.rank + 1] != [process.slot] or len(members) != size:
+            raise Violation(f"{rank_and_generation(process)} of {size} is slot {process.slot} of {members}")
         port = int(process.environ["MASTER_PORT"])
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         store: Store = process.rendezvous._create_c10d_store("127.0.0.1", port, process.rank, size, timeout).store
@@ -755,7 +888,8 @@ class Simulation:
         if process.rank in store.joined:
             raise Violation(f"rank {process.rank} is twice in generation {store.generation}")
         store.joined[process.rank] = process
-        process.store = store
+        store.size = size
+        process.store, process.rank_in_store = store, process.rank
         process.sockets = {(5, f"socket:[{port}]")}
         self.pause(ready=lambda: len(store.joined) == size or not store.is_open, until=self.now + COLLECTIVE_TIMEOUT_S)
         self.sleep(0.01)
@@ -769,12 +903,13 @@ class Simulation:
 
     def collective(self, process: Process, what: Any, mine: Any = None) -> dict[int, Any]:
         """Lets nobody go before all are in it. Where one dies then, some of the others fail."""
-        store, rank, size = process.store, process.rank, self.schedule.world_size
+        store, rank = process.store, process.rank
         assert store is not None
+        size = store.size
         entered = store.entered.setdefault(rank, [])
         number = len(entered)
         self.pause()
-        if rank in store.gone:
+        if rank in store.gone and size > 1:
             raise RuntimeError("gloo: Connection closed by peer")
         entered.append((what, mine))
         for other, theirs in store.entered.items():
@@ -786,7 +921,8 @@ class Simulation:
 
         self.pause(self.now + COLLECTIVE_TIMEOUT_S, lambda: is_complete() or store.hears_of(rank))
         self.sleep(self.random.choice([0.001, 0.01, 0.1]))
-        if not is_complete() or (store.torn & store.read_by(rank) and self.random.random() < 0.5):
+        is_torn = size > 1 and store.torn & store.read_by(rank)
+        if not is_complete() or (is_torn and self.random.random() < 0.5):
             raise RuntimeError(f"gloo: Connection closed by peer in {what}")
         return {other: store.entered[other][number][1] for other in range(size)}
 
@@ -795,10 +931,10 @@ class Simulation:
     def fit(self, process: Process) -> None:
         """What Lightning and a session do in a fit."""
         if process.raised_at is not None and not self.was_lost(process, process.raised_at):
-            raise Violation(f"an error of rank {process.rank}'s own is taken for a loss")
+            raise Violation(f"an error of rank {process.slot}'s own is taken for a loss")
         process.raised_at, process.lost, process.boundary = None, (), None
         process.dist.init_process_group()
-        rank, size = process.rank, self.schedule.world_size
+        rank, size = process.rank, process.size
         token, nonce = self.collective(process, "token", (self.claim, f"{process.pid} {self.now}"))[0]
         exact = SimpleNamespace(epoch_begun=object(), resumed=None, before_evaluation=None, logs=None)
         exact.stand_in = lambda *_: None
@@ -820,7 +956,7 @@ class Simulation:
         # Which boundary it is, all have compared.
         if len(set(self.collective(process, "resumed", (process.global_step, process.state)).values())) > 1:
             raise Violation("ranks resume from different boundaries")
-        is_refused = self.schedule.refuses == rank and process.generation > process.line.started_in
+        is_refused = self.schedule.refuses == process.slot and process.generation > process.line.started_in
         session.why_not = "of the test" if is_refused else None
         process.was_disturbed |= is_refused
         replaceability.begin(session)
@@ -841,29 +977,41 @@ class Simulation:
         self.pause()
         found = [each for each in generations(info for info, _ in self.files.values()) if not each.missing]
         found = [each for each in found if not each.differs]
-        step, name = self.collective(process, "newest", (found[0].step, found[0].name) if found else (0, ""))[0]
-        process.global_step, process.state, own = step, (), (0, 0, 0)
+        newest = (found[0].step, found[0].name, found[0].world_size) if found else (0, "", 0)
+        step, name, size = self.collective(process, "newest", newest)[0]
+        process.global_step, process.state, process.batch = step, (), 0
+        places = range(self.schedule.world_size)
+        drawn, metric = dict.fromkeys(places, 0), dict.fromkeys(places, 0)
         if name:
-            names = rank_shard(process.rank), replicated_shard(0, self.schedule.world_size)
+            # Of as many ranks as there were. Each takes what is there of the places that it has now.
+            names = [*map(rank_shard, range(size)), replicated_shard(0, size)]
             if any((step, name, each) not in self.files for each in names):
                 raise Violation(f"rank {process.rank} resumes from what is not complete")
-            own, process.state = (self.files[step, name, each][1] for each in names)
+            *owns, process.state = (self.files[step, name, each][1] for each in names)
+            process.batch, drawn, metric = owns[0][0], {}, {}
+            for _, of_drawn, of_metric in owns:
+                drawn.update(of_drawn)
+                metric.update(of_metric)
             process.session.replaceability.on_record(object.__new__(Resumed))
-        process.batch, process.drawn, process.metric = own
-        self.check_state(process.rank, step, process.state, own)
+        process.drawn, process.metric = ({place: of[place] for place in self.places(process)} for of in (drawn, metric))
+        self.check_state(process.rank, process.size, step, process.state, process.own)
         self.resumed[step] += 1
         process.session.fit.steps_counted = trainer_step = step
         process.session.fit.trainer.global_step = trainer_step
 
-    def check_state(self, rank: int, step: int, state: Any, own: Any) -> None:
-        if (state, own) != (self.undisturbed(step), (step, step, step)):
-            raise Violation(f"rank {rank} at step {step} has {state} and {own}")
+    def places(self, process: Process) -> range:
+        return range(process.rank, self.schedule.world_size, process.size)
+
+    def check_state(self, rank: int, size: int, step: int, state: Any, own: Any) -> None:
+        places = tuple((place, step) for place in range(rank, self.schedule.world_size, size))
+        if (state, own) != (self.undisturbed(step), (step, places, places)):
+            raise Violation(f"rank {rank} of {size} at step {step} has {state} and {own}")
 
     def undisturbed(self, steps: int) -> Any:
         return tuple(tuple((rank, step, step) for rank in range(self.schedule.world_size)) for step in range(steps))
 
     def train(self, process: Process) -> None:
-        session, boundary, rank = process.session, process.boundary, process.rank
+        session, boundary = process.session, process.boundary
         stops = False
         while True:
             step = process.global_step
@@ -871,28 +1019,33 @@ class Simulation:
             if stops:
                 self.save(process, f"stop {step}")
                 self.collective(process, ("stopped", step))
-                self.stopped[rank] = step
+                self.stopped[process.slot] = step
                 raise Stopped
             if step % SAVE_EVERY == 1 and not self.is_saved(step):
                 self.save(process, f"regular {step}")
-            if step == STEPS:
+            if step == self.schedule.steps:
                 self.collective(process, "trained")
                 return
             boundary.after_batch(True)
             boundary.before_batch()
+            session.replaceability.check_members()
             self.sleep(0.05)
-            mine = (rank, step, process.drawn)
-            process.drawn += 1
-            process.metric += 1
+            mine = [(place, step, process.drawn[place]) for place in self.places(process)]
+            for place in self.places(process):
+                process.drawn[place] += 1
+                process.metric[place] += 1
             process.batch += 1
             self.pause()
             self.disturb(process, step)
             updates = self.collective(process, ("gradients", step), (mine, process.is_stopping))
+            if process.generation < self.last_trained:
+                raise Violation(f"{rank_and_generation(process)} trains, and generation {self.last_trained} has")
+            self.last_trained = process.generation
             stops = any(is_stopping for _, is_stopping in updates.values())
             boundary._begin()
             self.pause()
             process.parameter._version += 1
-            process.state += (tuple(sorted(update for update, _ in updates.values())),)
+            process.state += (tuple(sorted(update for of_rank, _ in updates.values() for update in of_rank)),)
             self.pause()
             process.global_step = session.fit.trainer.global_step = session.fit.steps_counted = step + 1
             if step == VALIDATE_BEHIND:
@@ -901,7 +1054,7 @@ class Simulation:
                 session.exact.before_evaluation = None
 
     def disturb(self, process: Process, step: int) -> None:
-        place = process.rank, step
+        place = process.slot, step
         may_raise = place not in self.raised or self.schedule.raises_again
         process.was_disturbed |= place in self.schedule.hangs | self.schedule.raises and may_raise
         if place in self.schedule.hangs and place not in self.raised:
@@ -952,37 +1105,45 @@ class Simulation:
     # -- what must hold in the end -------------------------------------------------------------------------------------
 
     def was_lost(self, process: Process, at: float) -> bool:
-        """Whether another rank was lost when this one has raised."""
+        """Whether another rank was lost, or taken in, when this one has raised."""
         until = at + deadlines.OWN_ERROR_RAISED_AFTER_S
-        return any(each.exit_code and at - 1.0 <= each.ended_at <= until for each in self.processes)
+        times = [*self.grown_at, *(each.ended_at for each in self.processes if each.exit_code)]
+        return any(at - 1.0 <= each <= until for each in times)
 
     def check(self) -> None:
         schedule, policy, result = self.schedule, self.policy, self.policy.result
-        if left := [each.rank for each in self.processes if each.exit_code is None]:
+        if left := [each.slot for each in self.processes if each.exit_code is None]:
             raise Violation(f"ranks {left} are left")
-        for process, (state, *own) in self.results:
-            self.check_state(process.rank, STEPS, state, tuple(own))
+        for process, (state, own) in self.results:
+            self.check_state(process.rank, process.size, schedule.steps, state, own)
         for each in generations(info for info, _ in self.files.values()):
-            for rank in range(schedule.world_size) if not each.missing and not each.differs else ():
+            for rank in range(each.world_size) if not each.missing and not each.differs else ():
                 own, state = (self.files[each.step, each.name, name][1] for name in each.needed_by(rank)[:2])
-                self.check_state(rank, each.step, state, own)
+                self.check_state(rank, each.world_size, each.step, state, own)
         if self.supervisor_is_dead:
             return
-        if result is None or not policy.generation == self.replacements + self.restarts <= schedule.max_restarts:
-            raise Violation(f"{self.replacements} replacements, {self.restarts} restarts: {self.describe()}")
+        used = self.replacements + self.restarts + self.newcomers_lost
+        begun = self.replacements + self.restarts + self.growths
+        if result is None or policy.generation != begun or not policy.restarts == used <= schedule.max_restarts:
+            raise Violation(
+                f"{self.replacements} replacements, {self.restarts} restarts, {self.newcomers_lost} newcomers lost, "
+                f"{self.growths} growths, {policy.restarts} counted: {self.describe()}"
+            )
         ends = len([each for each in self.processes if each.was_disturbed])
-        in_vain = any(each.has_finished for each in self.processes if self.members[each.rank] is not each)
-        if policy.generation > ends and not in_vain:  # else it was known too late that a rank would not come
+        in_vain = any(each.has_finished for each in self.processes if self.members[each.slot] is not each)
+        if policy.restarts > ends and not in_vain:  # else it was known too late that a rank would not come
             raise Violation(f"{ends} ranks are lost, and it costs more restarts: {self.describe()}")
-        finished = {process.rank for process in self.members.values() if process.has_finished}
+        members = policy.members.keys()
+        self.check_members([*members])
+        finished = {slot for slot in members if self.members[slot].has_finished}
         stopped = schedule.stop_at is not None and self.policy._stop_asked
-        if result == 0 and len(finished) < schedule.world_size:
-            steps = {self.stopped.get(rank) for rank in range(schedule.world_size)}
+        if result == 0 and finished < members:
+            steps = {self.stopped.get(slot) for slot in members}
             if not stopped or len(steps) > 1 or None in steps:
                 raise Violation(
                     f"it ends with 0, and {finished} have finished, {self.stopped} saved: {self.describe()}"
                 )
-        if result == 1 and not stopped and policy.generation < schedule.max_restarts:
+        if result == 1 and not stopped and policy.restarts < schedule.max_restarts:
             raise Violation(f"it ends before the budget is spent: {self.describe()}")
 
 
@@ -1019,6 +1180,18 @@ class Complains(logging.LoggerAdapter[Any]):
         of_now().errors.append(Violation(f"a warning: {msg}"))
 
 
+class AbsentRanks:
+    """Stands for :mod:`~lightning_resilience.fit.absent_ranks`."""
+
+    @staticmethod
+    def why_not(trainer: Any, before: int) -> str | None:
+        return of_now().schedule.fewer or None
+
+    @staticmethod
+    def why_not_divided(trainer: Any) -> str | None:
+        return None
+
+
 @contextmanager
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What is shipped runs in processes of the simulation; gives a folder for own parts."""
@@ -1041,6 +1214,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         ),
         (reentry, "time_account", SimpleNamespace(OF_PROCESS=SimpleNamespace(enter=lambda where: None), RENDEZVOUS=0)),
         (reentry, "why_not", lambda session: session.why_not),
+        (reentry, "absent_ranks", AbsentRanks),
         (reentry, "log", quiet),
         (group, "dist", OfProcess("dist")),
         (group, "importlib", SimpleNamespace(import_module=lambda name: process_of_now().rendezvous)),
@@ -1059,6 +1233,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         (local_saves, "time", Virtual),
         (own_part, "_Sources", lambda: sources),
         (loss_policy, "log_line", lambda text, is_detail=False: None),
+        (newcomers, "log_line", lambda text, is_detail=False: None),
     ):
         monkeypatch.setattr(module, name, value)
     memory = Path("/dev/shm")
@@ -1091,11 +1266,11 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield folder
 
 
-def run_all(seeds: Iterable[int], folder: Path) -> Counter[str]:
+def run_all(seeds: Iterable[int], folder: Path, schedule: Callable[[int], Schedule] = Schedule.of) -> Counter[str]:
     """Runs the schedules of these seeds; what they have come to."""
     found = Counter[str]()
     for seed in seeds:
-        done = Simulation(Schedule.of(seed)).run(folder)
+        done = Simulation(schedule(seed)).run(folder)
         found["kills"] += len(done.fallen)
         found["replacements"] += done.replacements
         found["restarts"] += done.restarts
@@ -1103,6 +1278,11 @@ def run_all(seeds: Iterable[int], folder: Path) -> Counter[str]:
         found["supervisors lost"] += done.supervisor_is_dead
         found["stopped"] += len(done.stopped) == done.schedule.world_size
         found["finished"] += done.policy.result == 0
+        found["gone on with fewer"] += done.gone_on
+        found["replaced at once"] += done.at_once
+        found["taken in"] += done.growths
+        found["newcomers lost"] += done.newcomers_lost
+        found["given up"] += bool(done.policy._newcomers.given_up)
     return found
 
 
@@ -1116,10 +1296,20 @@ def test_every_run_ends_as_the_undisturbed_one(folder: Path, seeds: range) -> No
         assert found[each] > 0.01 * len(seeds), each
 
 
+@schedules(40, 1500)
+def test_every_run_that_goes_on_with_fewer_ranks_ends_as_the_undisturbed_one(folder: Path, seeds: range) -> None:
+    found = run_all(seeds, folder, Schedule.going_on)
+    assert found["gone on with fewer"] > 0.25 * len(seeds)
+    assert found["finished"] > 0.5 * len(seeds)
+    for each in ("taken in", "replaced at once", "newcomers lost", "given up", "restarts"):
+        assert found[each] > 0.01 * len(seeds), each
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_every_run_ends_as_the_undisturbed_one_at_length(folder: Path) -> None:
     run_all(range(10_000, 30_000), folder)
+    run_all(range(10_000, 20_000), folder, Schedule.going_on)
 
 
 # -- mistakes that are put back ----------------------------------------------------------------------------------------
@@ -1128,8 +1318,9 @@ def test_every_run_ends_as_the_undisturbed_one_at_length(folder: Path) -> None:
 class ReplacesAll(LossPolicy):
     """What an exception has ended is replaced."""
 
-    def _why_not(self, dead: list[Member]) -> str | None:
-        return super()._why_not([replace(each, exit_code=-9) if each.exit_code == 1 else each for each in dead])
+    def _why_not(self, dead: list[Member], members: Collection[int]) -> str | None:
+        dead = [replace(each, exit_code=-9) if each.exit_code == 1 else each for each in dead]
+        return super()._why_not(dead, members)
 
 
 class NeverSpent(LossPolicy):
@@ -1158,10 +1349,9 @@ class NoDeadlineForSurvivors(LossPolicy):
 class ForgetsTheBudget(LossPolicy):
     """A replacement counts as none."""
 
-    def _start(self, ranks: Collection[int]) -> None:
-        if len(ranks) < len(self.members):
-            self._max_restarts += 1
-        super()._start(ranks)
+    def _begin_generation(self, now: float, members: list[int], lost: Mapping[int, str]) -> None:
+        self._max_restarts += 1
+        super()._begin_generation(now, members, lost)
 
 
 class StopsAtOnce(LossPolicy):
@@ -1226,7 +1416,7 @@ class DoesNotPutBack(Boundary):
     def _put_back(self, note: Any, ranks: Collection[int]) -> Iterator[int]:
         for rank in super()._put_back(note, ranks):
             if rank == self._session.fit.rank:
-                self._session.process.drawn += 1
+                self._session.process.drawn[rank] += 1
             yield rank
 
 
@@ -1243,7 +1433,7 @@ class ForgetsTheLost(Boundary):
 
     def _part_of(self, rank: int, position: int) -> own_part.OwnPart:
         part = super()._part_of(rank, position)
-        return part if rank == self._session.fit.rank else replace(part, content=struct.pack("<3d", 0, 0, 0))
+        return part if rank == self._session.fit.rank else replace(part, content=bytes(len(part.content)))
 
 
 simulation = sys.modules[__name__]
@@ -1269,13 +1459,125 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def found_after(owner: Any, name: str, mistake: Any, folder: Path, seeds: Iterable[int]) -> str | None:
+class CostsAGrowth(LossPolicy):
+    """To take newcomers in counts as a restart."""
+
+    def _grow(self, now: float) -> None:
+        self.restarts += 1
+        super()._grow(now)
+
+
+class NewcomersCostNothing(LossPolicy):
+    """A newcomer that was lost is started again for nothing."""
+
+    def _look_after_newcomers(self, now: float) -> None:
+        before = self.restarts
+        super()._look_after_newcomers(now)
+        self.restarts = before
+
+
+class GoesOnWithTooFew(LossPolicy):
+    """``min_ranks`` is not looked at."""
+
+    def _why_not_without(self, left: Collection[int]) -> str | None:
+        self._min_ranks = 0
+        return super()._why_not_without(left)
+
+
+class GoesOnWithoutRank0(LossPolicy):
+    """Rank 0 is a rank like others."""
+
+    def _why_not_without(self, left: Collection[int]) -> str | None:
+        return super()._why_not_without({0, *left})
+
+
+class DoesNotAsk(LossPolicy):
+    """It is not asked whether the fit can go on with fewer ranks."""
+
+    def _why_not_without(self, left: Collection[int]) -> str | None:
+        for each in self.members.values():
+            each.fewer = ""
+        return super()._why_not_without(left)
+
+
+class LeavesNewcomersBehind(Newcomers):
+    """Newcomers that are on their way are not ended with the run."""
+
+    def end(self, now: float, members: Collection[Member] | None = None) -> None: ...
+
+
+class StartsWhatFails(Newcomers):
+    """A newcomer that fails by itself is started again."""
+
+    def look_after(self, *args: Any) -> int:
+        for each in self.coming.values():
+            each.exit_code = each.exit_code and -9
+        return super().look_after(*args)
+
+
+def tells_who_is_there(self: Simulation, ranks: Collection[int], kind: str, **fields: Any) -> None:
+    """A newcomer that is not at the door yet is not told that it is a member."""
+    there = [rank for rank in ranks if self.members[rank].is_member or self.members[rank].waits]
+    tells(self, there, kind, **fields)
+
+
+tells = Simulation.tell
+
+
+class TurnsNobodyAway(LossPolicy):
+    """Newcomers that are taken in when the fit is over wait for the others."""
+
+    def _are_too_late(self, seconds: float) -> bool:
+        return False
+
+
+class TakesInWhoeverComes(LossPolicy):
+    """Newcomers are taken in while ranks come together."""
+
+    def _check_replacement(self, now: float, seconds: float) -> None:
+        if self._newcomers.at_door and self._goes_on:
+            return self._grow(now)
+        return super()._check_replacement(now, seconds)
+
+
+class IsAsBefore(Membership):
+    """A rank keeps its number when others are lost."""
+
+    def begin(self, replacement: membership.Replacement) -> None:
+        super().begin(replacement)
+        process_of_now().environ["RANK"] = str(self.slot)
+
+
+GOING_ON: dict[str, tuple[Any, str, Any]] = {
+    "to take in costs a restart": (simulation, "LossPolicy", CostsAGrowth),
+    "a newcomer costs nothing": (simulation, "LossPolicy", NewcomersCostNothing),
+    "too few go on": (simulation, "LossPolicy", GoesOnWithTooFew),
+    "rank 0 is not waited for": (simulation, "LossPolicy", GoesOnWithoutRank0),
+    "the fit is not asked": (simulation, "LossPolicy", DoesNotAsk),
+    "newcomers are left": (loss_policy, "Newcomers", LeavesNewcomersBehind),
+    "a newcomer's own error": (loss_policy, "Newcomers", StartsWhatFails),
+    "newcomers are not told in time": (Simulation, "tell", tells_who_is_there),
+    "newcomers come too late": (simulation, "LossPolicy", TurnsNobodyAway),
+    "a rank keeps its number": (membership, "Membership", IsAsBefore),
+    "the old store stays open": (Simulation, "close_old_store", lambda self: None),
+    "random states are not put back": (simulation, "Boundary", DoesNotPutBack),
+}
+
+
+def found_after(
+    owner: Any,
+    name: str,
+    mistake: Any,
+    folder: Path,
+    seeds: Iterable[int],
+    schedule: Callable[[int], Schedule] = Schedule.of,
+) -> str | None:
     """The first violation that a mistake leads to; ``None``: there is none."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, mistake)
         for seed in seeds:
             try:
-                Simulation(Schedule.of(seed)).run(folder)
+                Simulation(schedule(seed)).run(folder)
             except Violation as violation:
                 return f"{seed}: {violation}"
     return None
@@ -1297,17 +1599,29 @@ def test_the_simulation_finds_a_mistake_that_is_put_back(folder: Path, name: str
     assert found_after(*MISTAKES[name], folder, range(400)) is not None
 
 
+FOUND_SOON = {"rank 0 is not waited for", "a rank keeps its number", "newcomers are not told in time"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in FOUND_SOON else pytest.mark.slow) for each in GOING_ON]
+)
+def test_the_simulation_of_going_on_finds_a_mistake_that_is_put_back(folder: Path, name: str) -> None:
+    assert found_after(*GOING_ON[name], folder, range(400), Schedule.going_on) is not None
+
+
 def main() -> None:
     """Runs many schedules."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--when-lost", choices=("hold", "go-on"), default="hold")
     options = parser.parse_args()
     began, found = time.process_time(), Counter[str]()
+    schedule = Schedule.of if options.when_lost == "hold" else Schedule.going_on
     with pytest.MonkeyPatch.context() as patch, simulated(patch) as folder:
         for seed in range(options.seed, options.seed + options.schedules):
             try:
-                found += run_all([seed], folder)
+                found += run_all([seed], folder, schedule)
             except Violation as error:
                 found["violations"] += 1
                 print(f"seed {seed}: {error}", flush=True)

@@ -7,8 +7,8 @@ would need before the survivors have left the old one.
 
 Each start of the ranks, and each replacement, is a *generation* with a store of its own in this process: so the death
 of rank 0 is like any other one, nothing of an older generation reaches a newer one, and to close the store of a
-generation frees every rank that is blocked there. The generation is the restart count, and each counts as one restart
-inside the job.
+generation frees every rank that is blocked there. Its number is the restart count of the ranks' environment, and each
+counts as one restart inside the job, unless it only takes newcomers in.
 
 A death is noticed by a pidfd. What follows is decided in :mod:`~lightning_resilience.launch.loss_policy`.
 """
@@ -36,15 +36,16 @@ from lightning_resilience._loopback import ADDRESS, listen, serve_store
 from lightning_resilience._output import introduce, log_line
 from lightning_resilience.launch import follower, node_line, other_nodes
 from lightning_resilience.launch.channel import Message
-from lightning_resilience.launch.loss_policy import LossPolicy
+from lightning_resilience.launch.loss_policy import LossPolicy, WhenLost
 from lightning_resilience.launch.other_nodes import NodesMissing, OtherNode, OtherNodes, RemoteProcess
 from lightning_resilience.launch.spares import SPARES_VARIABLE, Workers
 from lightning_resilience.run import deadlines
 from lightning_resilience.run.events import RanksReplaced
 from lightning_resilience.run.ledger import Ledger
-from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, RunDirectory
+from lightning_resilience.run.run_directory import JOINS_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
 
 _POLL_WITHOUT_PIDFD_S = 0.01
+_RECORDED_WITHIN_S = 1.0
 
 Process = Union["subprocess.Popen[bytes]", RemoteProcess]
 
@@ -55,13 +56,15 @@ class Supervisor:
     Args:
         command: What each rank runs.
         world_size: How many ranks there are.
-        max_restarts: How many generations may follow the first.
+        max_restarts: How many restarts there may be.
         run_id: ``TORCHELASTIC_RUN_ID`` of the ranks.
         term_timeout_s: How long the ranks may take to end after this process was told to stop.
         ledger: Of the run.
         makes_spares: Whether processes wait to replace ranks.
         log: Where it is said what becomes of those.
         others: Makes this the first of several nodes.
+        when_lost: Whether the others wait for a replacement for which no spare is ready; on one node.
+        min_ranks: They do so, too, if fewer than these would go on.
     """
 
     def __init__(
@@ -75,6 +78,8 @@ class Supervisor:
         makes_spares: bool = False,
         log: TextIO | None = None,
         others: Callable[[Callable[[RemoteProcess | None, Message], None]], OtherNodes] | None = None,
+        when_lost: WhenLost = "hold",
+        min_ranks: int = 1,
     ) -> None:
         self._command = command
         self._world_size = world_size
@@ -83,7 +88,8 @@ class Supervisor:
         self._ledger = ledger
         self._said: queue.SimpleQueue[tuple[Process | None, Message]] = queue.SimpleQueue()
         self._workers = Workers(makes_spares, log, self._put)
-        self._policy = LossPolicy(self, world_size, max_restarts, term_timeout_s)
+        self._policy = LossPolicy(self, world_size, max_restarts, term_timeout_s, when_lost, min_ranks)
+        self._doors: dict[int, socket.socket] = {}
         self._processes: dict[int, Process] = {}
         self._pidfds: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
@@ -106,7 +112,7 @@ class Supervisor:
             self._gather()
             server = self._open()
             for rank in range(self._world_size):
-                self._start(rank, generation=0)
+                self._start(rank, generation=0, is_newcomer=False)
             self._store = serve_store(deadlines.STORE_WITHIN_S, server)  # imports torch, as the ranks do meanwhile
             while self._policy.result is None:
                 self._policy.step(time.monotonic(), self._look())
@@ -160,17 +166,17 @@ class Supervisor:
     # -- what is decided -----------------------------------------------------------------------------------------------
 
     def open_store(self) -> int:
-        """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
+        """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
         self._old_store, self._store = self._store, serve_store(deadlines.STORE_WITHIN_S, self._open())
         port: int = self._port
         return port
 
     def close_old_store(self) -> None:
-        """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
+        """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
         del self._old_store
 
-    def start(self, ranks: Collection[int], generation: int) -> None:
-        """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
+    def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
+        """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
         if self._policy.lost_nodes:
             lost, within_s = ", ".join(self._policy.lost_nodes), deadlines.FIRST_NODE_WITHIN_S
             log_line(f"Lost {lost}: waiting up to {within_s:.0f} s for a launch in its place.")
@@ -181,34 +187,44 @@ class Supervisor:
                 node.clear(here)
         for rank in ranks:
             self._forget(rank)
-            self._start(rank, generation)
+            self._start(rank, generation, is_newcomer)
+
+    def has_spare(self, rank: int) -> bool:
+        """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
+        return self._workers.has_spare(rank)
 
     def tell(self, ranks: Collection[int], kind: str, **fields: Any) -> None:
-        """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
+        """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
         for rank in ranks:
             group, local = self._place(rank)
             (self._node(group) or self._workers).tell(local, kind, **fields)
 
     def send_signal(self, ranks: Collection[int], signum: signal.Signals) -> None:
-        """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
+        """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
         for rank in ranks:
             self._processes[rank].send_signal(signum)
 
-    def record(self, lost: Mapping[int, str], generation: int) -> None:
-        """See :class:`~lightning_resilience.launch.loss_policy.Ranks`."""
+    def record(
+        self, lost: Mapping[int, str], generation: int, members: Collection[int] | None, kept: Collection[int]
+    ) -> None:
+        """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
         event = RanksReplaced(
             ranks=sorted(lost),
-            kept=self._world_size - len(lost),
+            kept=len(kept),
+            members=None if members is None else sorted(members),
             elastic_run_id=self._run_id,
             restart_count=generation,
-            reason="; ".join(f"rank {rank} {what}" for rank, what in sorted(lost.items())),
+            reason="; ".join(f"rank {rank} {what}" for rank, what in sorted(lost.items())) or None,
         )
         # In a thread: the storage may not answer.
-        threading.Thread(target=lambda: self._ledger.record(event), daemon=True).start()
+        thread = threading.Thread(target=lambda: self._ledger.record(event), daemon=True)
+        thread.start()
+        if not lost:
+            thread.join(_RECORDED_WITHIN_S)
 
     # -- the ranks -----------------------------------------------------------------------------------------------------
 
-    def _start(self, rank: int, generation: int) -> None:
+    def _start(self, rank: int, generation: int, is_newcomer: bool) -> None:
         group, local = self._place(rank)
         groups = 1 if self._others is None else self._others.count
         environment = {
@@ -225,6 +241,12 @@ class Supervisor:
             "TORCHELASTIC_RESTART_COUNT": str(generation),
             "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
         }
+        if is_newcomer and self._others is None:
+            # It is in no generation, and what is named after it must not meet that of a member: a port of its own, at
+            # which nobody listens.
+            door = self._doors[rank] = socket.socket()
+            door.bind((ADDRESS, 0))
+            environment |= {JOINS_VARIABLE: "1", "MASTER_PORT": str(door.getsockname()[1])}
         if (node := self._node(group)) is not None:
             self._processes[rank] = node.start(local, environment)
             return
@@ -247,6 +269,8 @@ class Supervisor:
             with suppress(KeyError):
                 self._selector.unregister(pidfd)
             os.close(pidfd)
+        if (door := self._doors.pop(rank, None)) is not None:
+            door.close()
 
     # -- what they say -------------------------------------------------------------------------------------------------
 

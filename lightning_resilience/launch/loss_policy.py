@@ -6,6 +6,11 @@ A death is mended by a replacement if the rank was killed (by a signal, or by it
 in a fit and have agreed to be rejoined (see ``fit/reentry.py``), a state was saved, and the budget has a restart left.
 An exception that ends a rank is the user's own, and restarts all ranks. So does a replacement that is refused or takes
 too long. Every wait has a deadline (:mod:`~lightning_resilience.run.deadlines`).
+
+The others wait for the replacement (``hold``), or go on with fewer ranks if it is not ready to take over at once
+(``go_on``). Then it is a *newcomer* (:mod:`~lightning_resilience.launch.newcomers`), and they take it in when it waits
+at the door of its fit. Each such change begins a *generation* with other members. A loss counts as a restart, to take
+newcomers in does not.
 """
 
 from __future__ import annotations
@@ -13,102 +18,84 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal
 
 from lightning_resilience._output import log_line
-from lightning_resilience.detect.hangs.deaths import Death
+from lightning_resilience.launch.newcomers import (
+    SAYS_NOTHING,
+    Member,
+    Newcomers,
+    Ranks,
+    how_ended,
+    is_replaceable,
+)
 from lightning_resilience.run import deadlines, exit_codes
 
 _POLL_S = 0.5
 _HEARD_WITHIN_S = 0.5
 _HEARD_POLL_S = 0.001
 
-
-class Ranks(Protocol):
-    """What can be done with the ranks."""
-
-    def open_store(self) -> int:
-        """Serves the store of another generation, beside that of the one before; returns its port."""
-
-    def close_old_store(self) -> None:
-        """Closes that of the generation before: whoever is blocked there is free."""
-
-    def start(self, ranks: Collection[int], generation: int) -> None:
-        """Starts processes for ranks whose last ones have ended."""
-
-    def tell(self, ranks: Collection[int], kind: str, **fields: Any) -> None:
-        """Sends ranks a message, see :mod:`~lightning_resilience.launch.channel`."""
-
-    def send_signal(self, ranks: Collection[int], signum: signal.Signals) -> None:
-        """Sends ranks a signal."""
-
-    def record(self, lost: Mapping[int, str], generation: int) -> None:
-        """Records that ranks are replaced, and how each has ended."""
-
-
-@dataclass
-class Member:
-    """A rank in its present life.
-
-    Args:
-        rank: Its global rank.
-        generation: The generation in which it is, as it says.
-        state: What it has said last; ``starting``: nothing since it was started.
-        reason: Why it has refused.
-        exit_code: How its process has ended, as ``subprocess`` gives it: of a signal the negative number.
-    """
-
-    rank: int
-    generation: int
-    state: str = "starting"
-    reason: str = ""
-    exit_code: int | None = None
-
-
-def is_replaceable(exit_code: int | None) -> bool:
-    """Whether a rank that ended so was killed; what an exception ends is the user's own."""
-    return exit_code is not None and (exit_code < 0 or exit_code == exit_codes.HUNG)
+WhenLost = Literal["hold", "go_on"]
+"""Whether the others wait for the replacement of a rank, or go on without it meanwhile."""
 
 
 class LossPolicy:
     """Decides for all ranks, which have been started.
 
+    A rank is known by its *slot*: the number that it had in the first generation. Its number in a later one is the
+    place of its slot among those of the members.
+
     Args:
         ranks: Does what is decided.
         world_size: How many ranks there are.
-        max_restarts: How many generations may follow the first.
+        max_restarts: How many restarts there may be.
         term_timeout_s: How long the ranks may take to end when a stop was asked for.
+        when_lost: Whether the others wait for a replacement for which no spare is ready.
+        min_ranks: They do so, too, if fewer than these would go on.
 
     Attributes:
-        members: The ranks.
-        generation: Number of the present generation.
-        result: When all is over: 0 if all ranks have ended with 0, else 1.
+        members: The ranks of the present generation.
+        generation: Its number.
+        restarts: How many restarts there were: one for each loss, each newcomer that was lost, each restart of all.
+        result: When all is over: 0 if all members have ended with 0, else 1.
         lost_nodes: Names of nodes that are lost, with all their ranks; a restart is to begin when others are there.
         wakes_at: When :meth:`step` is to be called at the latest, by its clock; earlier when something has happened.
     """
 
-    def __init__(self, ranks: Ranks, world_size: int, max_restarts: int, term_timeout_s: float) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        world_size: int,
+        max_restarts: int,
+        term_timeout_s: float,
+        when_lost: WhenLost = "hold",
+        min_ranks: int = 1,
+    ) -> None:
         self.members = {rank: Member(rank, 0) for rank in range(world_size)}
-        self.generation = 0
+        self.generation = self.restarts = 0
         self.result: int | None = None
         self.lost_nodes: list[str] = []
         self.wakes_at = math.inf
         self._ranks = ranks
+        self._slots = list(range(world_size))
+        self._goes_on, self._min_ranks = when_lost == "go_on", min_ranks
+        self._newcomers = Newcomers(ranks)
+        self._joining: set[int] = set()  # in the present generation, and nobody was lost
         self._max_restarts = max_restarts
         self._term_timeout_s = term_timeout_s
         self._has_saved = False
         self._lost_at: float | None = None
         self._replacing_since: float | None = None
         self._ending: list[tuple[float, signal.Signals | None]] = []  # until when, and what is sent then
-        self._is_last = self._stop_asked = False
+        self._stop_asked = False
         self._stops_until: float | None = None
 
     # -- what has happened ---------------------------------------------------------------------------------------------
 
     def ended(self, rank: int, exit_code: int) -> None:
         """The process of a rank has ended."""
-        self.members[rank].exit_code = exit_code
+        if (member := self._life_of(rank)) is not None:
+            member.exit_code = exit_code
 
     def heard(self, rank: int | None, kind: str, fields: Mapping[str, Any]) -> None:
         """A rank has said something.
@@ -120,10 +107,12 @@ class LossPolicy:
         """
         if kind == "saved":
             self._has_saved = True
-        if kind == "state" and rank is not None:
-            member = self.members[rank]
-            member.state, member.generation = str(fields["state"]), int(fields["generation"])
-            member.reason = str(fields["reason"])
+        if kind == "state" and rank is not None and (member := self._life_of(rank)) is not None:
+            member.says(fields)
+
+    def _life_of(self, rank: int) -> Member | None:
+        lives = (self.members, self._newcomers.coming, self._newcomers.leaving)
+        return next((each[rank] for each in lives if rank in each), None)
 
     def ask_to_stop(self) -> None:
         """The ranks are to save and end."""
@@ -145,14 +134,18 @@ class LossPolicy:
         """
         self.wakes_at = now + _POLL_S
         codes = [member.exit_code for member in self.members.values()]
+        if not self._ending and self._stops_until is None:
+            self._look_after_newcomers(now)
         if self._ending:
             self._go_on_ending(now)
         elif None not in codes and (self._stops_until is not None or not any(codes)):
-            self.result = 1 if any(codes) else 0
+            self._newcomers.end(now)
+            if self._newcomers.have_left(now):
+                self.result = 1 if any(codes) else 0
         elif self._stops_until is not None:
             if now > self._stops_until:
                 self._ranks.send_signal(self._living(), signal.SIGKILL)
-        elif any(codes):
+        elif any(codes) and not self._ends_without_newcomers():
             if self._stop_asked:  # it had no time to save, and the others cannot without it
                 self._stop(now)
             elif self._are_all_lost_that_will(now, all_is_heard):
@@ -161,13 +154,27 @@ class LossPolicy:
             self._check_replacement(now, now - self._replacing_since)
         elif self._stop_asked:  # not while ranks are replaced: they could not save
             self._stop(now)
+        elif self._are_in_fit() and (opens_at := self._newcomers.opens_at(now)) is not None:
+            self.wakes_at = min(self.wakes_at, opens_at)
+            if now >= opens_at:
+                self._grow(now)
 
     def _living(self) -> list[int]:
-        return [member.rank for member in self.members.values() if member.exit_code is None]
+        members = [member.rank for member in self.members.values() if member.exit_code is None]
+        return [*members, *self._newcomers.living]
 
     def _stop(self, now: float) -> None:
         self._stops_until = now + self._term_timeout_s
+        self._newcomers.end(now)
         self._ranks.send_signal(self._living(), signal.SIGTERM)
+
+    def _look_after_newcomers(self, now: float) -> None:
+        if self._stop_asked or any(member.state == "done" for member in self.members.values()):
+            self._newcomers.end(now)  # there is no fit any more that they could join
+        self.restarts = self._newcomers.look_after(now, self.generation, self.restarts, self._max_restarts)
+
+    def _are_in_fit(self) -> bool:
+        return all(each.state == "ready" and each.generation == self.generation for each in self.members.values())
 
     def _are_all_lost_that_will(self, now: float, all_is_heard: bool) -> bool:
         """Whether those were heard that have ended, and ranks that die together had the time."""
@@ -185,8 +192,10 @@ class LossPolicy:
         if refusal := next((member for member in members if member.state == "refused"), None):
             self._restart(now, f"rank {refusal.rank} cannot go back: {refusal.reason}")
         elif all(member.state in ("ready", "done") and member.generation == self.generation for member in members):
-            self._replacing_since = None
+            self._joining, self._replacing_since = set(), None
             self.wakes_at = now
+        elif self._are_too_late(seconds):
+            self._turn_away(now)
         elif seconds > deadlines.REPLACED_WITHIN_S:
             self._restart(now, f"the replacement has not begun to train within {seconds:.0f} s")
         elif seconds > deadlines.SURVIVORS_LEAVE_WITHIN_S:
@@ -198,55 +207,135 @@ class LossPolicy:
                     return self._restart(now, f"rank {member.rank} has not left the fit within {seconds:.0f} s")
         return None
 
+    def _ends_without_newcomers(self) -> bool:
+        """Whether only newcomers are lost that are taken in, and one of the others had ended its fit before."""
+        lost = {each.rank for each in self.members.values() if each.exit_code}
+        return lost <= self._joining and any(map(self._has_missed, self.members.values()))
+
+    def _has_missed(self, member: Member) -> bool:
+        """Whether a rank has ended its fit before it could hear that newcomers are taken in."""
+        is_behind = member.generation < self.generation and member.rank not in self._joining
+        return member.state == "done" and is_behind and not member.exit_code
+
+    def _are_too_late(self, seconds: float) -> bool:
+        """Whether all others have, and none of them can enter its fit again."""
+        others = [each for each in self.members.values() if each.rank not in self._joining]
+        is_late = seconds > deadlines.SURVIVORS_LEAVE_WITHIN_S or all(each.exit_code == 0 for each in others)
+        return bool(self._joining) and is_late and all(map(self._has_missed, others))
+
+    def _turn_away(self, now: float) -> None:
+        self._newcomers.end(now, [self.members.pop(slot) for slot in sorted(self._joining)])
+        self._joining, self._replacing_since = set(), None
+        self.wakes_at = now
+
     def _mend(self, now: float) -> None:
-        """Replaces the ranks that have ended, or restarts all."""
+        """Replaces the ranks that have ended, goes on without them, or restarts all."""
         self._lost_at = None
         dead = [member for member in self.members.values() if member.exit_code]
-        how = {member.rank: _how(member.exit_code or 0) for member in dead}
+        failed = {each.rank for each in dead if each.rank in self._joining and not is_replaceable(each.exit_code)}
+        how = {member.rank: how_ended(member.exit_code or 0) for member in dead}
         who = ", ".join(f"rank {rank} {what}" for rank, what in sorted(how.items()))
-        if self.generation >= self._max_restarts:
+        if self.restarts >= self._max_restarts:
             log_line(f"{who[0].upper()}{who[1:]}; no restart inside the job is left.")
             return self._end_all(now)
-        if (reason := self._why_not(dead)) is not None:
+        left = [rank for rank in self.members if rank not in how]
+        self._newcomers.given_up |= failed
+        members = self._members_after(left)
+        if (reason := self._why_not([each for each in dead if each.rank not in failed], members)) is not None:
             return self._restart(now, f"{who}, and {reason}")
+        self.restarts += 1
+        goes_on = members == left
+        who = f"{who[0].upper()}{who[1:]}"
+        if goes_on:
+            then = " Its replacement joins them when it is ready." if how.keys() - failed else ""
+            log_line(f"{who}: going on with {self._count(left)} (restart {self.restarts}).{then}")
+        else:
+            waits = self._why_not_without(left) if self._goes_on else None
+            then = "" if waits is None else f" They wait for it: {waits}."
+            log_line(
+                f"{who}: starting a replacement (restart {self.restarts}). The other ranks keep their processes.{then}"
+            )
+        self._begin_generation(now, members, how)
+        if goes_on and (lost := sorted(how.keys() - failed)):
+            self._newcomers.start(lost, self.generation, now)
+        return None
+
+    def _count(self, members: Collection[int]) -> str:
+        return f"{len(members)} of {len(self._slots)} ranks"
+
+    def _members_after(self, left: list[int]) -> list[int]:
+        """Who is in the generation that follows a loss: those that are left, or those with replacements."""
+        given_up = self._newcomers.given_up
+        members = [slot for slot in self._slots if slot not in given_up]
+        if given_up and self._why_not_without(members) is not None:
+            members = self._slots
+        ready = [*left, *self._newcomers.at_door]
+        is_ready = all(slot in ready or self._ranks.has_spare(slot) for slot in members) if self._goes_on else True
+        return members if is_ready or self._why_not_without(left) is not None else left
+
+    def _why_not_without(self, left: Collection[int]) -> str | None:
+        """Why these ranks cannot go on without the others."""
+        if 0 not in left:
+            return "rank 0 has tasks that no other rank takes"
+        if len(left) < self._min_ranks:
+            return f"there are to be {self._min_ranks} ranks at least"
+        said = [each.fewer for each in self.members.values() if each.fewer is not None]
+        return next(filter(None, said), None) if said else SAYS_NOTHING
+
+    def _grow(self, now: float) -> None:
+        """Takes in those that are at the door."""
+        who = self._newcomers.at_door
+        members = sorted([*self.members, *who])
+        are = f"Rank {who[0]} is" if len(who) == 1 else f"Ranks {', '.join(map(str, who))} are"
+        log_line(f"{are} back: going on with {self._count(members)}.")
+        self._begin_generation(now, members, {})
+
+    def _begin_generation(self, now: float, members: list[int], lost: Mapping[int, str]) -> None:
+        """Has these ranks come together; those of them that are not there are started."""
         self.generation += 1
-        log_line(
-            f"{who[0].upper()}{who[1:]}: starting a replacement (restart {self.generation}). The other ranks keep "
-            "their processes."
-        )
-        port = self._ranks.open_store()
-        others = [rank for rank in self.members if rank not in how]
-        self._ranks.tell(others, "replace", generation=self.generation, port=port, lost=how)
+        kept = [rank for rank in self.members if rank in members and rank not in lost]
+        record = (lost, self.generation, members if self._goes_on else None, kept)
+        if not lost:  # who begins it looks there whether it counts as a restart
+            self._ranks.record(*record)
+        change = {"generation": self.generation, "port": self._ranks.open_store(), "lost": lost, "members": members}
+        there = {rank: self.members[rank] for rank in kept}
+        there |= self._newcomers.take([slot for slot in members if slot in self._newcomers.coming])
+        self._ranks.tell(sorted(there), "replace", **change)
         self._ranks.close_old_store()
-        self._start(how)
+        new = [rank for rank in members if rank not in there]
+        self.members = {rank: there[rank] if rank in there else Member(rank, self.generation, now) for rank in members}
+        if new:
+            self._ranks.start(new, self.generation, is_newcomer=self._goes_on)
+        if new and self._goes_on:
+            self._ranks.tell(new, "replace", **change)
+        self._newcomers.given_up.difference_update(members)
+        self._joining = set() if lost else {*members}.difference(kept)
         self._replacing_since = self.wakes_at = now
-        return self._ranks.record(how, self.generation)
+        if lost:
+            self._ranks.record(*record)
 
-    def _start(self, ranks: Collection[int]) -> None:
-        for rank in ranks:
-            self.members[rank] = Member(rank, self.generation)
-        self._ranks.start(ranks, self.generation)
-
-    def _why_not(self, dead: list[Member]) -> str | None:
-        """Why a loss is not mended by a replacement."""
+    def _why_not(self, dead: list[Member], members: Collection[int]) -> str | None:
+        """Why a loss is not mended by a generation of these members."""
         if self.lost_nodes:
             return f"node {self.lost_nodes[0]} is lost"
         if not all(is_replaceable(member.exit_code) for member in dead):
             return "what an exception ends is not replaced"
         if not self._has_saved:
             return "nothing was saved yet"
-        others = [member for member in self.members.values() if member not in dead]
+        others = [member for member in self.members.values() if not member.exit_code]
         if not others:
             return "there is no other rank"
         for member in others:
-            is_starting = self._replacing_since is not None and member.state in ("starting", "left")
+            is_starting = self._replacing_since is not None and member.state in ("starting", "waiting", "left")
             if member.state != "ready" and not is_starting:
                 return f"rank {member.rank} is not in a fit" + (f": {member.reason}" if member.reason else "")
+        if leaving := self._newcomers.leaving.keys() & set(members):
+            return f"the last process of rank {min(leaving)} has not ended yet"
         return None
 
     def _restart(self, now: float, reason: str) -> None:
         """Ends all ranks and starts them again."""
-        if self.generation >= self._max_restarts:
+        if self.restarts >= self._max_restarts:
             log_line(f"All ranks end: {reason}; no restart inside the job is left.")
         else:
             log_line(f"Restarting all ranks: {reason}.", is_detail=True)
@@ -277,16 +366,13 @@ class LossPolicy:
                 self.wakes_at = now
                 return self._ranks.send_signal(living, signum)
         self._ending = []
-        if self.generation >= self._max_restarts or self._stop_asked:
+        if self.restarts >= self._max_restarts or self._stop_asked:
             self.result = 1
             return
         self.generation += 1
+        self.restarts += 1
+        self._newcomers.forget()
         self._ranks.open_store()
         self._ranks.close_old_store()
-        self._start(tuple(self.members))
-
-
-def _how(exit_code: int) -> str:
-    if exit_code == exit_codes.HUNG:
-        return "hung and was ended by its watchdog"
-    return str(Death(-exit_code if exit_code < 0 else exit_code << 8))
+        self.members = {rank: Member(rank, self.generation, now) for rank in self._slots}
+        self._ranks.start(self._slots, self.generation, is_newcomer=False)

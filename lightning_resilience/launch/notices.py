@@ -16,6 +16,7 @@ from lightning_resilience.run.events import (
     MarkedBad,
     NodesExcluded,
     Quarantined,
+    RanksReplaced,
     Rollback,
     Saved,
     SaveFailed,
@@ -23,6 +24,7 @@ from lightning_resilience.run.events import (
     Stragglers,
     WorkersStart,
 )
+from lightning_resilience.run.failures import growths
 from lightning_resilience.run.history import History
 
 SCHEMA = 1
@@ -128,6 +130,8 @@ class Notices:
                 step = history.verified_step
                 killed = "; the launcher before was killed" if isinstance(before, LauncherKilled) else ""
                 yield "run_began", ("new run" if step is None else f"continuing, step {step} is safe") + killed
+            case WorkersStart() if event.restart_count in growths(history.of(RanksReplaced), event.elastic_run_id):
+                pass  # nobody was lost
             case WorkersStart() if any(start.time < event.time for start in history.of(WorkersStart)):
                 safe = (
                     "no checkpoint in the run directory yet"

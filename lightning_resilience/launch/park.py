@@ -29,6 +29,7 @@ from lightning_resilience.launch import channel as channels
 from lightning_resilience.launch import imports
 from lightning_resilience.launch.channel import CHANNEL_VARIABLE, Channel, Message
 from lightning_resilience.run import time_account
+from lightning_resilience.run.run_directory import JOINS_VARIABLE
 
 PLAIN, RECORDS, SPARE = "plain", "records", "spare"
 """What a process is for: a worker, one that tells what it imports, one that waits."""
@@ -36,7 +37,7 @@ PLAIN, RECORDS, SPARE = "plain", "records", "spare"
 CHANGES_FROM_START_TO_START = frozenset(
     {
         *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"),
-        *("NVRX_CURRENT_CYCLE_INFO", "FT_LAUNCHER_IPC_SOCKET", "FT_RANK_MONITOR_IPC_SOCKET"),
+        *("NVRX_CURRENT_CYCLE_INFO", "FT_LAUNCHER_IPC_SOCKET", "FT_RANK_MONITOR_IPC_SOCKET", JOINS_VARIABLE),
     }
 )
 """What of a rank's environment differs from one start to the next, and no library reads when it is imported."""

@@ -233,6 +233,16 @@ class Workers:
         """
         self._workers[rank].channel.send(kind, **fields)
 
+    def has_spare(self, rank: int) -> bool:
+        """Whether a spare waits for the place of a worker and has done its imports.
+
+        Args:
+            rank: Its local rank.
+        """
+        with self._lock:
+            spare = self.spares.get(rank)
+            return spare is not None and spare.is_ready and not spare.is_gone and spare.problem is None
+
     @property
     def are_heard(self) -> bool:
         """Whether nothing that workers have said is left to be read."""

@@ -43,8 +43,8 @@ from lightning_resilience.launch.worker_group import worker_group
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.deadlines import ENDED_WITHIN_S, FIRST_STARTS_WATCHDOG_WITHIN_S
-from lightning_resilience.run.events import Fault, JobStart, ScriptOutcome, WorkersStart
-from lightning_resilience.run.failures import cause_of_end
+from lightning_resilience.run.events import Fault, JobStart, RanksReplaced, ScriptOutcome, WorkersStart
+from lightning_resilience.run.failures import cause_of_end, growths
 from lightning_resilience.run.history import read_history
 from lightning_resilience.run.ledger import Ledger, node_name
 from lightning_resilience.run.run_directory import (
@@ -268,8 +268,10 @@ def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:
     )
     # The elastic launcher has decided this, not the launch, which may end it here.
     earlier = sum(each.elastic_run_id == info["elastic_run_id"] for each in history.of(WorkersStart))
+    grown = growths(history.of(RanksReplaced), info["elastic_run_id"])
     restarts = max(info["restart_count"], earlier)  # a node does not count what has failed on another one only
-    if restarts and history.why_not_again is None:
+    restarts -= len(grown)
+    if restarts and info["restart_count"] not in grown and history.why_not_again is None:
         cause = cause_of_end(history.events, info["elastic_run_id"])
         safe = "no checkpoint in the run directory yet" if step is None else f"step {step} is safe"
         line = f"Restart {restarts} inside the job, {safe}. Before: {cause or 'a worker was killed'}."

@@ -189,6 +189,9 @@ DEVICE_ANSWERS_WITHIN_S = 10.0
 REPLACED_WITHIN_S = 300.0
 """How long the start of a replacement may take, up to its first batch; then all ranks are restarted."""
 
+NEWCOMERS_GATHER_WITHIN_S = 5.0
+"""How long a newcomer waits at the door for the others that are on their way, so that all are taken in at once."""
+
 WATCHDOG_PUT_OFF_S = 1.0
 """How much later the watchdog starts where a rank is replaced. The ranks are back before that, and its start would take
 a quarter of a second of CPU time from them."""

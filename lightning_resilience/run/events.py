@@ -283,10 +283,14 @@ class WorkersStart(_Job, name="start"):
 
 
 class RanksReplaced(Event, name="replaced"):
-    """`launch --elastic` replaces lost ranks while the others keep their processes."""
+    """`launch --elastic` replaces lost ranks while the others keep their processes.
+
+    With `--when-lost go-on` those go on without them meanwhile. Where no ranks are lost, replacements are taken in.
+    """
 
     ranks: Ranks | None
     kept: Annotated[int, "how many ranks keep their processes"] | None
+    members: Annotated[list[int], "ranks that go on, as they were numbered at first"] | None = None
     elastic_run_id: ElasticRunId | None
     restart_count: RestartCount | None
     reason: Reason | None

@@ -180,7 +180,7 @@ def cause_of_end(events: Iterable[Event], elastic_run_id: str | None) -> str | N
     restarts: dict[str | None, int] = {}  # each node counts its own
     replaced: RanksReplaced | None = None  # nothing else may be recorded of it yet
     for event in events:
-        if isinstance(event, RanksReplaced) and event.elastic_run_id == elastic_run_id:
+        if isinstance(event, RanksReplaced) and event.elastic_run_id == elastic_run_id and event.ranks != []:
             replaced = event
         if isinstance(event, (WorkersStart, JobInfo, Fault, Killed)) and event.elastic_run_id == elastic_run_id:
             count = event.restart_count or 0
@@ -207,6 +207,23 @@ def cause_of_end(events: Iterable[Event], elastic_run_id: str | None) -> str | N
     silent = set(range(world_size)) - {event.rank for event in faults}
     who = f"rank {silent.pop()}" if len(silent) == 1 else "a worker"
     return f"{who} was killed ({_described(faults[0])})"
+
+
+def growths(events: Iterable[Event], elastic_run_id: str | None) -> set[int]:
+    """The restart counts of starts that were no restarts: nobody was lost, and newcomers were taken in.
+
+    Args:
+        events: The run's ledger.
+        elastic_run_id: Id of the rendezvous.
+    """
+    return {
+        event.restart_count
+        for event in events
+        if isinstance(event, RanksReplaced)
+        and event.ranks == []
+        and event.elastic_run_id == elastic_run_id
+        and event.restart_count is not None
+    }
 
 
 def _described(fault: Fault) -> str:

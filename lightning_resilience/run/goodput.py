@@ -83,6 +83,7 @@ from lightning_resilience.run.events import (
     LauncherKilled,
     LaunchExit,
     LaunchStart,
+    RanksReplaced,
     Resumed,
     Stragglers,
     StragglerStop,
@@ -361,12 +362,14 @@ class _Group:
     events: list[Event] = field(default_factory=list)
     elastic_run_id: str | None = None
     world_size: int = 0
+    since: float = 0.0
+    """When newcomers were taken in, whose processes are older."""
     killed: list[int] = field(default_factory=list)
     """Ranks without a watchdog of which the next start has recorded that they were killed."""
 
     @property
     def began(self) -> float:
-        return min(each.began for each in self.processes.values())
+        return max(self.since, min(each.began for each in self.processes.values()))
 
     @property
     def ended(self) -> float:
@@ -511,6 +514,12 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
         group.killed += event.ranks or () if event.killed else ()
         with suppress(IndexError, TypeError):  # not as this package writes it
             group.processes |= {rank: _process(event, index, is_kept) for index, rank in enumerate(event.ranks or ())}
+    of_start = {(each.elastic_run_id, each.restart_count, each.node): groups[key] for key, each in of_processes}
+    for change in events:
+        if isinstance(change, RanksReplaced) and change.ranks == []:
+            grown = of_start.get((change.elastic_run_id, change.restart_count, change.node))
+            if grown is not None:
+                grown.since = change.time
     found = sorted((group for group in groups.values() if group.processes), key=lambda group: group.began)
     for group in found:
         lost = set(range(group.world_size)) - group.processes.keys()  # their node went down before anything was kept
@@ -518,7 +527,6 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
         group.processes |= {rank: replace(mean, seconds=dict(mean.seconds), waits={}) for rank in lost}
     found = sorted([*found, *_unaccounted(events, found)], key=lambda group: group.began)
     starts = [group.began for group in found]
-    of_start = {(each.elastic_run_id, each.restart_count, each.node): groups[key] for key, each in of_processes}
     for each in events:
         if not isinstance(each, _OF_GROUP):
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -29,13 +29,14 @@ from lightning_resilience.run.events import (
     LaunchStart,
     MarkedBad,
     NotRestored,
+    RanksReplaced,
     RestoredInPlace,
     Resumed,
     Saved,
     WorkersStart,
     WorkloadRequest,
 )
-from lightning_resilience.run.failures import Failure, RepeatedMistake, first_cause, is_late, recurrence
+from lightning_resilience.run.failures import Failure, RepeatedMistake, first_cause, growths, is_late, recurrence
 from lightning_resilience.run.ledger import Ledger, read_ledger
 
 EXCLUDE_THIS_NODE = "exclude_this_node"
@@ -347,6 +348,7 @@ class FailureCounts:
         self.last: Failure | None = None
         self._advanced = False  # since the launcher last started the workers
         self._previous_start: WorkersStart | None = None
+        self._changes: list[RanksReplaced] = []  # of this job
         self._group: list[Event] | None = None  # since workers of this job last recorded their start
         self._ended: list[Event] | None = None  # the group before, whose end was counted as the last failure
 
@@ -380,13 +382,17 @@ class FailureCounts:
             case JobStart():
                 self._advanced = False
                 self._previous_start = None
+                self._changes.clear()
                 self._group = None
                 if event.retry:
                     self.job_retries += 1
                     self.in_job = 0
                     self.job_spent = False
+            case RanksReplaced():
+                self._changes.append(event)
             case WorkersStart():
-                self._fail(event, _failed_before(event, self._previous_start))
+                grown = growths(self._changes, event.elastic_run_id)
+                self._fail(event, _failed_before(event, self._previous_start, grown))
                 self._previous_start = event
                 self._group = []
             case JobFailed():
@@ -431,17 +437,19 @@ class FailureCounts:
         self._count_last()
 
 
-def _failed_before(start: WorkersStart, previous: WorkersStart | None) -> int:
+def _failed_before(start: WorkersStart, previous: WorkersStart | None, grown: Collection[int]) -> int:
     """How many worker groups of the same job failed between two starts; those that got far enough have recorded one.
 
     The elastic launcher's restart count says so, but it counts per node: with several nodes any start after the first
-    is a failure, unless a node has merely joined.
+    is a failure, unless a node has merely joined. ``launch --elastic`` counts what it has ``grown`` by newcomers, too.
     """
     restarts = start.restart_count or 0
+    before = -1 if previous is None else previous.restart_count or 0
+    taken_in = sum(before < each <= restarts for each in grown)
     if previous is None:
-        return restarts
-    more_restarts = restarts - (previous.restart_count or 0)
-    joined = (start.world_size or 1) > (previous.world_size or 1)
+        return restarts - taken_in
+    more_restarts = restarts - before - taken_in
+    joined = taken_in > 0 or (start.world_size or 1) > (previous.world_size or 1)
     return 0 if more_restarts <= 0 and joined else max(1, more_restarts)
 
 

@@ -1,0 +1,208 @@
+"""Ranks that are lost under ``launch --elastic --when-lost go-on``, and on their way back while the others go on.
+
+A *newcomer* runs the script up to its first fit and waits there, at the *door*, until it is taken into a generation
+(:mod:`~lightning_resilience.launch.loss_policy`). One that is killed before is started again, if the budget has a
+restart left. What it raises itself gives its slot up, and so does a start that takes too long: others must not end
+because of it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lightning_resilience._output import log_line
+from lightning_resilience.detect.hangs.deaths import Death
+from lightning_resilience.run import deadlines, exit_codes
+
+SAYS_NOTHING = "it has not said that it can go on with fewer ranks"
+
+
+class Ranks(Protocol):
+    """What can be done with the ranks, which are known by their slots: the numbers that they had in the first start."""
+
+    def open_store(self) -> int:
+        """Serves the store of another generation, beside that of the one before; returns its port."""
+
+    def close_old_store(self) -> None:
+        """Closes that of the generation before: whoever is blocked there is free."""
+
+    def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
+        """Starts processes for ranks whose last ones have ended; newcomers wait at the door."""
+
+    def has_spare(self, rank: int) -> bool:
+        """Whether a process waits for the place of this rank that has its imports done."""
+
+    def tell(self, ranks: Collection[int], kind: str, **fields: Any) -> None:
+        """Sends ranks a message, see :mod:`~lightning_resilience.launch.channel`."""
+
+    def send_signal(self, ranks: Collection[int], signum: signal.Signals) -> None:
+        """Sends ranks a signal."""
+
+    def record(
+        self, lost: Mapping[int, str], generation: int, members: Collection[int] | None, kept: Collection[int]
+    ) -> None:
+        """Records a change of the ranks.
+
+        Args:
+            lost: How each rank that was lost has ended; empty: newcomers are taken in.
+            generation: The one that begins.
+            members: Who is in it; ``None``: all ranks, always.
+            kept: Who keeps its process.
+        """
+
+
+@dataclass
+class Member:
+    """A rank in its present life.
+
+    Args:
+        rank: Its slot.
+        generation: The generation in which it is, as it says.
+        since: When it was started; for the policy's clock.
+        state: What it has said last; ``starting``: nothing since it was started.
+        reason: Why it has refused.
+        fewer: Why its fit cannot go on with fewer ranks; empty: it can; ``None``: it was not in a fit yet.
+        exit_code: How its process has ended, as ``subprocess`` gives it: of a signal the negative number.
+    """
+
+    rank: int
+    generation: int
+    since: float = 0.0
+    state: str = "starting"
+    reason: str = ""
+    fewer: str | None = None
+    exit_code: int | None = None
+
+    def says(self, fields: Mapping[str, Any]) -> None:
+        """It has said in which state it is."""
+        self.state, self.generation = str(fields["state"]), int(fields["generation"])
+        self.reason = str(fields["reason"])
+        if self.state == "ready":
+            self.fewer = str(fields.get("fewer", SAYS_NOTHING))
+
+
+def is_replaceable(exit_code: int | None) -> bool:
+    """Whether a rank that ended so was killed; what an exception ends is the user's own."""
+    return exit_code is not None and (exit_code < 0 or exit_code == exit_codes.HUNG)
+
+
+def how_ended(exit_code: int) -> str:
+    """A clause on how a rank has ended."""
+    if exit_code == exit_codes.HUNG:
+        return "hung and was ended by its watchdog"
+    return str(Death(-exit_code if exit_code < 0 else exit_code << 8))
+
+
+class Newcomers:
+    """Those that are on their way.
+
+    Args:
+        ranks: Starts and ends them.
+
+    Attributes:
+        coming: Those that were started and are in no generation yet, by slot.
+        leaving: Those that are being ended.
+        given_up: Slots for which none is started any more.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.coming: dict[int, Member] = {}
+        self.leaving: dict[int, Member] = {}
+        self.given_up: set[int] = set()
+        self._ranks = ranks
+        self._first_at_door: float | None = None
+
+    def start(self, slots: Collection[int], generation: int, now: float) -> None:
+        """Starts newcomers."""
+        self.coming.update({slot: Member(slot, generation, now) for slot in slots})
+        self._ranks.start(slots, generation, is_newcomer=True)
+
+    @property
+    def at_door(self) -> list[int]:
+        """The slots of those that wait to be taken in."""
+        return sorted(slot for slot, each in self.coming.items() if each.state == "waiting" and each.exit_code is None)
+
+    @property
+    def living(self) -> list[int]:
+        """The slots of those whose processes have not ended."""
+        return [each.rank for each in (*self.coming.values(), *self.leaving.values()) if each.exit_code is None]
+
+    def opens_at(self, now: float) -> float | None:
+        """When those at the door are taken in: at once if nobody else is on the way; ``None``: nobody is there."""
+        if not (waiting := self.at_door):
+            self._first_at_door = None
+            return None
+        if self._first_at_door is None:
+            self._first_at_door = now
+        return now if len(waiting) == len(self.coming) else self._first_at_door + deadlines.NEWCOMERS_GATHER_WITHIN_S
+
+    def take(self, slots: Collection[int]) -> dict[int, Member]:
+        """These are members from now on."""
+        self._first_at_door = None
+        return {slot: self.coming.pop(slot) for slot in slots}
+
+    def end(self, now: float, members: Collection[Member] | None = None) -> None:
+        """Ends them at once, since they have nothing to save.
+
+        Args:
+            now: Now.
+            members: Which; default: all.
+        """
+        for each in list(self.coming.values()) if members is None else members:
+            self.coming.pop(each.rank, None)
+            each.since = now
+            self.leaving[each.rank] = each
+            if each.exit_code is None:
+                self._ranks.send_signal([each.rank], signal.SIGKILL)
+
+    def have_left(self, now: float) -> bool:
+        """Whether none is left, or only processes that the kernel does not end."""
+        return not any(
+            each.exit_code is None and now < each.since + deadlines.LEFTOVERS_PATIENCE_S
+            for each in self.leaving.values()
+        )
+
+    def look_after(self, now: float, generation: int, restarts: int, max_restarts: int) -> int:
+        """Starts those again that were killed, and gives up those that will not come.
+
+        Args:
+            now: Now.
+            generation: The present one.
+            restarts: How many restarts there were.
+            max_restarts: How many there may be.
+
+        Returns:
+            How many there were then.
+        """
+        self.leaving = {slot: each for slot, each in self.leaving.items() if each.exit_code is None}
+        for slot, each in sorted(self.coming.items()):
+            who = f"The replacement of rank {slot}"
+            if each.exit_code is None:
+                if each.state != "waiting" and now > each.since + deadlines.REPLACED_WITHIN_S:
+                    self._give_up(slot, f"{who} has not come to its fit within {deadlines.REPLACED_WITHIN_S:.0f} s")
+                    self.end(now, [each])
+                continue
+            del self.coming[slot]
+            how = f"{who} {how_ended(each.exit_code)}"
+            if not is_replaceable(each.exit_code):
+                self._give_up(slot, f"{who} ended with exit code {each.exit_code} before its fit")
+            elif restarts >= max_restarts:
+                self._give_up(slot, f"{how}, and no restart inside the job is left")
+            else:
+                restarts += 1
+                log_line(f"{how}: starting another one (restart {restarts}).")
+                self.start([slot], generation, now)
+        return restarts
+
+    def _give_up(self, slot: int, reason: str) -> None:
+        self.given_up.add(slot)
+        log_line(f"{reason}: the others go on without it.")
+
+    def forget(self) -> None:
+        """All ranks are started again."""
+        for each in (self.coming, self.leaving, self.given_up):
+            each.clear()
+        self._first_at_door = None

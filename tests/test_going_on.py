@@ -1,0 +1,402 @@
+"""``launch --elastic --when-lost go-on``: what the supervisor decides, and ranks that only talk to it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_resilience.launch import loss_policy, newcomers
+from lightning_resilience.launch.elastic import Supervisor
+from lightning_resilience.launch.loss_policy import LossPolicy
+from lightning_resilience.run import deadlines
+from tests.ledgers import Ledger, read_ledger
+from tests.test_launch import wait_until
+from tests.test_replacement import RANK, lives
+
+# -- decisions ---------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """Three ranks in their fit, and what the policy has done with them."""
+
+    def __init__(self, max_restarts: int = 5, size: int = 3, **options: Any) -> None:
+        self.now = 0.0
+        self.spares: set[int] = set()
+        self.started: list[list[int]] = []
+        self.told: list[tuple[list[int], Any]] = []
+        self.signalled: list[tuple[list[int], int]] = []
+        self.recorded: list[Any] = []
+        self.policy = LossPolicy(self, size, max_restarts, 60.0, "go_on", **options)  # type: ignore[arg-type]
+        for rank in range(size):
+            self.say(rank, "ready")
+        self.policy.heard(None, "saved", {})
+
+    def open_store(self) -> int:
+        return 4711
+
+    def close_old_store(self) -> None: ...
+
+    def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
+        assert is_newcomer == (len(ranks) < 3)
+        self.started.append(sorted(ranks))
+
+    def has_spare(self, rank: int) -> bool:
+        return rank in self.spares
+
+    def tell(self, ranks: Collection[int], kind: str, **fields: Any) -> None:
+        if ranks:
+            self.told.append((sorted(ranks), fields.get("members", kind)))
+
+    def send_signal(self, ranks: Collection[int], signum: signal.Signals) -> None:
+        if ranks:
+            self.signalled.append((sorted(ranks), signum))
+
+    def record(self, lost: Mapping[int, str], generation: int, members: Any, kept: Collection[int]) -> None:
+        self.recorded.append((sorted(lost), members, sorted(kept)))
+
+    def say(self, rank: int, state: str, fewer: str = "", generation: int | None = None) -> None:
+        generation = self.policy.generation if generation is None else generation
+        self.policy.heard(rank, "state", {"state": state, "generation": generation, "reason": "", "fewer": fewer})
+
+    def step(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.policy.step(self.now, all_is_heard=True)
+
+    def lose(self, *ranks: int, code: int = -signal.SIGKILL) -> None:
+        for rank in ranks:
+            self.policy.ended(rank, code)
+        self.step()
+        self.step(0.3)
+
+    def come_together(self, fewer: str = "") -> None:
+        for rank in self.policy.members:
+            self.say(rank, "ready", fewer)
+        self.step()
+        self.told.clear()
+        self.started.clear()
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the person at the terminal reads."""
+    found: list[str] = []
+    for module in (loss_policy, newcomers):
+        monkeypatch.setattr(module, "log_line", lambda text, is_detail=False: found.append(text))
+    return found
+
+
+def test_the_others_go_on_at_once_and_take_in_who_comes_back(lines: list[str]) -> None:
+    run = Run()
+    run.lose(1)
+    assert run.told == [([0, 2], [0, 2])]
+    assert run.started == [[1]]
+    run.come_together()
+    run.step(1.0)
+    assert not run.told
+    run.say(1, "waiting")
+    run.step()
+    assert run.told == [([0, 1, 2], [0, 1, 2])]
+    assert not run.started
+    assert run.recorded == [([1], [0, 2], [0, 2]), ([], [0, 1, 2], [0, 2])]
+    assert (run.policy.generation, run.policy.restarts) == (2, 1)
+    assert lines == [
+        "Rank 1 was killed by SIGKILL: going on with 2 of 3 ranks (restart 1). Its replacement joins them when it is "
+        "ready.",
+        "Rank 1 is back: going on with 3 of 3 ranks.",
+    ]
+
+
+def test_nobody_is_taken_in_while_ranks_come_together() -> None:
+    run = Run()
+    run.lose(1)
+    run.say(1, "waiting")
+    run.step()
+    run.say(0, "ready")
+    run.step(1.0)
+    assert run.told == [([0, 2], [0, 2])]
+    run.say(2, "ready")
+    run.step()
+    run.step()
+    assert run.told[1:] == [([0, 1, 2], [0, 1, 2])]
+
+
+def test_who_is_at_the_door_waits_a_little_for_others_on_the_way() -> None:
+    run = Run(size=4)
+    run.lose(1, 3)
+    run.come_together()
+    run.say(3, "waiting")
+    run.step()
+    run.step(deadlines.NEWCOMERS_GATHER_WITHIN_S - 0.1)
+    assert not run.told
+    assert run.policy.wakes_at <= run.now + 0.11
+    run.step(0.1)
+    assert run.told == [([0, 2, 3], [0, 2, 3])]
+    run.come_together()
+    run.say(1, "waiting")
+    run.step()
+    assert run.told == [([0, 1, 2, 3], [0, 1, 2, 3])]
+
+
+@pytest.mark.parametrize(
+    ("rank", "options", "fewer", "spares"),
+    [
+        pytest.param(1, {}, "", {1}, id="a spare is ready"),
+        pytest.param(0, {}, "", set(), id="rank 0"),
+        pytest.param(1, {"min_ranks": 3}, "", set(), id="min_ranks"),
+        pytest.param(1, {}, "it has no DDP", set(), id="cannot"),
+    ],
+)
+def test_the_others_wait_for_a_replacement(
+    rank: int, options: dict[str, Any], fewer: str, spares: set[int], lines: list[str]
+) -> None:
+    run = Run(**options)
+    run.spares = spares
+    run.come_together(fewer)
+    run.lose(rank)
+    others = [each for each in range(3) if each != rank]
+    assert run.told == [(others, [0, 1, 2]), ([rank], [0, 1, 2])]  # it is told as soon as it is started
+    assert run.started == [[rank]]
+    assert ("They wait for it" in lines[0]) == (not spares)
+    assert fewer in lines[0]
+
+
+def test_a_fit_that_does_not_say_that_it_can_waits() -> None:
+    run = Run()
+    for rank in range(3):
+        run.policy.heard(rank, "state", {"state": "ready", "generation": 0, "reason": ""})
+    run.lose(1)
+    assert run.told == [([0, 2], [0, 1, 2]), ([1], [0, 1, 2])]
+
+
+def test_newcomers_that_are_on_their_way_are_in_the_generation_of_all() -> None:
+    run = Run()
+    run.lose(1)
+    run.come_together()
+    run.lose(0)
+    assert run.told == [([1, 2], [0, 1, 2]), ([0], [0, 1, 2])]
+    assert run.started == [[0]]
+
+
+def test_a_spare_and_who_is_at_the_door_are_ready() -> None:
+    run = Run(size=4)
+    run.lose(1)
+    run.come_together()
+    run.spares = {3}
+    run.policy.heard(1, "state", {"state": "waiting", "generation": 1, "reason": ""})
+    run.lose(3)
+    assert run.told == [([0, 1, 2], [0, 1, 2, 3]), ([3], [0, 1, 2, 3])]
+
+
+def test_a_newcomer_that_is_lost_while_ranks_come_together_is_taken_out() -> None:
+    run = Run()
+    run.lose(1)
+    run.come_together()
+    run.say(1, "waiting")
+    run.step()
+    run.told.clear()
+    run.lose(1)
+    assert run.told == [([0, 2], [0, 2])]
+    assert run.started == [[1]]
+    assert (run.policy.generation, run.policy.restarts) == (3, 2)
+
+
+def test_a_newcomer_that_is_killed_is_started_again_as_long_as_there_are_restarts(lines: list[str]) -> None:
+    run = Run(max_restarts=2)
+    run.lose(1)
+    run.come_together()
+    for _ in range(3):
+        run.lose(1)
+    assert run.started == [[1]]
+    assert (run.policy.generation, run.policy.restarts, run.policy.result) == (1, 2, None)
+    assert lines[1:] == [
+        "The replacement of rank 1 was killed by SIGKILL: starting another one (restart 2).",
+        "The replacement of rank 1 was killed by SIGKILL, and no restart inside the job is left: the others go on "
+        "without it.",
+    ]
+
+
+def test_a_newcomer_that_fails_is_given_up_and_the_others_go_on(lines: list[str]) -> None:
+    run = Run()
+    run.lose(1)
+    run.come_together()
+    run.lose(1, code=1)
+    run.lose(2)  # and its slot is not one for which anybody waits
+    assert run.told == [([0], [0])]
+    assert run.started == [[2]]
+    assert lines[1] == "The replacement of rank 1 ended with exit code 1 before its fit: the others go on without it."
+
+
+def test_a_slot_that_was_given_up_gets_another_chance_where_all_are_needed() -> None:
+    run = Run()
+    run.lose(1)
+    run.come_together()
+    run.lose(1, code=1)
+    run.come_together("it has no DDP")
+    run.lose(2)
+    assert run.told == [([0], [0, 1, 2]), ([1, 2], [0, 1, 2])]
+
+
+def test_a_newcomer_that_does_not_come_is_given_up(lines: list[str]) -> None:
+    run = Run()
+    run.lose(1)
+    run.come_together()
+    run.step(deadlines.REPLACED_WITHIN_S + 1)
+    assert run.signalled == [([1], signal.SIGKILL)]
+    run.step(1000.0)
+    run.lose(1)
+    assert not run.started
+    assert run.policy.result is None
+    assert len(lines) == 2
+    assert "300 s" in lines[1]
+
+
+def test_newcomers_end_with_the_fit_and_do_not_change_the_result() -> None:
+    run = Run()
+    run.lose(1)
+    run.come_together()
+    run.say(0, "done")
+    run.step()
+    assert run.signalled == [([1], signal.SIGKILL)]
+    run.say(1, "waiting")
+    for rank in (0, 2):
+        run.say(rank, "done")
+        run.policy.ended(rank, 0)
+    run.step()
+    assert run.policy.result is None  # its process is there
+    run.policy.ended(1, -signal.SIGKILL)
+    run.step()
+    assert run.policy.result == 0
+    assert not run.told
+
+
+def test_a_process_that_the_kernel_does_not_end_does_not_hold_up_the_end() -> None:
+    run = Run()
+    run.lose(1)
+    run.come_together()
+    for rank in (0, 2):
+        run.say(rank, "done")
+        run.policy.ended(rank, 0)
+    run.step()
+    assert run.policy.result is None
+    run.step(deadlines.LEFTOVERS_PATIENCE_S + 1)
+    assert run.policy.result == 0
+
+
+def test_newcomers_are_ended_when_a_stop_is_asked_for() -> None:
+    run = Run()
+    run.lose(1)
+    run.come_together()
+    run.policy.ask_to_stop()
+    run.step()
+    assert run.signalled[0] == ([1], signal.SIGKILL)
+    assert ([0, 2], signal.SIGTERM) in [
+        ([rank for rank in ranks if rank != 1], signum) for ranks, signum in run.signalled
+    ]
+    for rank, code in ((0, 0), (1, -9), (2, 0)):
+        run.policy.ended(rank, code)
+    run.step()
+    assert run.policy.result == 0
+
+
+def test_newcomers_that_are_taken_in_when_the_fit_is_over_are_turned_away() -> None:
+    run = Run()
+    run.lose(1)
+    run.come_together()
+    run.say(1, "waiting")
+    run.step()
+    assert run.told == [([0, 1, 2], [0, 1, 2])]
+    for rank in (0, 2):  # they had ended the fit when they were told
+        run.say(rank, "done", generation=1)
+    run.step(1.0)
+    assert not run.signalled  # one of them may enter it again yet
+    run.step(deadlines.SURVIVORS_LEAVE_WITHIN_S)
+    assert run.signalled == [([1], signal.SIGKILL)]
+    for rank, code in ((0, 0), (1, -9), (2, 0)):
+        run.policy.ended(rank, code)
+    run.step()
+    assert (run.policy.result, run.policy.restarts) == (0, 1)
+    assert run.started == [], "nobody is started again"
+
+
+def test_a_restart_of_all_begins_with_all_ranks() -> None:
+    run = Run()
+    run.lose(1)
+    run.come_together()
+    run.lose(2, code=1)
+    assert run.told == [([0, 1], "restart")]
+    for rank in (0, 1):
+        run.policy.ended(rank, 1)
+    run.step()
+    assert run.started == [[0, 1, 2]]
+    assert sorted(run.policy.members) == [0, 1, 2]
+    assert (run.policy.generation, run.policy.restarts) == (2, 2)
+
+
+# -- the supervisor, with ranks that only talk to it -------------------------------------------------------------------
+
+# Rank 1 dies when the others are in the fit. They go on, and take it in; or it ends as {newcomer} says.
+GOING_ON = """
+import select
+def ready():
+    tell(kind="state", state="ready", generation=generation, reason="", fewer="")
+    tell(kind="saved")
+    print(file=open(f"{{log}}.{{rank}}.{{generation}}", "w"))
+def hear():
+    message = json.loads(line.read(struct.unpack("!I", line.read(4))[0]))
+    if message["kind"] == "restart": sys.exit(1)
+    print(json.dumps([rank, message["lost"], message["members"]]), file=open(f"{{log}}.told", "a"))
+    return message["generation"]
+if "LIGHTNING_RESILIENCE_JOINS" in os.environ:
+    probe = socket.socket()
+    assert probe.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"])))  # nobody is there
+    {newcomer}
+    say("waiting")
+    generation = hear()
+ready()
+if rank == 1 and life == 0:
+    others()
+    die()
+while generation < {last}:
+    generation = hear()
+    say("left")
+    ready()
+while not any(each.startswith("1 1 ") for each in open(log)): time.sleep(0.01)
+say("done")
+"""
+
+
+@pytest.mark.parametrize(
+    ("newcomer", "last", "code"),
+    [
+        pytest.param("", 2, 0, id="comes back"),
+        pytest.param("sys.exit(3)", 1, 0, id="fails"),
+        pytest.param("time.sleep(1000)", 1, 0, id="is on its way"),
+    ],
+)
+def test_two_ranks_go_on_without_the_third(tmp_path: Path, newcomer: str, last: int, code: int) -> None:
+    program, log = tmp_path / "rank.py", tmp_path / "log"
+    program.write_text(RANK + GOING_ON.format(newcomer=newcomer, last=last))
+    (tmp_path / "run").mkdir()
+    ledger = Ledger(tmp_path / "run", rank=None)
+    command = [sys.executable, "-IS", str(program), str(log)]
+    supervisor = Supervisor(command, 3, 3, "abc", 5.0, ledger, when_lost="go_on")
+    assert supervisor.run() == code
+    started = [[int(word) for word in each.split()] for each in log.read_text().splitlines()]
+    assert lives(started) == {(0, 0), (1, 0), (2, 0), (1, 1)}
+    told = Path(f"{log}.told").read_text().splitlines()
+    lost = '{"1": "was killed by SIGKILL"}'
+    assert set(told) == {f"[{rank}, {lost}, [0, 2]]" for rank in (0, 2)} | (
+        {f"[{rank}, {{}}, [0, 1, 2]]" for rank in range(3)} if last == 2 else set()
+    )
+    wait_until(lambda: len(changes(tmp_path / "run")) == last, lambda: "not all changes were recorded")
+    assert changes(tmp_path / "run") == [([1], [0, 2], 2, 1), ([], [0, 1, 2], 2, 2)][:last]
+
+
+def changes(run_dir: Path) -> list[tuple[Any, ...]]:
+    names = ("ranks", "members", "kept", "restart_count")
+    return [tuple(each[name] for name in names) for each in read_ledger(run_dir) if each["event"] == "replaced"]
