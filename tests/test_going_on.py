@@ -13,8 +13,12 @@ import pytest
 from lightning_resilience.launch import loss_policy, newcomers
 from lightning_resilience.launch.elastic import Supervisor
 from lightning_resilience.launch.loss_policy import LossPolicy
+from lightning_resilience.launch.notices import Notices
 from lightning_resilience.run import deadlines
-from tests.ledgers import Ledger, read_ledger
+from lightning_resilience.run.failures import cause_of_end
+from lightning_resilience.run.history import History
+from lightning_resilience.run.interruptions import interruptions
+from tests.ledgers import Ledger, events_of, read_ledger
 from tests.test_launch import wait_until
 from tests.test_replacement import RANK, lives
 
@@ -400,3 +404,28 @@ def test_two_ranks_go_on_without_the_third(tmp_path: Path, newcomer: str, last: 
 def changes(run_dir: Path) -> list[tuple[Any, ...]]:
     names = ("ranks", "members", "kept", "restart_count")
     return [tuple(each[name] for name in names) for each in read_ledger(run_dir) if each["event"] == "replaced"]
+
+
+def test_to_take_ranks_in_is_no_interruption() -> None:
+    job: dict[str, Any] = {"elastic_run_id": "job", "node": "n1"}
+    died = {"kind": "died", "reason": "killed", "signal": "SIGKILL", "step": 4, "fit": 0, "rank": 1, "restart_count": 0}
+    lines: list[dict[str, Any]] = [
+        {"event": "start", "restart_count": 0, "rank": 0},
+        {"event": "fresh", "fit": 0},
+        {"event": "replaced", "restart_count": 1, "ranks": [1], "members": [0, 2]},
+        {"event": "start", "restart_count": 1, "rank": 0},
+        {"event": "fault", **died},
+        {"event": "resumed", "fit": 0, "step": 3},
+        {"event": "replaced", "restart_count": 2, "ranks": [], "members": [0, 1, 2]},
+        {"event": "start", "restart_count": 2, "rank": 0},
+        {"event": "resumed", "fit": 0, "step": 5},
+        {"event": "finished", "fit": 0, "step": 9},
+        {"event": "exit", "status": "finished"},
+    ]
+    events = events_of({**job, "time": float(time), **line} for time, line in enumerate(lines))
+    assert [(each.kind, each.reason, each.resumed_step) for each in interruptions(events)] == [("crash", "killed", 3)]
+    assert cause_of_end(events[:8], "job") is None
+    run = History(events)
+    assert sum(run.failures.at.values()) == 1
+    told = Notices("launch", "run", "")
+    assert [name for event in events for name, _ in told._of(event, None, run)] == ["restart", "run_ended"]

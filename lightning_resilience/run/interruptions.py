@@ -18,12 +18,13 @@ from lightning_resilience.run.events import (
     Killed,
     LauncherKilled,
     LaunchExit,
+    RanksReplaced,
     Resumed,
     Saved,
     StragglerStop,
     WorkersStart,
 )
-from lightning_resilience.run.failures import Failure, faults_of, first_cause, is_late
+from lightning_resilience.run.failures import Failure, faults_of, first_cause, growths, is_late
 
 _SAY_HOW_FAR = (Fault, FitInterrupted, FitHalted, StragglerStop, Killed)
 _FIT_STATES = (Fresh, Resumed, Finished, Fault, FitInterrupted)
@@ -118,7 +119,14 @@ def _groups(events: Iterable[Event]) -> list[list[Event]]:
     """The events of each group of workers, with what the launcher records about its end."""
     groups: list[list[Event]] = []
     begun: set[int | None] = set()
+    changes: list[RanksReplaced] = []
     for event in events:
+        if isinstance(event, RanksReplaced):
+            changes.append(event)
+        if groups and isinstance(event, WorkersStart) and event.restart_count in growths(changes, event.elastic_run_id):
+            begun.clear()
+            groups[-1].append(event)  # nobody had ended
+            continue
         # Without our launcher no start is recorded, but no process begins the same fit twice.
         begins_fit_again = isinstance(event, (Resumed, Fresh)) and (event.fit in begun or not groups)
         if isinstance(event, WorkersStart) or begins_fit_again:
