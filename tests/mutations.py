@@ -787,7 +787,7 @@ GUARDS = [
     Guard(
         "absent ranks: batches begin behind those that were trained on",
         "fit/absent_ranks.py",
-        "place - 1 if self._is_resuming else 0",
+        "done if self._is_resuming else 0",
         "0",
         "tests/test_absent_ranks.py::test_steps_are_those_of_the_run_as_it_was_begun",
     ),
@@ -909,6 +909,27 @@ GUARDS = [
         "            part.restore_random_state()\n",
         "",
         "tests/test_last_boundary.py::test_the_state_in_a_step_is_that_of_the_boundary_before",
+    ),
+    Guard(
+        "elastic: random states of absent ranks are put back",
+        "fit/last_boundary.py",
+        "                session.exact.put_back_absent(note.absent)\n",
+        "                pass\n",
+        "tests/test_last_boundary.py::test_what_the_step_of_an_absent_rank_has_changed_is_put_back_here_and_for_a_lost_rank",
+    ),
+    Guard(
+        "elastic: absent ranks whose places a lost one took are at the boundary",
+        "fit/last_boundary.py",
+        "{**of, **self._now_of(int(each), note)}",
+        '{**of, "now": of["first_batch"]}',
+        "tests/test_last_boundary.py::test_what_the_step_of_an_absent_rank_has_changed_is_put_back_here_and_for_a_lost_rank",
+    ),
+    Guard(
+        "absent ranks: an epoch begins at its first boundary",
+        "fit/exact_state.py",
+        "            self._absent.at_boundary()\n",
+        "            pass\n",
+        "tests/test_last_boundary.py::test_what_the_step_of_an_absent_rank_has_changed_is_put_back_here_and_for_a_lost_rank",
     ),
     Guard(
         "elastic: no boundary is kept within an accumulation of gradients",

@@ -176,6 +176,9 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
             continue
         if event.get("after", 0) > config.setdefault("furthest", 0):
             continue
+        if event.get("passes", 0) > 0:  # a process that takes places of absent ranks makes their passes, too
+            event["passes"] -= 1
+            continue
         if event.get("once"):
             marker = Path(config["run_dir"]).with_suffix(f".event{number}-{rank}")
             if marker.exists():

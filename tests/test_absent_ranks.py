@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 
 from lightning_resilience._lightning import lightning_metrics
 from lightning_resilience.run.run_directory import RunDirectory
-from tests.harness import result, run
+from tests.harness import differences, result, run
+from tests.ledgers import read_ledger
 from tests.test_exact_resume import make
+from tests.test_launchers import finish, start
 
 BATCHES = 48  # of all ranks in an epoch
 
@@ -41,6 +44,12 @@ def state_at_the_end(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     return state
 
 
+def kill(config: dict[str, Any], step: int) -> dict[str, Any]:
+    """Of all ranks in a step, when there is a checkpoint."""
+    saved = f"{config['run_dir']}/fit-000/checkpoints/*.ckpt"
+    return {"at": "train", "step": step, "do": "SIGKILL", "after_file": saved}
+
+
 def killed_and_resumed(tmp: Path, *ranks: int, **options: Any) -> tuple[dict[str, Any], dict[int, list[int]], str]:
     """Kills a run in its eighth step, its sixteenth and so on, and resumes it with other numbers of ranks.
 
@@ -53,7 +62,7 @@ def killed_and_resumed(tmp: Path, *ranks: int, **options: Any) -> tuple[dict[str
     for number, count in enumerate(ranks):
         is_last = number == len(ranks) - 1
         log = f"{config['log']}-{number}"
-        events = [] if is_last else [{"at": "train", "step": 8 + 8 * number, "do": "SIGKILL"}]
+        events = [] if is_last else [kill(config, 8 + 8 * number)]
         events += options.get("events", [])
         codes, output = run({**with_ranks(config, count), "log": log, "events": events}, tmp / "disturbed")
         assert (set(codes) == {0}) if is_last else (-signal.SIGKILL in codes), output
@@ -103,6 +112,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "loaders made anew": {"trainer": {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}},
     "data that can be skipped": {"data": "tensors"},
     "NaNGuard": {"callbacks": ["preemption", "auto_resume", "nan_guard"]},
+    "batches that are skipped": {
+        "callbacks": ["preemption", "auto_resume", "nan_guard"],
+        "nan_guard": {"action": "rollback"},
+        "spoils": [{"step": 20, "what": "loss"}],
+    },
     "a way back": {"events": [{"at": "train", "step": 20, "do": "go_back", "once": True}]},
 }
 
@@ -121,6 +135,87 @@ def test_local_checkpoints_of_fewer_ranks_hold_the_states_of_all(tmp_path: Path)
     options = {"callbacks": callbacks, "local": {"every_n_train_steps": 1}, "save_every": 7, "step_s": 0.05}
     output = assert_the_same_run(tmp_path, 4, 3, 3, trainer={"max_epochs": 2}, **options)
     assert re.search(r"Resuming from step \d+ \(local checkpoint", output)
+
+
+# -- ranks are lost while others are absent ----------------------------------------------------------------------------
+
+
+def begun(tmp: Path, name: str, ranks: int, **options: Any) -> dict[str, Any]:
+    """A run that 4 ranks have begun, as ``ranks`` ranks go on with it."""
+    config = make(tmp, name, **{"keeps_nothing": True, **options})
+    events = [kill(config, 8)]
+    codes, output = run({**with_ranks(config, 4), "log": f"{config['log']}-begun", "events": events}, tmp / name)
+    assert -signal.SIGKILL in codes, output
+    return {
+        **with_ranks(config, ranks),
+        "digests": True,
+        "callbacks": ["preemption", "auto_resume", "local_checkpoint"],
+        "local": {"every_n_train_steps": 7},
+    }
+
+
+LOST: dict[str, tuple[int, dict[str, Any], list[dict[str, Any]], list[int]]] = {
+    "3 ranks": (
+        3,
+        {"batch_norm": True},
+        [
+            {"at": "backward", "step": 9, "rank": 2, "passes": 1},
+            {"at": "train", "step": 12, "rank": 1, "passes": 1},  # the first of an epoch
+            {"at": "train", "step": 20, "rank": 0},  # in the batch of rank 3
+            {"at": "train", "step": 26, "rank": 0, "passes": 1},
+            {"at": "train", "step": 26, "rank": 1, "passes": 1},
+        ],
+        [9, 12, 20, 26],
+    ),
+    "2 ranks, workers": (
+        2,
+        {"workers": 1, "seeded_apart": True},
+        [
+            {"at": "backward", "step": 12, "rank": 1},
+            # Killed within the optimizer's step; the other one has not finished its reduction.
+            {"at": "reduced", "step": 23, "rank": 1, "do": "lose_peer", "passes": 1},
+            {"at": "batch_end", "step": 23, "rank": 0},
+        ],
+        [12, 23],
+    ),
+    "2 ranks, accumulation": (
+        2,
+        {"trainer": {"max_epochs": 3, "accumulate_grad_batches": 3}, "save_every": 1},
+        [{"at": "train", "step": 13, "rank": 0}, {"at": "train", "step": 14, "rank": 1, "passes": 1}],
+        [4, 4],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "events", "saved"),
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.campaign if number > 1 else ())
+        for number, (name, case) in enumerate(LOST.items())
+    ],
+)
+@pytest.mark.slow
+def test_what_ranks_have_trained_for_absent_ones_is_not_lost_with_them(
+    tmp_path: Path, ranks: int, options: dict[str, Any], events: list[dict[str, Any]], saved: list[int]
+) -> None:
+    options = {"trainer": {"max_epochs": 3}, **options}
+    undisturbed = begun(tmp_path, "undisturbed", ranks, **options)
+    codes, output = run(undisturbed, tmp_path / "undisturbed")
+    assert set(codes) == {0}, output
+    config = begun(tmp_path, "disturbed", ranks, **options)
+    config["events"] = [{"do": "SIGKILL", "once": True, **each} for each in events]
+    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--in-job-restarts", "9"]
+    program, path = tmp_path / "train.py", tmp_path / "output"
+    program.write_text("import json, sys\nfrom tests.program import main\nmain(json.loads(sys.argv[1]))\n")
+    launch += ["--nproc-per-node", str(ranks), "--run-dir", config["run_dir"], str(program), json.dumps(config)]
+    assert finish(start(launch, path), path) == 0, path.read_text()
+    found = [
+        event["step"]
+        for event in read_ledger(Path(config["run_dir"]) / "ledger")
+        if event["event"] == "saved" and event["reason"] == "after a loss"
+    ]
+    assert found == saved, path.read_text()
+    assert not [*differences(config, undisturbed)], path.read_text()
 
 
 REFUSED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import shutil
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.checkpoint.generations import rank_locations
 from lightning_resilience.checkpoint.safe_serialization import pack
 from lightning_resilience.fit import context, joining, last_boundary, logger_files
-from lightning_resilience.fit.exact_state import LOGS
+from lightning_resilience.fit.exact_state import LOGS, ExactState
 from lightning_resilience.fit.last_boundary import LastBoundary, _savers, _Standing, _Unknown
 from lightning_resilience.fit.logger_files import Logs
 from lightning_resilience.fit.participant import Participant, Participants
@@ -106,6 +107,15 @@ def state_now() -> Any:
     structure, tensors, left_out = pack(joining._active.saver.capture())
     assert left_out == []
     return structure, [(str(each.dtype), tuple(each.shape), digest_of([each])) for each in tensors]
+
+
+def by_value(part: Any, tensors: list[Any]) -> Any:
+    """A state with its tensors where they are, be they the same ones or equal ones."""
+    if isinstance(part, dict) and part.get("__resilience_type__") == "tensor":
+        return tensors[part["index"]]
+    if isinstance(part, dict):
+        return {key: by_value(each, tensors) for key, each in part.items()}
+    return [by_value(each, tensors) for each in part] if isinstance(part, list) else part
 
 
 @pytest.fixture
@@ -188,9 +198,9 @@ def test_the_state_in_a_step_is_that_of_the_boundary_before(
     train(at, look, **options)
 
 
-def leave_as_rank_1(boundary: LastBoundary) -> None:
+def leave_as_rank_1(boundary: LastBoundary, rank: int = 1) -> None:
     for path in list(boundary._folder.glob("rank-00000.*")):
-        shutil.copy(path, boundary._path(1).with_suffix(path.suffix))
+        shutil.copy(path, boundary._path(rank).with_suffix(path.suffix))
 
 
 def test_a_survivor_has_the_state_of_a_lost_rank(train: Callable[..., None]) -> None:
@@ -206,6 +216,64 @@ def test_a_survivor_has_the_state_of_a_lost_rank(train: Callable[..., None]) -> 
         assert state_now() == watched.state
 
     train(9, look)
+
+
+class HalfOfTheData(Data):
+    def train_dataloader(self) -> Any:
+        return loader(2, shuffle=True)
+
+
+@pytest.fixture
+def train_for_two(train: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Trains on from step 3 of 6 of an epoch as the only one that is left of two ranks.
+
+    The absent one's batch comes first in each step.
+    """
+    own_state = ExactState.own_state
+
+    def of_both(exact: ExactState, final: bool) -> dict[str, Any]:
+        own, before = own_state(exact, final), exact.get_random_state()
+        torch.manual_seed(7)
+        of_another = {**own, "now": exact.get_random_state()}
+        exact.set_random_state(before)
+        return {**own, "world_size": 2, "absent": {"1": of_another}}
+
+    def wait_for_save(boundary: LastBoundary, watched: Watched) -> None:
+        assert all(each(30.0) for each in boundary._session.fit.participants.implement(Participant.settle_saves))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExactState, "own_state", of_both)
+        train(4, wait_for_save, data=HalfOfTheData)
+    context.fits_begun.clear()
+    return functools.partial(train, data=HalfOfTheData)
+
+
+@pytest.mark.parametrize(
+    "at", [0, 1, 3, 6, 7], ids=["first", "its own", "later", "first of an epoch", "its own of an epoch"]
+)
+@pytest.mark.slow_but_for("first", "its own of an epoch")
+def test_what_the_step_of_an_absent_rank_has_changed_is_put_back_here_and_for_a_lost_rank(
+    train_for_two: Callable[..., None], at: int
+) -> None:
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        exact = joining._active.exact
+        assert [*exact.absent_states] == [1]
+        assert state_now() != watched.state
+        leave_as_rank_1(boundary, 2)
+        note = known(boundary)
+        absent = note.absent[1]
+        assert torch.equal(absent["now"]["torch"], absent["first_batch"]["torch"]) == (at >= 6)  # its epoch has begun
+        states = boundary._put_back(note, [0, 2])
+        next(states)
+        assert state_now() == watched.state
+        exact.put_back_absent({})
+        next(states)
+        assert by_value(*state_now()) == by_value(*watched.state)  # at the begin of an epoch two of its are the same
+        boundary._path(1).unlink()
+        with pytest.raises(_Unknown, match="rank 1 has left nothing"):
+            list(boundary._put_back(known(boundary), [2]))
+
+    train_for_two(at, look)
 
 
 class LogsItself(L.Callback):

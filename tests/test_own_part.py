@@ -13,8 +13,16 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_resilience.checkpoint import data_position
 from lightning_resilience.elastic import own_rows
-from lightning_resilience.elastic.own_part import _HEADER, ForeignFile, OwnPartWriter, path_of, read_own_parts
+from lightning_resilience.elastic.own_part import (
+    _HEADER,
+    ForeignFile,
+    GivenState,
+    OwnPartWriter,
+    path_of,
+    read_own_parts,
+)
 from lightning_resilience.elastic.own_rows import RowsWriter, read_rows
 
 TOKEN = "a start of the fit"
@@ -53,6 +61,25 @@ def test_what_is_read_is_what_the_rank_has_left(drawn: int, tmp_path: Path) -> N
     with pytest.raises(ValueError, match="bytes"):
         part.values(3, tensors[:1])
     draw()
+    part.restore_random_state()
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 2, 700])
+def test_the_random_state_of_another_rank_is_written_in_the_place_of_its_own(drawn: int, tmp_path: Path) -> None:
+    given = GivenState()
+    writer = OwnPartWriter(path(tmp_path), TOKEN, 0, given)
+    random.seed(drawn), np.random.seed(drawn), torch.manual_seed(drawn)
+    for _ in range(drawn):
+        random.gauss(0, 1), np.random.standard_normal(), torch.rand(1)
+    given.set(data_position.get_random_state(torch.device("cpu")))
+    expected = draw()
+    writer.put(17, 0, ())
+    with pytest.raises(ValueError, match="another size"):
+        given.set({**data_position.get_random_state(torch.device("cpu")), "torch": torch.zeros(8, dtype=torch.uint8)})
+    writer.close()
+    draw()
+    (part,) = read_own_parts(path(tmp_path), TOKEN)
     part.restore_random_state()
     assert draw() == expected
 

@@ -117,6 +117,13 @@ def batches_fetched_in_all(trainer: Trainer) -> int:
     return fetcher.fetched
 
 
+def iterator(trainer: Trainer) -> Any:
+    """The iterator over all training data loaders: another one in each epoch, which nobody else may keep alive."""
+    combined = trainer.fit_loop._combined_loader
+    assert combined is not None
+    return combined._iterator
+
+
 def fetches_itself(module: LightningModule) -> bool:
     """Whether ``training_step`` is given an iterator over the data, and not a batch."""
     return "dataloader_iter" in inspect.signature(module.training_step).parameters

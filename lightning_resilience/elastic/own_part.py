@@ -23,7 +23,7 @@ import os
 import random
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ _SLOTS = 4
 _DIGEST_SIZE = 16
 _WORDS = 624  # of a Mersenne twister, and its position
 _TWISTER_SIZE = 4 * _WORDS + 4
+_TWISTER = struct.Struct(f"<{_WORDS + 1}I")
 _GAUSS = struct.Struct("<i4xd")  # NumPy's second normal number, and whether there is one
 _MOST_CONTENT = 1 << 24
 
@@ -122,16 +123,17 @@ class OwnPartWriter:
         path: See :func:`path_of`.
         token: Known to all ranks of this start of the fit; what was written with another one is overwritten.
         content: How many bytes of numbers and tensors there can be.
+        given: The random states to write; by default those of this process.
 
     Raises:
         OSError: If node memory is full or cannot be written.
         NotImplementedError: If this Python or NumPy keeps its random state elsewhere than known.
     """
 
-    def __init__(self, path: Path, token: str, content: int) -> None:
+    def __init__(self, path: Path, token: str, content: int, given: GivenState | None = None) -> None:
         if content > _MOST_CONTENT:
             raise ValueError(f"there is room for {_MOST_CONTENT} bytes, not {content}")
-        self._sources = _Sources()
+        self._sources = given or _Sources()
         self._room = content = _padded(content)
         torch_size = torch.default_generator.get_state().numel()
         slot_size = _slot_size(torch_size, content)
@@ -189,7 +191,7 @@ class OwnPartWriter:
         _FIELDS.pack_into(memory, offset + _DIGEST_SIZE, *fields)
         python, numpy, numpy_gauss = self._views[sequence % _SLOTS]  # a third of what memmove takes
         python[:], numpy[:], numpy_gauss[:] = sources.python, sources.numpy, sources.numpy_gauss
-        state = torch.default_generator.get_state()
+        state = sources.torch_state()
         memmove(address + _TORCH, state.data_ptr(), self._torch_size)
         if count:
             if (packer := self._packers.get(count)) is None:
@@ -280,6 +282,48 @@ def _slot_size(torch_size: int, content: int) -> int:
     return -(-(_content_at(torch_size) + content) // 64) * 64
 
 
+class GivenState:
+    """A random state that is not this process's, for :class:`OwnPartWriter`: that of a rank whose place it takes.
+
+    Attributes:
+        python: Python's words and their position, in the order in which it has them.
+        numpy: NumPy's.
+        numpy_gauss: NumPy's second normal number.
+    """
+
+    def __init__(self) -> None:
+        self.python = self.numpy = bytes(_TWISTER_SIZE)
+        self.numpy_gauss = bytes(_GAUSS.size)
+        self._gauss: float | None = None
+        self._torch = torch.default_generator.get_state()
+
+    def set(self, state: Mapping[str, Any]) -> None:
+        """What is written next is ``state``, as :func:`.get_random_state` gives it.
+
+        Raises:
+            ValueError: If torch's state has another size than that of this process.
+        """
+        _, (*words, index), self._gauss = state["python"]
+        self.python = _TWISTER.pack(index, *words)
+        numpy = state["numpy"]
+        self.numpy = numpy["state"]["key"].astype("<u4").tobytes() + struct.pack("<i", numpy["state"]["pos"])
+        self.numpy_gauss = _GAUSS.pack(numpy["has_gauss"], numpy["gauss"])
+        if state["torch"].shape != self._torch.shape:
+            raise ValueError("torch's random state has another size")
+        self._torch = state["torch"]
+
+    def check(self) -> None:
+        """Nothing can have been replaced."""
+
+    def gauss_next(self) -> float | None:
+        """Python's second normal number."""
+        return self._gauss
+
+    def torch_state(self) -> torch.Tensor:
+        """That of torch, on the CPU."""
+        return self._torch
+
+
 class _Sources:
     """Where Python and NumPy have the state of their global generators in memory.
 
@@ -290,9 +334,11 @@ class _Sources:
         python: Python's words and their position.
         numpy: NumPy's.
         numpy_gauss: NumPy's second normal number.
+        torch_state: Gives torch's, on the CPU.
     """
 
     def __init__(self) -> None:
+        self.torch_state = torch.default_generator.get_state
         self._random: Any = random._inst
         self._numpy: Any = np.random.mtrand._rand
         self._bit_generator = self._numpy._bit_generator

@@ -12,6 +12,7 @@ takes as many times as long as ranks share a process.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 log = logging.getLogger(__name__)
+
+_NOTHING: dict[str, Any] = {"metrics": lightning_metrics.NOTHING_LOGGED, "absent": {}}
+"""What a process that takes the place of a rank has logged itself."""
 
 
 def why_not(trainer: Trainer, before: int) -> str | None:
@@ -72,6 +76,11 @@ class AbsentRanks:
         advanced: Called after each batch that is fetched again.
         get_random_state: Gives this process's random state.
         set_random_state: Restores one.
+
+    Attributes:
+        before: How many ranks the run has.
+        ranks: The places that this process takes.
+        states: What only the absent ranks would know, by their numbers: the values at a key are replaced, not changed.
     """
 
     def __init__(
@@ -88,9 +97,10 @@ class AbsentRanks:
         self._advanced = advanced
         self._get_random_state, self._set_random_state = get_random_state, set_random_state
         self.ranks = range(trainer.global_rank + trainer.world_size, before, trainer.world_size)
-        self._states: dict[int, dict[str, Any]] = {}
+        self.states: dict[int, dict[str, Any]] = {}
         self._is_resuming = False
         self._loaders: list[Any] = []
+        self._iterator: Callable[[], Any] = lambda: None  # the Trainer's of this epoch
         self._fetched = 0
         self._data = TrainingData(trainer, patches, [trainer.global_rank, *self.ranks], before)
         self._buffers: list[torch.Tensor] = []
@@ -105,8 +115,7 @@ class AbsentRanks:
         Args:
             states: Of ranks, as :meth:`.ExactState.own_state` gives them.
         """
-        nothing = {"metrics": lightning_metrics.NOTHING_LOGGED, "absent": {}}
-        self._states = {rank: {**states[rank], **nothing} for rank in self.ranks}
+        self.states = {rank: {**states[rank], **_NOTHING} for rank in self.ranks}
         self._is_resuming, self._loaders = True, []
 
     def begin(self) -> str | None:
@@ -131,20 +140,39 @@ class AbsentRanks:
         """
         theirs = {"now", *(("epoch", "first_batch") if mine["epoch"] is not None else ()), "kept", "metrics", "absent"}
         same = {key: value for key, value in mine.items() if key not in theirs}
-        return {str(rank): {**state, **same} for rank, state in self._states.items()}
+        return {str(rank): {**state, **same} for rank, state in self.states.items()}
+
+    def stand_in(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """From now on :meth:`own_states` gives these states, of ranks whose places this process or another one takes.
+
+        Args:
+            states: Of each ``"now"``, ``"epoch"``, ``"first_batch"`` and ``"kept"``.
+        """
+        self.states = {rank: {**_NOTHING, **state} for rank, state in states.items()}
 
     # -- data ----------------------------------------------------------------------------------------------------------
+
+    def at_boundary(self) -> None:
+        """A training boundary: in the first of an epoch, and of a resume, the loaders of the absent ranks begin."""
+        self._follow(lightning_data.batches_fetched_in_all(self._trainer))
+
+    def _follow(self, done: int) -> None:
+        iterator = lightning_data.iterator(self._trainer)
+        if self._is_resuming or iterator is not self._iterator():
+            self._iterator = weakref.ref(iterator)
+            self._begin_epoch(done if self._is_resuming else 0)
 
     def _micro_batches(self) -> list[MicroBatch]:
         """The batches that the absent ranks have at the place at which this one is."""
         place = lightning_data.batches_fetched_in_all(self._trainer)
-        if self._is_resuming or place <= self._fetched:
-            self._begin_epoch(place - 1 if self._is_resuming else 0)
+        self._follow(place - 1)  # a search inside the fit has no boundaries
         batches: list[MicroBatch] = []
         self._begun = None
-        for rank, loader in zip(self._states, self._loaders, strict=True):
-            with self._random_state_of(rank):
-                for _ in range(place - self._fetched):
+        for rank, loader in zip(self.states, self._loaders, strict=True):
+            before = self.states[rank]["now"]
+            for _ in range(place - self._fetched):
+                self.states[rank]["now"] = before  # a batch that is skipped draws no random numbers
+                with self._random_state_of(rank):
                     batch, *_ = next(loader)
                     self._advanced()
             batches.append((batch, self._in_place_of(rank)))
@@ -153,19 +181,19 @@ class AbsentRanks:
         return batches + [(None, self._in_vain()) for _ in range(most - len(batches))]
 
     def _begin_epoch(self, done: int) -> None:
-        # The first batch of all may be that of the next epoch, where the checkpoint is from the end of one.
-        is_first = lightning_data.batches_fetched(self._trainer) == 1
         is_resuming, self._is_resuming = self._is_resuming, False
         self._loaders, self._fetched = self._data.of_others(), done
-        for (rank, state), loader in zip(self._states.items(), self._loaders, strict=True):
-            if is_resuming and state["epoch"] is not None and not (is_first and state["fetched"]):
-                now, state["now"] = state["now"], state["epoch"]
+        for (rank, state), loader in zip(self.states.items(), self._loaders, strict=True):
+            # The first batch of all is that of the next epoch, where the checkpoint is from the end of one.
+            if is_resuming and state["epoch"] is not None and (done or not state["fetched"]):
+                now = state["now"]
                 with self._random_state_of(rank):
+                    self._set_random_state(state["epoch"])
                     iter(loader)
                     if state["first_batch"] is not None:
                         self._set_random_state(state["first_batch"])
                     self._fetch_again(loader, done)
-                state["now"] = now
+                    self._set_random_state(now)
             else:
                 state["epoch"] = state["now"]
                 with self._random_state_of(rank):
@@ -180,7 +208,7 @@ class AbsentRanks:
 
     @contextmanager
     def _random_state_of(self, rank: int) -> Iterator[None]:
-        state, own = self._states[rank], self._get_random_state()
+        state, own = self.states[rank], self._get_random_state()
         self._set_random_state(state["now"])
         try:
             yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ class ExactState:
         epoch: data_position.RandomState | None,
         first_batch: data_position.RandomState | None,
         extra_state: dict[str, Any],
+        absent: Mapping[int, dict[str, Any]],
     ) -> None:
         """From now on :meth:`own_state` is that of a lost rank, in whose place random states and metrics were put.
 
@@ -91,14 +92,21 @@ class ExactState:
             epoch: Its random state at the begin of the epoch.
             first_batch: The same at the first batch.
             extra_state: Its extra state, by name.
+            absent: What only the ranks whose places it took would know; see :attr:`absent_states`.
         """
         self._epoch_random_state, self._first_batch_random_state = epoch, first_batch
         self._kept_of_lost = extra_state
+        self.put_back_absent(absent)
 
     @property
-    def trains_for_absent_ranks(self) -> bool:
-        """Whether there are fewer ranks than the run was begun with, and these take the places of the others."""
-        return self._absent is not None
+    def absent_states(self) -> dict[int, dict[str, Any]]:
+        """What only the absent ranks would know whose places this process takes, by their numbers."""
+        return {} if self._absent is None else self._absent.states
+
+    def put_back_absent(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """From now on :attr:`absent_states` are these."""
+        if self._absent is not None:
+            self._absent.stand_in(states)
 
     def has_generators(self) -> bool:
         """Whether loaders have random generators of their own."""
@@ -348,6 +356,8 @@ class ExactState:
         if lightning_progress.epoch_loop_batches(self.fit.trainer) == 0:
             # A sampler without workers draws its seed at the first batch, and hooks may draw before that.
             self._first_batch_random_state = self.get_random_state()
+        if self._absent is not None:
+            self._absent.at_boundary()
         if self._recorder is not None and (order := self._recorder.finish()) is not None:
             self.arrival_order, self._recorder = order, None
 

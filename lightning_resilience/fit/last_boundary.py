@@ -6,7 +6,8 @@ and the replacement and they resume from there: only the interrupted step is don
 
 What else a step changes is noted at each boundary (:mod:`.lightning_boundary`) and put back before the save. What only
 the lost rank knew, it has left in node memory (:mod:`.own_part`): a survivor puts that in the place of its own and
-saves in the name of the lost rank, too.
+saves in the name of the lost rank, too. A process that takes places of absent ranks leaves an own part for each place,
+so that what it had trained for them is not lost with it.
 
 Survivors may differ by a step: one has ended its reduction, which failed on another. So each leaves word in node memory
 at which boundary it is, and waits for that of the others. Those at the oldest boundary save: they have its parameters,
@@ -38,7 +39,14 @@ from lightning_resilience._torch import before_update
 from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.checkpoint.generations import RankLocation
 from lightning_resilience.checkpoint.safe_serialization import from_safe, to_safe
-from lightning_resilience.elastic.own_part import ForeignFile, OwnPart, OwnPartWriter, path_of, read_own_parts
+from lightning_resilience.elastic.own_part import (
+    ForeignFile,
+    GivenState,
+    OwnPart,
+    OwnPartWriter,
+    path_of,
+    read_own_parts,
+)
 from lightning_resilience.elastic.own_rows import RowsWriter, read_rows
 from lightning_resilience.fit.exact_state import LOGS
 from lightning_resilience.fit.logger_files import LogPosition
@@ -88,6 +96,7 @@ class _Note(NamedTuple):
         versions: How often torch has counted writes to each parameter.
         groups: The settings of the optimizer.
         logs: How far the loggers have logged.
+        absent: What only the absent ranks would know whose places this process takes.
     """
 
     position: int
@@ -96,6 +105,7 @@ class _Note(NamedTuple):
     versions: list[int]
     groups: list[dict[str, Any]]
     logs: list[LogPosition]
+    absent: dict[int, dict[str, Any]]
 
 
 class _OwnValues:
@@ -222,6 +232,7 @@ class LastBoundary(Participant):
         self._note: _Note | None = None
         self._step_has_begun = False
         self._writer: OwnPartWriter | None = None
+        self._of_absent: dict[int, tuple[OwnPartWriter, GivenState]] = {}
         self._rows: RowsWriter | None = None
         self._values: _OwnValues | None = None
         self._begun: tuple[Any, Any] | None = None
@@ -283,6 +294,7 @@ class LastBoundary(Participant):
             [each._version for each in self._parameters],
             [group.copy() for group in self._optimizer.param_groups],
             logs,
+            {rank: each.copy() for rank, each in exact.absent_states.items()} if self._of_absent else {},
         )
 
     def _has_new_metrics(self) -> bool:
@@ -292,6 +304,9 @@ class LastBoundary(Participant):
     def _put(self, position: int, logs: Sequence[LogPosition]) -> None:
         assert self._values is not None
         assert self._writer is not None
+        for rank, (writer, state) in self._of_absent.items():
+            state.set(self._session.exact.absent_states[rank]["now"])
+            writer.put(position, 0, ())
         known = logs if self._rows is not None else []
         self._writer.put(position, self._values.layout, *self._values.read(self._begun_at, known))
 
@@ -300,6 +315,9 @@ class LastBoundary(Participant):
         self._values = _OwnValues(self._session)
         if self._writer is None or self._values.size > self._room:
             self._open(self._values.size)
+        if self._of_absent.keys() != self._session.exact.absent_states.keys():
+            self._close_absent()
+            self._of_absent = {rank: self._opened(rank) for rank in self._session.exact.absent_states}
         if self._session.exact.epoch_begun is not self._begun:
             self._begin_epoch(position)
 
@@ -316,8 +334,6 @@ class LastBoundary(Participant):
             raise _Unknown("ranks hold different parameters")
         if (reason := lightning_boundary.why_state_is_unknown(trainer, module)) is not None:
             raise _Unknown(reason)
-        if session.exact.trains_for_absent_ranks:
-            raise _Unknown("ranks are absent")
         if session.exact.has_generators():
             raise _Unknown("a data loader has a random generator of its own")
         if own := session.fit.participants.own_states():
@@ -339,6 +355,15 @@ class LastBoundary(Participant):
         self._room = 4096 + 2 * size
         self._writer = OwnPartWriter(self._path(self._session.fit.rank), self._session.fit.nonce, self._room)
 
+    def _opened(self, absent: int) -> tuple[OwnPartWriter, GivenState]:
+        state = GivenState()
+        return OwnPartWriter(self._path(absent), self._session.fit.nonce, 0, state), state
+
+    def _close_absent(self) -> None:
+        for writer, _ in self._of_absent.values():
+            writer.close()
+        self._of_absent = {}
+
     @property
     def _folder(self) -> Path:
         assert self._session.selector.local is not None
@@ -357,7 +382,11 @@ class LastBoundary(Participant):
         self._modes = lightning_loops.train_eval_modes(fit.trainer, fit.module)
         self._constants = self._digest()
         epoch, first_batch = self._begun = session.exact.epoch_begun
-        kept = {"epoch": epoch, "first_batch": first_batch, "constants": self._constants}
+        absent = {
+            str(rank): {key: each[key] for key in ("epoch", "first_batch", "kept")}
+            for rank, each in session.exact.absent_states.items()
+        }
+        kept = {"epoch": epoch, "first_batch": first_batch, "constants": self._constants, "absent": absent}
         content, missing = to_safe({**kept, "position": position, "token": fit.nonce})
         if missing:
             raise _Unknown(f"the random state cannot be kept: {missing[0]}")
@@ -506,11 +535,20 @@ class LastBoundary(Participant):
         for rank in ranks:
             part = self._part_of(rank, note.position)
             begun_at, logs = values.write(part)
-            part.restore_random_state()
-            if rank != session.fit.rank:
+            if rank == session.fit.rank:
+                session.exact.put_back_absent(note.absent)
+            else:
                 kept = {LOGS: self._logs_of(rank, logs)} if rank == 0 and logs else {}
-                session.exact.stand_in(*self._epoch_of(rank, begun_at), kept)
+                epoch = self._epoch_of(rank, begun_at)
+                absent = {int(each): {**of, **self._now_of(int(each), note)} for each, of in epoch["absent"].items()}
+                session.exact.stand_in(epoch["epoch"], epoch["first_batch"], kept, absent)
+            part.restore_random_state()
             yield rank
+
+    def _now_of(self, absent: int, note: _Note) -> dict[str, Any]:
+        """The random state of an absent rank whose place a lost one took."""
+        self._part_of(absent, note.position).restore_random_state()
+        return {"now": self._session.exact.get_random_state()}
 
     def _part_of(self, rank: int, position: int) -> OwnPart:
         try:
@@ -522,16 +560,16 @@ class LastBoundary(Participant):
             raise _Unknown(f"rank {rank} was not at the last boundary of the others")
         return found
 
-    def _epoch_of(self, rank: int, begun_at: int) -> tuple[Any, Any]:
+    def _epoch_of(self, rank: int, begun_at: int) -> dict[str, Any]:
         for number in range(2):
             path = self._epoch_path(rank, number)
             if not path.exists():
                 continue
-            kept: Any = from_safe(torch.load(path, map_location="cpu", weights_only=True))
+            kept: dict[str, Any] = from_safe(torch.load(path, map_location="cpu", weights_only=True))
             if (kept["token"], kept["position"]) == (self._session.fit.nonce, begun_at):
                 if kept["constants"] != self._constants:
                     raise _Unknown(f"rank {rank} had other buffers")
-                return kept["epoch"], kept["first_batch"]
+                return kept
         raise _Unknown(f"rank {rank} has left no begin of its epoch")
 
     def _logs_of(self, rank: int, logs: list[LogPosition]) -> dict[str, Any]:
@@ -552,6 +590,7 @@ class LastBoundary(Participant):
         if self._writer is not None:
             self._writer.close()
             self._writer, self._off = None, "the fit has ended"
+        self._close_absent()
         if self._rows is not None:
             self._rows.close()
 
