@@ -521,6 +521,10 @@ def test_the_first_survivor_at_the_oldest_boundary_saves_for_the_others(
             return [call[1:] for call in calls]
 
         same, ahead = _Standing(here), _Standing(here + 1)
+        # Also where none is lost, but others come back: all save, and the first at the oldest boundary for the others.
+        assert saved(2, (), r0=same, r1=same, r3=same) == [(2, [2], False)]
+        assert saved(0, (), r1=same, r2=same, r3=same) == [(0, [0], True)]
+        assert saved(1, (), r0=ahead, r2=same, r3=same) == [(1, [1, 0], True)]
         assert saved(0, r2=same, r3=same) == [(0, [0, 1], True)]
         name = calls[0][0]
         assert saved(2, r0=same, r3=same) == [(2, [2], False)]

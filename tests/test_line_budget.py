@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "elastic": 436,
-    "fit": 6480,
+    "fit": 6481,
     "launch": 8671,
     "launch/schedulers": 508,
     "run": 3115,

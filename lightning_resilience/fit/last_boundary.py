@@ -413,7 +413,7 @@ class LastBoundary(Participant):
         """Saves the state of the last boundary, without the ranks that were lost.
 
         Args:
-            lost: These ranks.
+            lost: These ranks; none if ranks come back.
         """
         fit = self._session.fit
         first = min({*range(fit.trainer.world_size)} - {*lost})
@@ -424,7 +424,8 @@ class LastBoundary(Participant):
             savers = _savers(standings)
             is_first = fit.rank == savers[0] and first in standings  # on its node, of several
             if fit.rank in savers:
-                self._save(_lost_by_now(lost) | (standings.keys() - {*savers}), is_first)
+                when = "after the loss" if lost else "for the ranks that come back"
+                self._save(_lost_by_now(lost) | (standings.keys() - {*savers}), is_first, when)
         except (_Unknown, OSError, ValueError) as error:
             log.log(logging.INFO if is_first else logging.DEBUG, "Going back to the last checkpoint: %s.", error)
         except Exception:
@@ -432,7 +433,7 @@ class LastBoundary(Participant):
         finally:
             fit.rank_0_may_go_ahead = False
 
-    def _save(self, absent: Collection[int], is_first: bool) -> None:
+    def _save(self, absent: Collection[int], is_first: bool, when: str) -> None:
         fit, note, local = self._session.fit, self._note, self._session.selector.local
         assert note is not None
         assert local is not None
@@ -448,7 +449,7 @@ class LastBoundary(Participant):
         if is_first:
             is_all = len({each.node for each in local.locations}) == 1  # what other nodes have saved is not known here
             then = ": only the next one is done again" if is_all else " on this node"
-            log.info("Saved step %d after the loss%s.", fit.trainer.global_step, then)
+            log.info("Saved step %d %s%s.", fit.trainer.global_step, when, then)
 
     def _standings(self, lost: Collection[int]) -> dict[int, _Standing]:
         """Where each survivor of this node is, when all have left word.
