@@ -458,8 +458,8 @@ class Boundary(LastBoundary):
     def _digest(self) -> str:
         return ""
 
-    def _epoch_of(self, rank: int, begun_at: int) -> tuple[Any, Any]:
-        return None, None
+    def _epoch_of(self, rank: int, begun_at: int) -> dict[str, Any]:
+        return {"epoch": None, "first_batch": None, "absent": {}}
 
 
 class Policy(LocalSavePolicy):
@@ -937,7 +937,8 @@ class Simulation:
         rank, size = process.rank, process.size
         token, nonce = self.collective(process, "token", (self.claim, f"{process.pid} {self.now}"))[0]
         exact = SimpleNamespace(epoch_begun=object(), resumed=None, before_evaluation=None, logs=None)
-        exact.stand_in = lambda *_: None
+        # What is known of absent ranks is among the values of this one.
+        exact.absent_states, exact.put_back_absent, exact.stand_in = {}, lambda _: None, lambda *_: None
         trainer = SimpleNamespace(is_global_zero=rank == 0, world_size=size, strategy=SimpleNamespace(root_device=CPU))
         run = SimpleNamespace(check_owner=self.check_owner, is_claimed_by_sibling=lambda: True)
         fit: Any = SimpleNamespace(trainer=trainer, rank=rank, nonce=nonce, token=token, run=run, saves_paused=False)
