@@ -485,6 +485,7 @@ def test_a_survivor_begins_the_fit_with_what_a_replacement_has(tmp_path: Path) -
     averages, stops = StochasticWeightAveraging(0.1, 1), EarlyStopping("val", strict=False)
     options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     options |= {"default_root_dir": tmp_path, "max_epochs": 2, "limit_val_batches": 0}
+    options["precision"] = "64-true"
     trainer = L.Trainer(callbacks=[averages, stops], **options)  # type: ignore[arg-type]
     module = Thawed()
     before = [dict(vars(each)) for each in (averages, stops)]
@@ -496,6 +497,9 @@ def test_a_survivor_begins_the_fit_with_what_a_replacement_has(tmp_path: Path) -
     assert [vars(each) for each in (averages, stops)] == before
     assert (trainer.max_epochs, module.normal.momentum) == (2, 0.1)
     assert [each.requires_grad for each in module.parameters()] == [True, True, *[False] * 4]
+    # What is made in configure_model is made with the types of the precision.
+    types = {name: each.dtype for name, each in module.state_dict().items() if not name.startswith("late")}
+    assert set(types.values()) == {torch.float32, torch.int64}
 
 
 class Ranks:

@@ -69,6 +69,7 @@ class Start:
         # Layers that are made later may be frozen when they are made.
         self._trained = [(each, each.requires_grad) for each in module.parameters()]
         self._modes = [(each, each.training) for each in module.modules()]
+        self._types = {name: each.dtype for name, each in (*module.named_parameters(), *module.named_buffers())}
         self._limits = trainer.fit_loop.max_epochs, trainer.accumulate_grad_batches
         self._attributes = [(each, _copy_of(vars(each))) for each in callbacks(trainer) if _is_lightnings(each)]
 
@@ -96,6 +97,19 @@ class Start:
                 parameter.requires_grad_(is_trained)
         for layer, is_training in self._modes:
             layer.training = is_training
+        self._put_back_types()
+
+    def _put_back_types(self) -> None:
+        """A precision such as 64-true has converted the module, which is known by the types that it has at first."""
+        module = self._trainer.lightning_module
+        for name, parameter in module.named_parameters():
+            if (dtype := self._types.get(name, parameter.dtype)) != parameter.dtype:
+                parameter.data = parameter.data.to(dtype)
+        for prefix, layer in module.named_modules():
+            for key, buffer in layer._buffers.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if buffer is not None and (dtype := self._types.get(name, buffer.dtype)) != buffer.dtype:
+                    layer._buffers[key] = buffer.to(dtype)
 
 
 def _is_lightnings(callback: Any) -> bool:
