@@ -92,9 +92,12 @@ def shards_state(trainer: Trainer) -> bool:
 
 
 def replicates_state(trainer: Trainer) -> bool:
-    """Whether all ranks have the same parameters and optimizer state, bit for bit: DDP as it is by default."""
+    """Whether all ranks have the same parameters and optimizer state, bit for bit: DDP as it is by default.
+
+    Also where one rank is left: others may come back.
+    """
     ddp = ddp_wrapper(trainer)
-    if ddp is None or trainer.world_size == 1 or shards_state(trainer):
+    if ddp is None or shards_state(trainer):
         return False
     # Ranks that average their models now and then differ in between; ignored parameters are nobody's concern.
     averages = vars(trainer.strategy).get("_model_averager") is not None
