@@ -1001,6 +1001,41 @@ GUARDS = [
         "",
         "tests/test_replacement.py::test_garbage_of_before_the_fit_does_not_stay",
     ),
+    Guard(
+        "elastic: no fewer ranks than asked for go on without the others",
+        "launch/loss_policy.py",
+        "if len(left) < self._min_ranks:",
+        "if False:",
+        "tests/test_going_on.py::test_the_others_wait_for_a_replacement",
+    ),
+    Guard(
+        "elastic: newcomers that come when the fit is over do not hold up its end",
+        "launch/loss_policy.py",
+        "elif self._are_too_late(seconds):",
+        "elif False:",
+        "tests/test_going_on.py::test_newcomers_that_are_taken_in_when_the_fit_is_over_are_turned_away",
+    ),
+    Guard(
+        "elastic: a newcomer that fails by itself is not started again",
+        "launch/newcomers.py",
+        "            if not is_replaceable(each.exit_code):\n",
+        "            if False:\n",
+        "tests/test_going_on.py::test_a_newcomer_that_fails_is_given_up_and_the_others_go_on",
+    ),
+    Guard(
+        "elastic: nobody listens where a newcomer would open a group of its own",
+        "launch/elastic.py",
+        '"MASTER_PORT": str(door.getsockname()[1])',
+        '"MASTER_PORT": str(self._port)',
+        "tests/test_going_on.py::test_two_ranks_go_on_without_the_third",
+    ),
+    Guard(
+        "elastic: to take newcomers in is no failure of the budget",
+        "run/history.py",
+        "before < each <= restarts for each in grown",
+        "False for each in grown",
+        "tests/test_budget.py::test_to_take_ranks_in_again_is_no_failure",
+    ),
 ]
 
 
