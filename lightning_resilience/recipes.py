@@ -14,7 +14,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import lightning_resilience as lr
 from lightning_resilience._arguments import changed, path
@@ -51,14 +51,23 @@ class Job:
             shutdown deadline.
         section_timeouts: When a rank counts as hung; Megatron-Bridge's values, until they are calculated.
         elastic: Whether it replaces a lost rank while the others keep their processes.
+        when_lost: With ``elastic``, whether those wait for a replacement for which no spare is ready (``"hold"``), or
+            train for the lost rank, too, until it is back (``"go_on"``).
+        min_ranks: With ``"go_on"``: with fewer ranks they wait.
     """
 
     budget: Budget = field(default_factory=Budget)
     grace_period_s: float = DEFAULT_GRACE_PERIOD_S
     section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
     elastic: bool = False
+    when_lost: Literal["hold", "go_on"] = "hold"
+    min_ranks: int = 1
 
     def __post_init__(self) -> None:
+        if self.when_lost not in ("hold", "go_on"):
+            raise ValueError(f'when_lost must be "hold" or "go_on", not {self.when_lost!r}.')
+        if self.min_ranks < 1 or (self.min_ranks > 1 and self.when_lost == "hold"):
+            raise ValueError(f'min_ranks must be at least 1, and needs when_lost="go_on", not {self.min_ranks}.')
         if self.grace_period_s < 0:
             raise ValueError(f"grace_period_s must not be negative, not {self.grace_period_s}; 0 is no limit.")
 
@@ -72,6 +81,7 @@ class Job:
             f"--grace-period={self.grace_period_s:g}",
             f"--section-timeouts={self.section_timeouts}",
             *(["--elastic"] if self.elastic else []),
+            *(["--when-lost=go-on", f"--min-ranks={self.min_ranks}"] if self.when_lost == "go_on" else []),
         ]
 
 
@@ -317,7 +327,11 @@ def workstation(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
     )
 
 
-def elastic(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
+def elastic(
+    run_dir: str | os.PathLike[str] | None = None,
+    when_lost: Literal["hold", "go_on"] = "hold",
+    min_ranks: int = 1,
+) -> Recipe:
     """For plain DDP on one machine: a lost rank is replaced while the others keep their processes.
 
     The callbacks of :func:`nemo`. The replacement is the launcher's: ``launch --recipe elastic``, or ``launch
@@ -325,8 +339,11 @@ def elastic(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
 
     Args:
         run_dir: The run directory; see :class:`Recipe`.
+        when_lost: See :class:`Job`: give ``launch`` the options that :attr:`Job.options` names.
+        min_ranks: The same.
     """
-    return replace(nemo(run_dir), name="elastic", job=JOBS["elastic"])
+    job = replace(JOBS["elastic"], when_lost=when_lost, min_ranks=min_ranks)
+    return replace(nemo(run_dir), name="elastic", job=job)
 
 
 def drill(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_resilience.launch import loss_policy, newcomers
 from lightning_resilience.launch.elastic import Supervisor
@@ -18,7 +19,11 @@ from lightning_resilience.run import deadlines
 from lightning_resilience.run.failures import cause_of_end
 from lightning_resilience.run.history import History
 from lightning_resilience.run.interruptions import interruptions
+from tests import test_launchers as launchers
+from tests.harness import command
 from tests.ledgers import Ledger, events_of, read_ledger
+from tests.test_absent_ranks import samples, state_at_the_end, undisturbed, with_ranks
+from tests.test_exact_resume import make
 from tests.test_launch import wait_until
 from tests.test_replacement import RANK, lives
 
@@ -429,3 +434,33 @@ def test_to_take_ranks_in_is_no_interruption() -> None:
     assert sum(run.failures.at.values()) == 1
     told = Notices("launch", "run", "")
     assert [name for event in events for name, _ in told._of(event, None, run)] == ["restart", "run_ended"]
+
+
+# -- real ranks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_steps_have_the_samples_of_all_ranks_while_one_is_away(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"trainer": {"max_epochs": 3}}
+    config = with_ranks(make(tmp_path, "disturbed", **options), 3)
+    is_back = f"{config['run_dir']}/logs/attempt-4/*"  # behind that of all, that of two, and that of who comes back
+    wait = {"do": "sleep", "seconds": 0.0, "after_file": is_back, "within_s": 120}
+    config["events"] = [
+        {"at": "train", "step": 13, "rank": 1, "do": "SIGKILL", "once": True},
+        {"at": "train", "step": 30, "rank": 0, **wait, "once": True},
+    ]
+    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--when-lost=go-on"]
+    launch += ["--spares=off", "--nproc-per-node=3", "--run-dir", config["run_dir"], *command(config)[1:]]
+    process = launchers.start(launch, tmp_path / "output")
+    try:
+        code = launchers.finish(process, tmp_path / "output")
+    finally:
+        process.kill()
+    output = (tmp_path / "output").read_text()
+    assert code == 0, output
+    changed = [each[:2] for each in changes(Path(config["run_dir"]) / "ledger")]
+    assert changed == [([1], [0, 2]), ([], [0, 1, 2])], output
+    wanted, steps = undisturbed(tmp_path, 3, **options)
+    assert samples(config["log"]) == steps
+    torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)
+    assert "Restart 2" not in output

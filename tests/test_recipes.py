@@ -248,6 +248,11 @@ def test_the_options_of_a_job_say_what_it_is(tmp_path: Path) -> None:
     assert Job(settings.budget, settings.grace_period_s, settings.section_timeouts, settings.elastic) == job
     with pytest.raises(ValueError, match="grace_period_s must not be negative, not -1"):
         Job(grace_period_s=-1)
+    settings = launch_settings([*recipes.elastic(when_lost="go_on", min_ranks=2).job.options, str(script)])
+    assert (settings.elastic, settings.when_lost, settings.min_ranks) == (True, "go_on", 2)
+    for wrong in ({"when_lost": "go-on"}, {"min_ranks": 2}, {"min_ranks": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            recipes.elastic(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", [["--elastic"], ["--recipe", "elastic"]])
@@ -261,6 +266,25 @@ def test_ranks_are_replaced_on_a_fixed_number_of_nodes(
     with pytest.raises(SystemExit):
         launch_settings([*given, "--nnodes=1:2", "--rdzv-endpoint=host:1", str(script)])
     assert f"{' '.join(given)} needs a fixed number of nodes, such as --nnodes 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (["--when-lost=go-on"], "is an option of --elastic"),
+        (["--elastic", "--min-ranks=2"], "needs --when-lost go-on"),
+        (["--elastic", "--when-lost=go-on", "--nnodes=2", "--rdzv-endpoint=host:1"], "is for one node"),
+        (["--elastic", "--when-lost=go-on", "--min-ranks=3", "--nproc-per-node=2"], "more than --nproc-per-node 2"),
+    ],
+)
+def test_what_the_others_do_meanwhile_is_refused_where_it_would_do_nothing(
+    given: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(SystemExit):
+        launch_settings([*given, str(script)])
+    assert reason in " ".join(capsys.readouterr().err.split())
 
 
 def test_one_option_leaves_the_recipes_others(tmp_path: Path) -> None:

@@ -336,6 +336,18 @@ def _parser() -> argparse.ArgumentParser:
         help="replace a killed rank while the others keep their processes (DDP, a fixed number of nodes); what cannot "
         "be replaced is restarted as without it",
     )
+    here.add_argument(
+        "--when-lost",
+        choices=("hold", "go-on"),
+        help="with --elastic, when no spare process is ready for a lost rank: the others wait for its replacement, or "
+        "train for it, too, until it is back; on one node (default: hold)",
+    )
+    here.add_argument(
+        "--min-ranks",
+        type=_at_least_one,
+        metavar="N",
+        help="with --when-lost go-on: wait for replacements rather than train with fewer ranks (default: 1)",
+    )
     here.add_argument("--nnodes", type=_nodes, default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")
     here.add_argument(
         "--node-rank",
@@ -515,6 +527,17 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
     if (options.elastic or job.elastic) and len({*options.nnodes.split(":")}) > 1:
         option = "--elastic" if options.elastic else "--recipe elastic"
         parser.error(f"{option} needs a fixed number of nodes, such as --nnodes {options.nnodes.partition(':')[2]}")
+    elastic = options.elastic or job.elastic
+    goes_on = options.when_lost == "go-on" or (options.when_lost is None and job.when_lost == "go_on")
+    if goes_on and not elastic:
+        parser.error("--when-lost go-on is an option of --elastic, or of --recipe elastic")
+    if goes_on and options.nnodes not in ("1", "1:1"):
+        parser.error("--when-lost go-on is for one node: on several, a run waits for the replacement of a lost rank")
+    if options.min_ranks is not None and not goes_on:
+        parser.error("--min-ranks needs --when-lost go-on: else a run always waits for all ranks")
+    min_ranks = job.min_ranks if options.min_ranks is None else options.min_ranks
+    if options.nproc_per_node != "auto" and min_ranks > int(options.nproc_per_node):
+        parser.error(f"--min-ranks {min_ranks} is more than --nproc-per-node {options.nproc_per_node}")
     try:
         section_timeouts = SectionTimeouts.parse(",".join(timeouts)) if timeouts else job.section_timeouts
     except ValueError as error:
@@ -541,7 +564,9 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         continue_anyway=options.continue_anyway,
         retries_in_new_job=options.retries_in_new_job,
         monitoring=_monitoring(options),
-        elastic=options.elastic or job.elastic,
+        elastic=elastic,
+        when_lost="go_on" if goes_on else "hold",
+        min_ranks=min_ranks,
     )
 
 
@@ -631,7 +656,7 @@ def _batch_script(options: argparse.Namespace, scheduler: Scheduler) -> tuple[Pa
 
 _ONE_NODE = {
     **{"nnodes": "1", "node_rank": None, "spare": False, "rdzv_endpoint": None, "retries_in_new_job": False},
-    "elastic": False,
+    **{"elastic": False, "when_lost": None, "min_ranks": None},
 }
 # The batch script or the command holds these.
 _NOT_FORWARDED = ("run_dir", "grace_period", "module", "fresh")

@@ -301,6 +301,8 @@ def main() -> None:
     parser.add_argument("--rdzv-endpoint", default="")
     parser.add_argument("--follow", action="store_true")
     parser.add_argument("--node-rank", type=int)
+    parser.add_argument("--when-lost", default="hold")
+    parser.add_argument("--min-ranks", type=int, default=1)
     separator = sys.argv.index("--")
     options = parser.parse_args(sys.argv[1:separator])
     count = options.nproc_per_node
@@ -326,8 +328,9 @@ def main() -> None:
             secret = node_line.make_secret(path)
             others = functools.partial(OtherNodes, host, int(port), options.nnodes, ranks, secret)
         world_size = ranks * options.nnodes
+        policy = (options.when_lost, options.min_ranks)
         supervisor = Supervisor(
-            command, world_size, options.max_restarts, run_id, timeout_s, ledger, makes_spares, log, others
+            command, world_size, options.max_restarts, run_id, timeout_s, ledger, makes_spares, log, others, *policy
         )
         supervisor.handle_signals()
         code = supervisor.run()

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 from lightning_resilience import _nvrx, signals
 from lightning_resilience._files import Patience, read_json
@@ -104,6 +105,8 @@ class LaunchSettings:
             started this launch gets a new job for it, on other nodes perhaps.
         monitoring: Whom to show the run to.
         elastic: Whether a lost rank is replaced while the others keep their processes.
+        when_lost: With ``elastic``, whether those wait for a replacement for which no spare is ready.
+        min_ranks: With ``go_on``: with how many ranks the run goes on at least.
     """
 
     command: list[str]
@@ -124,6 +127,8 @@ class LaunchSettings:
     retries_in_new_job: bool = False
     monitoring: MonitorSettings = field(default_factory=MonitorSettings)
     elastic: bool = False
+    when_lost: Literal["hold", "go_on"] = "hold"
+    min_ranks: int = 1
 
     @property
     def is_single_node(self) -> bool:
@@ -160,6 +165,8 @@ def elastic_command(
             command += [f"--nnodes={settings.nnodes.partition(':')[0]}", f"--rdzv-endpoint={settings.rdzv_endpoint}"]
             command += [] if settings.is_owner else ["--follow"]
             command += [] if settings.node_rank is None else [f"--node-rank={settings.node_rank}"]
+        if settings.when_lost == "go_on":
+            command += ["--when-lost=go_on", f"--min-ranks={settings.min_ranks}"]
         return [*command, "--", *settings.command], {_nvrx.RUN_ID_VARIABLE: run_id}
     command, environment = _nvrx.elastic_launcher(
         max_restarts,
