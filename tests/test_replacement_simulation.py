@@ -789,7 +789,8 @@ class Simulation:
         members = [self.members[rank] for rank in self.policy.members]
         ready_in = [each.ready_in for each in members if each.exit_code is None]
         is_stop = signum == signal.SIGTERM and not self.policy._ending and len(ready_in) == len(members)
-        if is_stop and self.replaced_in == self.policy.generation not in ready_in:
+        is_over = all(each.has_finished for each in members)  # and newcomers were turned away
+        if is_stop and self.replaced_in == self.policy.generation not in ready_in and not is_over:
             raise Violation("a stop is passed on while ranks are replaced, which cannot save")
         for rank in ranks:
             self.pause()
@@ -1451,7 +1452,6 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "a second loss is forgotten": (membership, "Membership", ForgetsTheNext),
     "a group of a generation that is over": (membership, "Membership", NeverOver),
     "no word is awaited": (membership, "Membership", DoesNotWaitForWord),
-    "nobody is cut": (DefaultGroup, "cut", lambda self: None),
     "a rank that has gone on": (simulation, "Boundary", NeverDoubts),
     "random states are not put back": (simulation, "Boundary", DoesNotPutBack),
     "another boundary of the lost rank": (simulation, "Boundary", TakesTheNewest),
@@ -1559,6 +1559,7 @@ GOING_ON: dict[str, tuple[Any, str, Any]] = {
     "a newcomer's own error": (loss_policy, "Newcomers", StartsWhatFails),
     "newcomers are not told in time": (Simulation, "tell", tells_who_is_there),
     "newcomers come too late": (simulation, "LossPolicy", TurnsNobodyAway),
+    "nobody is cut": (DefaultGroup, "cut", lambda self: None),
     "a rank keeps its number": (membership, "Membership", IsAsBefore),
     "the old store stays open": (Simulation, "close_old_store", lambda self: None),
     "random states are not put back": (simulation, "Boundary", DoesNotPutBack),
@@ -1588,7 +1589,6 @@ FOUND_LATE = {
     "survivors have no deadline",
     "an answer counts twice",
     "a second loss is forgotten",
-    "nobody is cut",
     "another boundary of the lost rank",
 }
 
