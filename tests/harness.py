@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+
+from lightning_resilience.run.run_directory import RunDirectory
 
 PROGRAM = Path(__file__).with_name("program.py")
 _WHERE_ARE_YOU = signal.SIGRTMIN + 5
@@ -235,6 +238,15 @@ def differences(config: dict[str, Any], undisturbed: dict[str, Any]) -> Iterator
             if different := [key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)]:
                 key = min(different)
                 yield f"{what}: {len(different)} differ, {key} is {ours.get(key)}, not {theirs.get(key)}"
+
+
+def state_at_the_end(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What a run whose ranks have changed has in common with another one at its end, but for rounding."""
+    (path,) = RunDirectory(config["run_dir"]).fit(0).checkpoints.glob("*-final.ckpt")
+    state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    if config.get("batch_norm"):  # behind a bias, whose gradient is noise that Adam makes large
+        state = {name: each for name, each in state.items() if not name.endswith(("0.bias", "running_mean"))}
+    return state
 
 
 def _by_key(path: str, suffix: str, read: Callable[[Any], Iterator[tuple[str, Any]]]) -> dict[str, set[str]]:

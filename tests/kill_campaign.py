@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from lightning_resilience._processes import has_signal
 from lightning_resilience.detect.hangs.rank_probe import STACKS_SIGNAL
@@ -41,7 +42,9 @@ AT_A_RANDOM_INSTANT = "at a random instant"
 SOON = "within a second of the one before"
 STOPPED = "stopped, with a limit of 5 s for a step"
 LAST = "end of the fit"
-MODES = {"spares": [], "elastic": ["--elastic"]}
+GO_ON = "go-on"
+MODES = {"spares": [], "elastic": ["--elastic"], GO_ON: ["--elastic", "--when-lost", "go-on", "--spares", "off"]}
+POINTS_OF_GO_ON = [AT_A_RANDOM_INSTANT, SOON]
 _BATCHES, _EPOCHS = 16, 8
 _PATIENCE_S = 120.0
 _GONE_WITHIN_S = 10.0
@@ -127,6 +130,38 @@ def options_of(chance: random.Random) -> dict[str, Any]:
     return options
 
 
+def options_of_go_on(chance: random.Random) -> dict[str, Any]:
+    """A training whose sums differ so little by their order that it shows whether it was the same one."""
+    trainer = {"devices": 4, "max_epochs": _EPOCHS, "precision": "64-true"}
+    options = {**options_of(chance), "validation": False, "data": "shuffle", "dropout": 0.2}
+    return {**options, "trainer": {**options["trainer"], **trainer}, "lightning_callbacks": {}, "loggers": []}
+
+
+def _differences_but_for_rounding(config: dict[str, Any], undisturbed: dict[str, Any]) -> Iterator[str]:
+    """In what a run with changing numbers of ranks differs from one with all: samples of each step, state, metrics."""
+    ours, theirs = ({**config, "log": each["log"]} for each in (config, undisturbed))
+    if (trained := samples_of_steps(ours)) != (wanted := samples_of_steps(theirs)):
+        wrong = [step for step in trained.keys() | wanted.keys() if trained.get(step) != wanted.get(step)]
+        yield f"samples of {len(wrong)} steps differ, such as {min(wrong)}: {trained.get(min(wrong))}"
+    state, known = map(harness.state_at_the_end, (config, undisturbed))
+    for name, tensor in known.items():
+        if not torch.allclose(state[name], tensor, rtol=1e-6, atol=1e-9):
+            yield f"{name} differs by up to {(state[name] - tensor).abs().max().item():.1e}"
+    metrics, known_metrics = (harness.result(each)[0]["metrics"] for each in (config, undisturbed))
+    for name in ("train_loss_epoch", "train_metric"):
+        if abs(metrics[name] - known_metrics[name]) > 1e-6 * abs(known_metrics[name]):
+            yield f"{name} is {metrics[name]}, not {known_metrics[name]}"
+
+
+def samples_of_steps(config: dict[str, Any]) -> dict[int, list[int]]:
+    """What all ranks together have trained on, by steps, each sample once."""
+    found: dict[int, set[int]] = {}
+    for rank in range(config["trainer"]["devices"]):
+        for _, step, ids in lines(Path(f"{config['log']}.{rank}")):
+            found.setdefault(step, set()).update(ids)
+    return {step: sorted(ids) for step, ids in sorted(found.items())}
+
+
 def _differences_of_logs(ours: Path, theirs: Path) -> Iterator[str]:
     """In what Lightning's loggers have written, each row once."""
 
@@ -162,6 +197,7 @@ class Disturbed:
         self._config, self._folder, self._chance = config, folder, chance
         self._world_size = config["trainer"]["devices"]
         self._points = points
+        self._goes_on = mode == GO_ON
         self._temporary = tempfile.mkdtemp(prefix="kills-", dir="/tmp")  # a path of a socket is short
         self._memory = Path(tempfile.mkdtemp(prefix="kills-", dir="/dev/shm"))
         self._killed = Path(config["kill_points"])
@@ -205,12 +241,23 @@ class Disturbed:
             self._end()
         if self._launch.returncode == 0:
             options = {name: each for name, each in self._config.items() if name not in ("run_dir", "out", "log")}
-            undisturbed = harness.reference(**options)
-            problems += harness.differences(self._config, undisturbed)
+            undisturbed = self._undisturbed(options) if self._goes_on else harness.reference(**options)
+            compare = _differences_but_for_rounding if self._goes_on else harness.differences
+            problems += compare(self._config, undisturbed)
             problems += _differences_of_logs(*(Path(each["run_dir"]).parent for each in (self._config, undisturbed)))
         account = self._account()
         account.problems = problems
         return account
+
+    def _undisturbed(self, options: dict[str, Any]) -> dict[str, Any]:
+        """A run that leaves its final state."""
+        folder = self._folder / "undisturbed"
+        folder.mkdir()
+        config = {**options, "callbacks": ["preemption", "auto_resume"], "kill_points": None}
+        config |= {name: str(folder / name) for name in ("out", "log")} | {"run_dir": str(folder / "run")}
+        codes, output = harness.run(config, folder)
+        assert set(codes) == {0}, output
+        return config
 
     # -- kills ---------------------------------------------------------------------------------------------------------
 
@@ -223,7 +270,8 @@ class Disturbed:
             time.sleep(self._chance.uniform(0.0, 1.0))
             return self._kill_now(point, ranks)
         wanted = max(self._reached()) + new_steps
-        if not self._wait_for(lambda: self._is_over() or min(self._reached()) >= wanted) or self._is_over():
+        furthest = max if self._goes_on else min  # of ranks that are absent nothing is heard
+        if not self._wait_for(lambda: self._is_over() or furthest(self._reached()) >= wanted) or self._is_over():
             return False
         if point in (AT_A_RANDOM_INSTANT, SOON, STOPPED):
             # A spare process is made again within some seconds.
@@ -391,7 +439,7 @@ def survive(folder: Path, seed: str, points: Sequence[str], mode: str, **options
         **options: Of the test program, in the place of those that follow from the seed.
     """
     chance = random.Random(seed)
-    config = {**options_of(chance), **options}
+    config = {**(options_of_go_on(chance) if mode == GO_ON else options_of(chance)), **options}
     config |= {name: str(folder / name) for name in ("out", "log", "kill_points")} | {"run_dir": str(folder / "run")}
     return Disturbed(config, mode, folder, chance, points).survive()
 
@@ -414,7 +462,7 @@ def main() -> None:
         mode, seed = options.modes[number % len(options.modes)], f"{options.seed}-{number}"
         number += 1
         chance = random.Random(seed)
-        points = draw_points(chance, options.each, options.points)
+        points = draw_points(chance, options.each, options.points or (POINTS_OF_GO_ON if mode == GO_ON else None))
         own = folder / seed
         own.mkdir()
         began = time.monotonic()

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from lightning_resilience._lightning import lightning_metrics
-from lightning_resilience.run.run_directory import RunDirectory
-from tests.harness import differences, result, run
+from tests.harness import differences, result, run, state_at_the_end
 from tests.ledgers import read_ledger
 from tests.test_exact_resume import make
 from tests.test_launchers import finish, start
@@ -34,14 +33,6 @@ def samples(log: str) -> dict[int, list[int]]:
         for _, step, ids in map(json.loads, path.read_text().splitlines()):
             found[step] += ids
     return {step: sorted(set(ids)) for step, ids in sorted(found.items())}
-
-
-def state_at_the_end(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    (path,) = RunDirectory(config["run_dir"]).fit(0).checkpoints.glob("*-final.ckpt")
-    state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-    if config.get("batch_norm"):  # behind a bias, whose gradient is noise that Adam makes large
-        state = {name: each for name, each in state.items() if not name.endswith(("0.bias", "running_mean"))}
-    return state
 
 
 def kill(config: dict[str, Any], step: int) -> dict[str, Any]:

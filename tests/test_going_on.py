@@ -68,9 +68,10 @@ class Run:
     def record(self, lost: Mapping[int, str], generation: int, members: Any, kept: Collection[int]) -> None:
         self.recorded.append((sorted(lost), members, sorted(kept)))
 
-    def say(self, rank: int, state: str, fewer: str = "", generation: int | None = None) -> None:
+    def say(self, rank: int, state: str, fewer: str = "", tasks: str = "", generation: int | None = None) -> None:
         generation = self.policy.generation if generation is None else generation
-        self.policy.heard(rank, "state", {"state": state, "generation": generation, "reason": "", "fewer": fewer})
+        fields = {"state": state, "generation": generation, "reason": "", "fewer": fewer, "tasks": tasks}
+        self.policy.heard(rank, "state", fields)
 
     def step(self, seconds: float = 0.0) -> None:
         self.now += seconds
@@ -82,9 +83,9 @@ class Run:
         self.step()
         self.step(0.3)
 
-    def come_together(self, fewer: str = "") -> None:
+    def come_together(self, fewer: str = "", tasks: str = "") -> None:
         for rank in self.policy.members:
-            self.say(rank, "ready", fewer)
+            self.say(rank, "ready", fewer, tasks)
         self.step()
         self.told.clear()
         self.started.clear()
@@ -152,26 +153,35 @@ def test_who_is_at_the_door_waits_a_little_for_others_on_the_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "options", "fewer", "spares"),
+    ("rank", "options", "said", "spares"),
     [
-        pytest.param(1, {}, "", {1}, id="a spare is ready"),
-        pytest.param(0, {}, "", set(), id="rank 0"),
-        pytest.param(1, {"min_ranks": 3}, "", set(), id="min_ranks"),
-        pytest.param(1, {}, "it has no DDP", set(), id="cannot"),
+        pytest.param(1, {}, {}, {1}, id="a spare is ready"),
+        pytest.param(0, {}, {"tasks": "it logs"}, set(), id="rank 0"),
+        pytest.param(1, {"min_ranks": 3}, {}, set(), id="min_ranks"),
+        pytest.param(1, {}, {"fewer": "it has no DDP"}, set(), id="cannot"),
     ],
 )
 def test_the_others_wait_for_a_replacement(
-    rank: int, options: dict[str, Any], fewer: str, spares: set[int], lines: list[str]
+    rank: int, options: dict[str, Any], said: dict[str, str], spares: set[int], lines: list[str]
 ) -> None:
     run = Run(**options)
     run.spares = spares
-    run.come_together(fewer)
+    run.come_together(**said)
     run.lose(rank)
     others = [each for each in range(3) if each != rank]
     assert run.told == [(others, [0, 1, 2]), ([rank], [0, 1, 2])]  # it is told as soon as it is started
     assert run.started == [[rank]]
     assert ("They wait for it" in lines[0]) == (not spares)
-    assert fewer in lines[0]
+    assert all(reason in lines[0] for reason in said.values())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_others_go_on_without_rank_0_if_they_can_log(rank: int) -> None:
+    run = Run()
+    run.come_together(tasks="" if rank == 0 else "it logs")
+    run.lose(rank)
+    others = [each for each in range(3) if each != rank]
+    assert run.told == [(others, others)]
 
 
 def test_a_fit_that_does_not_say_that_it_can_waits() -> None:
@@ -185,7 +195,7 @@ def test_a_fit_that_does_not_say_that_it_can_waits() -> None:
 def test_newcomers_that_are_on_their_way_are_in_the_generation_of_all() -> None:
     run = Run()
     run.lose(1)
-    run.come_together()
+    run.come_together(tasks="it logs")
     run.lose(0)
     assert run.told == [([1, 2], [0, 1, 2]), ([0], [0, 1, 2])]
     assert run.started == [[0]]

@@ -66,7 +66,7 @@ def test_a_rank_learns_of_a_loss_when_its_group_is_cut(ends: tuple[Membership, C
     line, end = ends
     known_at_cut: list[Any] = []
     line.cut = lambda: known_at_cut.append(line.replacement())
-    end.send("replace", generation=3, port=4711, lost={0: "was killed by SIGKILL"})
+    end.send("replace", generation=3, port=4711, lost={0: "was killed by SIGKILL"}, members=[0])
     replacement = line.replacement_behind(RuntimeError("Connection closed by peer"))
     assert replacement == Replacement(3, 4711, {0: "was killed by SIGKILL"}, (0,))
     assert known_at_cut == [None]  # else the main thread may have opened the next group, which would be cut
@@ -74,18 +74,21 @@ def test_a_rank_learns_of_a_loss_when_its_group_is_cut(ends: tuple[Membership, C
     assert (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"]) == ("3", "4711")
     said = end.receive()
     assert said is not None
-    assert (said.kind, said.fields) == ("state", {"state": "left", "generation": 3, "reason": "", "fewer": ""})
+    assert (said.kind, said.fields) == (
+        "state",
+        {"state": "left", "generation": 3, "reason": "", "fewer": "", "tasks": ""},
+    )
     assert line.replacement() is None
 
 
 def test_ranks_that_are_lost_before_a_generation_begins_are_lost_together(ends: tuple[Membership, Channel]) -> None:
     line, end = ends
     for generation, lost in ((1, {0: "one"}), (2, {2: "another"})):
-        end.send("replace", generation=generation, port=generation, lost=lost)
+        end.send("replace", generation=generation, port=generation, lost=lost, members=[0])
     wait_until(lambda: (line.replacement() or Replacement(0, 0, {}, (0,))).generation == 2, lambda: "nothing was heard")
     assert line.replacement() == Replacement(2, 2, {0: "one", 2: "another"}, (0,))
     line.begin(Replacement(2, 2, {0: "one", 2: "another"}, (0,)))
-    end.send("replace", generation=3, port=3, lost={1: "the next"})
+    end.send("replace", generation=3, port=3, lost={1: "the next"}, members=[0])
     assert line.replacement(10.0) == Replacement(3, 3, {1: "the next"}, (0,))
 
 
@@ -120,14 +123,14 @@ def test_an_error_of_the_user_is_raised(ends: tuple[Membership, Channel], monkey
     monkeypatch.setattr(membership, "OWN_ERROR_RAISED_AFTER_S", 0.0)
     error = ValueError("a loss that is no number")
     assert line.replacement_behind(error) is None
-    end.send("replace", generation=1, port=1, lost={})
+    end.send("replace", generation=1, port=1, lost={}, members=[0])
     assert line.replacement(10.0) is not None
     assert line.replacement_behind(error) is None  # what was judged once is not taken for a consequence later
 
 
 def test_an_error_is_raised_when_all_ranks_are_restarted(ends: tuple[Membership, Channel]) -> None:
     line, end = ends
-    end.send("replace", generation=1, port=1, lost={})
+    end.send("replace", generation=1, port=1, lost={}, members=[0])
     assert line.replacement(10.0) is not None
     threading.Timer(0.05, end.send, ["restart"]).start()  # the replacement was refused
     line.await_restart(10.0)

@@ -28,7 +28,8 @@ With ``--when-lost go-on`` the ranks that are left make the updates of those tha
 they are back. Newcomers are killed, fail and wait before their door, at it and behind it. Then also:
 
 9. A generation has the members that the supervisor has named, each with the number that its slot has among them. There
-   are never fewer than ``min_ranks``, rank 0 is one of them, and all of them if the fit cannot go on with fewer.
+   are never fewer than ``min_ranks``, rank 0 is one of them if no other can take its tasks, and all of them if the fit
+   cannot go on with fewer.
 10. No generation trains when a later one has trained.
 11. Only a loss costs a restart, also that of a newcomer; to take newcomers in costs none, unless it fails. A newcomer
     that has failed by itself is not started again, and a run with members that go on does not end for it.
@@ -132,6 +133,7 @@ class Schedule:
         when_lost: Whether the others wait for a replacement.
         min_ranks: How many of them may go on without.
         fewer: Why the fit cannot go on with fewer ranks.
+        tasks: Why no other rank can take those of rank 0.
         spares: How often a spare is ready.
         start_s: How long a process takes up to the script; 0: as the seed says.
         newcomers_fail: Which newcomers raise an error of the user's own before their fit.
@@ -150,6 +152,7 @@ class Schedule:
     when_lost: loss_policy.WhenLost = "hold"
     min_ranks: int = 1
     fewer: str = ""
+    tasks: str = ""
     spares: float = 0.0
     start_s: float = 0.0
     newcomers_fail: frozenset[int] = frozenset()
@@ -201,6 +204,7 @@ class Schedule:
             when_lost="go_on",
             min_ranks=chosen.choice([1, 1, 1, 1, 1, 2, 3 if size > 2 else 1]),
             fewer=chosen.choice([*11 * [""], "of the test"]),
+            tasks=chosen.choice(["", "of the test"]),
             spares=chosen.choice([0.0, 0.0, 0.0, 0.3, 1.0]),
             start_s=chosen.choice([0.03, 0.03, 0.1, 0.5, 3.0]),
             newcomers_fail=frozenset({who} if chosen.random() < 0.2 else ()),
@@ -782,7 +786,7 @@ class Simulation:
             raise Violation(f"{members} are not the members of a generation")
         if not is_whole and (schedule.fewer or schedule.when_lost == "hold"):
             raise Violation(f"the fit cannot go on with {members} only")
-        if len(members) < schedule.min_ranks or 0 not in members:
+        if len(members) < schedule.min_ranks or (schedule.tasks and 0 not in members):
             raise Violation(f"{members} go on, and are too few")
 
     def send_signal(self, ranks: Collection[int], signum: signal.Signals) -> None:
@@ -1217,6 +1221,11 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         (reentry, "time_account", SimpleNamespace(OF_PROCESS=SimpleNamespace(enter=lambda where: None), RENDEZVOUS=0)),
         (reentry, "why_not", lambda session: session.why_not),
         (reentry, "absent_ranks", AbsentRanks),
+        (
+            reentry,
+            "lightning_loggers",
+            SimpleNamespace(why_others_cannot_log=lambda trainer: of_now().schedule.tasks or None),
+        ),
         (reentry, "log", quiet),
         (group, "dist", OfProcess("dist")),
         (group, "importlib", SimpleNamespace(import_module=lambda name: process_of_now().rendezvous)),
@@ -1489,7 +1498,9 @@ class GoesOnWithoutRank0(LossPolicy):
     """Rank 0 is a rank like others."""
 
     def _why_not_without(self, left: Collection[int]) -> str | None:
-        return super()._why_not_without({0, *left})
+        for each in self.members.values():
+            each.tasks = ""
+        return super()._why_not_without(left)
 
 
 class DoesNotAsk(LossPolicy):

@@ -36,6 +36,14 @@ def are_lightnings_own(loggers: list[Any]) -> bool:
     return all(type(each).__module__.startswith(("lightning.pytorch", "pytorch_lightning")) for each in loggers)
 
 
+def why_others_cannot_log(trainer: Trainer) -> str | None:
+    """Why another process cannot go on with the logs of rank 0; ``None``: it can."""
+    known = file_loggers(trainer)
+    if other := next((each for each in trainer.loggers if each not in known), None):
+        return f"{type(other).__name__} logs from the process of rank 0"
+    return None if are_lightnings_own(known) else "a logger of the script's own logs from the process of rank 0"
+
+
 def set_logger_folder(logger: Any, save_dir: str, version: int | str | None) -> None:
     """Sets the folder and version of one of :func:`file_loggers`; ``None``: the version that it would take anyway.
 

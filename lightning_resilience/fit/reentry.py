@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning_resilience._lightning import lightning_reentry, lightning_strategies
+from lightning_resilience._lightning import lightning_loggers, lightning_reentry, lightning_strategies
 from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.checkpoint import devices
 from lightning_resilience.elastic.group import DEFAULT
@@ -189,7 +189,8 @@ class Replaceability(Participant):
         if (reason := why_not(session)) is None:
             trainer = self._fit.trainer
             fewer = absent_ranks.why_not(trainer, len(self._line.slots)) or absent_ranks.why_not_divided(trainer)
-            self._line.say("ready", fewer=fewer or "")
+            tasks = lightning_loggers.why_others_cannot_log(trainer)
+            self._line.say("ready", fewer=fewer or "", tasks=tasks or "")
             device, is_first = trainer.strategy.root_device, self._line.generation == 0
             if trainer.is_global_zero and device.type != "cpu" and is_first:
                 log.info("--elastic has not been run on GPUs yet: if a replacement fails, all ranks are restarted.")

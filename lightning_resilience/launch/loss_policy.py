@@ -275,12 +275,11 @@ class LossPolicy:
 
     def _why_not_without(self, left: Collection[int]) -> str | None:
         """Why these ranks cannot go on without the others."""
-        if 0 not in left:
-            return "rank 0 has tasks that no other rank takes"
         if len(left) < self._min_ranks:
             return f"there are to be {self._min_ranks} ranks at least"
-        said = [each.fewer for each in self.members.values() if each.fewer is not None]
-        return next(filter(None, said), None) if said else SAYS_NOTHING
+        said = [(each.fewer, each.tasks) for each in self.members.values() if each.fewer is not None]
+        of_tasks = [tasks for _, tasks in said] if 0 not in left else []
+        return next(filter(None, (*(fewer for fewer, _ in said), *of_tasks)), None) if said else SAYS_NOTHING
 
     def _grow(self, now: float) -> None:
         """Takes in those that are at the door."""

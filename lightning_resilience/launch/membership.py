@@ -99,9 +99,9 @@ class Membership:
         """The ranks that these slots have in the generation of this process, as far as they are in it."""
         return {self.members.index(slot) for slot in slots if slot in self.members}
 
-    def say(self, state: str, reason: str = "", fewer: str = "") -> None:
+    def say(self, state: str, reason: str = "", fewer: str = "", tasks: str = "") -> None:
         """Tells the supervisor the state of this rank; for any thread."""
-        self._channel.send("state", state=state, generation=self.generation, reason=reason, fewer=fewer)
+        self._channel.send("state", state=state, generation=self.generation, reason=reason, fewer=fewer, tasks=tasks)
 
     def say_saved(self) -> None:
         """Tells the supervisor that there is a state to go back to; for any thread."""
@@ -114,7 +114,7 @@ class Membership:
             if message.kind == "replace":
                 lost = {} if self._replacement is None else self._replacement.lost  # of a generation that none begins
                 lost = lost | {int(rank): str(how) for rank, how in message.fields["lost"].items()}
-                members = tuple(message.fields.get("members", self.slots))
+                members = tuple(message.fields["members"])
                 self._replacement = Replacement(message.fields["generation"], message.fields["port"], lost, members)
             else:
                 self._restarts = True

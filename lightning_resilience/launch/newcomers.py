@@ -65,6 +65,7 @@ class Member:
         state: What it has said last; ``starting``: nothing since it was started.
         reason: Why it has refused.
         fewer: Why its fit cannot go on with fewer ranks; empty: it can; ``None``: it was not in a fit yet.
+        tasks: Why no other rank can take those of rank 0; the same.
         exit_code: How its process has ended, as ``subprocess`` gives it: of a signal the negative number.
     """
 
@@ -74,6 +75,7 @@ class Member:
     state: str = "starting"
     reason: str = ""
     fewer: str | None = None
+    tasks: str | None = None
     exit_code: int | None = None
 
     def says(self, fields: Mapping[str, Any]) -> None:
@@ -81,7 +83,7 @@ class Member:
         self.state, self.generation = str(fields["state"]), int(fields["generation"])
         self.reason = str(fields["reason"])
         if self.state == "ready":
-            self.fewer = str(fields.get("fewer", SAYS_NOTHING))
+            self.fewer, self.tasks = (str(fields.get(name, SAYS_NOTHING)) for name in ("fewer", "tasks"))
 
 
 def is_replaceable(exit_code: int | None) -> bool:
