@@ -1,8 +1,9 @@
-"""Runs that lose ranks again and again, under ``launch`` with spare processes and under ``launch --elastic``.
+"""Runs that lose ranks again and again: ``launch`` with spare processes, ``--elastic``, and ``--when-lost go-on``.
 
 Each run has options, ranks and kills that follow from its seed. Some kills hit a rank at a random instant, others at
 one of the points of ``tests/kill_points.py``, some two ranks at once, and some come within a second of the one before.
-In the end the run must be what an undisturbed run by Lightning alone is, and leave nothing behind.
+In the end the run must be what an undisturbed run by Lightning alone is, and leave nothing behind; where ranks go on
+without others, but for the order of sums.
 
     python -m tests.kill_campaign --kills 300 --seed 1
 """
@@ -44,7 +45,8 @@ STOPPED = "stopped, with a limit of 5 s for a step"
 LAST = "end of the fit"
 GO_ON = "go-on"
 MODES = {"spares": [], "elastic": ["--elastic"], GO_ON: ["--elastic", "--when-lost", "go-on", "--spares", "off"]}
-POINTS_OF_GO_ON = [AT_A_RANDOM_INSTANT, SOON]
+POINTS = {GO_ON: [AT_A_RANDOM_INSTANT, SOON]}
+"""For modes that are not hit at all points."""
 _BATCHES, _EPOCHS = 16, 8
 _PATIENCE_S = 120.0
 _GONE_WITHIN_S = 10.0
@@ -462,7 +464,7 @@ def main() -> None:
         mode, seed = options.modes[number % len(options.modes)], f"{options.seed}-{number}"
         number += 1
         chance = random.Random(seed)
-        points = draw_points(chance, options.each, options.points or (POINTS_OF_GO_ON if mode == GO_ON else None))
+        points = draw_points(chance, options.each, options.points or POINTS.get(mode))
         own = folder / seed
         own.mkdir()
         began = time.monotonic()
