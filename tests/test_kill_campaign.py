@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ SHORT = {
     GO_ON: [AT_A_RANDOM_INSTANT, SOON, AT_A_RANDOM_INSTANT],
 }
 
-TRAINERS = {mode: {"devices": 2, "max_epochs": 8} for mode in SHORT}
+TRAINERS: dict[str, dict[str, Any]] = {mode: {"devices": 2, "max_epochs": 8} for mode in SHORT}
 TRAINERS[GO_ON] = {"devices": 3, "max_epochs": 8, "precision": "64-true"}
 
 
