@@ -397,6 +397,7 @@ say("done")
         pytest.param("time.sleep(1000)", 1, 0, id="is on its way"),
     ],
 )
+@pytest.mark.slow_but_for("comes back")
 def test_two_ranks_go_on_without_the_third(tmp_path: Path, newcomer: str, last: int, code: int) -> None:
     program, log = tmp_path / "rank.py", tmp_path / "log"
     program.write_text(RANK + GOING_ON.format(newcomer=newcomer, last=last))
