@@ -180,13 +180,6 @@ GUARDS = [
         "tests/test_dcp.py::test_descriptions_that_lead_elsewhere_are_refused",
     ),
     Guard(
-        "a local checkpoint of another world size is not used",
-        "checkpoint/recovery.py",
-        "if each.world_size != world_size:",
-        "if False:",
-        "tests/test_local_checkpoint.py::test_another_number_of_ranks",
-    ),
-    Guard(
         "a local checkpoint of an abandoned course is not used",
         "checkpoint/recovery.py",
         "elif not is_on_course(forks, each.course, each.step):",
@@ -797,6 +790,34 @@ GUARDS = [
         'lightning_metrics.merged_metric_states(*fit, resumed["metrics"])',
         'resumed["metrics"][0]',
         "tests/test_absent_ranks.py::test_steps_are_those_of_the_run_as_it_was_begun",
+    ),
+    Guard(
+        "another number of ranks: each reads the states of all its places",
+        "checkpoint/generations.py",
+        "range(rank, self.places or self.world_size, world_size)",
+        "range(rank, rank + 1)",
+        "tests/test_generations.py::test_every_place_is_taken_once_by_who_has_its_state",
+    ),
+    Guard(
+        "another number of ranks: a local checkpoint is refused where they cannot go on",
+        "checkpoint/recovery.py",
+        "if generation.places != now and",
+        "if False and",
+        "tests/test_local_checkpoint.py::test_another_number_of_ranks_that_cannot_go_on",
+    ),
+    Guard(
+        "another number of ranks: a bad shard of one that is no more is replaced by its copy",
+        "checkpoint/recovery.py",
+        "for name in (*ranks, *generation.replicated):",
+        "for name in (*list(ranks)[:1], *generation.replicated):",
+        "tests/test_local_checkpoint.py::test_a_damaged_shard_of_a_rank_that_is_no_more",
+    ),
+    Guard(
+        "the memory of a shard that was fetched from another node is not kept for ever",
+        "checkpoint/node_store.py",
+        "            if not is_copy:\n",
+        "            if True:\n",
+        "tests/test_node_store.py::test_copies_give_their_memory_back",
     ),
     Guard(
         "saved after a loss: not a state whose parameters the step has written to",

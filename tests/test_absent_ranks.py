@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import signal
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 import torch
 
 from lightning_resilience._lightning import lightning_metrics
-from tests.harness import differences, result, run, state_at_the_end
+from tests.harness import differences, result, run, state_at_the_end, weights
 from tests.ledgers import read_ledger
 from tests.test_exact_resume import make
 from tests.test_launchers import finish, start
@@ -207,6 +210,142 @@ def test_what_ranks_have_trained_for_absent_ones_is_not_lost_with_them(
     ]
     assert found == saved, path.read_text()
     assert not [*differences(config, undisturbed)], path.read_text()
+
+
+class Locally:
+    """A run that is killed and goes on with other numbers of ranks, from local checkpoints; then from global ones.
+
+    Attributes:
+        resumed: From which steps it has gone on.
+        output: Of all its parts.
+    """
+
+    KILLED_AT = (8, 20)
+
+    def __init__(self, tmp: Path, *ranks: int, **options: Any) -> None:
+        self.tmp, self.ranks = tmp, ranks
+        self.options = {"trainer": {"max_epochs": 2}, **options}
+        self.memory = tmp / "memory"
+        self.resumed: list[int] = []
+        self.output = ""
+
+    def shards(self, name: str) -> list[Path]:
+        """Of the newest generation that is complete, the shards of this name, on all nodes."""
+        generations = sorted({path.parent.name for path in self.memory.glob("local_ckpt-*/*/*/fit-000/step-*/*")})
+        for generation in reversed(generations):
+            found = list(self.memory.glob(f"local_ckpt-*/*/*/fit-000/{generation}/*.shard"))
+            if len({path.stem for path in found if path.stem.startswith("rank-")}) == self.ranks[len(self.resumed)]:
+                return [path for path in found if path.stem == name]
+        raise AssertionError("nothing is saved")
+
+    def run(
+        self,
+        between: Callable[[], None] = lambda: None,
+        first: dict[str, int] | None = None,
+    ) -> tuple[dict[str, Any], dict[int, list[int]]]:
+        """Returns its config, and the samples that count of each step.
+
+        Args:
+            between: What happens between its parts.
+            first: The nodes and ranks per node of its first part.
+        """
+        local = {"every_n_train_steps": 1, "dir": str(self.memory)}
+        callbacks = ["preemption", "auto_resume", "local_checkpoint"]
+        about = {"callbacks": callbacks, "local": local, "save_every": 1000, "step_s": 0.05}
+        config = make(self.tmp, "locally", **{**self.options, **about})
+        return config, self._parts(config, between, first)
+
+    def run_from_global(self) -> tuple[dict[str, Any], dict[int, list[int]]]:
+        """The same with global checkpoints alone, from the same steps."""
+        config = make(self.tmp, "globally", **self.options)
+        return config, self._parts(config, lambda: None, None)
+
+    def _parts(
+        self, config: dict[str, Any], between: Callable[[], None], first: dict[str, int] | None
+    ) -> dict[int, list[int]]:
+        trained: dict[int, list[int]] = {}
+        steps = iter(tuple(self.resumed))
+        for number, count in enumerate(self.ranks):
+            is_last = number == len(self.ranks) - 1
+            log = f"{config['log']}-{number}"
+            part = {**with_ranks(config, count), "log": log, "events": []}
+            if not is_last:
+                at = self.KILLED_AT[number]
+                if "local" not in config:
+                    part["save_every"] = next(steps)
+                    at = part["save_every"] + 3
+                part["events"] = [{"at": "train", "step": at, "rank": count - 1, "do": "SIGKILL"}]
+            if first and number == 0:
+                part["trainer"] = {**part["trainer"], **first}
+            folder = self.tmp / f"{Path(config['log']).parent.name}-{number}"
+            folder.mkdir()
+            codes, output = run(part, folder)
+            assert (set(codes) == {0}) if is_last else (-signal.SIGKILL in codes), output
+            self.output += output
+            if number and "local" in config:
+                found = re.search(r"Resuming from step (\d+) \(local checkpoint \S+, saved by (\d) ranks", output)
+                assert found is not None, output
+                assert int(found[2]) == self.ranks[number - 1]
+                self.resumed.append(int(found[1]))
+            trained |= samples(log)
+            if not is_last:
+                between()
+        return trained
+
+    def is_as_from_global(self, config: dict[str, Any], trained: dict[int, list[int]]) -> None:
+        wanted, steps = self.run_from_global()
+        assert trained == steps
+        for each in (config, wanted):
+            each["trainer"] = {**each["trainer"], "devices": self.ranks[-1]}
+        assert weights(config) == weights(wanted)
+        assert result(config)[0]["metrics"] == result(wanted)[0]["metrics"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(4, 3, 4), (3, 1, 2)], ids=lambda x: "-".join(map(str, x)))
+def test_local_checkpoints_of_another_number_of_ranks(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    local = Locally(tmp_path, *ranks, batch_norm=ranks[0] == 3)
+    local.is_as_from_global(*local.run())
+    left = {path.name for path in local.memory.rglob("*") if not path.is_dir()}
+    assert not {name for name in left if name.endswith(".shard") or name.startswith(".")}
+
+
+@pytest.mark.slow
+def test_a_corrupt_local_shard_of_an_absent_rank(tmp_path: Path) -> None:
+    local = Locally(tmp_path, 4, 3)
+
+    def damage() -> None:
+        (path,) = local.shards("rank-00003")  # of which rank 0 takes the place
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+    config, trained = local.run(damage)
+    assert re.search(r"Rank 0: local checkpoint rejected: .*rank-00003.*damaged", local.output)
+    local.is_as_from_global(config, trained)
+
+
+@pytest.mark.slow
+def test_half_the_ranks_go_on_from_the_local_checkpoints_of_a_node_that_is_left(tmp_path: Path) -> None:
+    local = Locally(tmp_path, 4, 2)
+
+    def lose_the_first_node() -> None:
+        (folder,) = local.memory.glob("local_ckpt-*")
+        node = os.uname().nodename
+        shutil.rmtree(folder / f"{node}-0")
+        (folder / f"{node}-1").rename(folder / node)  # as it is called alone
+
+    local.is_as_from_global(*local.run(lose_the_first_node, {"num_nodes": 2, "devices": 2}))
+
+
+@pytest.mark.slow
+def test_data_that_cannot_be_divided_are_rounded_down_from_local_checkpoints_too(tmp_path: Path) -> None:
+    local = Locally(tmp_path, 4, 2, data="iterable")
+    local.run()
+    assert "was saved by a run of 4 ranks and is resumed by 2, and an iterable dataset divides itself" in local.output
+    batch = re.search(r"continues from batch (\d+) of each rank", local.output)
+    assert batch is not None
+    assert int(batch[1]) == 2 * local.resumed[0]
 
 
 REFUSED = {

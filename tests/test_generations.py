@@ -115,7 +115,7 @@ def test_what_is_condemned_is_left_out() -> None:
 
 def test_parts_that_contradict_each_other_are_not_put_together() -> None:
     holdings = whole(10, "0a", TWO_NODES)
-    for other in ({"world_size": 2}, {"kind": "sharded"}, {"replicated_shards": 4}):
+    for other in ({"world_size": 2}, {"kind": "sharded"}, {"replicated_shards": 4}, {"places": 8}):
         (found,) = generations([*holdings[:-1], replace(holdings[-1], **other)])
         assert found.holders["common-01-of-02"] == ["a"]
 
@@ -132,22 +132,42 @@ def test_a_lost_part() -> None:
 
 def test_what_ranks_need() -> None:
     (found,) = generations(whole(10, "0a", TWO_NODES))
-    assert found.needed_by(3) == ["rank-00003", *COMMONS]
-    assert replace(found, replicated_shards=0).needed_by(0) == ["rank-00000"]
+    assert (found.saved_for(3, 4), found.replicated) == ([3], COMMONS)
+    assert replace(found, replicated_shards=0).replicated == []
+    assert [found.saved_for(rank, 3) for rank in range(3)] == [[0, 3], [1], [2]]
+    assert found.saved_for(0, 1) == [0, 1, 2, 3]
+    of_fewer = replace(found, places=8)  # of which rank 0 has taken the places 0 and 4, and so on
+    assert [of_fewer.saved_for(rank, 6) for rank in range(6)] == [[0, 2], [1, 3], [2], [3], [0], [0, 1]]
+    assert of_fewer.saved_for(7, 8) == [0, 3], "its checkpoint is that of rank 0"
+
+
+def test_every_place_is_taken_once_by_who_has_its_state() -> None:
+    for places in range(1, 9):
+        for saved_by in range(1, places + 1):
+            for now in range(1, places + 1):
+                found = Generation(7, "07", saved_by, "whole", 0, places=places)
+                read = [found.saved_for(rank, now) for rank in range(now)]
+                assert all(place % saved_by in read[place % now] for place in range(places))
+                assert {rank for ranks in read for rank in ranks} == set(range(saved_by)), "nothing is left out"
+                assert all(len(ranks) <= 1 + -(-places // now) for ranks in read), "none reads all, if there are many"
+                if saved_by == now:
+                    assert read == [[rank] for rank in range(now)]
 
 
 # Journeys
 
 
 def holdings_anywhere(chance: random.Random) -> tuple[list[RankLocation], list[ShardInfo]]:
-    """A job of any size, and its parts on any nodes, also some that it does not have."""
+    """A job of any size, and its parts on any nodes, also some that it does not have. Others may have saved them."""
     nodes, ranks = chance.randrange(1, 5), chance.randrange(1, 4)
     job = rank_locations([(f"n{node}", node) for node in range(nodes) for _ in range(ranks)])
     commons = chance.choice([0, ranks, 3])
-    parts = [rank_shard(rank) for rank in range(len(job))] + [replicated_shard(i, commons) for i in range(commons)]
+    saved_by = chance.choice([len(job), chance.randrange(1, 13)])
+    places = max(len(job), saved_by) + chance.choice([0, chance.randrange(4)])
+    parts = [rank_shard(rank) for rank in range(saved_by)] + [replicated_shard(i, commons) for i in range(commons)]
     names = [*{place.node for place in job}, "gone"]
     holdings = [
-        ShardInfo(node, 7, "07", part, chance.randrange(1, 1000), len(job), "whole", commons)
+        ShardInfo(node, 7, "07", part, chance.randrange(1, 1000), saved_by, "whole", commons, places=places)
         for part in parts
         for node in chance.sample(sorted(names), chance.randrange(0, len(names) + 1))
     ]
@@ -176,10 +196,12 @@ def test_after_the_journeys_every_node_has_what_its_ranks_need() -> None:
             assert each.size == found.sizes[each.shard]
         arrived = {(node_of[each.destination], each.shard) for each in wanted}
         assert len(arrived) == len(wanted), "nothing goes twice"
-        for place in job:
-            for part in found.needed_by(place.rank):
-                assert place.node in found.holders[part] or (place.node, part) in arrived
-        needed = {(place.node, part) for place in job for part in found.needed_by(place.rank)}
+        needed = {
+            (place.node, part)
+            for place in job
+            for part in (*map(rank_shard, found.saved_for(place.rank, len(job))), *found.replicated)
+        }
+        assert all(node in found.holders[part] or (node, part) in arrived for node, part in needed)
         assert arrived <= needed, "nothing goes where nobody needs it"
         travelled += len(wanted)
     assert travelled > 300

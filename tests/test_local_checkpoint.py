@@ -1211,6 +1211,9 @@ def test_a_preemption_that_leaves_no_time(memory: Run, monkeypatch: pytest.Monke
 # Several ranks in one process, without a Trainer: what they save together and bring back together
 
 OWNER = {"run": "r" * 16, "fit": 0}
+PLACES = 6
+"""How many ranks the run was begun with whose ranks save here."""
+
 TWO_BY_TWO = rank_locations([("a", 0), ("a", 0), ("b", 1), ("b", 1)])
 
 
@@ -1265,7 +1268,7 @@ class Rank:
         self.saved: list[int] = []
         self.divergences: list[Any] = []
         several = len(ranks) > 1
-        layout = {"kind": "whole", "commons": place.local_world_size if several else 0}
+        layout = {"kind": "whole", "commons": place.local_world_size if several else 0, "places": PLACES}
         coordinator = None
         if shared is not None:
             coordinator = SaveCoordinator(PrefixStore("job", shared.clone()), len(ranks), PrefixStore("job", shared))
@@ -1351,6 +1354,7 @@ class Together:
         self.values: list[Any] = [None] * len(ranks)
         self.transfers: list[Transfer] = []
         self.tiers: list[LocalTier] = []
+        self.loaded: list[dict[int, dict[str, Any]]] = []
 
     def gather(self, rank: int) -> Callable[[Any], list[Any]]:
         def gather(value: Any) -> list[Any]:
@@ -1371,7 +1375,7 @@ class Together:
                 source = self.places[each.source].node
                 content = self.folder / source / path(each.shard).relative_to(store.directory)
                 if each.destination == rank and content.is_file() and not self.loses(each):
-                    writer = writers[each.shard] = store.reserve(each.shard, each.size)
+                    writer = writers[each.shard] = store.reserve(each.shard, each.size, is_copy=True)
                     writer.memory.copy_(torch.frombuffer(bytearray(content.read_bytes()), dtype=torch.uint8))
             return writers
 
@@ -1384,6 +1388,7 @@ def bring_back(
     kind: str = "whole",
     loses: Callable[[Transfer], bool] = lambda _: False,
     without: Sequence[str] = (),
+    why_not: str | None = None,
 ) -> tuple[list[int], list[str], list[dict[str, Any]] | None, Together]:
     """Resumes all ranks as a session does; returns which steps were tried, what is not used, and their states."""
     together = Together(folder, ranks, loses)
@@ -1393,7 +1398,8 @@ def bring_back(
         store = NodeStore(folder / place.node)
         try:
             fetch = together.fetch(place.rank, store)
-            tier = LocalTier(store, ranks, place.rank, OWNER, kind, together.gather(place.rank), fetch)
+            gather = together.gather(place.rank)
+            tier = LocalTier(store, ranks, place.rank, OWNER, kind, gather, fetch, lambda places: why_not)
             usable, reasons = tier.find(without)
             tried = []
             for generation in usable:
@@ -1419,7 +1425,8 @@ def bring_back(
     assert all(each[:2] == found[0][:2] for each in found), "all ranks decide alike"
     assert len({each[2] is None for each in found}) == 1
     together.tiers = [each[3] for each in found]
-    states = None if found[0][2] is None else [each[2] for each in found]
+    together.loaded = [each[2] for each in found]
+    states = None if found[0][2] is None else [next(iter(each.values())) for each in together.loaded]
     return found[0][0], found[0][1], states, together
 
 
@@ -1582,11 +1589,45 @@ def test_everything_is_gone(two_nodes: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [TWO_BY_TWO[:2], [*TWO_BY_TWO, *TWO_BY_TWO]], ids=["two", "eight"])
-def test_another_number_of_ranks(two_nodes: Path, ranks: list[RankLocation]) -> None:
+def test_another_number_of_ranks_that_cannot_go_on(two_nodes: Path, ranks: list[RankLocation]) -> None:
     hosts = [("abcd"[index // 2], index // 2) for index in range(len(ranks))]
-    tried, reasons, states, _ = bring_back(two_nodes, rank_locations(hosts))
+    tried, reasons, states, _ = bring_back(two_nodes, rank_locations(hosts), why_not="nobody can")
+    assert (tried, states) == ([], None)
+    said = f"was saved by a run of {PLACES} ranks; this fit has {len(ranks)}, and nobody can"
+    assert reasons == [f"that of step {step} {said}" for step in (12, 8)]
+    tried, reasons, states, _ = bring_back(two_nodes, rank_locations(hosts), kind="sharded by hand")
     assert (tried, states) == ([], None)
     assert reasons == [f"that of step {step} was saved by 4 ranks; this fit has {len(ranks)}" for step in (12, 8)]
+
+
+OTHERS = {"1": "a", "2 on a node": "aa", "2": "ab", "3": "aab", "5": "aaabb", "6": "abcabc"}
+
+
+@pytest.mark.parametrize("nodes", OTHERS.values(), ids=OTHERS.keys())
+def test_another_number_of_ranks(two_nodes: Path, nodes: str) -> None:
+    if "b" in nodes:  # else node a has copies of what b had
+        without_replicas(two_nodes)
+    ranks = rank_locations([(node, "abc".index(node)) for node in nodes])
+    tried, reasons, _states, together = bring_back(two_nodes, ranks)
+    assert (tried, reasons) == ([12], [])
+    for rank, loaded in enumerate(together.loaded):
+        assert next(iter(loaded)) == (rank if rank < 4 else 0)
+        assert {place % 4 for place in range(rank, PLACES, len(nodes))} <= loaded.keys()
+        assert all(same(state, expected_state(saved_by, 12)) for saved_by, state in loaded.items())
+
+
+def test_a_damaged_shard_of_a_rank_that_is_no_more(two_nodes: Path) -> None:
+    ranks = rank_locations([("a", 0), ("a", 0), ("b", 1)])  # rank 0 has the places 0 and 3
+    flip(at(two_nodes, "a", 12, "rank-00003"))
+    tried, _, _, together = bring_back(two_nodes, ranks)
+    assert (tried, [each.shard for each in together.transfers]) == ([12], ["rank-00003"])
+    assert same(together.loaded[0][3], expected_state(3, 12))
+    assert any("damaged" in path.read_text() for path in (two_nodes / "a" / "quarantine").glob("rank-00003*.txt"))
+    for node in "ab":
+        flip(at(two_nodes, node, 12, "rank-00003"))
+    tried, _, _, together = bring_back(two_nodes, ranks)
+    assert tried == [12, 8]
+    assert same(together.loaded[0][3], expected_state(3, 8))
 
 
 def test_another_strategy(two_nodes: Path) -> None:

@@ -417,6 +417,19 @@ def test_parts_that_nobody_writes_any_more_give_their_memory_back(memory: Path) 
     assert {name.split(".")[1] for name in hidden(memory)} == {"spare-rank-00000"}
 
 
+def test_copies_give_their_memory_back(place: Path) -> None:
+    store = NodeStore(place)
+    store.reserve("rank-00003", PAGE, is_copy=True).publish(1, generation(1), PAGE, b"")
+    assert not store._buffers
+    store.retire((), lambda part: True)
+    assert not list(place.glob(".spare-*"))
+    assert not list(place.glob("step-*"))
+    save(store, 2, "rank-00003")
+    store.retire((), lambda part: True)
+    assert len(list(place.glob(".spare-*"))) == store.in_memory, "now it is one of its own"
+    store.close()
+
+
 def test_only_own_parts_are_retired(place: Path) -> None:
     store = NodeStore(place)
     for step in (1, 2, 3):

@@ -93,14 +93,14 @@ def test_shards_of_a_node(saved: Path, rank: int) -> None:
 
     def gather(value: Any) -> list[Any]:  # the other rank of the node says what this one says, or has scanned nothing
         if isinstance(value, tuple):
-            scans.append(LocalTier(store, where, 0, owner, "whole", gather, lambda *_: {}, Patience)._scan())
+            scans.append(LocalTier(store, where, 0, *about)._scan())
             return [scans[-1], ([], [])]
         return [value, value]
 
-    owner = {"run": "run-1", "fit": 0}
-    tier = LocalTier(store, where, rank, owner, "whole", gather, lambda *_: {}, Patience)
+    about = {"run": "run-1", "fit": 0}, "whole", gather, lambda *_: {}, lambda _: "", Patience
+    tier = LocalTier(store, where, rank, *about)
     (generation,), reasons = tier.find(forks=[12])
     assert (generation.step, generation.course, reasons) == (12, 1, [])
-    assert not differences(tier.load(generation), rank_state(rank)[0])
+    assert not differences(tier.load(generation), {rank: rank_state(rank)[0]})
     assert not tier.bad
     store.close()

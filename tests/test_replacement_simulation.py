@@ -1124,7 +1124,9 @@ class Simulation:
             self.check_state(process.rank, process.size, schedule.steps, state, own)
         for each in generations(info for info, _ in self.files.values()):
             for rank in range(each.world_size) if not each.missing and not each.differs else ():
-                own, state = (self.files[each.step, each.name, name][1] for name in each.needed_by(rank)[:2])
+                own, state = (
+                    self.files[each.step, each.name, name][1] for name in (rank_shard(rank), each.replicated[0])
+                )
                 self.check_state(rank, each.world_size, each.step, state, own)
         if self.supervisor_is_dead:
             return

@@ -34,9 +34,9 @@ class LocalCheckpoint(SessionCallback):
     tensor parallelism) save the shards; nothing is gathered. With several nodes each rank's own file is copied to
     another node too.
 
-    Local checkpoints belong to the number of ranks and the strategy that saved them; with others the run resumes from
-    its newest global checkpoint (:class:`~lightning_resilience.AutoResume`). They are removed when the fit has
-    finished.
+    Local checkpoints belong to the strategy that saved them and, unless fewer ranks can train for all (plain DDP), to
+    the number of ranks; with others the run resumes from its newest global checkpoint
+    (:class:`~lightning_resilience.AutoResume`). They are removed when the fit has finished.
 
     Args:
         dir: Folder on storage of the node, in which ``local_ckpt-<user id>/<host>`` is created. Default: that of

@@ -3,6 +3,10 @@
 A generation is the state of all ranks at one boundary, in shards (see ``rank_state.py``). A rank needs its own shard
 and, where ranks hold replicas, the replicated shards of any node. A shard may lie on the rank's node, on another one
 that keeps a copy of it, or on a node that did not take part in the save.
+
+The places of a run are those of the ranks with which it was begun. Of ``n`` processes, number ``r`` takes the places
+``r``, ``r + n``, ``r + 2 * n``, ..., and its shard has their states. So which shards a process needs follows from how
+many processes have saved the generation, how many there are now, and how many places the run has.
 """
 
 from __future__ import annotations
@@ -17,6 +21,9 @@ from pathlib import Path
 
 SHARD_SUFFIX = ".shard"
 GENERATION_FOLDER = re.compile(r"step-(?P<step>[0-9]{12,})-(?P<generation>[0-9a-f]{8})")
+
+WHOLE = "whole"
+"""The kind of a generation whose ranks each had the whole state, so that another number of ranks can read it."""
 
 
 def shard_path(directory: Path, step: int, generation: str, name: str) -> Path:
@@ -101,6 +108,7 @@ class ShardInfo:
         replicated_digest: Digest of the replicated tensors on the rank that wrote it. Shards with different digests do
             not belong together.
         course: Of the training; see :func:`is_on_course`.
+        places: How many ranks the run was begun with; 0: as many as have saved the generation.
     """
 
     node: str
@@ -113,6 +121,7 @@ class ShardInfo:
     replicated_shards: int
     replicated_digest: str = ""
     course: int = 0
+    places: int = 0
 
 
 @dataclass
@@ -127,6 +136,7 @@ class Generation:
         replicated_shards: Into how many replicated shards a node has partitioned its copy.
         replicated_digest: Digest of the replicated tensors.
         course: Of the training; see :func:`is_on_course`.
+        places: How many ranks the run was begun with; 0: as many as have saved the generation.
         holders: The nodes that have a shard, in a fixed order.
         sizes: Bytes of the shards.
         differs: Whether some of its shards have another ``replicated_digest``.
@@ -139,21 +149,30 @@ class Generation:
     replicated_shards: int
     replicated_digest: str = ""
     course: int = 0
+    places: int = 0
     holders: dict[str, list[str]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     differs: bool = False
 
-    def needed_by(self, rank: int) -> list[str]:
-        """The shards that ``rank`` needs, its own first."""
-        return [
-            rank_shard(rank),
-            *(replicated_shard(index, self.replicated_shards) for index in range(self.replicated_shards)),
-        ]
+    def saved_for(self, rank: int, world_size: int) -> list[int]:
+        """The ranks whose shards ``rank`` of ``world_size`` ranks needs.
+
+        First the one from whose shard it takes its checkpoint: itself or, if there were not so many, rank 0. Then those
+        that have saved the states of its places.
+        """
+        first = rank if rank < self.world_size else 0
+        places = range(rank, self.places or self.world_size, world_size)
+        return list(dict.fromkeys([first, *(place % self.world_size for place in places)]))
+
+    @property
+    def replicated(self) -> list[str]:
+        """The replicated shards, in their order."""
+        return [replicated_shard(index, self.replicated_shards) for index in range(self.replicated_shards)]
 
     @property
     def missing(self) -> list[str]:
         """The shards that no node has."""
-        needed = {name for rank in range(self.world_size) for name in self.needed_by(rank)}
+        needed = [*map(rank_shard, range(self.world_size)), *self.replicated]
         return sorted(name for name in needed if not self.holders.get(name))
 
     def lose(self, node: str, name: str) -> None:
@@ -162,7 +181,7 @@ class Generation:
             self.holders[name].remove(node)
 
 
-_COMMON = attrgetter("world_size", "kind", "replicated_shards", "replicated_digest", "course")
+_COMMON = attrgetter("world_size", "kind", "replicated_shards", "replicated_digest", "course", "places")
 """What all shards of a generation must agree in."""
 
 
@@ -219,9 +238,12 @@ def plan_transfers(generation: Generation, ranks: Sequence[RankLocation]) -> lis
     sent: dict[int, int] = dict.fromkeys(range(len(ranks)), 0)
     found = []
     for node, here in on_node.items():
-        needed = {rank_shard(location.rank): location.rank for location in here}
-        for index in range(generation.replicated_shards):
-            needed[replicated_shard(index, generation.replicated_shards)] = here[index % len(here)].rank
+        needed: dict[str, int] = {}
+        for location in here:
+            for rank in generation.saved_for(location.rank, len(ranks)):
+                needed.setdefault(rank_shard(rank), location.rank)
+        for index, name in enumerate(generation.replicated):
+            needed[name] = here[index % len(here)].rank
         for name, destination in needed.items():
             holders = [holder for holder in generation.holders[name] if holder in on_node]
             if node in holders:

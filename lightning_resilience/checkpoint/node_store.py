@@ -108,7 +108,7 @@ class NodeStore:
         self._verify = verify
         self._lock = threading.RLock()
         self._writers: dict[str, ShardWriter] = {}
-        self._reserved: set[str] = set()  # names of all shards that this process has ever reserved
+        self._reserved: set[str] = set()  # names of the shards that this process saves
         self._mapped: dict[Path, MappedFile] = {}  # in node memory: own files by their current path
         self._buffers: dict[str, MappedFile] = {}  # on a disk: by shard
         self._claim: _Claim | None = None
@@ -122,13 +122,14 @@ class NodeStore:
 
     # Writing
 
-    def reserve(self, name: str, nbytes: int, device: torch.device | None = None) -> ShardWriter:
-        """Reserves memory for a shard of the next generation.
+    def reserve(self, name: str, nbytes: int, device: torch.device | None = None, is_copy: bool = False) -> ShardWriter:
+        """Reserves memory for a shard of the next generation, or for a copy of one of an older generation.
 
         Args:
             name: Name of the shard: letters, digits, ``-`` and ``_``. Only one writer can be open for a name.
             nbytes: Maximum size of the content.
             device: Accelerator to copy from; the memory is registered with it. ``None``: the host.
+            is_copy: Whether it is a copy, of which it is not known whether there will be such a shard again.
 
         Raises:
             OSError: If there is no room (``ENOSPC``, ``EDQUOT``) or the storage fails. Published shards are untouched.
@@ -146,11 +147,14 @@ class NodeStore:
                 self._claim.release()
                 self._open()
             writer = self._writers[name] = ShardWriter(self, name, self._claim.spare(name))
-            self._reserved.add(name)
+            if not is_copy:
+                self._reserved.add(name)
         try:
             with torch.inference_mode(False):  # an inference tensor, as a validation would make, is read-only later
                 file = self._map(writer.path, nbytes) if self.in_memory else self._buffer(name, nbytes)
                 writer.attach(file, nbytes, device)
+            if is_copy:
+                self._buffers.pop(name, None)
         except BaseException as error:
             self._discard(writer)
             if isinstance(error, (OSError, RuntimeError)):  # torch's, if there is no memory

@@ -19,6 +19,7 @@ from lightning_resilience._files import Patience
 from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
 from lightning_resilience.checkpoint.generations import (
+    WHOLE,
     Generation,
     RankLocation,
     ShardInfo,
@@ -32,6 +33,9 @@ from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.safe_serialization import unpack
 
 log = logging.getLogger(__name__)
+
+_MOST_RANKS = 1 << 20
+"""A header that names more is damaged."""
 
 T = TypeVar("T")
 
@@ -63,6 +67,7 @@ class LocalTier:
         kind: How the ranks partition their state; see :attr:`.Generation.kind`.
         gather: See :data:`Gather`.
         fetch: See :data:`Fetch`.
+        why_not: Why these ranks cannot go on with a run that was begun with so many ranks; ``None`` if they can.
         patience: Returns the retries that are left for failing storage.
     """
 
@@ -75,6 +80,7 @@ class LocalTier:
         kind: str,
         gather: Gather,
         fetch: Fetch,
+        why_not: Callable[[int], str | None],
         patience: Callable[[], Patience] = Patience,
     ) -> None:
         self.store = store
@@ -85,6 +91,7 @@ class LocalTier:
         self._gather = gather
         self._fetch = fetch
         self._patience = patience
+        self._why_not = why_not
         self.bad: list[tuple[str, str]] = []
         """Shards that this rank found to be bad, and why."""
         self.unreadable: list[str] = []
@@ -103,12 +110,9 @@ class LocalTier:
         self.unreadable = [each for _, unreadable in scans for each in unreadable]
         found = generations([each for shards, _ in scans for each in shards], without)
         usable, reasons = [], []
-        world_size = len(self.locations)
         for each in found:
-            if each.world_size != world_size:
-                reasons.append(
-                    f"that of step {each.step} was saved by {each.world_size} ranks; this fit has {world_size}"
-                )
+            if (refusal := self._refusal(each)) is not None:
+                reasons.append(f"that of step {each.step} was saved by {refusal}")
             elif each.kind != self.kind:
                 reasons.append(f"that of step {each.step} was saved by another strategy ({each.kind}, not {self.kind})")
             elif not is_on_course(forks, each.course, each.step):
@@ -121,6 +125,15 @@ class LocalTier:
             else:
                 usable.append(each)
         return usable, reasons
+
+    def _refusal(self, generation: Generation) -> str | None:
+        """By how many ranks a generation was saved, if those that are there cannot go on from it."""
+        now = len(self.locations)
+        if generation.world_size != now and self.kind != WHOLE:
+            return f"{generation.world_size} ranks; this fit has {now}"
+        if generation.places != now and (reason := self._why_not(generation.places)) is not None:
+            return f"a run of {generation.places} ranks; this fit has {now}, and {reason}"
+        return None
 
     def _scan(self) -> tuple[list[ShardInfo], list[str]]:
         """On the first rank of a node, its shards, and why others could not be read."""
@@ -147,12 +160,13 @@ class LocalTier:
                 unreadable.append(f"{file.path} on {self.location.node}: {error}")
                 continue
             found = header.identity
-            layout = {"course": 0, **found.layout}
-            about: list[Any] = [layout.get(name) for name in ("kind", "commons", "alike", "course")]
+            layout = {"course": 0, "places": found.world_size, **found.layout}
+            about: list[Any] = [layout.get(name) for name in ("kind", "commons", "alike", "course", "places")]
             # Otherwise written by another version, or damaged before it was sealed: its generation is not known.
             if (
-                [type(each) for each in about] == [str, int, str, int]
+                [type(each) for each in about] == [str, int, str, int, int]
                 and 0 <= layout["commons"] <= found.world_size
+                and 1 <= found.world_size <= layout["places"] <= _MOST_RANKS
                 and layout["course"] >= 0
             ):
                 key = (self.location.node, found.step, found.generation, found.part)
@@ -162,20 +176,24 @@ class LocalTier:
     def _retry(self, read: Callable[[], T]) -> T:
         return self._patience()(read, f"Rank {self.location.rank} on {self.location.node}")
 
-    def load(self, generation: Generation) -> dict[str, Any] | None:
+    def load(self, generation: Generation) -> dict[int, dict[str, Any]] | None:
         """Returns this rank's checkpoint when all ranks have verified theirs; ``None`` if some rank could not.
 
         Args:
             generation: One of :meth:`find`, the same on all ranks. Copies that turn out bad are removed from it.
+
+        Returns:
+            First this rank's checkpoint, then those with the states of further places that it takes, by the ranks that
+            have saved them; see :meth:`.Generation.saved_for`.
         """
         self.used_replica = False
         while not generation.missing:
-            checkpoint, lost = None, self._fetch_missing(generation)
+            checkpoints, lost = None, self._fetch_missing(generation)
             if not lost:
-                checkpoint, own_lost = self._read(generation)
+                checkpoints, own_lost = self._read(generation)
                 lost = self._gather_lost(own_lost)
             if not lost:
-                return checkpoint
+                return checkpoints
             for each in lost:
                 generation.lose(each.node, each.shard)
         return None
@@ -224,30 +242,33 @@ class LocalTier:
                 generation.holders[each.shard].append(self.locations[each.destination].node)
         return lost
 
-    def _read(self, generation: Generation) -> tuple[dict[str, Any] | None, list[_Lost]]:
+    def _read(self, generation: Generation) -> tuple[dict[int, dict[str, Any]] | None, list[_Lost]]:
         """Verifies and reads the shards that this rank needs, from its own node."""
-        contents: list[list[torch.Tensor]] = []
-        structure: Any = None
-        own = rank_shard(self.location.rank)
-        for name in generation.needed_by(self.location.rank):
+        ranks = {rank_shard(rank): rank for rank in generation.saved_for(self.location.rank, len(self.locations))}
+        structures: dict[str, Any] = {}
+        contents: dict[str, list[torch.Tensor]] = {}
+        for name in (*ranks, *generation.replicated):
             path = self._path(generation, name)
             try:
-                header, tensors = self._retry(partial(shard.load, path, self._expected(generation, name)))
+                header, contents[name] = self._retry(partial(shard.load, path, self._expected(generation, name)))
             except CorruptCheckpoint as error:
                 self._quarantine(path, error)
                 return None, [_Lost(self.location.node, name)]
             except OSError as error:
                 return None, [self._unreadable(self.location.node, name, str(path), error)]
-            if name == own:
-                structure = header.structure
-            contents.append(tensors)
-        try:
-            tensors = [contents[number + 1][position] for number, position in structure["places"]]
-            return unpack(structure["state"], tensors), []
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            path = self._path(generation, own)
-            self._quarantine(path, CorruptCheckpoint(f"shard {path} does not fit its generation ({error})"))
-            return None, [_Lost(self.location.node, own)]
+            structures[name] = header.structure
+        checkpoints = {}
+        replicated = [contents[name] for name in generation.replicated]
+        for name, rank in ranks.items():
+            shards = [contents[name], *replicated]
+            try:
+                tensors = [shards[number + 1][position] for number, position in structures[name]["places"]]
+                checkpoints[rank] = unpack(structures[name]["state"], tensors)
+            except (ValueError, KeyError, IndexError, TypeError) as error:
+                path = self._path(generation, name)
+                self._quarantine(path, CorruptCheckpoint(f"shard {path} does not fit its generation ({error})"))
+                return None, [_Lost(self.location.node, name)]
+        return checkpoints, []
 
     def _expected(self, generation: Generation, name: str) -> dict[str, Any]:
         return {
@@ -259,11 +280,11 @@ class LocalTier:
         }
 
     def saved_at(self, generation: Generation) -> float | None:
-        """When this rank's shard was written, in seconds since the epoch; ``None`` if this node does not have it."""
-        try:
-            return self._path(generation, rank_shard(self.location.rank)).stat().st_mtime
-        except OSError:
-            return None
+        """When it was saved, in seconds since the epoch; ``None`` if this node has no shard that this rank needs."""
+        for rank in generation.saved_for(self.location.rank, len(self.locations)):
+            with suppress(OSError):
+                return self._path(generation, rank_shard(rank)).stat().st_mtime
+        return None
 
     def _path(self, generation: Generation, name: str) -> Path:
         return self.store.path(generation.step, generation.name, name)

@@ -34,6 +34,7 @@ from lightning_resilience.checkpoint.generations import Generation, is_on_course
 from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.safe_serialization import from_safe
 from lightning_resilience.fit.context import FitContext
+from lightning_resilience.fit.exact_state import STATE_KEY
 from lightning_resilience.fit.outcome import ENDS_APART, FitOutcome
 from lightning_resilience.launch.script_errors import past_max_epochs
 from lightning_resilience.run.events import (
@@ -361,21 +362,26 @@ class CheckpointSelector:
         assert self.local is not None
         fit = self._fit
         saved_at = self.local.saved_at(generation)  # local saves are too many for an event each
-        checkpoint = self.local.load(generation)
+        checkpoints = self.local.load(generation)
         self._report_bad()
-        if checkpoint is None:
+        if checkpoints is None:
             if fit.trainer.is_global_zero:
                 log.warning("The local checkpoint of step %d is rejected; trying the next best one.", generation.step)
             self.complete.remove(generation)
             return None
         step, name = generation.step, f"step-{generation.step:012d}-{generation.name}"
+        saved_by = generation.world_size
         tier = "replica" if self.local.used_replica else "local"
         self.loaded = _Loaded(generation.step, generation.name, None)
         if fit.trainer.is_global_zero:
             where = generation.name
             event = self._event(fit=fit.index, step=step, path=name, tier=tier, generation=where, saved_at=saved_at)
             fit.ledger.record(event)
-            log.info("Resuming from step %d (local checkpoint %s).", step, name)
+            others = "" if saved_by == fit.trainer.world_size else f", of a world size of {saved_by}"
+            log.info("Resuming from step %d (local checkpoint %s%s).", step, name, others)
+        checkpoint = next(iter(checkpoints.values()))
+        shards = {rank: each[STATE_KEY]["mine"] for rank, each in checkpoints.items()}
+        checkpoint[STATE_KEY].update(shards=shards, saved_by=saved_by)
         return Path(name), checkpoint
 
     def _load_global(self, path: Path, finished: bool) -> Choice | None:

@@ -108,6 +108,11 @@ class ExactState:
         if self._absent is not None:
             self._absent.stand_in(states)
 
+    @property
+    def places(self) -> int:
+        """How many ranks the run was begun with."""
+        return self.fit.trainer.world_size if self._absent is None else self._absent.before
+
     def has_generators(self) -> bool:
         """Whether loaders have random generators of their own."""
         return bool(self._generators())
@@ -159,7 +164,7 @@ class ExactState:
             "accumulates": self.accumulates,
             "batch_sizes": data_position.batch_sizes(lightning_data.train_loaders(self.fit.trainer)),
             "modes": now["modes"],
-            "world_size": self.fit.trainer.world_size if self._absent is None else self._absent.before,
+            "world_size": self.places,
             "validated": data_position.persistent_workers_run(lightning_data.validation_loaders(self.fit.trainer)),
         }
         return {**own, "absent": {} if self._absent is None else self._absent.own_states(own)}
@@ -187,13 +192,13 @@ class ExactState:
         """
         state: dict[str, Any] = checkpoint[STATE_KEY]
         trainer, arrival_order = self.fit.trainer, state["arrival_order"]
-        if "mine" in state:  # saved by this rank for this rank
+        if "shards" in state:  # of a local checkpoint, whose shards each rank has read for itself
             lightning_checkpoints.load_own_checkpoint(trainer, self.loading)
-            states = {self.fit.rank: _with_defaults(state["mine"])}
-            before = states[self.fit.rank].get("world_size", trainer.world_size)
+            states, saved_by = state["shards"], state["saved_by"]
         else:
-            states = dict(enumerate(map(_with_defaults, state["ranks"])))
-            before = states[0].get("world_size", len(states))
+            states, saved_by = dict(enumerate(state["ranks"])), len(state["ranks"])
+        states = {rank: _with_defaults(each) for rank, each in states.items()}
+        before = next(iter(states.values())).get("world_size", saved_by)
         states |= {int(rank): each for present in states.values() for rank, each in present["absent"].items()}
         own = states[self.fit.rank if self.fit.rank in states else 0]
         mine: dict[str, Any] | None = own
@@ -206,7 +211,7 @@ class ExactState:
         self.resumed = {
             "mine": mine,
             "metrics": [own["metrics"], *(states[rank]["metrics"] for rank in self._absent_here)],
-            "was_alone": len(state.get("ranks", range(trainer.world_size))) == 1,
+            "was_alone": saved_by == 1,
             "due": state["due"],
             "final": state["final"],
             "arrival_order": arrival_order if mine is not None else None,

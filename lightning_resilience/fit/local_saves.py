@@ -19,7 +19,7 @@ from lightning_resilience._processes import process_age
 from lightning_resilience._torch import local
 from lightning_resilience.checkpoint import capacity, local_folders, shard
 from lightning_resilience.checkpoint.devices import accelerator
-from lightning_resilience.checkpoint.generations import Transfer, rank_locations, rank_shard, replicated_shard
+from lightning_resilience.checkpoint.generations import WHOLE, Transfer, rank_locations, rank_shard, replicated_shard
 from lightning_resilience.checkpoint.local import Fallback, LocalSaves, Peers, SaveHooks
 from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.rank_state import divergence_of
@@ -29,6 +29,7 @@ from lightning_resilience.checkpoint.safe_serialization import Entries
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator, new_generation
 from lightning_resilience.checkpoint.schedule import ChosenInterval, Schedule
 from lightning_resilience.checkpoint.snapshot import ON_DEVICE_BYTES
+from lightning_resilience.fit import absent_ranks
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 from lightning_resilience.run.events import Saved
@@ -120,6 +121,7 @@ class LocalSavePolicy(Participant):
             _kind(trainer),
             session.fit.gather,
             self._fetch,
+            lambda places: absent_ranks.why_not(trainer, places),
             lambda: session.fit.patience,
         )
         session.selector.use_local_tier(tier, options.probation_steps)
@@ -149,7 +151,7 @@ class LocalSavePolicy(Participant):
         transfers = [replace(each, path=path(each.shard)) for each in wanted]
 
         def reserve(transfer: Transfer) -> torch.Tensor:
-            writer = writers[transfer.shard] = self.store.reserve(transfer.shard, transfer.size)
+            writer = writers[transfer.shard] = self.store.reserve(transfer.shard, transfer.size, is_copy=True)
             return writer.memory
 
         prefix = f"{self._prefix()}/fetch/{self._fetches}"
@@ -244,7 +246,12 @@ class LocalSavePolicy(Participant):
     def _identity(self) -> dict[str, Any]:
         """Identity fields of all shards that are saved from now on."""
         commons = self.location.local_world_size if self._common else 0
-        layout = {"kind": _kind(self.session.fit.trainer), "commons": commons, "course": self.session.selector.course}
+        layout = {
+            "kind": _kind(self.session.fit.trainer),
+            "commons": commons,
+            "course": self.session.selector.course,
+            "places": self.session.exact.places,
+        }
         return {**self.owner, "layout": layout}
 
     def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
@@ -518,7 +525,7 @@ def _kind(trainer: Trainer) -> str:
     """How ranks share out the state: what one kind has saved no other can read."""
     strategy = trainer.strategy
     if not lightning_strategies.traits_of(strategy).all_ranks_write:
-        return "whole"
+        return WHOLE
     mesh = getattr(getattr(strategy, "device_mesh", None), "shape", ())
     how = getattr(getattr(strategy, "sharding_strategy", None), "name", "")  # of FSDP1
     over = f" over {list(mesh)}" if mesh else ""
