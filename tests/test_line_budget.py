@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 788,
     "detect/stragglers": 370,
     "elastic": 436,
-    "fit": 6498,
+    "fit": 6499,
     "launch": 8704,
     "launch/schedulers": 508,
     "run": 3115,

@@ -377,7 +377,8 @@ class CheckpointSelector:
             where = generation.name
             event = self._event(fit=fit.index, step=step, path=name, tier=tier, generation=where, saved_at=saved_at)
             fit.ledger.record(event)
-            others = "" if saved_by == fit.trainer.world_size else f", of a world size of {saved_by}"
+            ranks = "1 rank" if saved_by == 1 else f"{saved_by} ranks"
+            others = "" if saved_by == fit.trainer.world_size else f", saved by {ranks}"
             log.info("Resuming from step %d (local checkpoint %s%s).", step, name, others)
         checkpoint = next(iter(checkpoints.values()))
         shards = {rank: each[STATE_KEY]["mine"] for rank, each in checkpoints.items()}
