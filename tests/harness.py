@@ -22,8 +22,6 @@ from typing import Any
 import psutil
 import torch
 
-from lightning_resilience.run.run_directory import RunDirectory
-
 PROGRAM = Path(__file__).with_name("program.py")
 _WHERE_ARE_YOU = signal.SIGRTMIN + 5
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -242,7 +240,7 @@ def differences(config: dict[str, Any], undisturbed: dict[str, Any]) -> Iterator
 
 def state_at_the_end(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """What a run whose ranks have changed has in common with another one at its end, but for rounding."""
-    (path,) = RunDirectory(config["run_dir"]).fit(0).checkpoints.glob("*-final.ckpt")
+    (path,) = Path(config["run_dir"]).glob("fit-000/checkpoints/*-final.ckpt")
     state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
     if config.get("batch_norm"):  # behind a bias, whose gradient is noise that Adam makes large
         state = {name: each for name, each in state.items() if not name.endswith(("0.bias", "running_mean"))}

@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import tempfile
 import threading
 import warnings
@@ -33,7 +34,7 @@ from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.fit import context
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
-from tests.harness import CONTEXT, run, samples, undisturbed, weights
+from tests.harness import CONTEXT, command, run, run_command, samples, undisturbed, weights
 from tests.ledgers import read_ledger
 from tests.test_checkpoint_file import in_child
 from tests.test_exact_resume import killed_and_resumed, make
@@ -650,15 +651,37 @@ def ours_5243(tmp: Path) -> None:
     assert len(set(weights(config))) == 1
 
 
+def plain_20967(tmp: Path) -> None:
+    """Killed ranks end the others: their collective fails."""
+    codes, _ = in_ddp(tmp, events=[{"at": "train", "step": 20, "rank": 1, "do": "SIGKILL"}])
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] not in (0, None)
+
+
+def ours_20967(tmp: Path) -> None:
+    """The other rank goes on in the same process; the lost one comes back, or the fit ends before."""
+    options = {"trainer": {"devices": 2, "max_epochs": 3}, "callbacks": []}
+    config = make(
+        tmp, "ours", **options, events=[{"at": "train", "step": 20, "rank": 1, "do": "SIGKILL", "once": True}]
+    )
+    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--when-lost=go-on"]
+    launch += ["--spares=off", "--nproc-per-node=2", "--run-dir", config["run_dir"], *command(config)[1:]]
+    done = run_command(launch)
+    assert done.returncode == 0, done.stderr
+    assert "Rank 1 was killed by SIGKILL: going on with 1 of 2 ranks" in done.stderr
+    first, *_ = (each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "replaced")
+    assert (first["ranks"], first["members"]) == ([1], [0])
+
+
 # --- all of them ---
 
-NOT_SOLVED = {20967, 16815}
-"""What only elastic training solves, which is not there: no reproducer."""
+NOT_SOLVED = {16815}
+"""What only elastic training over several nodes solves, which is not there: no reproducer."""
 NOT_READ = {10226}
 """Named with the others, but not to be had."""
 MENDED = {19549: "2.5.0", 20953: "2.5.4"}
 """By which version of Lightning; what ``plain_N`` shows is what is left."""
-PROCESSES = {20806, 9567, 17899, 21938, 5243, 21406, 20542, 20550, 20187, 19487, 13524, 19970}
+PROCESSES = {20806, 9567, 17899, 21938, 5243, 21406, 20542, 20550, 20187, 19487, 13524, 19970, 20967}
 """They need processes of their own, and so they are slow."""
 LONG = {16639, 19549, 21431, 21492}
 """With this package: what other tests show as well."""

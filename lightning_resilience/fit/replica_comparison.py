@@ -59,7 +59,7 @@ class ReplicaComparison(Participant):
     def start(self) -> None:
         """Starts to compare: what is compared exists only now."""
         session, trainer = self.session, self.session.fit.trainer
-        self._parameters = lightning_strategies.replicated_parameters(trainer) if trainer.world_size > 1 else []
+        self._parameters = lightning_strategies.replicated_parameters(trainer)
         if not self._parameters:
             session.fit.participants.withdraw(self)
             if session.fit.rank == 0 and trainer.world_size > 1:  # that a single rank has none goes without saying
