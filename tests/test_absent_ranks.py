@@ -283,7 +283,7 @@ class Locally:
             assert (set(codes) == {0}) if is_last else (-signal.SIGKILL in codes), output
             self.output += output
             if number and "local" in config:
-                found = re.search(r"Resuming from step (\d+) \(local checkpoint \S+, saved by (\d) ranks", output)
+                found = re.search(r"Resuming from step (\d+) \(local checkpoint \S+, saved by (\d) ranks?", output)
                 assert found is not None, output
                 assert int(found[2]) == self.ranks[number - 1]
                 self.resumed.append(int(found[1]))

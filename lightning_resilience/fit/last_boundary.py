@@ -416,16 +416,17 @@ class LastBoundary(Participant):
             lost: These ranks; none if ranks come back.
         """
         fit = self._session.fit
-        first = min({*range(fit.trainer.world_size)} - {*lost})
-        is_first = fit.rank == first
+        everyone = {*range(fit.trainer.world_size)}
+        is_first = fit.rank == min(everyone - {*lost})
         fit.rank_0_may_go_ahead = True
         try:
             standings = self._standings(lost)
-            savers = _savers(standings)
-            is_first = fit.rank == savers[0] and first in standings  # on its node, of several
+            savers, lost_by_now = _savers(standings), _lost_by_now(lost)
+            # Of several nodes, on that of the first survivor.
+            is_first = fit.rank == savers[0] and min(everyone - lost_by_now) in standings
             if fit.rank in savers:
                 when = "after the loss" if lost else "for the ranks that come back"
-                self._save(_lost_by_now(lost) | (standings.keys() - {*savers}), is_first, when)
+                self._save(lost_by_now | (standings.keys() - {*savers}), is_first, when)
         except (_Unknown, OSError, ValueError) as error:
             log.log(logging.INFO if is_first else logging.DEBUG, "Going back to the last checkpoint: %s.", error)
         except Exception:
